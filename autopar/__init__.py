@@ -1,0 +1,53 @@
+"""autopar: the best way to split an unmodified vision model over devices, and its training there.
+
+>>> import autopar
+>>> pm = autopar.parallelize(model, devices=4, optimizer=functools.partial(torch.optim.AdamW, lr=1e-3))
+>>> pm.train_step(images, labels).loss
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.api import parallelize, plan
+    from autopar.errors import (
+        AutoparError,
+        HardwareError,
+        InfeasibleError,
+        NonFiniteLossWarning,
+        PlanError,
+        TraceError,
+        UsageError,
+        WorkerError,
+    )
+    from autopar.ir import Plan
+    from autopar.model import ParallelModel, StepResult
+    from autopar.zoo import ModelSource
+
+__version__ = "0.1.0"
+
+# Where each public name lives. Imported at first use, so that reading a cost model needs no torch.
+_HOME = {
+    "parallelize": "api", "plan": "api", "Plan": "ir", "ParallelModel": "model", "StepResult": "model",
+    "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
+    "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "UsageError": "errors",
+    "WorkerError": "errors",
+}  # fmt: skip
+
+__all__ = [
+    "AutoparError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Plan",
+    "PlanError", "StepResult", "TraceError", "UsageError", "WorkerError", "parallelize", "plan",
+]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name not in _HOME:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"autopar.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

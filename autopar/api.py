@@ -1,0 +1,233 @@
+"""``autopar.plan`` and ``autopar.parallelize``: from an unmodified model to a plan, and to a model that runs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.batching import Call, as_call, microbatch_sizes
+from autopar.codegen import graph_module
+from autopar.errors import UsageError
+from autopar.hardware import Hardware, load_hardware
+from autopar.ir import Graph, InputInfo, ModelInfo, Plan, Weight
+from autopar.machine import Machine, default_hardware_name, this_machine
+from autopar.model import ParallelModel
+from autopar.options import Options
+from autopar.profile import op_facts, price
+from autopar.programs import Programs
+from autopar.runtime import LocalRanks, RankSpec, TorchrunRanks, WorkerPool
+from autopar.solve import Constraints, search
+from autopar.trace import trace, weight_tensors
+from autopar.zoo import ModelSource, default_input_shape
+
+DEFAULT_BATCH = 64
+
+
+def plan(
+    model: nn.Module | str | ModelSource,
+    devices: int,
+    example_inputs: Any = None,
+    batch_size: int | None = None,
+    **constraints: Any,
+) -> Plan:
+    """The best plan for a model on a number of devices; needs no GPU and, for a model by name, no weights.
+
+    Args:
+        model: a module (on any device), or a name: ``vit_large_patch16_224``, ``torchvision:resnet50``,
+            ``package.module:factory``.
+        devices: how many; each becomes a rank.
+        example_inputs: a tensor, or a tuple or dict of tensors, at the global batch; derived for timm and torchvision.
+        batch_size: global batch, where the inputs are derived (default 64).
+        constraints: the fields of `autopar.options.Options`.
+
+    Raises:
+        UsageError: an argument is wrong.
+        TraceError: the model cannot be traced.
+        InfeasibleError: nothing fits; the message says what would.
+    """
+    options = Options.of(constraints)
+    source = ModelSource(model) if isinstance(model, str) else model
+    built = source.build("meta") if isinstance(source, ModelSource) else source
+    name = source.name if isinstance(source, ModelSource) else type(built).__name__
+    kwargs = source.kwargs if isinstance(source, ModelSource) else {}
+    shape = source.input_shape if isinstance(source, ModelSource) else None
+    call = example_call(built, example_inputs, batch_size, shape)
+    hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
+    return make_plan(built, call, devices, options, hardware, name, kwargs)[0]
+
+
+def make_plan(
+    model: nn.Module,
+    call: Call,
+    devices: int,
+    options: Options,
+    hardware: Hardware,
+    name: str,
+    kwargs: Mapping[str, Any],
+) -> tuple[Plan, Graph]:
+    """A plan, and the training graph that it was made from."""
+    if devices < 1:
+        raise UsageError(f"devices={devices} must be at least 1.")
+    batch = call.batch
+    first_guess = options.microbatch_size or -(-batch // (options.microbatches or min(batch, 4 * devices)))
+    microbatch = call.first(max(1, min(first_guess, batch)))
+    graph = trace(model, microbatch.args, microbatch.kwargs, "train", name)
+    facts = op_facts(graph)
+    inputs = tuple(
+        InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
+        for v in graph.inputs
+    )
+    info = ModelInfo(name, graph.fingerprint, graph.num_params, inputs, dict(kwargs))
+    constraints = Constraints(
+        devices=devices,
+        batch=batch,
+        pp=options.pp,
+        microbatches=options.microbatches,
+        microbatch_size=options.microbatch_size,
+        schedule=options.schedule,
+        memory_bytes=options.memory,
+        balance=options.balance,
+        pins=options.pins,
+        time_limit_seconds=options.solver_seconds,
+    )
+    return search(lambda size: price(graph, facts, hardware, size), graph, hardware, constraints, info), graph
+
+
+def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, shape: tuple[int, ...] | None) -> Call:
+    """Example inputs as a call at the global batch; derived from the model's config where none are given."""
+    if example_inputs is not None:
+        call = as_call(model, example_inputs)
+        if batch_size is not None and batch_size != call.batch:
+            raise UsageError(f"batch_size={batch_size}, but the example inputs hold {call.batch} samples. Pass one of them.")
+        return call
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"batch_size={batch_size} must be at least 1.")
+    if shape is not None:
+        shape = (batch_size or shape[0], *shape[1:])
+    else:
+        shape = default_input_shape(model, batch_size or DEFAULT_BATCH)
+    return as_call(model, torch.empty(shape, device="meta"))
+
+
+def parallelize(
+    model: nn.Module,
+    devices: int,
+    example_inputs: Any = None,
+    batch_size: int | None = None,
+    loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    plan: Plan | str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    **constraints: Any,
+) -> ParallelModel:
+    """The model split over devices and ready to train; the model itself is copied from, never modified.
+
+    In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun
+    every rank makes the same call and becomes one device; rank 0's weights count.
+
+    Args:
+        model: any module that torch.export can trace, on any device but meta.
+        devices: how many; under torchrun it must equal WORLD_SIZE.
+        example_inputs, batch_size: as in `plan`.
+        loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default.
+        optimizer: makes an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. It is
+            called once per rank with that rank's parameters.
+        lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
+        plan: a plan or the path of one; skips planning.
+        seed: of random operations (dropout), which draw independently on every rank.
+        constraints: the fields of `autopar.options.Options`.
+
+    Raises:
+        UsageError, TraceError, InfeasibleError: as `plan`.
+        PlanError: the given plan does not fit the model or the devices.
+        WorkerError: a worker did not start.
+    """
+    options = Options.of(constraints)
+    machine = this_machine(devices, options.backend)
+    call = example_call(model, example_inputs, batch_size, None)
+    if any(p.is_meta for p in model.parameters()):
+        raise UsageError("The model is on the meta device and has no weights to run with. Build it on the CPU.")
+    if plan is None:
+        hardware = load_hardware(options.hardware or default_hardware_name(machine))
+        if options.hardware is None and options.memory is None and machine.device_type == "cpu":
+            options = Options.of(vars(options) | {"memory": psutil.virtual_memory().total // devices})
+        chosen, graph = make_plan(model, call, devices, options, hardware, type(model).__name__, {})
+    else:
+        chosen, graph = plan if isinstance(plan, Plan) else Plan.load(plan), None
+        check_given(chosen, devices, options)
+    programs = Programs(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
+    loss_fn = loss_fn or F.cross_entropy
+    specs = rank_specs(programs, machine, loss_fn, optimizer, lr_scheduler, options.clip_grad_norm, seed)
+    tensors = weight_tensors(model, programs.example)
+    return ParallelModel(model, chosen, programs, start(specs, tensors, machine, options.timeout), machine, seed)
+
+
+def check_given(plan: Plan, devices: int, options: Options) -> None:
+    """Compare a given plan with the other arguments.
+
+    Raises:
+        UsageError: it is for another number of devices, or constraints are given too.
+    """
+    if plan.mesh.devices != devices:
+        raise UsageError(f"The plan is for {plan.mesh.devices} devices, parallelize was asked for {devices}.")
+    for name in ("pp", "microbatches", "microbatch_size", "memory"):
+        if getattr(options, name) is not None:
+            raise UsageError(f"Both plan= and {name}= are given; the plan decides already. Leave {name} out.")
+
+
+def rank_specs(
+    programs: Programs,
+    machine: Machine,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
+    clip_grad_norm: float | None,
+    seed: int,
+) -> list[RankSpec]:
+    """What each rank is told; stage and rank numbers agree while stages are the only axis."""
+    shared = {name: on for name, on in programs.holders.items() if len(on) > 1}
+    weights: list[list[Weight]] = [[] for _ in range(programs.num_stages)]
+    for weight in programs.example.weights:
+        for stage in programs.holders[weight.name] if weight.kind != "constant" else ():
+            weights[stage].append(weight)
+    pairs = {(e.src, e.dst) for v in programs.known.values() for p in v.programs for e in p.sends}
+    pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
+    return [
+        RankSpec(
+            rank=rank,
+            world=programs.num_stages,
+            device=machine.device_of(rank),
+            build=graph_module,
+            weights=tuple(weights[rank]),
+            holders=shared,
+            edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
+            loss_fn=loss_fn,
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            clip_grad_norm=clip_grad_norm,
+            seed=seed,
+        )
+        for rank in range(programs.num_stages)
+    ]
+
+
+def start(
+    specs: list[RankSpec], tensors: Mapping[str, torch.Tensor], machine: Machine, timeout_seconds: float
+) -> LocalRanks | TorchrunRanks | WorkerPool:
+    """The ranks, running: this process's own under torchrun or alone, worker processes otherwise."""
+    if machine.launched is not None and machine.launched.world > 1:
+        return TorchrunRanks(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds)
+    if len(specs) == 1:
+        return LocalRanks(specs[0], tensors)
+    own = [{w.name: tensors[w.name] for w in spec.weights} for spec in specs]
+    return WorkerPool(specs, own, machine.backend, timeout_seconds, machine.num_threads)
+
+
+__all__ = ["microbatch_sizes", "parallelize", "plan"]

@@ -1,0 +1,158 @@
+"""A user's call as flat tensors: binding arguments, checking them, cutting the batch, joining the outputs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import UsageError
+from autopar.ir import Graph, Ref
+from autopar.pytree import Spec, flatten, unflatten
+
+
+@dataclass(frozen=True)
+class Call:
+    """A model call with its arguments in the signature's order."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def leaves(self) -> list[Any]:
+        return flatten((self.args, self.kwargs))[0]
+
+    @property
+    def spec(self) -> Spec:
+        return flatten((self.args, self.kwargs))[1]
+
+    @property
+    def batch(self) -> int:
+        """Samples: the first size of the first tensor.
+
+        Raises:
+            UsageError: there is no tensor, or the batch is empty.
+        """
+        for leaf in self.leaves:
+            if isinstance(leaf, torch.Tensor):
+                if leaf.ndim == 0 or leaf.shape[0] == 0:
+                    raise UsageError(f"The first input has shape {list(leaf.shape)}; its first dim must be the batch.")
+                return leaf.shape[0]
+        raise UsageError("The model's inputs hold no tensor, so there is no batch to split. Pass at least one tensor.")
+
+    def first(self, samples: int) -> Call:
+        """The same call with the first ``samples`` samples of every batched tensor."""
+        leaves = split_leaves(self.leaves, self.batch, [samples])[0]
+        args, kwargs = unflatten(leaves, self.spec)
+        return Call(args, kwargs)
+
+
+def as_call(model: nn.Module, inputs: Any) -> Call:
+    """Inputs as a call: a tensor is the only argument, a tuple or list the positional ones, a dict the keyword ones."""
+    if isinstance(inputs, dict):
+        return bind(model, (), inputs)
+    return bind(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
+
+
+def bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Arguments in the order of ``model.forward``, the same however they are passed.
+
+    Raises:
+        UsageError: they do not fit the signature.
+    """
+    try:
+        bound = inspect.signature(model.forward).bind(*args, **kwargs)
+    except TypeError as error:
+        signature = inspect.signature(model.forward)
+        raise UsageError(
+            f"The inputs do not fit {type(model).__name__}.forward{signature}: {error}. "
+            "Pass a tensor, a tuple of positional inputs, or a dict of keyword inputs."
+        ) from error
+    return Call(bound.args, dict(bound.kwargs))
+
+
+def check_call(call: Call, graph: Graph, model_name: str) -> None:
+    """Compare a call with the one that was traced: structure, dtypes and numbers of dims.
+
+    Raises:
+        UsageError: names the input, what it is and what it should be.
+    """
+    if call.spec != graph.in_spec:
+        raise UsageError(
+            f"The inputs of {model_name} have another structure than the example inputs: got {call.spec}, "
+            f"expected {graph.in_spec}. Call parallelize again with such example_inputs."
+        )
+    values = {v.name: v for v in graph.inputs}
+    for leaf, traced in zip(call.leaves, graph.leaves, strict=True):
+        if not isinstance(traced, Ref):
+            continue
+        value = values[traced.name]
+        if not isinstance(leaf, torch.Tensor):
+            raise UsageError(f"Input {value.name} of {model_name} is a {type(leaf).__name__}, expected a tensor.")
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        if dtype != value.dtype:
+            raise UsageError(
+                f"Input {value.name} of {model_name} has dtype {dtype}, expected {value.dtype}. "
+                f"Convert it with .to(torch.{value.dtype})."
+            )
+        if leaf.ndim != len(value.shape):
+            raise UsageError(
+                f"Input {value.name} of {model_name} has shape {list(leaf.shape)}, expected {len(value.shape)} dims "
+                f"like {['batch', *value.shape[1:]]}."
+            )
+
+
+def microbatch_sizes(batch: int, microbatches: int) -> list[int]:
+    """Samples of each microbatch, as `torch.chunk` splits: equal but for the last, and maybe fewer than asked for."""
+    size = -(-batch // microbatches)
+    return [min(size, batch - start) for start in range(0, batch, size)]
+
+
+def split_leaves(leaves: Sequence[Any], batch: int, sizes: Sequence[int]) -> list[list[Any]]:
+    """The leaves of each microbatch: tensors whose first dim is the batch are cut, everything else is repeated."""
+    parts = []
+    start = 0
+    for size in sizes:
+        parts.append([leaf[start : start + size] if is_batched(leaf, batch) else leaf for leaf in leaves])
+        start += size
+    return parts
+
+
+def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
+    """The targets of each microbatch.
+
+    Raises:
+        UsageError: a tensor among them has another first size than the batch.
+    """
+    leaves, spec = flatten(targets)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] != batch:
+            raise UsageError(
+                f"A target has shape {list(leaf.shape)} for a batch of {batch}: its first dim must be the batch."
+            )
+    return [unflatten(part, spec) for part in split_leaves(leaves, batch, sizes)]
+
+
+def is_batched(leaf: Any, batch: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == batch
+
+
+def join_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int], spec: Spec) -> Any:
+    """The model's output for the batch from its flattened outputs per microbatch.
+
+    Batched tensors are concatenated. A number per microbatch (an auxiliary loss) becomes the mean over the samples;
+    anything else is the same in every microbatch and taken from the first.
+    """
+    joined = []
+    for column in zip(*parts, strict=True):
+        if all(is_batched(leaf, size) for leaf, size in zip(column, sizes, strict=True)):
+            joined.append(torch.cat(column))
+        elif isinstance(column[0], torch.Tensor) and column[0].ndim == 0 and column[0].is_floating_point():
+            joined.append(sum(leaf * (size / sum(sizes)) for leaf, size in zip(column, sizes, strict=True)))
+        else:
+            joined.append(column[0])
+    return unflatten(joined, spec)

@@ -1,0 +1,77 @@
+"""From a program to a runnable, printable ``fx.GraphModule``."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.ir import LocalDevice, Op, Program, Ref
+
+
+def graph_module(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device) -> fx.GraphModule:
+    """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
+
+    Args:
+        weights: at least the program's own, by name; used as they are, so several modules can share them.
+        device: replaces every device that tracing baked in.
+    """
+    own = {w.name: weights[w.name] for w in program.weights}
+    graph = fx.Graph()
+    nodes: dict[str, fx.Node] = {name: graph.placeholder(identifier(name)) for name in program.arguments}
+    for name in own:
+        nodes[name] = graph.create_node("get_attr", name, name=identifier(name))
+    for op in program.ops:
+        emit(graph, op, nodes, device)
+    graph.output(tuple(nodes[name] for name in program.results))
+    return fx.GraphModule(own, graph, class_name=f"Stage{program.stage}")
+
+
+def emit(graph: fx.Graph, op: Op, nodes: dict[str, fx.Node], device: torch.device) -> None:
+    """Append one operation's node, and a node per output where it has several."""
+
+    def localised(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return nodes[argument.name]
+        if isinstance(argument, LocalDevice):
+            return device
+        if isinstance(argument, tuple):
+            return [localised(a) for a in argument]
+        return argument
+
+    args = tuple(localised(a) for a in op.args)
+    kwargs = {k: localised(v) for k, v in op.kwargs}
+    node = graph.create_node("call_function", aten(op.target), args, kwargs, name=identifier(op.name))
+    if op.outputs and op.outputs[0].name == op.name:
+        nodes[op.name] = node
+        return
+    for value in op.outputs:
+        index = int(value.name.rpartition(":")[2])
+        nodes[value.name] = graph.create_node("call_function", operator.getitem, (node, index), name=identifier(value.name))
+
+
+def aten(target: str) -> Any:
+    """The torch operator behind ``namespace.name.overload``."""
+    namespace, name, overload = target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+
+
+def identifier(name: str) -> str:
+    """A Python name for a value: ``blocks_0_attn_qkv_linear``."""
+    return name.replace(".", "_").replace(":", "_")
+
+
+def source(program: Program) -> str:
+    """The program as readable Python, with what it holds, receives and sends on top."""
+    meta = {w.name: torch.empty(w.shape, dtype=getattr(torch, w.dtype), device="meta") for w in program.weights}
+    code = graph_module(program, meta, torch.device("cpu")).code.strip()
+    params = sum(w.numel for w in program.weights if w.kind == "parameter")
+    lines = [f"# stage {program.stage}, {program.mode}, microbatch of {program.batch}: {len(program.ops)} operations, "
+             f"{params:,} parameters in {sum(w.kind == 'parameter' for w in program.weights)} tensors"]  # fmt: skip
+    lines += [f"# input   {v.name}: {v.dtype}{list(v.shape)}" for v in program.inputs]
+    lines += [f"# from stage {e.src}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.receives]
+    lines += [f"# to stage {e.dst}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.sends]
+    return "\n".join([*lines, code])

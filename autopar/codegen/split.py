@@ -1,0 +1,96 @@
+"""From a graph and the stage of each operation to one program per stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from autopar.errors import TraceError
+from autopar.ir import Edge, Graph, Program, Weight, refs
+
+
+def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[Program, ...]:
+    """One program per stage.
+
+    A tensor travels straight from the stage that makes it to each stage that reads it; model inputs are handed to the
+    stages that read them; the model's outputs are gathered on the last stage.
+
+    Args:
+        stage_of: stage of every operation in ``graph``; never lower than that of an operation it reads from.
+    """
+    last = num_stages - 1
+    readers: dict[str, set[int]] = {}
+    for op in graph.ops:
+        for name in op.reads:
+            readers.setdefault(name, set()).add(stage_of[op.name])
+    for name in refs(graph.outputs):
+        readers.setdefault(name, set()).add(last)
+    made_on = {value.name: stage_of[op.name] for op in graph.ops for value in op.outputs}
+    edges = [
+        Edge(graph.values[name], source, reader)
+        for name, source in made_on.items()
+        for reader in sorted(readers.get(name, ()))
+        if reader != source
+    ]
+    assert all(e.src < e.dst for e in edges), "an operation reads from a later stage"
+    return tuple(
+        Program(
+            stage=stage,
+            mode=graph.mode,
+            batch=graph.batch,
+            inputs=tuple(v for v in graph.inputs if stage in readers.get(v.name, ())),
+            receives=tuple(e for e in edges if e.dst == stage),
+            weights=tuple(w for w in graph.weights if stage in readers.get(w.name, ())),
+            ops=tuple(op for op in graph.ops if stage_of[op.name] == stage),
+            sends=tuple(e for e in edges if e.src == stage),
+            outputs=graph.outputs if stage == last else (),
+            out_spec=graph.out_spec if stage == last else None,
+        )
+        for stage in range(num_stages)
+    )
+
+
+def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, int]) -> Mapping[str, int]:
+    """The stage of each operation of another trace of the same model: eval mode, or another input shape.
+
+    Operations known to the reference keep their stage; a new one goes where its weights and inputs are. No operation is
+    put before one that it reads from.
+
+    Args:
+        reference: stage of each operation of the planned training graph.
+        held_on: stage of each weight there.
+    """
+    stage_of: dict[str, int] = {}
+    pinned = {name: min(reference[n] for n in names if n in reference) for names in graph.together
+              for name in names if any(n in reference for n in names)}  # fmt: skip
+    for op in graph.ops:
+        sources = [stage_of[graph.producer[r].name] for r in op.reads if r in graph.producer]
+        weights = [held_on[r] for r in op.reads if r in held_on]
+        known = pinned.get(op.name, reference.get(op.name))
+        wanted = [known] if known is not None else weights
+        stage_of[op.name] = max([*sources, *wanted], default=0)
+    return stage_of
+
+
+def holders(graphs: Iterable[tuple[Graph, tuple[Program, ...]]]) -> Mapping[str, tuple[int, ...]]:
+    """The stages that hold each weight: those whose programs read it, or the last one if none does.
+
+    Raises:
+        TraceError: a weight that training updates in place is read on a second stage, where it would go stale.
+    """
+    stages: dict[str, set[int]] = {}
+    mutated: dict[str, Weight] = {}
+    for graph, programs in graphs:
+        for weight in graph.weights:
+            stages.setdefault(weight.name, set())
+        for program in programs:
+            for weight in program.weights:
+                stages[weight.name].add(program.stage)
+            mutated |= {m: graph.weight[m] for op in program.ops for m in op.mutates}
+        last = len(programs) - 1
+    for name in mutated:
+        if len(stages[name]) > 1:
+            raise TraceError(
+                f"Buffer {name} is updated in training on one stage and read on another (stages {sorted(stages[name])}). "
+                "Pin both uses to one stage with --pin, or use fewer stages."
+            )
+    return {name: tuple(sorted(on)) or (last,) for name, on in stages.items()}

@@ -1,0 +1,51 @@
+"""Every error a user of autopar can meet.
+
+A message has four parts: what failed, where in the user's model, the numbers, the remedy. ``exit_code`` is what the
+command line returns for it.
+"""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of all errors that autopar raises on purpose."""
+
+    exit_code = 2
+
+
+class UsageError(AutoparError):
+    """An argument, a name, or an input tensor is not what the call needs."""
+
+
+class PlanError(UsageError):
+    """A plan file is broken, stale, or made for another model; the message names the field."""
+
+
+class HardwareError(UsageError):
+    """A cost-model file is unknown, incomplete or malformed."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan satisfies the constraints; the message holds the smallest relaxation that would."""
+
+    exit_code = 3
+
+
+class TraceError(AutoparError):
+    """The model cannot be traced; the message holds file and line in the user's model."""
+
+    exit_code = 4
+
+
+class ScheduleError(AutoparError):
+    """A schedule breaks one of its invariants; the message prints the grid with the bad cell marked."""
+
+
+class WorkerError(AutoparError):
+    """A rank raised, died or hung; the message names rank, stage, action and cause."""
+
+    exit_code = 1
+
+
+class NonFiniteLossWarning(UserWarning):
+    """The loss of a step is NaN or infinite."""

@@ -1,0 +1,131 @@
+"""The priced model: groups of operations, the tensors that flow between them, and what they hold in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import networkx as nx
+
+
+@dataclass(frozen=True)
+class Group:
+    """Operations that always share a stage: an anchor (a matmul, a norm, …) and the light ones that follow it.
+
+    ``seconds`` are per microbatch on one device. ``saved_bytes`` stay alive from forward to backward, per microbatch,
+    counting only storages that no other group saves too; ``transient_bytes`` is the working set of its largest
+    operation.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    module: str
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    flops: float = 0.0
+    saved_bytes: int = 0
+    transient_bytes: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A tensor that one group makes and others read; ``num_bytes`` per microbatch."""
+
+    value: str
+    producer: int
+    consumers: tuple[int, ...]
+    num_bytes: int
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes that every stage with one of ``groups`` must hold.
+
+    As a weight: its value, gradient and optimizer state. As a saved activation: one storage that several groups keep
+    for their backward, per microbatch.
+    """
+
+    name: str
+    num_bytes: int
+    groups: tuple[int, ...]
+    numel: int = 0
+    optimizer_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CostGraph:
+    """A directed acyclic graph of groups, numbered so that every flow goes from a lower to a higher number.
+
+    The last group is the loss: it has no operations, reads the model's outputs and belongs to the last stage.
+    ``together`` lists groups that update the same state and must share a stage.
+    """
+
+    model: str
+    batch: int
+    groups: tuple[Group, ...]
+    flows: tuple[Flow, ...]
+    weights: tuple[Holding, ...] = ()
+    saved: tuple[Holding, ...] = ()
+    together: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self) -> None:
+        n = len(self.groups)
+        for flow in self.flows:
+            assert flow.consumers and all(flow.producer < c < n for c in flow.consumers), f"flow {flow.value} runs backwards"
+        for holding in (*self.weights, *self.saved):
+            assert holding.groups and all(0 <= g < n for g in holding.groups), f"{holding.name} is held by no group"
+
+    @property
+    def loss(self) -> int:
+        """Number of the loss group."""
+        return len(self.groups) - 1
+
+    @cached_property
+    def digraph(self) -> nx.DiGraph:
+        """Groups as nodes (attribute ``group``), an edge where a tensor flows (attribute ``num_bytes``, summed)."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from((i, {"group": g}) for i, g in enumerate(self.groups))
+        for flow in self.flows:
+            for consumer in flow.consumers:
+                known = graph.get_edge_data(flow.producer, consumer, {"num_bytes": 0})["num_bytes"]
+                graph.add_edge(flow.producer, consumer, num_bytes=known + flow.num_bytes)
+        return graph
+
+    @cached_property
+    def dominators(self) -> tuple[int, ...]:
+        """Groups that every path from a source to the loss goes through, in order.
+
+        Source: immediate dominators (Cooper, Harvey, Kennedy 2001, as in networkx) from a virtual entry.
+        """
+        graph = self.digraph.copy()
+        graph.add_edges_from([("entry", v) for v in self.digraph if self.digraph.in_degree(v) == 0])
+        parent = nx.immediate_dominators(graph, "entry")
+        chain, node = [], self.loss
+        while node not in (None, "entry"):
+            chain.append(node)
+            node = parent[node]
+        return tuple(reversed(chain))
+
+    @cached_property
+    def cut_candidates(self) -> tuple[tuple[int, int], ...]:
+        """(group, bytes): cutting after each group in order, and the bytes per microbatch that would cross there."""
+        crossing = [0] * len(self.groups)
+        for flow in self.flows:
+            for boundary in range(flow.producer, max(flow.consumers)):
+                crossing[boundary] += flow.num_bytes
+        return tuple((i, crossing[i]) for i in range(self.loss))
+
+    def __str__(self) -> str:
+        rows = [f"{self.model}: {len(self.groups)} groups, {len(self.flows)} flows, microbatch of {self.batch}"]
+        for i, g in enumerate(self.groups):
+            reads = sorted({f.producer for f in self.flows if i in f.consumers})
+            rows.append(
+                f"  {i:4d} {g.name}: F {g.forward_seconds * 1e3:.3f} ms, B {g.backward_seconds * 1e3:.3f} ms, "
+                f"saves {g.saved_bytes / 2**20:.2f} MiB, reads {reads}"
+            )
+        return "\n".join(rows)

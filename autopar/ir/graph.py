@@ -1,0 +1,175 @@
+"""The traced model as plain data: values, weights, operations and the graph that holds them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+DTYPE_BYTES: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "complex64": 8, "complex128": 16,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1,
+}  # fmt: skip
+
+Mode = Literal["train", "eval"]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Names a value: an operation's output, a graph input or a weight."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return f"%{self.name}"
+
+
+@dataclass(frozen=True)
+class LocalDevice:
+    """Stands for the device of whoever runs the operation; replaces devices baked in by tracing."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One tensor of the graph at the traced microbatch shape."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    requires_grad: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the dense tensor, byte."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor that lives on a stage between steps.
+
+    ``names`` are all names under which the model's state dict knows it: more than one when it is tied. A ``constant``
+    is a tensor that the trace found in the model's code; it is in no state dict.
+    """
+
+    name: str
+    kind: Literal["parameter", "buffer", "constant"]
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool = False
+    names: tuple[str, ...] = ()
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor, byte."""
+        return self.numel * DTYPE_BYTES[self.dtype]
+
+
+def refs(tree: Any) -> Iterator[str]:
+    """Names referred to anywhere in (nested) arguments, in order, repeats included."""
+    if isinstance(tree, Ref):
+        yield tree.name
+    elif isinstance(tree, tuple):
+        for item in tree:
+            yield from refs(item)
+
+
+@dataclass(frozen=True)
+class Op:
+    """One ATen operation.
+
+    ``name`` is the module path with the operation's own name (``blocks.0.attn.qkv.linear``): the same in train and
+    eval mode and at any batch size, which is what plans rely on. ``mutates`` lists the weights it updates in place.
+    """
+
+    name: str
+    target: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[Value, ...]
+    module: str
+    source: str = ""
+    mutates: tuple[str, ...] = ()
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """Names of all values and weights it reads, each once."""
+        return tuple(dict.fromkeys(refs((self.args, tuple(v for _, v in self.kwargs)))))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model's forward pass as a list of operations in execution order.
+
+    ``leaves`` are the flattened arguments of the call that was traced: a reference for each tensor, the constant itself
+    for anything else. ``outputs`` are the flattened results in the same manner.
+
+    Invariants: names are unique; every reference is to an input, a weight or an earlier operation's output; operations
+    listed in one set of ``together`` share state that is updated in place and must stay on one stage.
+    """
+
+    model: str
+    mode: Mode
+    batch: int
+    inputs: tuple[Value, ...]
+    weights: tuple[Weight, ...]
+    ops: tuple[Op, ...]
+    outputs: tuple[Any, ...]
+    leaves: tuple[Any, ...]
+    in_spec: Any
+    out_spec: Any
+    together: tuple[tuple[str, ...], ...] = ()
+    constants: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        known = {v.name for v in self.inputs} | {w.name for w in self.weights}
+        assert len(known) == len(self.inputs) + len(self.weights), "input and weight names are not unique"
+        for op in self.ops:
+            missing = [r for r in op.reads if r not in known]
+            assert not missing, f"{op.name} reads {missing}, which nothing before it produces"
+            for value in op.outputs:
+                assert value.name not in known, f"two values are named {value.name}"
+                known.add(value.name)
+        assert all(r in known for r in refs(self.outputs)), "an output is produced by nothing"
+
+    @cached_property
+    def producer(self) -> Mapping[str, Op]:
+        """The operation behind each value."""
+        return {value.name: op for op in self.ops for value in op.outputs}
+
+    @cached_property
+    def values(self) -> Mapping[str, Value]:
+        """Inputs and operation outputs by name."""
+        return {v.name: v for v in self.inputs} | {v.name: v for op in self.ops for v in op.outputs}
+
+    @cached_property
+    def weight(self) -> Mapping[str, Weight]:
+        return {w.name: w for w in self.weights}
+
+    @property
+    def num_params(self) -> int:
+        """Number of parameter elements, tied ones once."""
+        return sum(w.numel for w in self.weights if w.kind == "parameter")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Hash of what a plan relies on: operations, parameters and their shapes; independent of batch and device."""
+        lines = [f"{op.name} {op.target}" for op in self.ops]
+        lines += [f"{w.name} {w.shape} {w.dtype}" for w in self.weights if w.kind != "constant"]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        rows = [f"{self.model} ({self.mode}, batch {self.batch}): {len(self.ops)} ops, {self.num_params:,} parameters"]
+        for op in self.ops:
+            out = ", ".join(f"{v.dtype}{list(v.shape)}" for v in op.outputs)
+            kwargs = "".join(f", {k}={v!r}" for k, v in op.kwargs)
+            rows.append(f"  {op.name}: {out} = {op.target}({', '.join(map(repr, op.args))}{kwargs})")
+        return "\n".join(rows)

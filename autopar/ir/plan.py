@@ -1,0 +1,278 @@
+"""The plan: which stage runs what, what that is predicted to cost, and how it was found. Saved as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+
+SCHEMA_VERSION = 1
+STRICT = ConfigDict(extra="forbid")
+
+ScheduleName = Literal["forward-only", "gpipe", "1f1b"]
+Balance = Literal["time", "params", "flops", "uniform"]
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class InputInfo:
+    """One model input at the global batch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class ModelInfo:
+    """Which model the plan is for. ``fingerprint`` must equal that of the traced graph."""
+
+    name: str
+    fingerprint: str
+    num_params: int
+    inputs: tuple[InputInfo, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh axes: pipeline, tensor and data parallelism."""
+
+    pp: int
+    tp: int = 1
+    dp: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.tp * self.dp
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: every operation from ``first`` to ``last`` in execution order, on ``ranks``.
+
+    ``forward_seconds``, ``backward_seconds`` and ``send_bytes`` (forward, to later stages) are per microbatch.
+    """
+
+    first: str
+    last: str
+    ranks: tuple[int, ...]
+    params: int
+    forward_seconds: float
+    backward_seconds: float
+    send_bytes: int
+    peak_bytes: int
+    recompute: Literal["none"] = "none"
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted cost of one training step; ``error`` is the relative band of its times."""
+
+    step_seconds: float
+    samples_per_second: float
+    bubble_fraction: float
+    peak_bytes: tuple[int, ...]
+    error: float
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class SolverInfo:
+    """How the cuts were found. ``gap`` is certified: (found − bound) / found of the solver's own model."""
+
+    name: str
+    status: str
+    gap: float
+    seconds: float
+    balance: Balance = "time"
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was considered and not chosen; ``step_seconds`` is None where it does not fit."""
+
+    label: str
+    step_seconds: float | None
+    note: str = ""
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class HardwareInfo:
+    """The machine that the plan was priced for."""
+
+    name: str
+    device: str
+    link: str
+    memory_bytes: int
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Plan:
+    """A complete, runnable decision for one model, batch and machine.
+
+    ``exceptions`` names operations that lie inside another stage's range in execution order (parallel branches).
+    ``shardings`` maps parameter names to tensor-parallel shardings; empty when tp is 1.
+    """
+
+    model: ModelInfo
+    batch: int
+    mesh: Mesh
+    schedule: ScheduleName
+    microbatches: int
+    stages: tuple[Stage, ...]
+    prediction: Prediction
+    solver: SolverInfo
+    hardware: HardwareInfo
+    chunks: Literal[1] = 1
+    precision: Literal["fp32"] = "fp32"
+    exceptions: Mapping[str, int] = field(default_factory=dict)
+    shardings: Mapping[str, str] = field(default_factory=dict)
+    alternatives: tuple[Alternative, ...] = ()
+    bound_by: str = ""
+    schema_version: int = SCHEMA_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the plan as JSON; the file is replaced in one piece."""
+        target = Path(path)
+        temporary = target.with_name(target.name + ".tmp")
+        temporary.write_text(self.to_json())
+        temporary.replace(target)
+
+    @staticmethod
+    def load(path: str | PathLike[str]) -> Plan:
+        """The plan in a JSON file.
+
+        Raises:
+            PlanError: the file is missing, no JSON, of another schema, or a field is missing or wrong.
+        """
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"Cannot read plan file {path}: {error.strerror}.") from error
+        return Plan.from_json(text, str(path))
+
+    @staticmethod
+    def from_json(text: str, where: str = "plan") -> Plan:
+        """The plan in a JSON text; ``where`` names it in errors. Raises as `load`."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(
+                f"{where} is not a complete JSON file: {error.msg} at line {error.lineno}, column {error.colno}. "
+                "It may have been cut off; write it again with `autopar plan … -o`."
+            ) from error
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if version != SCHEMA_VERSION:
+            raise PlanError(
+                f"{where}: field schema_version is {version!r}, this autopar reads {SCHEMA_VERSION}. "
+                "Plan again with this version."
+            )
+        try:
+            plan = TypeAdapter(Plan).validate_python(data)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise PlanError(f"{where} is not a valid plan. Field " + "; field ".join(problems[:5]) + ".") from error
+        plan.validate(where)
+        return plan
+
+    def validate(self, where: str = "plan") -> None:
+        """Check what the fields' types cannot say.
+
+        Raises:
+            PlanError: names the field.
+        """
+
+        def fail(name: str, problem: str) -> None:
+            raise PlanError(f"{where}: field {name}: {problem}")
+
+        num_stages = self.mesh.pp * self.chunks
+        for name, number in (("batch", self.batch), ("microbatches", self.microbatches), ("mesh.pp", self.mesh.pp)):
+            if number < 1:
+                fail(name, f"is {number}, must be at least 1.")
+        if self.mesh.tp != 1 or self.mesh.dp != 1:
+            fail("mesh", f"tp={self.mesh.tp}, dp={self.mesh.dp}: this version runs pipeline stages only (tp=1, dp=1).")
+        if len(self.stages) != num_stages:
+            fail("stages", f"has {len(self.stages)} entries, mesh.pp × chunks asks for {num_stages}.")
+        if self.microbatches > self.batch:
+            fail("microbatches", f"{self.microbatches} microbatches of a batch of {self.batch}.")
+        for i, stage in enumerate(self.stages):
+            if stage.ranks != (i % self.mesh.pp,):
+                fail(f"stages.{i}.ranks", f"is {list(stage.ranks)}, must be [{i % self.mesh.pp}].")
+        for name, stage_number in self.exceptions.items():
+            if not 0 <= stage_number < num_stages:
+                fail(f"exceptions.{name}", f"names stage {stage_number} of {num_stages}.")
+
+    def stage_of(self, graph: Graph) -> Mapping[str, int]:
+        """The stage of every operation of the training graph the plan was made for.
+
+        Raises:
+            PlanError: the plan belongs to another model, or its stages do not cover the graph in order.
+        """
+        if self.model.fingerprint != graph.fingerprint:
+            raise PlanError(
+                f"The plan is for another model: field model.fingerprint is {self.model.fingerprint} "
+                f"({self.model.name}, {self.model.num_params:,} parameters), this model's is {graph.fingerprint} "
+                f"({graph.model}, {graph.num_params:,} parameters). Plan again for this model."
+            )
+        position = {op.name: i for i, op in enumerate(graph.ops)}
+        for i, stage in enumerate(self.stages):
+            for name in ("first", "last"):
+                if getattr(stage, name) not in position:
+                    raise PlanError(f"Plan field stages.{i}.{name}: the model has no operation {getattr(stage, name)!r}.")
+        bounds = [(position[s.first], position[s.last]) for s in self.stages]
+        if bounds[0][0] != 0 or bounds[-1][1] != len(graph.ops) - 1:
+            raise PlanError("Plan field stages: the first stage must start at the model's first operation "
+                            f"({graph.ops[0].name}) and the last end at its last ({graph.ops[-1].name}).")  # fmt: skip
+        for i, (low, high) in enumerate(bounds):
+            if low > high:
+                raise PlanError(f"Plan field stages.{i}: first ({self.stages[i].first}) comes after last.")
+        for i, (here, there) in enumerate(pairwise(bounds)):
+            if there[0] != here[1] + 1:
+                raise PlanError(
+                    f"Plan field stages.{i + 1}.first: {self.stages[i + 1].first} does not follow "
+                    f"stages.{i}.last ({self.stages[i].last}); the next operation is {graph.ops[here[1] + 1].name}."
+                    if here[1] + 1 < len(graph.ops)
+                    else f"Plan field stages.{i}.last: nothing is left for stage {i + 1}."
+                )
+        stage_of = {op.name: i for i, (low, high) in enumerate(bounds) for op in graph.ops[low : high + 1]}
+        for name, number in self.exceptions.items():
+            if name not in stage_of:
+                raise PlanError(f"Plan field exceptions: the model has no operation {name!r}.")
+            stage_of[name] = number
+        for op in graph.ops:
+            for read in op.reads:
+                source = graph.producer.get(read)
+                if source is not None and stage_of[source.name] > stage_of[op.name]:
+                    raise PlanError(
+                        f"Plan fields stages and exceptions: {op.name} on stage {stage_of[op.name]} reads {read}, "
+                        f"which stage {stage_of[source.name]} makes later."
+                    )
+        for names in graph.together:
+            if len({stage_of[n] for n in names}) > 1:
+                raise PlanError(f"Plan field stages: {', '.join(names[:4])} update the same state and need one stage.")
+        return stage_of
+
+    def __str__(self) -> str:
+        from autopar.ir.table import plan_text
+
+        return plan_text(self)

@@ -1,0 +1,51 @@
+"""What one stage runs: its operations, and the tensors that enter and leave it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.graph import Mode, Op, Value, Weight, refs
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A tensor that stage ``src`` sends straight to stage ``dst``; its gradient, if it has one, travels back."""
+
+    value: Value
+    src: int
+    dst: int
+
+
+@dataclass(frozen=True)
+class Program:
+    """The forward pass of one stage chunk for one microbatch shape.
+
+    Its function takes ``arguments`` and returns ``results``, both tuples of tensors. ``outputs`` are the model's
+    flattened outputs (references or constants) on the last stage and empty elsewhere.
+    """
+
+    stage: int
+    mode: Mode
+    batch: int
+    inputs: tuple[Value, ...]
+    receives: tuple[Edge, ...]
+    weights: tuple[Weight, ...]
+    ops: tuple[Op, ...]
+    sends: tuple[Edge, ...]
+    outputs: tuple[Any, ...] = ()
+    out_spec: Any = None
+
+    def __post_init__(self) -> None:
+        assert all(e.dst == self.stage and e.src < self.stage for e in self.receives)
+        assert all(e.src == self.stage and e.dst > self.stage for e in self.sends)
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """Names of the tensors it takes: model inputs, then received values."""
+        return tuple(v.name for v in self.inputs) + tuple(e.value.name for e in self.receives)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the tensors it returns: sent values, then model outputs, each once."""
+        return tuple(dict.fromkeys([*(e.value.name for e in self.sends), *refs(self.outputs)]))

@@ -1,0 +1,275 @@
+"""The object that a user drives: train steps, forward passes, state."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import isfinite
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.batching import as_call, join_outputs, microbatch_sizes, split_leaves, split_targets
+from autopar.errors import NonFiniteLossWarning, UsageError
+from autopar.ir import Mode, Plan, Ref
+from autopar.machine import Machine
+from autopar.programs import Programs, Variant
+from autopar.runtime import LocalRanks, RankStats, StepData, TorchrunRanks, Work, WorkerPool
+from autopar.schedule import check, generate, max_in_flight
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a training step did.
+
+    ``loss`` is the mean over the global batch; ``grad_norm`` the global 2-norm before clipping, None where no update was
+    made; ``outputs`` the model's outputs in order, where they were asked for.
+    """
+
+    loss: float
+    step_seconds: float
+    grad_norm: float | None = None
+    outputs: Any = None
+
+
+class ParallelModel:
+    """A model split over ranks by a plan. Made by `autopar.parallelize`.
+
+    Between calls it behaves like the model with its optimizer on one device: gradients accumulate until
+    `optimizer_step`, state dicts have the original names and full tensors.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        programs: Programs,
+        ranks: LocalRanks | TorchrunRanks | WorkerPool,
+        machine: Machine,
+        seed: int,
+    ) -> None:
+        self.plan = plan
+        self.machine = machine
+        self.seed = seed
+        self.lr_scheduler = SchedulerHandle(self)
+        self._model, self._programs, self._ranks = model, programs, ranks
+        self._mode: Mode = "train"
+        self._sent: set[int] = set()
+        self._checked: set[tuple[str, int]] = set()
+        self._num_steps = 0
+        self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
+        self._state_names = [n for n in model.state_dict() if n in self._aliases]
+
+    # -- mode --------------------------------------------------------------------------------------------------
+
+    @property
+    def training(self) -> bool:
+        return self._mode == "train"
+
+    def train(self, mode: bool = True) -> ParallelModel:
+        """Use the training graph (dropout, batch statistics) from now on."""
+        self._mode = "train" if mode else "eval"
+        return self
+
+    def eval(self) -> ParallelModel:
+        """Use the evaluation graph from now on."""
+        return self.train(False)
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's outputs for a batch, in order and without gradients, in the current mode."""
+        work, sizes, last = self._work(args, kwargs, None, "forward-only", keep_outputs=True)
+        results = self._ranks.call("forward", [(w,) for w in work])
+        return join_outputs(results[max(results)], sizes, last.graph.out_spec)
+
+    def forward_backward(self, x: Any, y: Any, return_outputs: bool = False) -> StepResult:
+        """Loss and gradients of a batch; gradients add to those that are there.
+
+        Args:
+            x: the model's input: a tensor, a tuple of positional inputs or a dict of keyword inputs; the first dim of
+                every batched tensor is the batch.
+            y: the target of ``loss_fn``; tensors in it have the batch as their first dim.
+
+        Raises:
+            UsageError: inputs of another structure, dtype or shape than the model takes.
+            WorkerError: a rank failed; all are ended.
+        """
+        start = time.perf_counter()
+        call = as_call(self._model, x)
+        work, sizes, last = self._work(call.args, call.kwargs, (y,), self.plan.schedule, return_outputs)
+        results = self._ranks.call("forward_backward", [(w,) for w in work])
+        losses, parts = results[max(results)]
+        outputs = join_outputs(parts, sizes, last.graph.out_spec) if return_outputs else None
+        self._report_non_finite(losses)
+        return StepResult(sum(losses), time.perf_counter() - start, outputs=outputs)
+
+    def optimizer_step(self) -> float:
+        """Clip, update the weights, clear the gradients; the global gradient norm before clipping.
+
+        Raises:
+            UsageError: parallelize was given no optimizer.
+        """
+        norms = self._call("optimizer_step")
+        self._num_steps += 1
+        return norms[max(norms)]
+
+    def train_step(self, x: Any, y: Any, return_outputs: bool = False) -> StepResult:
+        """`forward_backward` and `optimizer_step`; arguments and errors as there."""
+        start = time.perf_counter()
+        result = self.forward_backward(x, y, return_outputs)
+        norm = self.optimizer_step()
+        return StepResult(result.loss, time.perf_counter() - start, norm, result.outputs)
+
+    def zero_grad(self) -> None:
+        """Drop accumulated gradients."""
+        self._call("zero_grad")
+
+    def _work(
+        self, args: tuple, kwargs: Mapping[str, Any], target: tuple | None, schedule: str, keep_outputs: bool
+    ) -> tuple[list[Work], list[int], Variant]:
+        """Each rank's part of a call, the microbatch sizes, and the last microbatch's variant."""
+        call = self._programs.call(args, kwargs)
+        batch = call.batch
+        sizes = microbatch_sizes(batch, self.plan.microbatches)
+        parts = list(self._programs.microbatches(self._mode, call, split_leaves(call.leaves, batch, sizes)))
+        targets = split_targets(target[0], batch, sizes) if target is not None else []
+        variants = [variant for variant, _ in parts]
+        self._send_programs(variants)
+        self._check_schedule(schedule, variants)
+        shares = [size / batch for size in sizes]
+        numbers = tuple(v.number for v in variants)
+        work = []
+        for rank in range(self._programs.num_stages):
+            last = rank == self._programs.num_stages - 1
+            inputs = [inputs_of(variant, rank, leaves) for variant, leaves in parts]
+            data = StepData(inputs, targets if last else [], shares)
+            work.append(Work(schedule, numbers, data, target is not None, keep_outputs and last))
+        return work, sizes, variants[-1]
+
+    def _send_programs(self, variants: list[Variant]) -> None:
+        for variant in variants:
+            if variant.number in self._sent:
+                continue
+            arguments = []
+            for program in variant.programs:
+                constants = {w.name: variant.graph.constants[w.name] for w in program.weights if w.kind == "constant"}
+                arguments.append((variant.number, program, constants))
+            self._ranks.call("add_program", arguments)
+            self._sent.add(variant.number)
+
+    def _check_schedule(self, name: str, variants: list[Variant]) -> None:
+        """Prove the schedule for this number of microbatches before its first run."""
+        count, stages = len(variants), self._programs.num_stages
+        if (name, count) in self._checked:
+            return
+        edges = {(e.src, e.dst) for v in variants for p in v.programs for e in p.sends}
+        training = name != "forward-only"
+        check(
+            generate(name, stages, count),
+            num_chunks=stages,
+            microbatches=count,
+            edges=sorted(edges | {(i, i + 1) for i in range(stages - 1)}),
+            in_flight=[max_in_flight(name, r, stages, count) for r in range(stages)] if training else None,
+            training=training,
+        )
+        self._checked.add((name, count))
+
+    def _report_non_finite(self, losses: list[float]) -> None:
+        bad = [i for i, loss in enumerate(losses) if not isfinite(loss)]
+        if bad:
+            warnings.warn(
+                f"The loss of step {self._num_steps} is {sum(losses)}: microbatches {bad} of {len(losses)}. "
+                "Gradients are not finite either; lower the learning rate or check the inputs.",
+                NonFiniteLossWarning,
+                stacklevel=4,
+            )
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Full tensors on CPU under the original names: loads into the unmodified model."""
+        merged: dict[str, torch.Tensor] = {}
+        for part in self._call("state").values():
+            merged |= part
+        return {name: merged[self._aliases[name]] for name in self._state_names}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take the weights of a state dict of the unmodified model.
+
+        Raises:
+            UsageError: names are missing or unknown, or a shape differs; nothing was changed.
+        """
+        missing = [n for n in self._state_names if n not in state]
+        unknown = [n for n in state if n not in self._aliases]
+        if missing or unknown:
+            raise UsageError(
+                f"The state dict does not fit {self.plan.model.name}: {len(missing)} names missing {missing[:3]}, "
+                f"{len(unknown)} unknown {unknown[:3]}. It must be one of the unmodified model."
+            )
+        weights = self._programs.example.weight
+        for name in self._state_names:
+            expected, got = weights[self._aliases[name]].shape, tuple(state[name].shape)
+            if expected != got:
+                raise UsageError(f"{name} in the state dict has shape {list(got)}, the model's is {list(expected)}.")
+        by_weight = {self._aliases[n]: state[n] for n in self._state_names}
+        arguments = []
+        for rank in range(self._programs.num_stages):
+            arguments.append(({n: t for n, t in by_weight.items() if rank in self._programs.holders[n]},))
+        self._ranks.call("load", arguments)
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Accumulated gradients on CPU by original name; parameters without one are left out."""
+        total: dict[str, torch.Tensor] = {}
+        for part in self._call("gradients").values():
+            for name, gradient in part.items():
+                total[name] = total[name] + gradient if name in total else gradient
+        return {w.name: total[w.name] for w in self._programs.example.weights if w.name in total}
+
+    def learning_rates(self) -> list[float]:
+        """Learning rate of each of the optimizer's parameter groups."""
+        return max(self._call("learning_rates").values(), key=len)
+
+    def stats(self) -> dict[int, RankStats]:
+        """What each rank measured in its last step."""
+        return self._call("stats")
+
+    # -- end ---------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """End the workers and free their memory. May be called again."""
+        self._ranks.close()
+
+    def __enter__(self) -> ParallelModel:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _call(self, name: str, *arguments: Any) -> dict[int, Any]:
+        return self._ranks.call(name, [arguments] * self._programs.num_stages)
+
+
+class SchedulerHandle:
+    """Steps the learning-rate schedulers of all ranks."""
+
+    def __init__(self, owner: ParallelModel) -> None:
+        self._owner = owner
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Call ``step`` of every rank's scheduler."""
+        self._owner._call("scheduler_step", args, kwargs)
+
+    def get_last_lr(self) -> list[float]:
+        """Learning rate of each parameter group."""
+        return self._owner.learning_rates()
+
+
+def inputs_of(variant: Variant, rank: int, leaves: list[Any]) -> list[torch.Tensor]:
+    """The tensors among a microbatch's leaves that a rank's program reads, in its order."""
+    by_name = {leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)}
+    return [by_name[value.name] for value in variant.programs[rank].inputs]
+

@@ -1,0 +1,92 @@
+"""What a caller may ask of planning and running, checked once."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from autopar.errors import UsageError
+from autopar.ir import Balance, ScheduleName
+
+BYTE_UNITS: Mapping[str, int] = {
+    "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """Constraints on the plan and settings of the run; None leaves a choice to the planner.
+
+    ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second.
+    """
+
+    pp: int | None = None
+    tp: int = 1
+    dp: int = 1
+    chunks: int = 1
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: ScheduleName = "1f1b"
+    balance: Balance = "time"
+    pins: Mapping[str, int] = field(default_factory=dict)
+    memory: int | None = None
+    precision: str = "fp32"
+    recompute: str = "none"
+    hardware: str | None = None
+    backend: str | None = None
+    clip_grad_norm: float | None = None
+    solver_seconds: float = 10.0
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "microbatches", "microbatch_size"):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise UsageError(f"{name}={number!r} must be a whole number of at least 1.")
+        for name, only in (("tp", 1), ("dp", 1), ("chunks", 1), ("precision", "fp32"), ("recompute", "none")):
+            if getattr(self, name) != only:
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} is not available in this version, which splits models into pipeline "
+                    f"stages in float32. Leave it out, or pass {name}={only!r}."
+                )
+        for name, known in (("schedule", ("1f1b", "gpipe")), ("balance", ("time", "params", "flops", "uniform"))):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name}={getattr(self, name)!r} is unknown. It is one of {', '.join(known)}.")
+        if self.backend not in (None, "gloo", "nccl"):
+            raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
+        if self.microbatches is not None and self.microbatch_size is not None:
+            raise UsageError("Pass microbatches or microbatch_size, not both.")
+
+    @staticmethod
+    def of(given: Mapping[str, Any]) -> Options:
+        """Options from keyword arguments.
+
+        Raises:
+            UsageError: an unknown name (with near matches) or an impossible value.
+        """
+        known = [f.name for f in fields(Options)]
+        for name in given:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise UsageError(f"Unknown argument {name!r}.{hint} Known: {', '.join(known)}.")
+        values = dict(given)
+        if isinstance(values.get("memory"), str):
+            values["memory"] = parse_bytes(values["memory"])
+        return Options(**values)
+
+
+def parse_bytes(text: str) -> int:
+    """A size such as ``24GiB`` or ``80 GB``, in byte.
+
+    Raises:
+        UsageError: no number, or an unknown unit.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
+    unit = (match[2] or "B").upper() if match else ""
+    if match is None or unit not in BYTE_UNITS or float(match[1]) <= 0:
+        raise UsageError(f"Cannot read {text!r} as a memory size. Write a number and a unit, such as 24GiB or 80GB.")
+    return int(float(match[1]) * BYTE_UNITS[unit])

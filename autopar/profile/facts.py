@@ -1,0 +1,269 @@
+"""What each operation does, whatever the machine: FLOPs, what it keeps for its backward, whose memory it shares.
+
+Found by running every distinct operation once, forward and backward, on meta tensors: torch's own kernels say what they
+save and torch's own formulas what they compute, so no operation needs an entry of its own here. Attention is the one
+exception.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.errors import TraceError
+from autopar.ir import Graph, LocalDevice, Op, Ref
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as an operation meets it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """One operation at the traced shapes. Operands are numbered as in ``Op.reads``, outputs as in ``Op.outputs``.
+
+    ``moves_data`` is false for views, which cost nothing. ``gradients`` are the operands for which the backward writes
+    a new tensor; a gradient that is passed through (an addition's) is not among them. ``aliases`` are pairs
+    (output, operand) that share memory. Saved operands and outputs, and ``saved_bytes`` of further memory, stay alive
+    from forward to backward.
+    """
+
+    forward_flops: int
+    backward_flops: int
+    moves_data: bool
+    gradients: tuple[int, ...]
+    saved_operands: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    saved_bytes: int
+    aliases: tuple[tuple[int, int], ...]
+    outputs: tuple[Operand, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of every operation of one graph, by name."""
+
+    ops: Mapping[str, OpFacts]
+
+
+def op_facts(graph: Graph) -> Facts:
+    """The facts of every operation of a graph.
+
+    Strides and requires_grad are followed from operation to operation instead of read from the trace. Real attention
+    kernels lay their output out like their query, meta tensors do not, and whether the reshape behind them copies
+    depends on it; and what torch differentiates, torch itself knows best.
+
+    Raises:
+        TraceError: torch cannot run an operation on meta tensors; the message holds file and line in the user's model.
+    """
+    operands = {v.name: Operand(v.shape, v.dtype, v.stride, v.requires_grad) for v in graph.inputs}
+    operands |= {w.name: Operand(w.shape, w.dtype, contiguous(w.shape), w.requires_grad) for w in graph.weights}
+    known: dict[str, OpFacts] = {}
+    ops: dict[str, OpFacts] = {}
+    for op in graph.ops:
+        read = tuple(operands[name] for name in op.reads)
+        signature = repr((op.target, arguments(op), read))
+        if signature not in known:
+            known[signature] = facts_of(op, read)
+        ops[op.name] = known[signature]
+        operands |= {value.name: made for value, made in zip(op.outputs, known[signature].outputs)}
+    return Facts(ops)
+
+
+def facts_of(op: Op, read: tuple[Operand, ...]) -> OpFacts:
+    """The facts of one operation; raises TraceError where torch cannot run it on meta tensors."""
+    if op.target == ATTENTION and has_fused_kernel(op, read):
+        return attention_facts(op, read)
+    try:
+        return run_on_meta(op, read)
+    except (NotImplementedError, RuntimeError) as error:
+        shapes = ", ".join(f"{o.dtype}{list(o.shape)}" for o in read)
+        raise TraceError(
+            f"Cannot price {op.name} ({op.target} of {shapes}) at {op.source or 'an unknown line'}: torch cannot run "
+            f"it on meta tensors: {str(error).splitlines()[0]}. Register a meta kernel for it or use other operations."
+        ) from error
+
+
+# -- any operation -----------------------------------------------------------------------------------------------
+
+
+def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpFacts:
+    """Facts from one forward and backward on meta tensors."""
+    leaves = tuple(meta_tensor(o) for o in read)
+    in_place = not op.outputs
+    args, kwargs = arguments(op)
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.enable_grad():
+        # autograd refuses to write into a leaf
+        tensors = tuple(t.clone() if in_place and t.requires_grad else t for t in leaves)
+        call = functools.partial(resolve(op.target), *fill(args, tensors), **fill(kwargs, tensors))
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False) as forward:
+            returned = call()
+    results = [t for t in (returned if isinstance(returned, list | tuple) else (returned,)) if isinstance(t, Tensor)]
+    assert in_place or len(results) == len(op.outputs), f"{op.name} returned {len(results)} tensors"
+    gradients, backward_flops = run_backward(results, leaves)
+    operand_memory = [t.untyped_storage() for t in tensors]
+    result_memory = [t.untyped_storage() for t in results]
+    aliases = tuple((j, operand_memory.index(m)) for j, m in enumerate(result_memory) if is_among(m, operand_memory))
+    kept_memory = [t.untyped_storage() for t in kept]
+    fresh = {id(m): m.nbytes() for m in kept_memory if not is_among(m, [*operand_memory, *result_memory])}
+    outputs = () if in_place else results
+    return OpFacts(
+        forward_flops=forward.get_total_flops(),
+        backward_flops=backward_flops,
+        moves_data=in_place or len(aliases) < len(results),
+        gradients=gradients,
+        saved_operands=tuple(i for i, m in enumerate(operand_memory) if is_among(m, kept_memory)),
+        saved_outputs=tuple(
+            j for j, m in enumerate(result_memory) if is_among(m, kept_memory) and not is_among(m, operand_memory)
+        ),
+        saved_bytes=sum(fresh.values()),
+        aliases=() if in_place else aliases,
+        outputs=tuple(
+            Operand(tuple(t.shape), str(t.dtype).removeprefix("torch."), t.stride(), t.requires_grad) for t in outputs
+        ),
+    )
+
+
+def run_backward(results: list[Tensor], leaves: tuple[Tensor, ...]) -> tuple[tuple[int, ...], int]:
+    """Numbers of the operands whose gradient is a new tensor, and the backward's FLOPs."""
+    roots = [t for t in results if t.requires_grad]
+    wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
+    if not roots or not wanted:
+        return (), 0
+    arriving = [torch.ones_like(t) for t in roots]
+    with FlopCounterMode(display=False) as backward:
+        computed = torch.autograd.grad(roots, [leaves[i] for i in wanted], arriving, allow_unused=True)
+    passed_on = [t.untyped_storage() for t in arriving]
+    fresh = (i for i, g in zip(wanted, computed) if g is not None and not is_among(g.untyped_storage(), passed_on))
+    return tuple(fresh), backward.get_total_flops()
+
+
+def is_among(memory: torch.UntypedStorage, others: list[torch.UntypedStorage]) -> bool:
+    """Whether a storage is one of others; by identity, since meta storages have no address and == compares contents."""
+    return any(memory is other for other in others)
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+
+def has_fused_kernel(op: Op, read: tuple[Operand, ...]) -> bool:
+    """Whether real devices run this attention in one kernel that never stores the attention matrix.
+
+    They fall back to separate operations, which the meta run shows truly, for three-dimensional queries, and on CPU
+    for attention dropout and for a mask that needs a gradient.
+    """
+    bound = attention_arguments(op)
+    mask = bound.get("attn_mask")
+    trained_mask = isinstance(mask, Ref) and read[op.reads.index(mask.name)].requires_grad
+    return len(read[0].shape) == 4 and not bound.get("dropout_p", 0.0) and not trained_mask
+
+
+def attention_facts(op: Op, read: tuple[Operand, ...]) -> OpFacts:
+    """Facts of flash-like attention.
+
+    Meta tensors take the path of separate operations, which saves the whole attention matrix, while the kernels of
+    real devices save query, key, value, output and one log-sum-exp per query and compute the matrix again in their
+    backward: five matmuls where the forward has two, hence 2.5 times its FLOPs.
+
+    Source: Dao et al. 2022, FlashAttention, algorithm 4; the convention of torch.utils.flop_counter.
+    """
+    bound = attention_arguments(op)
+    query, key, value = (read[op.reads.index(bound[n].name)] for n in ("query", "key", "value"))
+    flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    trained = any(o.requires_grad for o in read)
+    shape = (*query.shape[:-1], value.shape[-1])
+    return OpFacts(
+        forward_flops=flops,
+        backward_flops=flops * 5 // 2 if trained else 0,
+        moves_data=True,
+        gradients=tuple(i for i, o in enumerate(read) if o.requires_grad) if trained else (),
+        saved_operands=tuple(range(len(read))) if trained else (),
+        saved_outputs=(0,) if trained else (),
+        saved_bytes=4 * prod(query.shape[:-1]) if trained else 0,
+        aliases=(),
+        outputs=(Operand(shape, query.dtype, laid_out_like(query, shape), trained),),
+    )
+
+
+def attention_arguments(op: Op) -> dict[str, Any]:
+    """The arguments of an attention by name."""
+    return dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), op.args)) | dict(op.kwargs)
+
+
+# -- tensors and arguments -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for operand ``index``: operations that differ in names alone become equal."""
+
+    index: int
+
+
+def arguments(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments with operands as slots and local devices as meta."""
+
+    def convert(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return Slot(op.reads.index(tree.name))
+        if isinstance(tree, LocalDevice):
+            return META
+        return tuple(convert(item) for item in tree) if isinstance(tree, tuple) else tree
+
+    return convert(op.args), {name: convert(value) for name, value in op.kwargs}
+
+
+def fill(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
+    """Arguments with tensors in their slots."""
+    if isinstance(tree, Slot):
+        return tensors[tree.index]
+    if isinstance(tree, dict):
+        return {name: fill(value, tensors) for name, value in tree.items()}
+    return tuple(fill(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
+
+
+def resolve(target: str) -> Any:
+    """The operation behind a name such as ``aten.linear.default``."""
+    return functools.reduce(getattr, target.split("."), torch.ops)
+
+
+def meta_tensor(operand: Operand) -> Tensor:
+    """A tensor without data."""
+    tensor = torch.empty_strided(operand.shape, operand.stride, dtype=getattr(torch, operand.dtype), device=META)
+    return tensor.requires_grad_(operand.requires_grad)
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor in row-major order."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def laid_out_like(operand: Operand, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor of ``shape`` with its dims in the operand's order in memory."""
+    order = sorted(range(len(shape)), key=lambda dim: -operand.stride[dim])
+    strides = [0] * len(shape)
+    for position, dim in enumerate(order):
+        strides[dim] = prod(shape[d] for d in order[position + 1 :])
+    return tuple(strides)

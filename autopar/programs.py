@@ -1,0 +1,116 @@
+"""The programs of a model under a plan: traced once for each mode and microbatch shape, then reused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.batching import Call, bind, check_call
+from autopar.codegen import follow, holders, split
+from autopar.errors import TraceError, UsageError
+from autopar.ir import Graph, Mode, Plan, Program
+from autopar.pytree import unflatten
+from autopar.trace import trace
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One mode and microbatch shape: its number, and a program per stage."""
+
+    number: int
+    graph: Graph
+    programs: tuple[Program, ...]
+
+
+class Programs:
+    """All variants of one model that have been needed so far."""
+
+    def __init__(self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None) -> None:
+        """Trace both modes at the planned microbatch shape and split them by the plan.
+
+        Args:
+            example: a call at the global batch.
+            graph: the training graph at the microbatch shape, if it is known already.
+
+        Raises:
+            PlanError: the plan is for another model.
+            TraceError: the model cannot be traced.
+        """
+        self.model, self.plan = model, plan
+        self.num_stages = len(plan.stages)
+        microbatch = example.first(-(-plan.batch // plan.microbatches))
+        if graph is None or graph.batch != microbatch.batch:
+            graph = trace(model, microbatch.args, microbatch.kwargs, "train", plan.model.name)
+        self.train_stage_of = plan.stage_of(graph)
+        self.known: dict[tuple, Variant] = {}
+        train = split(graph, self.train_stage_of, self.num_stages)
+        trained_on = {name: on[0] for name, on in holders([(graph, train)]).items()}
+        evaluated = trace(model, microbatch.args, microbatch.kwargs, "eval", plan.model.name)
+        evaluation = split(evaluated, follow(evaluated, self.train_stage_of, trained_on), self.num_stages)
+        self.holders = holders([(graph, train), (evaluated, evaluation)])
+        self.held_on = {name: on[0] for name, on in self.holders.items()}
+        self.example = graph
+        self.add("train", microbatch, graph, train)
+        self.add("eval", microbatch, evaluated, evaluation)
+
+    def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Variant:
+        variant = Variant(len(self.known), graph, programs)
+        self.known[mode, signature(microbatch.leaves)] = variant
+        return variant
+
+    def variant(self, mode: Mode, microbatch: Call) -> Variant:
+        """The variant for a microbatch, traced now if its shape is new.
+
+        Raises:
+            UsageError: the model does not take this shape.
+        """
+        found = self.known.get((mode, signature(microbatch.leaves)))
+        if found is not None:
+            return found
+        check_call(microbatch, self.example, self.plan.model.name)
+        try:
+            graph = trace(self.model, microbatch.args, microbatch.kwargs, mode, self.plan.model.name)
+        except TraceError as error:
+            raise UsageError(
+                f"{self.plan.model.name} does not take inputs of shape {shapes(microbatch.leaves)} (one microbatch); "
+                f"it was planned for {shapes(self.example.inputs)}. {error}"
+            ) from error
+        programs = split(graph, follow(graph, self.train_stage_of, self.held_on), self.num_stages)
+        for program in programs:
+            missing = [w.name for w in program.weights if w.kind != "constant" and program.stage not in self.holders[w.name]]
+            if missing:
+                raise UsageError(
+                    f"At input shape {shapes(microbatch.leaves)} {self.plan.model.name} takes another path: stage "
+                    f"{program.stage} would need {', '.join(missing[:3])}. Plan again with such example_inputs."
+                )
+        return self.add(mode, microbatch, graph, programs)
+
+    def microbatches(self, mode: Mode, call: Call, parts: Sequence[list[Any]]) -> Iterator[tuple[Variant, list[Any]]]:
+        """The variant and the leaves of each microbatch of a call."""
+        for leaves in parts:
+            args, kwargs = unflatten(leaves, call.spec)
+            yield self.variant(mode, Call(args, kwargs)), leaves
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A user's call, bound and compared with the traced one.
+
+        Raises:
+            UsageError: names the input that does not fit.
+        """
+        bound = bind(self.model, args, dict(kwargs))
+        check_call(bound, self.example, self.plan.model.name)
+        return bound
+
+
+def signature(leaves: Sequence[Any]) -> tuple:
+    """What a trace depends on: shape and dtype of tensors, and every constant."""
+    return tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves)
+
+
+def shapes(leaves: Sequence[Any]) -> str:
+    """The shapes of all tensors (or values) among the leaves, for a message."""
+    return ", ".join(str(list(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape"))

@@ -1,0 +1,202 @@
+"""One rank's step: a schedule bound to modules, peers and slots, then run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir import Edge, Program, Ref, Value
+from autopar.pytree import unflatten
+from autopar.runtime.transport import Receipt, Transport
+from autopar.schedule import Action
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A program with its module: what runs for one microbatch shape."""
+
+    program: Program
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Span:
+    """Measured compute of one action, without waiting for its inputs; seconds on this rank's clock."""
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What one rank is given for a step, a list entry per microbatch.
+
+    ``inputs`` are the tensors of ``program.inputs``; ``targets`` and ``shares`` (the microbatch's part of the mean over
+    the batch) matter on the last stage.
+    """
+
+    inputs: list[list[torch.Tensor]]
+    targets: list[Any]
+    shares: list[float]
+
+
+class BoundStep:
+    """A schedule bound to one rank.
+
+    Everything that can be looked up is looked up here, once; `run` only waits, computes and sends.
+    """
+
+    def __init__(
+        self,
+        actions: Sequence[Action],
+        chunks: Sequence[Chunk],
+        transport: Transport,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        training: bool,
+    ) -> None:
+        """Bind.
+
+        Args:
+            actions: this rank's schedule.
+            chunks: the chunk to use for each microbatch (they differ in shape only).
+            loss_fn: on the last stage of a training step.
+            training: keep what backward needs; otherwise run without gradients.
+        """
+        self.transport = transport
+        self.loss_fn = loss_fn
+        self.training = training
+        self.data = StepData([], [], [])
+        self.held: list[Any] = [None] * len(chunks)
+        self.losses: list[torch.Tensor | None] = [None] * len(chunks)
+        self.outputs: list[list[Any]] = [[] for _ in chunks]
+        self.current: Action | None = None
+        self.spans: list[Span] = []
+        self.keep_outputs = False
+        self.work = [self.bind(action, chunks[action.microbatch]) for action in actions]
+
+    def run(self, data: StepData, keep_outputs: bool) -> None:
+        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
+        self.data, self.keep_outputs = data, keep_outputs
+        self.spans.clear()
+        early, last = self.transport.posts_early, len(self.work) - 1
+        posted = self.work[0][1]() if self.work else []
+        with torch.set_grad_enabled(self.training):
+            for k, (action, _, compute) in enumerate(self.work):
+                self.current = action
+                following = self.work[k + 1][1]() if early and k < last else None
+                received = [receipt() for receipt in posted]
+                start = time.perf_counter()
+                compute(received)
+                self.spans.append(Span(action, start, time.perf_counter()))
+                if k < last:
+                    posted = following if following is not None else self.work[k + 1][1]()
+            self.transport.flush()
+        self.current = None
+
+    def bind(self, action: Action, chunk: Chunk) -> tuple[Action, Callable[[], list[Receipt]], Callable[..., None]]:
+        """The action, what posts its receives, and what computes it once they are there."""
+        if action.kind == "F":
+            return action, self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
+        sends = [e for e in chunk.program.sends if e.value.requires_grad]
+        return action, self.bind_receives(sends, action), self.bind_backward(chunk.program, action)
+
+    def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[Receipt]]:
+        backward = action.kind == "B"
+        calls = [
+            (e.value.shape, getattr(torch, e.value.dtype), e.dst if backward else e.src, tag_of(k, action))
+            for k, e in self.numbered(edges)
+        ]
+        return lambda: [self.transport.receive(*call) for call in calls]
+
+    def numbered(self, edges: Sequence[Edge]) -> list[tuple[int, Edge]]:
+        """Edges with their place among those of their directed pair: the same number at both ends."""
+        counts: dict[tuple[int, int], int] = {}
+        numbered = []
+        for edge in edges:
+            pair = (edge.src, edge.dst)
+            numbered.append((counts.setdefault(pair, 0), edge))
+            counts[pair] += 1
+        return numbered
+
+    def bind_forward(self, chunk: Chunk, action: Action) -> Callable[[list[torch.Tensor]], None]:
+        program, module, i = chunk.program, chunk.module, action.microbatch
+        place = {name: k for k, name in enumerate(program.results)}
+        sends = [(place[e.value.name], e.dst, tag_of(k, action)) for k, e in self.numbered(program.sends)]
+        tracked = [e.value.requires_grad for e in program.receives]
+        roots = [place[v.name] for v in unique_values(program.sends) if v.requires_grad]
+
+        def forward(received: list[torch.Tensor]) -> None:
+            if self.training:
+                for tensor, wanted in zip(received, tracked, strict=True):
+                    tensor.requires_grad_(wanted)
+            results = module(*self.data.inputs[i], *received)
+            for k, dst, tag in sends:
+                self.transport.send(results[k].detach().contiguous(), dst, tag)
+            # Gradient edges, not tensors: once sent, an output's memory is not needed for backward.
+            edges = [gradient_edge(results[k]) for k in roots] if self.training else []
+            if program.out_spec is not None:
+                self.finish(program, results, place, edges, i)
+            self.held[i] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
+
+        return forward
+
+    def finish(self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int) -> None:
+        """On the last stage: the loss of one microbatch, and its outputs if they are wanted."""
+        leaves = [results[place[leaf.name]] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
+        if self.loss_fn is not None:
+            loss = self.loss_fn(unflatten(leaves, program.out_spec), self.data.targets[i])
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise TypeError(f"loss_fn must return a tensor with one element, the mean loss; it returned {got}")
+            loss = loss * self.data.shares[i]
+            self.losses[i] = loss.detach()
+            if self.training and not loss.requires_grad:
+                raise TypeError("the loss has no gradient: loss_fn detached it, or nothing it reads can be trained")
+            edges.append(gradient_edge(loss))
+        if self.keep_outputs:
+            self.outputs[i] = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
+        i = action.microbatch
+        values = [v for v in unique_values(program.sends) if v.requires_grad]
+        position = {v.name: k for k, v in enumerate(values)}
+        readers = [position[e.value.name] for e in program.sends if e.value.requires_grad]
+        back = [(e.src, tag_of(k, action)) for k, e in self.numbered([e for e in program.receives if e.value.requires_grad])]
+
+        def backward(received: list[torch.Tensor]) -> None:
+            inputs, edges = self.held[i]
+            gradients: list[torch.Tensor | None] = [None] * len(values)
+            for k, gradient in zip(readers, received, strict=True):
+                gradients[k] = gradient if gradients[k] is None else gradients[k] + gradient
+            if self.losses[i] is not None:
+                gradients.append(torch.ones_like(self.losses[i]))
+            roots = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None]
+            if roots:
+                torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
+            for tensor, (src, tag) in zip(inputs, back, strict=True):
+                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                self.transport.send(gradient.contiguous(), src, tag)
+            self.held[i] = None
+
+        return backward
+
+
+def gradient_edge(tensor: torch.Tensor) -> Any:
+    """Where a tensor's gradient enters its graph; None for one that has no graph after all."""
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def unique_values(edges: Sequence[Edge]) -> list[Value]:
+    """The values that travel over the edges, each once, in order."""
+    return list({e.value.name: e.value for e in edges}.values())
+
+
+def tag_of(number: int, action: Action) -> int:
+    """A tag that is unique among the tensors of one directed pair of ranks in one step."""
+    return (action.microbatch << 12) + (number << 1) + (action.kind == "B")

@@ -1,0 +1,253 @@
+"""One rank: its weights, its programs, its optimizer, and the commands it obeys."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from autopar.errors import UsageError
+from autopar.ir import Program, Weight
+from autopar.pytree import tree_map
+from autopar.runtime.executor import BoundStep, Chunk, StepData
+from autopar.runtime.transport import Transport
+from autopar.schedule import generate
+
+Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device], nn.Module]
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank needs to know before it is given weights; the same for all ranks but for ``rank`` and ``device``.
+
+    Args:
+        build: turns a program and its weights into a module.
+        weights: the weights this rank holds, in the model's order.
+        holders: for every weight held by several ranks, those ranks in order; the first one owns it.
+        edges: every directed pair of ranks that exchanges tensors.
+        loss_fn, optimizer, lr_scheduler: as given to `autopar.parallelize`.
+        clip_grad_norm: largest global gradient norm, or None.
+    """
+
+    rank: int
+    world: int
+    device: str
+    build: Build
+    weights: tuple[Weight, ...]
+    holders: Mapping[str, tuple[int, ...]]
+    edges: tuple[tuple[int, int], ...]
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    clip_grad_norm: float | None = None
+    seed: int = 0
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """Rank sets that all-reduce: those that hold one weight together, and everybody."""
+        return tuple({*self.holders.values(), tuple(range(self.world))})
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of a step: which schedule, which program for each microbatch, and this rank's data."""
+
+    schedule: str
+    programs: tuple[int, ...]
+    data: StepData
+    training: bool
+    keep_outputs: bool
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """What a rank measured: seconds of compute per action in the last step, and bytes."""
+
+    spans: tuple[tuple[str, float, float], ...]
+    step_seconds: float
+    start_bytes: int
+    peak_bytes: int
+
+
+class Rank:
+    """Holds one rank's part of the model and runs its part of every step."""
+
+    def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], transport: Transport) -> None:
+        """Take copies of ``tensors`` (this rank's weights by name) to the rank's device."""
+        self.spec, self.transport = spec, transport
+        self.device = torch.device(spec.device)
+        self.start_bytes = resident_bytes(self.device)
+        torch.manual_seed(spec.seed + spec.rank)
+        self.weights: dict[str, torch.Tensor] = {}
+        for weight in spec.weights:
+            copy = tensors[weight.name].detach().to(self.device, copy=True)
+            self.weights[weight.name] = nn.Parameter(copy, weight.requires_grad) if weight.kind == "parameter" else copy
+        self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
+        parameters = list(self.trainable.values())
+        self.optimizer = spec.optimizer(parameters) if spec.optimizer and parameters else None
+        self.scheduler = spec.lr_scheduler(self.optimizer) if spec.lr_scheduler and self.optimizer else None
+        self.chunks: dict[int, Chunk] = {}
+        self.bound: dict[tuple, BoundStep] = {}
+        self.running: BoundStep | None = None
+        self.step_seconds = 0.0
+
+    def parameter(self, name: str) -> nn.Parameter:
+        parameter = self.weights[name]
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    # -- programs ----------------------------------------------------------------------------------------------
+
+    def add_program(self, key: int, program: Program, constants: Mapping[str, torch.Tensor]) -> None:
+        """Build a program under a number that steps will name; ``constants`` are those it reads."""
+        held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
+        self.chunks[key] = Chunk(program, self.spec.build(program, held, self.device))
+
+    def step(self, work: Work) -> BoundStep:
+        """The bound schedule for a step, made at its first use."""
+        key = (work.schedule, work.programs, work.training)
+        if key not in self.bound:
+            actions = generate(work.schedule, self.spec.world, len(work.programs))[self.spec.rank]
+            last = self.spec.rank == self.spec.world - 1
+            loss_fn = self.spec.loss_fn if last and work.training else None
+            chunks = [self.chunks[k] for k in work.programs]
+            self.bound[key] = BoundStep(actions, chunks, self.transport, loss_fn, work.training)
+        return self.bound[key]
+
+    # -- steps -------------------------------------------------------------------------------------------------
+
+    def forward(self, work: Work) -> list[list[Any]]:
+        """Flattened outputs per microbatch; empty lists except on the last stage."""
+        return self.execute(work).outputs
+
+    def forward_backward(self, work: Work) -> tuple[list[float], list[list[Any]]]:
+        """Accumulate gradients; the loss of each microbatch (its part of the mean), known to all ranks, and outputs."""
+        step = self.execute(work)
+        losses = torch.zeros(len(work.programs), dtype=torch.float64, device=self.device)
+        if self.spec.rank == self.spec.world - 1:
+            losses += torch.stack([loss for loss in step.losses if loss is not None]).flatten()
+        self.transport.all_reduce(losses, range(self.spec.world))
+        return losses.tolist(), step.outputs
+
+    def execute(self, work: Work) -> BoundStep:
+        start = time.perf_counter()
+        self.running = self.step(work)
+        data = StepData(tree_map(self.here, work.data.inputs), tree_map(self.here, work.data.targets), work.data.shares)
+        self.running.run(data, work.keep_outputs)
+        self.step_seconds = time.perf_counter() - start
+        return self.running
+
+    def here(self, leaf: Any) -> Any:
+        """A tensor on this rank's device; anything else as it is."""
+        return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    def optimizer_step(self) -> float:
+        """Clip, update, clear gradients; the global norm of the gradients before clipping.
+
+        Raises:
+            UsageError: no optimizer was given.
+        """
+        if self.spec.optimizer is None:
+            raise UsageError(
+                "optimizer_step needs an optimizer, and parallelize was given none. "
+                "Pass optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)."
+            )
+        self.sum_shared_gradients()
+        norm = self.global_norm()
+        gradients = [p for p in self.trainable.values() if p.grad is not None]
+        if self.spec.clip_grad_norm is not None and gradients:
+            nn.utils.clip_grads_with_norm_(gradients, self.spec.clip_grad_norm, norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return norm.item()
+
+    def zero_grad(self) -> None:
+        for parameter in self.trainable.values():
+            parameter.grad = None
+
+    def sum_shared_gradients(self) -> None:
+        """Give every holder of a tied parameter the sum of all holders' gradients, or None where nobody has one."""
+        for name, ranks in sorted(self.spec.holders.items()):
+            if len(ranks) < 2 or name not in self.trainable:
+                continue
+            parameter = self.trainable[name]
+            has_gradient = torch.tensor([float(parameter.grad is not None)], device=self.device)
+            self.transport.all_reduce(has_gradient, ranks)
+            if has_gradient.item() == 0:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            self.transport.all_reduce(parameter.grad, ranks)
+
+    def global_norm(self) -> torch.Tensor:
+        """2-norm of all gradients of all ranks, tied parameters counted once."""
+        own = [
+            p.grad
+            for name, p in self.trainable.items()
+            if p.grad is not None and self.spec.holders.get(name, (self.spec.rank,))[0] == self.spec.rank
+        ]
+        square = torch.zeros((), dtype=torch.float64, device=self.device)
+        if own:
+            square += nn.utils.get_total_norm(own).square()
+        self.transport.all_reduce(square, range(self.spec.world))
+        return square.sqrt().float()
+
+    def scheduler_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step(*args, **kwargs)
+
+    def learning_rates(self) -> list[float]:
+        """Learning rate of each parameter group; empty on a rank that trains nothing."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    # -- state -------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Copies of the weights this rank owns, on CPU."""
+        return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.owns(n)}
+
+    def owns(self, name: str) -> bool:
+        return self.spec.holders.get(name, (self.spec.rank,))[0] == self.spec.rank
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the weights named; those that other ranks hold are ignored."""
+        with torch.no_grad():
+            for name in self.weights.keys() & tensors.keys():
+                self.weights[name].copy_(tensors[name])
+
+    def gradients(self) -> dict[str, torch.Tensor]:
+        """Copies of this rank's own part of each gradient, on CPU: tied parameters' parts add up over their holders."""
+        return {n: p.grad.detach().cpu().clone() for n, p in self.trainable.items() if p.grad is not None}
+
+    def stats(self) -> RankStats:
+        """Measurements of the last step."""
+        spans = self.running.spans if self.running else []
+        return RankStats(
+            tuple((str(s.action), s.start_seconds, s.end_seconds) for s in spans),
+            self.step_seconds,
+            self.start_bytes,
+            peak_resident_bytes(self.device),
+        )
+
+
+def resident_bytes(device: torch.device) -> int:
+    """Bytes in use now: of the process on CPU, of the allocator on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
+
+
+def peak_resident_bytes(device: torch.device) -> int:
+    """Most bytes in use so far: of the process on CPU, of the allocator on a GPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,12 @@
+"""Pipeline schedules as data: actions and their text, generators, the checker, the simulator."""
+
+from autopar.schedule.actions import Action, Kind, Schedule, format_grid, format_schedule, parse_schedule
+from autopar.schedule.check import check, check_rendezvous
+from autopar.schedule.generate import RECIPES, Recipe, generate, max_in_flight
+from autopar.schedule.simulate import one_f_one_b_seconds, simulate
+from autopar.schedule.timeline import Span, Timeline
+
+__all__ = [
+    "RECIPES", "Action", "Kind", "Recipe", "Schedule", "Span", "Timeline", "check", "check_rendezvous", "format_grid",
+    "format_schedule", "generate", "max_in_flight", "one_f_one_b_seconds", "parse_schedule", "simulate",
+]  # fmt: skip

@@ -1,0 +1,192 @@
+"""Proofs about a schedule: complete, ordered, free of deadlock, within its memory bound."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import NoReturn
+
+from autopar.errors import ScheduleError, UsageError
+from autopar.schedule.actions import Action, Schedule, format_grid
+from autopar.schedule.order import Links, circle, consecutive, progress, run_order
+
+Place = tuple[int, int]
+Transfer = tuple[Action, Action]
+
+
+def check(
+    schedule: Schedule,
+    *,
+    num_chunks: int,
+    microbatches: int,
+    edges: Collection[tuple[int, int]] | None = None,
+    in_flight: Sequence[int] | None = None,
+    training: bool = True,
+) -> None:
+    """Nothing, if the schedule keeps every promise that a runtime relies on.
+
+    1. Each forward, and when training each backward, of every chunk and microbatch runs exactly once, on rank
+       chunk % ranks, a backward after its own forward. So each receive has its send.
+    2. Between any two ranks, and in each direction, messages are taken in the order in which they are sent.
+    3. No deadlock when sends never wait and an action waits for all it receives.
+    4. No deadlock in `check_rendezvous` either, provided that every edge joins consecutive chunks. With an edge that
+       skips chunks only promise 3 is made, because 1F1B cannot keep the fourth where an edge spans three or more ranks
+       (with edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient that rank 0 takes only after forwards
+       whose activations rank 3 is yet to take). A transport without buffers must then call `check_rendezvous` itself.
+    5. No rank keeps activations of more (chunk, microbatch) pairs than ``in_flight`` allows.
+
+    Args:
+        edges: pairs (src, dst) with src < dst along which activations travel, gradients travelling back; by default
+            all pairs of consecutive chunks.
+        in_flight: a bound per rank; see `max_in_flight`.
+        training: whether backwards must be there; otherwise they must not, and nothing is kept in flight.
+    Raises:
+        ScheduleError: a promise is broken; prints all ranks' actions with the bad ones marked.
+        UsageError: an edge, a number or the length of ``in_flight`` does not fit the pipeline.
+    """
+    if not schedule or num_chunks < 1 or microbatches < 1:
+        raise UsageError(
+            f"Nothing to check: {len(schedule)} ranks, {num_chunks} chunks, {microbatches} microbatches. "
+            "All must be at least 1."
+        )
+    links = Links.of(edges, num_chunks)
+    where = _check_each_once(schedule, num_chunks, microbatches, training)
+    _check_backward_follows(schedule, where)
+    _check_channels(schedule, links, where)
+    run_order(schedule, links)
+    if edges is None or set(edges) <= set(consecutive(num_chunks)):
+        check_rendezvous(schedule, num_chunks=num_chunks, edges=edges)
+    if in_flight is not None:
+        _check_in_flight(schedule, in_flight)
+
+
+def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[tuple[int, int]] | None = None) -> None:
+    """Nothing, if the schedule also runs when a send waits for its receiver.
+
+    Between two consecutive actions a rank posts all sends of the earlier and all receives of the later together, and
+    goes on when all of them are complete; a transfer completes once both of its ends are posted. The schedule must
+    hold promises 1 to 3 of `check`.
+
+    Raises:
+        ScheduleError: the ranks wait for each other for ever; names the circle.
+        UsageError: an edge does not fit the pipeline.
+    Source: Megatron-LM's batched isend and irecv (send_forward_recv_backward and its relatives).
+    """
+    links = Links.of(edges, num_chunks)
+    where = _places(schedule)
+    peers: dict[Place, list[tuple[Place, Transfer]]] = defaultdict(list)
+    for action, (rank, index) in where.items():
+        for taker in links.after(action):
+            assert taker in where, f"{taker} is missing: check the schedule first"
+            other, other_index = where[taker]
+            if other != rank:
+                sent, taken = (rank, index + 1), (other, other_index)
+                peers[sent].append((taken, (action, taker)))
+                peers[taken].append((sent, (action, taker)))
+    # Node (rank, gap) is "the rank has posted the transfers before its action number gap"; it needs those of the gap
+    # before it to be complete, that is posted on their other side too.
+    rows = [[(rank, gap) for gap in range(len(row) + 2)] for rank, row in enumerate(schedule)]
+    reached = progress(rows, lambda node: [place for place, _ in peers[node[0], node[1] - 1]])
+    if not reached.stuck:
+        return
+    words, marked = [], []
+    for rank in circle(reached.stuck, lambda node: node[0]):
+        (_, next_gap), (other, other_gap) = reached.stuck[rank]
+        gap = next_gap - 1
+        source, taker = next(transfer for place, transfer in peers[rank, gap] if place == (other, other_gap))
+        row = schedule[rank]
+        before = f"before {row[gap]}" if gap < len(row) else f"after {row[-1]}"
+        after = f"after {schedule[other][other_gap - 1]}"
+        words.append(
+            f"rank {rank} waits {before} in the transfer {source} → {taker}, which rank {other} posts only {after}"
+        )
+        marked.append((rank, gap))
+    _fail(
+        f"The schedule comes to a halt when sends wait for their receivers: {'; '.join(words)}. "
+        "Use a transport that buffers sends, or another order.",
+        schedule,
+        marked,
+    )
+
+
+def activations_kept(row: Sequence[Action]) -> tuple[int, ...]:
+    """After each action of a rank, how many forwards of which the backward is still to come."""
+    backwards = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
+    return tuple(accumulate((-1 if a.kind == "B" else 1) if (a.chunk, a.microbatch) in backwards else 0 for a in row))
+
+
+def _fail(words: str, schedule: Schedule, marked: Collection[Place]) -> NoReturn:
+    raise ScheduleError(f"{words}\n{format_grid(schedule, marked)}")
+
+
+def _places(schedule: Schedule) -> dict[Action, Place]:
+    return {action: (rank, index) for rank, row in enumerate(schedule) for index, action in enumerate(row)}
+
+
+def _check_each_once(schedule: Schedule, num_chunks: int, microbatches: int, training: bool) -> Mapping[Action, Place]:
+    pp = len(schedule)
+    where: dict[Action, Place] = {}
+    for rank, row in enumerate(schedule):
+        for index, action in enumerate(row):
+            if action.chunk >= num_chunks or action.microbatch >= microbatches:
+                words = f"of {num_chunks} chunks and {microbatches} microbatches (both count from 0). Remove it."
+                _fail(f"{action} on rank {rank} is not one {words}", schedule, [(rank, index)])
+            if action.kind == "B" and not training:
+                words = "is a backward, and nothing is trained here. Remove it."
+                _fail(f"{action} on rank {rank} {words}", schedule, [(rank, index)])
+            if action.chunk % pp != rank:
+                words = f"chunk {action.chunk} belongs to rank {action.chunk % pp} of {pp}. Move it there."
+                _fail(f"{action} is on rank {rank}, but {words}", schedule, [(rank, index)])
+            if action in where:
+                words = f"as actions {where[action][1]} and {index} (counted from 0). Remove one."
+                _fail(f"{action} runs twice on rank {rank}, {words}", schedule, [where[action], (rank, index)])
+            where[action] = (rank, index)
+    for chunk in range(num_chunks):
+        for microbatch in range(microbatches):
+            for action in (Action("F", chunk, microbatch), Action("B", chunk, microbatch))[: 2 if training else 1]:
+                if action not in where:
+                    rank = chunk % pp
+                    words = f"rank {rank} ends after {len(schedule[rank])} actions without it. Add it."
+                    _fail(f"{action} is missing: {words}", schedule, [(rank, len(schedule[rank]))])
+    return where
+
+
+def _check_backward_follows(schedule: Schedule, where: Mapping[Action, Place]) -> None:
+    for action, place in where.items():
+        forward = where[Action("F", action.chunk, action.microbatch)]
+        if action.kind == "B" and place < forward:
+            name = schedule[forward[0]][forward[1]]
+            words = f"as action {place[1]} of rank {place[0]}; {name} is action {forward[1]}. Swap them."
+            _fail(f"{action} runs before its own forward, {words}", schedule, [place])
+
+
+def _check_channels(schedule: Schedule, links: Links, where: Mapping[Action, Place]) -> None:
+    sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    taken: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
+    for action, (rank, _) in where.items():
+        for taker in links.after(action):
+            sent[rank, where[taker][0]].append((action, taker))
+        for source in links.before(action):
+            taken[where[source][0], rank].append((source, action))
+    for (rank, other), transfers in sent.items():
+        if rank == other:
+            continue
+        for number, (ours, theirs) in enumerate(zip(transfers, taken[rank, other], strict=True)):
+            if ours != theirs:
+                _fail(
+                    f"Message {number} (counted from 0) from rank {rank} to rank {other} is sent as {ours[0]} → "
+                    f"{ours[1]} but taken as {theirs[0]} → {theirs[1]}. Run both ranks' actions in the same order.",
+                    schedule,
+                    [where[ours[0]], where[theirs[1]]],
+                )
+
+
+def _check_in_flight(schedule: Schedule, in_flight: Sequence[int]) -> None:
+    if len(in_flight) != len(schedule):
+        raise UsageError(f"in_flight has {len(in_flight)} bounds for {len(schedule)} ranks. Give one per rank.")
+    for rank, (row, bound) in enumerate(zip(schedule, in_flight)):
+        for index, kept in enumerate(activations_kept(row)):
+            if kept > bound:
+                words = f"keeps the activations of {kept} microbatches after {row[index]}, its bound is {bound}"
+                _fail(f"Rank {rank} {words}. Run a backward before it.", schedule, [(rank, index)])

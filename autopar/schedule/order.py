@@ -1,0 +1,134 @@
+"""What an action waits for, and the order in which ranks that wait for each other get through their actions."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from autopar.errors import ScheduleError, UsageError
+from autopar.schedule.actions import Action, Schedule, format_grid
+
+Node = TypeVar("Node", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Links:
+    """For each chunk, the chunks whose activations it takes (``sources``) and those that take its own (``targets``)."""
+
+    sources: tuple[tuple[int, ...], ...]
+    targets: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(edges: Collection[tuple[int, int]] | None, num_chunks: int) -> Links:
+        """The links of (src, dst) pairs; None stands for consecutive chunks.
+
+        Raises:
+            UsageError: an edge does not go from a lower to a higher chunk of the pipeline.
+        """
+        pairs = sorted(set(consecutive(num_chunks) if edges is None else edges))
+        for src, dst in pairs:
+            if not 0 <= src < dst < num_chunks:
+                raise UsageError(
+                    f"Edge ({src}, {dst}) is impossible in a pipeline of {num_chunks} chunks. "
+                    f"Give pairs (src, dst) with 0 <= src < dst < {num_chunks}."
+                )
+        return Links(
+            tuple(tuple(src for src, dst in pairs if dst == chunk) for chunk in range(num_chunks)),
+            tuple(tuple(dst for src, dst in pairs if src == chunk) for chunk in range(num_chunks)),
+        )
+
+    def before(self, action: Action) -> tuple[Action, ...]:
+        """Actions of other chunks whose activation or gradient ``action`` takes."""
+        chunks = self.sources if action.kind == "F" else self.targets
+        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in chunks[action.chunk])
+
+    def after(self, action: Action) -> tuple[Action, ...]:
+        """Actions of other chunks that take the activation or gradient of ``action``."""
+        chunks = self.targets if action.kind == "F" else self.sources
+        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in chunks[action.chunk])
+
+    def needs(self, action: Action) -> tuple[Action, ...]:
+        """All that must have run before ``action``: a backward also needs the forward of its own chunk."""
+        own = (Action("F", action.chunk, action.microbatch),) if action.kind == "B" else ()
+        return own + self.before(action)
+
+
+def consecutive(num_chunks: int) -> tuple[tuple[int, int], ...]:
+    """The edges of a plain chain of chunks."""
+    return tuple((chunk, chunk + 1) for chunk in range(num_chunks - 1))
+
+
+@dataclass(frozen=True)
+class Progress(Generic[Node]):
+    """``order``: (row, node) as they can run. ``stuck``: per row that does not end, its next node and what it lacks."""
+
+    order: tuple[tuple[int, Node], ...]
+    stuck: Mapping[int, tuple[Node, Node]]
+
+
+def progress(rows: Sequence[Sequence[Node]], needs: Callable[[Node], Iterable[Node]]) -> Progress[Node]:
+    """How far rows of nodes get when each row runs in order and a node waits for all its ``needs``.
+
+    A row that waits is looked at again only when the node it waits for has run, so the time is linear in nodes and
+    needs. Which rows get stuck, and where, does not depend on the order in which rows are served.
+    """
+    position = [0] * len(rows)
+    done: set[Node] = set()
+    order: list[tuple[int, Node]] = []
+    waiting: dict[Node, list[int]] = defaultdict(list)
+    stuck: dict[int, tuple[Node, Node]] = {}
+    ready = list(reversed(range(len(rows))))
+    while ready:
+        row = ready.pop()
+        stuck.pop(row, None)
+        while position[row] < len(rows[row]):
+            node = rows[row][position[row]]
+            missing = next((need for need in needs(node) if need not in done), None)
+            if missing is not None:
+                waiting[missing].append(row)
+                stuck[row] = (node, missing)
+                break
+            done.add(node)
+            order.append((row, node))
+            position[row] += 1
+            ready.extend(waiting.pop(node, ()))
+    return Progress(tuple(order), stuck)
+
+
+def circle(stuck: Mapping[int, tuple[Node, Node]], row_of: Callable[[Node], int | None]) -> tuple[int, ...]:
+    """Rows that wait for each other in a circle, or those that wait in turn for a node that is in no row."""
+    path: list[int] = []
+    row: int | None = min(stuck)
+    while row is not None and row not in path:
+        path.append(row)
+        row = row_of(stuck[row][1])
+    return tuple(path if row is None else path[path.index(row) :])
+
+
+def run_order(schedule: Schedule, links: Links) -> tuple[tuple[int, Action], ...]:
+    """(rank, action) in an order that satisfies every dependency, when sends never wait and receives do.
+
+    Raises:
+        ScheduleError: the ranks wait for each other for ever, or for an action that is nowhere.
+    """
+    reached = progress(schedule, links.needs)
+    if not reached.stuck:
+        return reached.order
+    where = {action: (rank, index) for rank, row in enumerate(schedule) for index, action in enumerate(row)}
+    ranks = circle(reached.stuck, lambda action: where[action][0] if action in where else None)
+    words = []
+    for rank in ranks:
+        action, missing = reached.stuck[rank]
+        if missing not in where:
+            words.append(f"rank {rank} waits before {action} for {missing}, which no rank runs")
+            continue
+        other = where[missing][0]
+        held = reached.stuck[other][0]
+        reason = f"is held up on rank {other}" if held == missing else f"rank {other} runs only after {held}"
+        words.append(f"rank {rank} waits before {action} for {missing}, which {reason}")
+    raise ScheduleError(
+        f"The schedule comes to a halt: {'; '.join(words)}. Move or add the awaited action.\n"
+        + format_grid(schedule, [where[reached.stuck[rank][0]] for rank in ranks])
+    )

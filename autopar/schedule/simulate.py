@@ -1,0 +1,112 @@
+"""The time a schedule takes, from the durations of its actions and transfers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+from autopar.errors import UsageError
+from autopar.schedule.actions import Action, Schedule
+from autopar.schedule.check import activations_kept
+from autopar.schedule.order import Links, consecutive, run_order
+from autopar.schedule.timeline import Span, Timeline
+
+
+def simulate(
+    schedule: Schedule,
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfers: Mapping[tuple[int, int], float] | None = None,
+    sizes: Sequence[float] | None = None,
+) -> Timeline:
+    """The step in which every action starts as soon as its rank is free and what it takes has arrived.
+
+    A transfer delays its receiver and occupies neither rank; any number travel at once.
+
+    Args:
+        forward_seconds, backward_seconds: per chunk, second.
+        transfers: from (chunk, chunk) to second: (src, dst) with src < dst for an activation, (dst, src) for its
+            gradient; 0 where absent. Consecutive chunks always depend on each other, others where (src, dst) is here.
+        sizes: per microbatch, a factor on the time of its actions and transfers (a ragged last one is < 1).
+    Raises:
+        ScheduleError: the schedule comes to a halt (`check` proves much more and should run first).
+        UsageError: durations, transfers or sizes do not fit the schedule or are negative.
+    Error: exact for these durations; real ranks add launch gaps and share links.
+    """
+    transfers = dict(transfers or {})
+    num_microbatches = 1 + max((action.microbatch for row in schedule for action in row), default=-1)
+    factors = [1.0] * num_microbatches if sizes is None else sizes
+    num_chunks = len(forward_seconds)
+    edges = {*consecutive(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
+    _validate(schedule, forward_seconds, backward_seconds, transfers, factors, num_microbatches, edges)
+    links = Links.of(edges, num_chunks)
+
+    ends: dict[Action, float] = {}
+    free = [0.0] * len(schedule)
+    busy = [0.0] * len(schedule)
+    spans = []
+    for rank, action in run_order(schedule, links):
+        factor = factors[action.microbatch]
+        arrivals = (ends[a] + transfers.get((a.chunk, action.chunk), 0.0) * factor for a in links.before(action))
+        start = max(free[rank], *arrivals, 0.0)
+        seconds = (forward_seconds if action.kind == "F" else backward_seconds)[action.chunk] * factor
+        free[rank] = ends[action] = start + seconds
+        busy[rank] += seconds
+        spans.append(Span(rank, action, start, start + seconds))
+    spans.sort(key=lambda span: span.rank)
+    return Timeline(tuple(spans), tuple(busy), tuple(max(activations_kept(row), default=0) for row in schedule))
+
+
+def one_f_one_b_seconds(stage_seconds: Sequence[float], microbatches: int) -> float:
+    """Time of a 1F1B step in closed form, (microbatches - 1) · max + sum of the stages' forward + backward seconds.
+
+    Transfers are free in it. Let f and b be the stages' forward and backward times and t = f + b.
+    - Simulated <= formula where one stage has both the longest forward and the longest backward; so always when
+      forward and backward are proportional on all stages. Otherwise simulated <= sum t + (microbatches - 1) ·
+      (max f + max b), which may exceed the formula: f = (1, 0, 0, 0), b = (0, 1, 0, 0), 4 microbatches take 7, not 5.
+    - Simulated >= formula where the last stage is a slowest one. For every stage s, simulated >= microbatches · t[s] +
+      the t before s, so where an early stage is the slowest, later ones may hide in its shadow and the formula is high.
+    - Hence equal when forward and backward are proportional and the last stage is a slowest one, as in balanced stages.
+
+    Error: 0 in those cases; elsewhere high by at most the sum of t after the slowest stage, and low by at most
+        (microbatches - 1) · (max f + max b - max t).
+    Source: on a path of dependencies, forwards number (stage + microbatch) upwards one by one, so there are at most
+        microbatches - 1 of them beyond one per stage; likewise backwards. The lower bounds are such paths.
+    """
+    assert stage_seconds and microbatches >= 1, f"{len(stage_seconds)} stages, {microbatches} microbatches"
+    return (microbatches - 1) * max(stage_seconds) + sum(stage_seconds)
+
+
+def _validate(
+    schedule: Schedule,
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfers: Mapping[tuple[int, int], float],
+    factors: Sequence[float],
+    num_microbatches: int,
+    edges: Collection[tuple[int, int]],
+) -> None:
+    num_chunks = 1 + max((action.chunk for row in schedule for action in row), default=-1)
+    lengths = (
+        ("forward_seconds", len(forward_seconds), num_chunks, "chunks"),
+        ("backward_seconds", len(backward_seconds), num_chunks, "chunks"),
+        ("sizes", len(factors), num_microbatches, "microbatches"),
+    )
+    for name, length, wanted, of in lengths:
+        if length != wanted:
+            raise UsageError(f"{name} has {length} numbers, the schedule has {wanted} {of}. Give one for each.")
+    numbers = [
+        *((f"forward_seconds[{i}]", x) for i, x in enumerate(forward_seconds)),
+        *((f"backward_seconds[{i}]", x) for i, x in enumerate(backward_seconds)),
+        *((f"transfers[{pair}]", x) for pair, x in transfers.items()),
+        *((f"sizes[{i}]", x) for i, x in enumerate(factors)),
+    ]
+    for name, x in numbers:
+        if not (math.isfinite(x) and x >= 0):
+            raise UsageError(f"{name} is {x}. Durations and sizes must be finite and at least 0.")
+    for src, dst in transfers:
+        if src >= dst and (dst, src) not in edges:
+            raise UsageError(
+                f"transfers[({src}, {dst})] is no hop of this pipeline: a gradient travels back along an edge. "
+                f"Give transfers[({dst}, {src})] too, or remove it."
+            )

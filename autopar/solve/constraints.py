@@ -1,0 +1,160 @@
+"""What the user asks of a plan, and what follows from it before anything is priced."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.errors import UsageError
+from autopar.hardware import Hardware, Link
+from autopar.ir import Balance, CostGraph, Graph, ScheduleName
+
+# Left to the device's context, the allocator's fragments and the collectives' buffers.
+USABLE_MEMORY = 0.95
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """What is given; None leaves it to the search.
+
+    ``batch`` is the global batch in samples, ``microbatch_size`` the most samples of a microbatch, ``memory_bytes`` a
+    device's (0.95 of the machine's by default). ``pins`` fixes operations or whole modules, by name, to stages.
+
+    Raises:
+        UsageError: a number is out of range, or two of them contradict each other.
+    """
+
+    devices: int
+    batch: int
+    pp: int | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: ScheduleName = "1f1b"
+    memory_bytes: int | None = None
+    balance: Balance = "time"
+    pins: Mapping[str, int] = field(default_factory=dict)
+    time_limit_seconds: float = 60.0
+
+    def __post_init__(self) -> None:
+        numbers = {"devices": self.devices, "batch": self.batch, "pp": self.pp, "microbatches": self.microbatches,
+                   "microbatch_size": self.microbatch_size, "memory": self.memory_bytes}  # fmt: skip
+        for name, number in numbers.items():
+            if number is not None and number < 1:
+                raise UsageError(f"{name}={number}: must be at least 1.")
+        if self.pp is not None and self.pp != self.devices:
+            raise UsageError(
+                f"pp={self.pp} on {self.devices} devices: this version splits a model into pipeline stages only, "
+                f"one per device. Use devices={self.pp} or leave pp out."
+            )
+        if self.schedule == "forward-only":
+            raise UsageError('schedule="forward-only" has no training step to plan. Use "1f1b" or "gpipe".')
+        for name, number in (("microbatches", self.microbatches), ("microbatch_size", self.microbatch_size)):
+            if number is not None and number > self.batch:
+                raise UsageError(f"{name}={number} of a batch of {self.batch}. Use {name}={self.batch} or less.")
+        if self.microbatches is not None and self.microbatch_size is not None:
+            counts = num_microbatches(self.batch, -(-self.batch // self.microbatch_size))
+            if num_microbatches(self.batch, self.microbatches) != counts:
+                raise UsageError(
+                    f"microbatches={self.microbatches} and microbatch_size={self.microbatch_size} contradict "
+                    f"each other: a batch of {self.batch} makes {counts} microbatches of that size. Give only one."
+                )
+
+    @property
+    def stages(self) -> int:
+        return self.pp or self.devices
+
+    def capacity_bytes(self, hardware: Hardware) -> int:
+        """Memory that a stage may use."""
+        return self.memory_bytes or int(USABLE_MEMORY * hardware.memory_bytes)
+
+
+def microbatch_size(batch: int, microbatches: int) -> int:
+    """Samples of the largest microbatch, as torch.chunk cuts."""
+    return -(-batch // microbatches)
+
+
+def num_microbatches(batch: int, microbatches: int) -> int:
+    """How many microbatches torch.chunk really makes; fewer than asked where their size was rounded up."""
+    return -(-batch // microbatch_size(batch, microbatches))
+
+
+def microbatch_factors(batch: int, microbatches: int) -> tuple[float, ...]:
+    """Size of each microbatch as a share of the largest."""
+    size = microbatch_size(batch, microbatches)
+    return tuple(min(size, batch - start) / size for start in range(0, batch, size))
+
+
+def microbatch_candidates(constraints: Constraints) -> tuple[int, ...]:
+    """Numbers of microbatches to consider: those given, or powers of two and divisors of the batch."""
+    batch = constraints.batch
+    if constraints.microbatches is not None:
+        asked = {constraints.microbatches}
+    elif constraints.microbatch_size is not None:
+        asked = {-(-batch // constraints.microbatch_size)}
+    else:
+        asked = {2**k for k in range(batch.bit_length())} | {d for d in range(1, batch + 1) if batch % d == 0}
+    return tuple(sorted({num_microbatches(batch, m) for m in asked}))
+
+
+def boundary_links(hardware: Hardware, stages: int) -> tuple[Link, ...]:
+    """The link behind each stage but the last, rank s running stage s.
+
+    Raises:
+        HardwareError: the stages span nodes and the machine has no network.
+    """
+    links = []
+    for s in range(stages - 1):
+        latency = hardware.transfer_seconds(0, s, s + 1)
+        bulk = hardware.transfer_seconds(BULK_BYTES, s, s + 1) - latency
+        links.append(Link(latency, BULK_BYTES / bulk))
+    return tuple(links)
+
+
+# Large enough for a bandwidth to be read off the machine's own transfer time.
+BULK_BYTES = 2**40
+
+
+def pinned_groups(cost: CostGraph, graph: Graph, pins: Mapping[str, int], stages: int) -> Mapping[int, int]:
+    """The stage of every group that a pin reaches.
+
+    A name is an operation's or a module's; a module pins the groups named after its operations, or, if it has none,
+    those that hold them. A longer name outranks the module it lies in.
+
+    Raises:
+        UsageError: unknown name (with near ones), no such stage, or two pins for one group.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for name, stage in sorted(pins.items(), key=lambda pin: len(pin[0])):
+        if not 0 <= stage < stages:
+            raise UsageError(
+                f"{name} is pinned to stage {stage}, stages are 0 to {stages - 1}. Pin it to one of these."
+            )
+        for group in _reached(cost, graph, name):
+            other, known = found.get(group, (name, stage))
+            if known != stage and not _inside(name, other):
+                raise UsageError(
+                    f"Pins contradict each other: {other} is pinned to stage {known} and {name} to stage {stage}, but "
+                    f"both reach {cost.groups[group].name}, which cannot be divided. Pin both to one stage."
+                )
+            found[group] = name, stage
+    return {group: stage for group, (_, stage) in found.items()}
+
+
+def _reached(cost: CostGraph, graph: Graph, name: str) -> list[int]:
+    """Groups that an operation's or module's name stands for."""
+    anchored = [i for i, g in enumerate(cost.groups) if g.ops and (g.name == name or _inside(g.module, name))]
+    if anchored:
+        return anchored
+    ops = {op.name for op in graph.ops if op.name == name or _inside(op.module, name)}
+    if ops:
+        return [i for i, g in enumerate(cost.groups) if ops.intersection(g.ops)]
+    paths = {op.module.rsplit(".", k)[0] for op in graph.ops for k in range(op.module.count(".") + 1)}
+    near = difflib.get_close_matches(name, sorted(paths | {op.name for op in graph.ops}), n=3, cutoff=0.4)
+    guess = f" Did you mean {' or '.join(near)}?" if near else ""
+    raise UsageError(f"Cannot pin {name!r}: {graph.model} has no operation or module of that name.{guess}")
+
+
+def _inside(path: str, module: str) -> bool:
+    """Whether a path is the module or lies in it."""
+    return path == module or path.startswith(module + ".")

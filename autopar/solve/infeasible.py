@@ -1,0 +1,129 @@
+"""What to tell the user when nothing fits: the least memory that would do, and what fills it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir import Group
+from autopar.solve.contiguous import least_memory_cuts
+from autopar.solve.evaluate import stage_costs
+from autopar.solve.ilp import memory_program
+from autopar.solve.problem import CutProblem
+from autopar.solve.ranges import stage_ranges
+from autopar.solve.solver import SolverName, solve
+
+# The least memory is told to the user, not built upon: closer than this is not worth waiting for.
+MEMORY_GAP = 0.01
+
+
+def gib(num_bytes: float) -> str:
+    """Bytes for people, with one decimal."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:,.1f} {unit}"
+    return f"{num_bytes:.0f} B"
+
+
+def check_num_stages(problem: CutProblem) -> None:
+    """Refuse more stages than there are groups to fill them.
+
+    Raises:
+        InfeasibleError: names both numbers.
+    """
+    groups = problem.cost.loss
+    if problem.stages > groups:
+        raise InfeasibleError(
+            f"No plan has {problem.stages} stages: {problem.cost.model} can be cut into {groups} "
+            f"{'piece' if groups == 1 else 'pieces'} at most. Use pp={max(groups, 1)} or less."
+        )
+
+
+def fitting_cuts(problem: CutProblem, solver: SolverName) -> tuple[int, ...]:
+    """Cuts within the capacity that keep the fullest stage as empty as possible, where contiguous cuts do not fit.
+
+    Raises:
+        UsageError: the pins leave a stage without operations.
+        InfeasibleError: none was found within the capacity; names the smallest that would do.
+    """
+    known = least_memory_cuts(problem)
+    solved = solve(memory_program(replace(problem, gap=MEMORY_GAP), stage_ranges(problem)), solver)
+    options = [cuts for cuts in (solved.stage_of, known) if cuts is not None]
+    if not options:
+        raise no_cuts(problem, solved.infeasible)
+    best = min(options, key=lambda cuts: peak_bytes(problem, cuts))
+    if problem.capacity_bytes is not None and peak_bytes(problem, best) > problem.capacity_bytes:
+        raise InfeasibleError(memory_message(problem, best))
+    return best
+
+
+def peak_bytes(problem: CutProblem, stage_of: Sequence[int]) -> int:
+    """Memory of the fullest stage."""
+    return max(c.memory_bytes for c in stage_costs(problem, stage_of))
+
+
+def no_cuts(problem: CutProblem, proven: bool) -> UsageError | InfeasibleError:
+    """The error for pins that leave a stage empty, or for a solver that found nothing in its time."""
+    if not proven:
+        return InfeasibleError(
+            f"No cuts of {problem.cost.model} into {problem.stages} stages were found in "
+            f"{problem.time_limit_seconds:g} s. Give the solver more time or use fewer stages."
+        )
+    pins = ", ".join(f"{problem.cost.groups[g].name} to {s}" for g, s in sorted(problem.pins.items()))
+    return UsageError(
+        f"The pins leave a stage of {problem.stages} without operations: {pins}. Use fewer stages or remove a pin."
+    )
+
+
+def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
+    """Why even the cuts of least memory do not fit: the fullest stage, what fills it, and what would help."""
+    costs = stage_costs(problem, stage_of)
+    stage = max(range(problem.stages), key=lambda s: costs[s].memory_bytes)
+    need, capacity = costs[stage].memory_bytes, problem.capacity_bytes or 0
+    parts = memory_parts(problem, stage_of, stage).most_common(3)
+    largest = ", ".join(f"{name} ({gib(n)})" for name, n in parts if n >= 0.05 * need)
+    remedies = ["more devices"]
+    if problem.cost.batch > 1 and costs[stage].weight_bytes <= capacity:
+        remedies.append(f"more (smaller) microbatches than {problem.microbatches}")
+    remedies.append(f'devices with memory="{whole_gib(need)}" (--memory {whole_gib(need)})')
+    stages = f"these {problem.stages} stages" if problem.stages > 1 else "one stage"
+    return (
+        f"No plan fits: stage {stage} needs {gib(need)}, rank {stage} has {gib(capacity)}. Largest: {largest}. "
+        f"The smallest memory that holds {stages} is {gib(need)} per device. Use {', or '.join(remedies)}."
+    )
+
+
+def whole_gib(num_bytes: int) -> str:
+    """The size in whole GiB that is at least this."""
+    return f"{-(-num_bytes // 2**30)}GiB"
+
+
+def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> Counter[str]:
+    """Bytes on the stage by what they are for; the activations' name says which block has the most of them."""
+    cost = problem.cost
+    own = stage_costs(problem, stage_of)[stage]
+    blocks: Counter[str] = Counter()
+    for group, s in zip(cost.groups, stage_of):
+        if s == stage:
+            blocks[block_of(group)] += own.in_flight * group.saved_bytes
+    for holding in cost.saved:
+        inside = [g for g in holding.groups if stage_of[g] == stage]
+        if inside:
+            blocks[block_of(cost.groups[min(inside)])] += own.in_flight * holding.num_bytes
+    block, most = blocks.most_common(1)[0]
+    batches = "1 microbatch" if own.in_flight == 1 else f"{own.in_flight} microbatches"
+    return Counter({
+        f"activations of {batches} in flight, most in {block} with {gib(most)}": own.in_flight * own.saved_bytes,
+        "weights with gradients and optimizer state": own.weight_bytes,
+        "received tensors": own.in_flight * own.received_bytes,
+        "the working set of one operation": own.transient_bytes,
+    })  # fmt: skip
+
+
+def block_of(group: Group) -> str:
+    """The module path up to its last number: the repeated block that a group is part of."""
+    parts = (group.module or group.name).split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1] + 1] if numbers else parts)

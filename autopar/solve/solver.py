@@ -1,0 +1,82 @@
+"""Runs a program with HiGHS, or CBC where highspy is missing, and reads back what was found and what was proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import pulp
+
+from autopar.errors import UsageError
+from autopar.solve.ilp import Program
+
+SolverName = Literal["HiGHS", "CBC"]
+
+
+@dataclass(frozen=True)
+class Solved:
+    """``stage_of`` is None where nothing was found; ``bound`` is a proven lower bound in the program's own unit.
+
+    ``infeasible`` means proven so; ``seconds`` is the solver's wall time.
+    """
+
+    solver: SolverName
+    stage_of: tuple[int, ...] | None
+    bound: float
+    infeasible: bool
+    seconds: float
+
+
+def default_solver() -> SolverName:
+    """HiGHS, or CBC where highspy is not installed.
+
+    Raises:
+        UsageError: neither is there.
+    """
+    if pulp.HiGHS().available():
+        return "HiGHS"
+    if pulp.PULP_CBC_CMD(msg=False).available():
+        return "CBC"
+    raise UsageError(
+        "No integer-programming solver is installed: neither HiGHS nor CBC was found. `pip install highspy`."
+    )
+
+
+def solve(program: Program, solver: SolverName) -> Solved:
+    """The best assignment that the solver finds within the problem's time limit and gap.
+
+    Error: HiGHS reports its dual bound. CBC reports none through PuLP: when it ends on its own, its solution is within
+    the gap it was given, and that is the bound; when it runs out of time the bound is zero.
+    """
+    problem, lp = program.problem, program.lp
+    if solver == "HiGHS":
+        lp.solve(pulp.HiGHS(msg=False, gapRel=problem.gap, timeLimit=problem.time_limit_seconds))
+        assert lp.solverModel is not None
+        info = lp.solverModel.getInfo()
+        found = info.primal_solution_status == HIGHS_FEASIBLE
+        bound = info.mip_dual_bound if program.before else info.objective_function_value
+    else:
+        lp.solve(pulp.PULP_CBC_CMD(msg=False, gapRel=problem.gap, timeLimit=problem.time_limit_seconds))
+        found = lp.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
+        value = _value(lp.objective) if lp.sol_status == pulp.LpSolutionOptimal else 0.0
+        bound = value * (1 - problem.gap)
+    stage_of = _stage_of(program) if found else None
+    return Solved(solver, stage_of, bound, lp.sol_status == pulp.LpSolutionInfeasible, lp.solutionTime)
+
+
+# highspy.SolutionStatus.kSolutionStatusFeasible, written out because highspy may be missing.
+HIGHS_FEASIBLE = 2
+
+
+def _stage_of(program: Program) -> tuple[int, ...]:
+    """The stages that the binaries' values say."""
+    return tuple(
+        sum(_value(program.upto(v, s)) < 0.5 for s in range(program.problem.stages - 1))
+        for v in range(len(program.problem.cost.groups))
+    )
+
+
+def _value(expression: pulp.LpAffineExpression | None) -> float:
+    value = None if expression is None else expression.value()
+    assert isinstance(value, float | int), "the solver returned no value for a variable"
+    return float(value)

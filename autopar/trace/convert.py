@@ -1,0 +1,298 @@
+"""From an exported fx graph to ``ir.Graph``: names, arguments, side effects."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+
+from autopar.errors import TraceError
+from autopar.ir import LocalDevice, Op, Ref, Value, refs
+from autopar.trace.export import is_internal
+from autopar.trace.inplace import STATISTICS, aliased_arguments, out_of_place, written_arguments
+
+FOREVER = 1 << 60
+FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n')
+# Checks of tensor properties that the trace has already proved; they compute nothing.
+CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
+# Regions that torch.export keeps as sub-graphs. Autocast's casts are in the sub-graph as operations.
+DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
+DIFFERENTIABLE = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
+# Operations that read a tensor's shape or value but never pass a gradient on.
+UNTRACKED = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::empty_like", "aten::full_like",
+             "aten::rand_like", "aten::randn_like", "aten::new_empty", "aten::new_zeros", "aten::new_ones",
+             "aten::new_full")  # fmt: skip
+REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
+
+
+class Converter:
+    """Walks fx nodes in order and collects operations.
+
+    An in-place operation becomes its out-of-place counterpart and later readers of the old value read the new one. Where
+    another name of the same memory is read later (a view, a weight) it stays in place, and everything that touches that
+    memory up to the last update is recorded to stay together on one stage.
+    """
+
+    def __init__(self, known: dict[fx.Node, Value], weights: set[str]) -> None:
+        self.result: dict[fx.Node, Any] = {node: Ref(value.name) for node, value in known.items()}
+        self.values = {value.name: value for value in known.values()}
+        self.weights = weights
+        self.names: set[str] = set()
+        self.held: set[str] = set()
+        self.newest: dict[str, str] = {}  # old name of an updated value -> the name of its latest version
+        self.root: dict[str, str] = {}
+        self.aliases: dict[str, set[str]] = defaultdict(set)
+        self.ops: list[Op] = []
+        self.updated_until: dict[str, int] = {}
+
+    # -- walking -----------------------------------------------------------------------------------------------
+
+    def run(self, graph: fx.Graph) -> Any:
+        """Convert all nodes; the output node's arguments, resolved."""
+        nodes: list[fx.Node] = list(graph.nodes)
+        last_use = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
+        last_use |= {used: FOREVER for node in nodes if node.op == "output" for used in node.all_input_nodes}
+        outputs: Any = ()
+        for i, node in enumerate(nodes):
+            if node.op == "output":
+                outputs = self.resolve(node.args[0])
+            elif node.op == "call_function":
+                self.result[node] = self.convert(node, last_use, i)
+            elif node.op == "get_attr" or (node.op == "placeholder" and node not in self.result):
+                self.result[node] = None  # sub-graphs of regions, and inputs that are constants
+        return outputs
+
+    def convert(self, node: fx.Node, last_use: dict[fx.Node, int], position: int) -> Any:
+        """What a node's users will read: a reference, a tuple of them, or None."""
+        target = node.target
+        if target is operator.getitem:
+            return self.result[node.args[0]][node.args[1]]  # type: ignore[index]
+        if isinstance(target, HigherOrderOperator):
+            return self.inline(node, last_use, position)
+        if not isinstance(target, OpOverload):
+            raise TraceError(f"Cannot use {target} at {source_of(node)}: not an ATen operation. Rewrite it with PyTorch.")
+        if str(target).startswith(CHECKS):
+            return None
+        args = tuple(self.resolve(a) for a in node.args)
+        if is_identity(target, args):
+            return args[0]
+        return self.add(node, target, args, last_use, position)
+
+    def inline(self, node: fx.Node, last_use: dict[fx.Node, int], position: int) -> Any:
+        """Convert a no_grad or autocast region's sub-graph in place; what enters a no_grad region is detached."""
+        if str(node.target) not in REGIONS:
+            raise TraceError(
+                f"Cannot use {node.target} at {source_of(node)}: control flow inside the graph is not supported. "
+                "Compute both branches and select with torch.where."
+            )
+        where = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        region = getattr(node.graph.owning_module, str(node.args[where].target))  # type: ignore[union-attr]
+        arguments = [self.resolve(a) for a in node.args[where + 1 :]]
+        if str(node.target) == "wrap_with_set_grad_enabled" and not node.args[0]:
+            arguments = [self.detached(node, a) for a in arguments]
+        self.result |= dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
+        outside, self.held = self.held, self.held | {
+            name for n, use in last_use.items() if use > position and (name := self.name_of(n))
+        }
+        outputs = self.run(region.graph)
+        self.held = outside
+        return outputs
+
+    def detached(self, node: fx.Node, argument: Any) -> Any:
+        """The argument without its autograd history."""
+        if not isinstance(argument, Ref) or not self.values[argument.name].requires_grad:
+            return argument
+        return self.record(node, torch.ops.aten.detach.default, (argument,), (), self.values[argument.name])
+
+    # -- one operation -----------------------------------------------------------------------------------------
+
+    def add(self, node: fx.Node, target: OpOverload, args: tuple, last_use: dict[fx.Node, int], position: int) -> Any:
+        """Record an operation out of place if its side effect has no other reader, else in place."""
+        kwargs = tuple((k, self.resolve(v)) for k, v in node.kwargs.items())
+        written = [args[i].name for i in written_arguments(target) if i < len(args) and isinstance(args[i], Ref)]
+        if not written:
+            return self.record(node, target, args, kwargs, node.meta.get("val"))
+        functional = out_of_place(target)
+        if len(written) == 1 and functional is not None and not self.read_elsewhere(written[0], last_use, position):
+            self.newest[written[0]] = (result := self.record(node, functional, args, kwargs, node.meta["val"])).name
+            return result
+        return self.update(node, target, args, kwargs, written)
+
+    def record(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple, val: Any) -> Any:
+        """Append an operation; what its users read."""
+        name = self.fresh(node, target)
+        outputs, result = values_of(name, val)
+        if self.tracks(args, kwargs) and target._schema.name not in UNTRACKED:
+            outputs = tuple(replace(v, requires_grad=v.dtype in DIFFERENTIABLE) for v in outputs)
+        statistics = tuple(self.root_of(s) for s in updated_statistics(target, args))
+        self.append(node, name, target, args, kwargs, outputs, statistics)
+        for i in aliased_arguments(target):
+            for source in refs(args[i] if i < len(args) else ()):
+                for value in outputs:
+                    self.root[value.name] = self.root_of(source)
+                    self.aliases[self.root_of(source)].add(value.name)
+        return result
+
+    def update(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple, written: list[str]) -> Any:
+        """Append an in-place operation; its users read the updated value under its old name."""
+        roots = tuple(dict.fromkeys(self.root_of(w) for w in written))
+        self.append(node, self.fresh(node, target), target, args, kwargs, (), roots)
+        if self.tracks(args, kwargs):
+            for name in {alias for root in roots for alias in (root, *self.aliases[root])} - self.weights:
+                self.values[name] = replace(self.values[name], requires_grad=True)
+        return Ref(written[0])
+
+    def tracks(self, args: tuple, kwargs: tuple) -> bool:
+        """Whether autograd records an operation with these arguments."""
+        return any(self.values[name].requires_grad for name in refs((args, tuple(v for _, v in kwargs))))
+
+    def append(
+        self, node: fx.Node, name: str, target: OpOverload, args: tuple, kwargs: tuple, outputs: tuple, updated: tuple
+    ) -> None:
+        mutates = tuple(root for root in updated if root in self.weights)
+        self.ops.append(Op(name, str(target), args, kwargs, outputs, module_of(node), source_of(node), mutates))
+        self.values |= {value.name: value for value in outputs}
+        self.updated_until |= dict.fromkeys(updated, len(self.ops) - 1)
+
+    def read_elsewhere(self, written: str, last_use: dict[fx.Node, int], position: int) -> bool:
+        """Whether the memory behind ``written`` is a weight or is read later under another name."""
+        root = self.root_of(written)
+        others = ({root} | self.aliases[root]) - {written}
+        if root in self.weights or others & self.held:
+            return True
+        return any(use > position and self.name_of(n) in others for n, use in last_use.items())
+
+    # -- names -------------------------------------------------------------------------------------------------
+
+    def resolve(self, argument: Any) -> Any:
+        """An fx argument as plain data."""
+        if isinstance(argument, fx.Node):
+            result = self.result[argument]
+            return self.resolve(result) if isinstance(result, tuple) else self.current(result)
+        if isinstance(argument, Ref):
+            return self.current(argument)
+        if isinstance(argument, list | tuple):
+            return tuple(self.resolve(a) for a in argument)
+        if isinstance(argument, torch.device):
+            return LocalDevice()
+        if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise TraceError(f"Size {argument} depends on tensor values; autopar needs sizes that follow from the inputs'.")
+        return argument
+
+    def current(self, ref: Any) -> Any:
+        while isinstance(ref, Ref) and ref.name in self.newest:
+            ref = Ref(self.newest[ref.name])
+        return ref
+
+    def name_of(self, node: fx.Node) -> str | None:
+        result = self.current(self.result.get(node))
+        return result.name if isinstance(result, Ref) else None
+
+    def root_of(self, name: str) -> str:
+        return self.root.get(name, name)
+
+    def fresh(self, node: fx.Node, target: OpOverload) -> str:
+        """A new operation's name: module path and operation, numbered where that is taken."""
+        module = module_of(node)
+        name = f"{module}.{short_name(target)}" if module else short_name(target)
+        unique, count = name, 0
+        while unique in self.values or unique in self.names:
+            count += 1
+            unique = f"{name}_{count}"
+        self.names.add(unique)
+        return unique
+
+    def finished(self) -> list[Op]:
+        """The operations, their values' gradients as known at the end."""
+        return [replace(op, outputs=tuple(self.values[v.name] for v in op.outputs)) for op in self.ops]
+
+    def together(self) -> Iterable[tuple[str, ...]]:
+        """Names of operations that touch memory which is updated in place, up to its last update."""
+        for root, last in self.updated_until.items():
+            names = {root} | self.aliases[root]
+            touching = [
+                op.name
+                for i, op in enumerate(self.ops)
+                if (i <= last or root in self.weights)
+                and (names & set(op.reads) or names & {v.name for v in op.outputs} or root in op.mutates)
+            ]
+            if len(touching) > 1:
+                yield tuple(touching)
+        # A counter reads no activation: nothing but its module says where it belongs.
+        for i, op in enumerate(self.ops):
+            if op.mutates and not op.outputs and set(op.reads) <= self.weights:
+                neighbours = [other for other in self.ops[i + 1 :] if other.module == op.module and other.outputs]
+                if neighbours:
+                    yield (op.name, neighbours[0].name)
+
+
+def updated_statistics(target: OpOverload, args: tuple) -> tuple[str, ...]:
+    """Names of the running statistics that a normalisation updates."""
+    positions, flag = STATISTICS.get(str(target), ((), 0))
+    if not positions or not args[flag]:
+        return ()
+    return tuple(args[i].name for i in positions if isinstance(args[i], Ref))
+
+
+def is_identity(target: OpOverload, args: tuple) -> bool:
+    """Whether an operation returns its first argument as it is: an alias, a copy onto itself, idle dropout."""
+    if target is torch.ops.aten.alias.default:
+        return True
+    if target is torch.ops.aten.copy_.default:
+        return args[0] == args[1]
+    return target._schema.name.removesuffix("_") in DROPOUTS and (args[1] == 0 or not args[2])
+
+
+def values_of(name: str, val: Any) -> tuple[tuple[Value, ...], Any]:
+    """The values an operation makes, and what its users read: a reference or a tuple of them (None where no tensor).
+
+    Args:
+        val: a tensor or a `Value`, or a list of tensors and None.
+    """
+    if isinstance(val, list | tuple):
+        names = [f"{name}:{i}" if isinstance(v, torch.Tensor) else None for i, v in enumerate(val)]
+        values = tuple(value_from(n, v) for n, v in zip(names, val, strict=True) if n is not None)
+        return values, tuple(Ref(n) if n is not None else None for n in names)
+    if isinstance(val, torch.Tensor):
+        val = value_from(name, val)
+    if isinstance(val, Value):
+        return (replace(val, name=name, requires_grad=False),), Ref(name)
+    return (), None
+
+
+def value_from(name: str, tensor: torch.Tensor) -> Value:
+    """Name, shape, dtype and strides of a tensor.
+
+    What torch.export notes of ``requires_grad`` is lost once a graph holds a no_grad region, so it is not read.
+    """
+    return Value(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride()))
+
+
+def short_name(target: OpOverload) -> str:
+    """``linear`` for ``aten.linear.default``."""
+    return target._schema.name.split("::")[-1].rstrip("_")
+
+
+def module_of(node: fx.Node) -> str:
+    """Path of the user's module that made a node; the second call of one module counts as the same."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return ""
+    return re.sub(r"@\d+", "", next(reversed(stack.values()))[0])
+
+
+def source_of(node: fx.Node) -> str:
+    """``file:line: code`` of the innermost frame of the user's model."""
+    lines = node.meta.get("stack_trace") or ""
+    frames = [m for m in FRAME.finditer(lines) if not is_internal(m[1])]
+    if not frames:
+        return ""
+    code = lines[frames[-1].end() :].split("\n", 1)[0].strip()
+    return f"{frames[-1][1]}:{frames[-1][2]}: {code}"

@@ -1,0 +1,44 @@
+"""What ATen's schemas say about an operation's side effects, and its counterpart without them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch._ops import OpOverload
+
+# Composite operations whose schema is silent about the running statistics they update. Each entry: the positions of
+# those arguments, and the position of the flag that turns the update on.
+STATISTICS: Mapping[str, tuple[tuple[int, ...], int]] = {
+    "aten.batch_norm.default": ((3, 4), 5),
+    "aten.instance_norm.default": ((3, 4), 5),
+}
+
+
+def written_arguments(target: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments that an operation updates in place."""
+    schema = target._schema
+    return tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def aliased_arguments(target: OpOverload) -> tuple[int, ...]:
+    """Positions of the arguments whose memory an output may share."""
+    if all(r.alias_info is None for r in target._schema.returns):
+        return ()
+    return tuple(i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None)
+
+
+def out_of_place(target: OpOverload) -> OpOverload | None:
+    """``aten.relu`` for ``aten.relu_``: the overload with equal arguments that returns a new tensor, if there is one."""
+    packet_name = target._schema.name.removeprefix("aten::")
+    if not packet_name.endswith("_"):
+        return None
+    packet = getattr(torch.ops.aten, packet_name[:-1], None)
+    if packet is None:
+        return None
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments]
+    for overload in packet.overloads():
+        candidate = getattr(packet, overload)
+        if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted and not written_arguments(candidate):
+            return candidate
+    return None

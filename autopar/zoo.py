@@ -1,0 +1,118 @@
+"""Models by name, and the inputs they expect."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A model by name: ``vit_tiny_patch16_224`` (timm), ``torchvision:resnet50`` or ``package.module:factory``.
+
+    ``input_shape`` includes the batch; None leaves it to the model's own config.
+    """
+
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    input_shape: tuple[int, ...] | None = None
+
+    def build(self, device: str = "cpu") -> nn.Module:
+        """The model with fresh weights; on ``meta`` nothing is allocated.
+
+        Raises:
+            UsageError: no such model (with near matches), or its factory refuses the arguments.
+        """
+        factory = self.factory()
+        try:
+            with torch.device(device):
+                model = factory(**self.kwargs)
+        except Exception as error:
+            arguments = ", ".join(f"{k}={v!r}" for k, v in self.kwargs.items())
+            raise UsageError(f"{self.name}({arguments}) failed: {type(error).__name__}: {error}") from error
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"{self.name} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+        return model
+
+    def factory(self) -> Any:
+        """The callable that makes the model."""
+        library, colon, name = self.name.partition(":")
+        if not colon:
+            timm = need("timm", self.name)
+            if not timm.is_model(self.name):
+                raise unknown(self.name, timm.list_models(), "timm")
+            return lambda **kwargs: timm.create_model(self.name, pretrained=False, **kwargs)
+        if library == "torchvision":
+            models = need("torchvision.models", self.name)
+            if name not in models.list_models():
+                raise unknown(name, models.list_models(), "torchvision")
+            return lambda **kwargs: models.get_model(name, weights=None, **kwargs)
+        return user_factory(self.name, library, name)
+
+
+def user_factory(full_name: str, module_name: str, name: str) -> Any:
+    """The factory behind ``package.module:factory``, looked up from the current directory too."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UsageError(f"Cannot import {module_name!r} of model {full_name!r}: {error}.") from error
+    public = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
+    if name not in public:
+        raise unknown(name, list(public), module_name)
+    return public[name]
+
+
+def unknown(name: str, known: list[str], where: str) -> UsageError:
+    """The error for a name that is not there."""
+    near = difflib.get_close_matches(name, known, 3)
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    return UsageError(
+        f"{where} has no model named {name!r} ({len(known)} known).{hint} "
+        "A model is a timm name, torchvision:NAME, or package.module:factory."
+    )
+
+
+def need(module_name: str, model: str) -> Any:
+    """An optional library, or the error that says how to install it."""
+    try:
+        return importlib.import_module(module_name)
+    except ImportError as error:
+        package = module_name.split(".")[0]
+        raise UsageError(f"Model {model!r} needs {package}: pip install 'autopar[vision]'.") from error
+
+
+def default_input_shape(model: nn.Module, batch: int) -> tuple[int, ...]:
+    """The image batch that a timm or torchvision model expects.
+
+    Raises:
+        UsageError: the model says nothing of its input.
+    """
+    image_size = getattr(model, "image_size", None)  # torchvision's transformers
+    if isinstance(image_size, int):
+        return (batch, 3, image_size, image_size)
+    config = getattr(model, "pretrained_cfg", None)  # timm
+    if isinstance(config, Mapping) and "input_size" in config:
+        channels, height, width = config["input_size"]
+        channels = getattr(model, "in_chans", channels)
+        grid = getattr(getattr(model, "patch_embed", None), "img_size", None)
+        height, width = grid if isinstance(grid, tuple) else (height, width)
+        return (batch, channels, height, width)
+    if type(model).__module__.startswith("torchvision."):
+        side = 299 if type(model).__name__ == "Inception3" else 224
+        return (batch, 3, side, side)
+    raise UsageError(
+        f"Cannot derive the inputs of {type(model).__name__}: it is neither a timm nor a torchvision model. "
+        "Pass example_inputs (a tuple or dict of tensors at the global batch), or --input 8,3,64,64."
+    )

@@ -1,0 +1,163 @@
+"""Cost models: what ships, what a number means, and what a broken file is told."""
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from autopar.errors import HardwareError
+from autopar.hardware import Efficiency, Hardware, Link, cost_model_dir, hardware_names, load_hardware
+
+CPU = (cost_model_dir() / "cpu-generic.toml").read_text()
+MACHINE = Hardware(
+    name="toy",
+    device="toy",
+    memory_bytes=2**30,
+    peak_flops={"float32": 1e12},
+    memory_bytes_per_second=1e9,
+    launch_seconds=1e-6,
+    efficiency={"matmul": Efficiency(0.5, 1e6)},
+    memory_efficiency=0.5,
+    devices_per_node=4,
+    link=Link(1e-5, 1e10),
+    link_name="wire",
+    network=Link(1e-4, 1e9),
+    error=0.1,
+)
+
+
+def numbers(table: dict, path: str = ""):
+    """(path, entry) of every number in a file."""
+    for key, value in table.items():
+        if key != "raw" and isinstance(value, dict):
+            if "value" in value:
+                yield f"{path}{key}", value
+            else:
+                yield from numbers(value, f"{path}{key}.")
+
+
+def test_the_shipped_machines():
+    assert hardware_names() == ("a100-nvlink", "cpu-generic", "h100-nvlink", "h200-nvlink", "rtx4090-pcie")
+
+
+@pytest.mark.parametrize("name", hardware_names())
+def test_every_shipped_number_says_where_it_is_from(name: str):
+    assert load_hardware(name).name == name
+    entries = dict(numbers(tomllib.loads((cost_model_dir() / f"{name}.toml").read_text())))
+    assert len(entries) >= 16
+    for path, entry in entries.items():
+        assert entry["source"].startswith(("datasheet: ", "measured: ", "assumption: ")), path
+        assert entry["source"].startswith("datasheet: ") == (entry["error"] == 0), path
+
+
+def test_units_become_si():
+    h200 = load_hardware("h200-nvlink")
+    assert (h200.memory_bytes, h200.memory_bytes_per_second) == (141 * 10**9, 4.8e12)
+    assert h200.peak_flops == {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "float64": 67e12}
+    assert h200.link.latency_seconds == pytest.approx(27e-6)
+    assert h200.error == 0.5
+    assert load_hardware("rtx4090-pcie").memory_bytes == 24 * 2**30
+
+
+def test_the_measured_link_reproduces_its_measurements():
+    raw = tomllib.loads((cost_model_dir() / "h200-nvlink.toml").read_text())["raw"]["point_to_point"]
+    link = load_hardware("h200-nvlink").link
+    for num_bytes, seconds in zip(raw["bytes"], raw["seconds"], strict=True):
+        assert link.seconds(num_bytes) == pytest.approx(seconds, rel=0.15)
+
+    def worst(rate: float) -> float:
+        fitted = Link(link.latency_seconds, rate)
+        return max(abs(fitted.seconds(b) / s - 1) for b, s in zip(raw["bytes"], raw["seconds"], strict=True))
+
+    best = min(range(200, 500), key=lambda gigabytes: worst(gigabytes * 1e9))
+    assert link.bytes_per_second == pytest.approx(best * 1e9, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "flops", "num_bytes", "seconds"),
+    [
+        ("matmul", 1e9, 0, 1e9 / (1e12 * 0.5 * 1e9 / 1.001e9) + 1e-6),  # bound by arithmetic
+        ("matmul", 1e6, 0, 1e6 / (1e12 * 0.25) + 1e-6),  # half of the asymptote
+        ("matmul", 1e6, 10**6, 1e6 / 0.5e9 + 1e-6),  # bound by memory
+        ("memory", 1e9, 10**6, 1e6 / 0.5e9 + 1e-6),  # FLOPs do not count
+        ("memory", 0, 0, 1e-6),
+    ],
+)
+def test_op_seconds(kind, flops, num_bytes, seconds):
+    assert MACHINE.op_seconds(kind, flops, num_bytes, "float32") == pytest.approx(seconds)
+
+
+def test_op_seconds_of_a_dtype_without_peak():
+    with pytest.raises(HardwareError, match=r"toy has no peak FLOP/s for int8.*it has float32"):
+        MACHINE.op_seconds("matmul", 1.0, 1, "int8")
+
+
+def test_transfer_seconds():
+    assert MACHINE.transfer_seconds(10**6, 2, 2) == 0.0
+    assert MACHINE.transfer_seconds(10**6, 0, 3) == pytest.approx(1.1e-4)
+    assert MACHINE.transfer_seconds(10**6, 3, 4) == pytest.approx(1.1e-3)
+
+
+def test_transfer_without_a_network():
+    cpu = load_hardware("cpu-generic")
+    with pytest.raises(HardwareError, match=r"one node of 64 devices and no network; ranks 0 and 64"):
+        cpu.transfer_seconds(1, 0, 64)
+
+
+def test_unknown_name_offers_near_matches():
+    with pytest.raises(HardwareError, match=r"'h200'\. Did you mean h200-nvlink.* There are a100-nvlink, cpu-generic"):
+        load_hardware("h200")
+
+
+BROKEN = [
+    ('name = "cpu-generic"', "", r"field name is missing; it must be a text"),
+    ("devices_per_node = 64", "devices_per_node = 0", r"field devices_per_node is 0"),
+    ("devices_per_node = 64", 'devices_per_node = "64"', r"field devices_per_node is '64'; it must be a whole number"),
+    ("value = 12, ", "value = -12, ", r"field memory.bandwidth.value is -12; it must be above 0"),
+    ("value = 12, ", "value = nan, ", r"field memory.bandwidth.value is nan"),
+    ("value = 12, ", "value = true, ", r"field memory.bandwidth.value is True; it must be a number"),
+    ("value = 12, ", "", r"field memory.bandwidth.value is missing"),
+    ('value = 12, unit = "GB/s"', 'value = 12, unit = "GB"', r"memory.bandwidth.unit is 'GB'; bytes per second are"),
+    (
+        'value = 0.7, unit = "1"',
+        'value = 70, unit = "1"',
+        r"field memory.efficiency.value is 70 1; a share is at most 1",
+    ),
+    (
+        'value = 100, unit = "us"',
+        'value = 100, unit = "GB/s"',
+        r"field link.latency.unit is 'GB/s'; seconds are written in",
+    ),
+    ("[link]", "[lnk]", r"field link is missing"),
+    ("[launch]", "speed = 3\n[launch]", r"field peak_flops.speed is unknown"),
+    ("[efficiency.attention]", "[efficiency.atention]", r"field efficiency.attention is missing"),
+    ("[memory]", "[memory", r"is not valid TOML: .* \(at line \d+"),
+]
+
+
+@pytest.mark.parametrize(("old", "new", "message"), BROKEN, ids=[b[2][:40] for b in BROKEN])
+def test_a_broken_file_is_told_its_field(tmp_path: Path, old: str, new: str, message: str):
+    assert old in CPU
+    path = tmp_path / "mine.toml"
+    path.write_text(CPU.replace(old, new, 1))
+    with pytest.raises(HardwareError, match=message) as caught:
+        load_hardware(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_of_the_users_own(tmp_path: Path):
+    path = tmp_path / "mine.toml"
+    path.write_text(CPU.replace('"cpu-generic"', '"mine"').replace("value = 4, ", "value = 8, "))
+    assert load_hardware(str(path)).name == "mine"
+    assert load_hardware(path).memory_bytes == 8 * 2**30
+    with pytest.raises(HardwareError, match=r"Cannot read cost model .*other.toml: .*No such file"):
+        load_hardware(tmp_path / "other.toml")
+
+
+def test_needs_nothing_but_the_standard_library():
+    code = "import autopar.hardware as h; print(h.load_hardware('cpu-generic').device)"
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout == "one AVX2 CPU core\n"

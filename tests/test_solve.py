@@ -1,0 +1,365 @@
+"""Cuts: the integer program against brute force, bounds, and messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.hardware import Link
+from autopar.ir import Balance, CostGraph, Flow, Group, Holding
+from autopar.solve import CutProblem, Cuts, solve_cuts
+from autopar.solve.contiguous import contiguous_cuts, interval_sums
+from autopar.solve.evaluate import objective_seconds, stage_costs
+from autopar.solve.ilp import memory_program, time_program
+from autopar.solve.ranges import Ranges, slowest_limit, stage_ranges
+from autopar.solve.solver import SolverName, solve
+
+MIB = 2**20
+NVLINK = Link(27e-6, 250e9)
+
+# -- an evaluator of its own ---------------------------------------------------------------------------------------
+
+
+def brute_force(problem: CutProblem) -> float | None:
+    """Least step time over all assignments that obey the rules, or None where none does."""
+    cost, last = problem.cost, problem.stages - 1
+    best = None
+    for stage in product(range(problem.stages), repeat=cost.loss):
+        stage_of = (*stage, last)
+        if (
+            set(stage) == set(range(problem.stages))
+            and all(stage_of[f.producer] <= stage_of[c] for f in cost.flows for c in f.consumers)
+            and all(len({stage_of[g] for g in names}) == 1 for names in cost.together)
+            and all(stage_of[g] == s for g, s in problem.pins.items())
+            and (problem.capacity_bytes is None or max(memory(problem, stage_of)) <= problem.capacity_bytes)
+        ):
+            value = step_seconds(problem, stage_of)
+            best = value if best is None else min(best, value)
+    return best
+
+
+def step_seconds(problem: CutProblem, stage_of: tuple[int, ...]) -> float:
+    cost, times, optimizer = problem.cost, [], []
+    for s in range(problem.stages):
+        time = sum(g.forward_seconds + g.backward_seconds for g, at in zip(cost.groups, stage_of) if at == s)
+        if s < problem.stages - 1:
+            over = [f for f in cost.flows if stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)]
+            for message in (over, [f for f in over if f.requires_grad]):
+                if any(f.num_bytes for f in message):
+                    link = problem.boundary[s]
+                    time += link.latency_seconds + sum(f.num_bytes for f in message) / link.bytes_per_second
+        times.append(time)
+        optimizer.append(sum(w.optimizer_seconds for w in cost.weights if any(stage_of[g] == s for g in w.groups)))
+    return (problem.microbatches - 1) * max(times) + sum(times) + max(optimizer)
+
+
+def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
+    cost, needs = problem.cost, []
+    for s in range(problem.stages):
+        here = [g for g, at in enumerate(stage_of) if at == s]
+        kept = sum(cost.groups[g].saved_bytes for g in here)
+        kept += sum(a.num_bytes for a in cost.saved if set(a.groups) & set(here))
+        for f in cost.flows:
+            if stage_of[f.producer] < s and any(stage_of[c] >= s for c in f.consumers):
+                kept += f.num_bytes
+        weights = sum(w.num_bytes for w in cost.weights if set(w.groups) & set(here))
+        needs.append(weights + problem.in_flight[s] * kept + max(cost.groups[g].transient_bytes for g in here))
+    return needs
+
+
+# -- random models -------------------------------------------------------------------------------------------------
+
+
+def group(name: str, milliseconds: float, **rest: float | int) -> Group:
+    return Group(name, (name,), name, milliseconds * 1e-3, 2 * milliseconds * 1e-3, **rest)  # pyright: ignore
+
+
+@st.composite
+def cost_graphs(draw: st.DrawFn, most: int = 6) -> CostGraph:
+    """Any small DAG: branches, dead ends, several sources, shared weights and shared saved tensors."""
+    size = draw(st.integers(2, most))
+    number = st.integers(0, 9)
+    groups = tuple(
+        group(f"g{i}", draw(number), saved_bytes=draw(number), transient_bytes=draw(number)) for i in range(size)
+    )
+    flows = []
+    for producer in range(size):
+        for tensor in range(draw(st.integers(0, 2))):
+            consumers = draw(st.sets(st.integers(producer + 1, size), min_size=1, max_size=3))
+            num_bytes, grad = draw(number), draw(st.booleans())
+            flows.append(Flow(f"t{producer}_{tensor}", producer, tuple(sorted(consumers)), num_bytes, grad))
+
+    def holdings(letter: str, optimizer: bool) -> tuple[Holding, ...]:
+        return tuple(
+            Holding(
+                f"{letter}{i}", draw(number), tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))),
+                draw(number), draw(number) * 1e-3 * optimizer,
+            )
+            for i in range(draw(st.integers(0, 3)))
+        )  # fmt: skip
+
+    together = ()
+    if draw(st.integers(0, 3)) == 0:
+        together = (tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=2)))),)
+    return CostGraph("random", 1, (*groups, Group("loss", (), "", 1e-3)), tuple(flows), holdings("w", True),
+                     holdings("s", False), together)  # fmt: skip
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> CutProblem:
+    cost = draw(cost_graphs())
+    stages = draw(st.integers(1, min(3, cost.loss)))
+    pins = {}
+    if draw(st.integers(0, 3)) == 0:
+        pins = {draw(st.integers(0, cost.loss - 1)): draw(st.integers(0, stages - 1))}
+    return CutProblem(
+        cost,
+        stages,
+        microbatches=draw(st.integers(1, 6)),
+        capacity_bytes=draw(st.one_of(st.none(), st.integers(10, 120))),
+        in_flight=tuple(draw(st.integers(1, 3)) for _ in range(stages)),
+        boundary=tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)),
+        pins=pins,
+        gap=0.0,
+    )
+
+
+@given(problems())
+@settings(max_examples=250, deadline=None)
+def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
+    expected = brute_force(problem)
+    if expected is None:
+        with pytest.raises((InfeasibleError, UsageError)):
+            solve_cuts(problem)
+        return
+    cuts = solve_cuts(problem)
+    assert cuts.objective_seconds == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    assert step_seconds(problem, cuts.stage_of) == pytest.approx(cuts.objective_seconds, rel=1e-12)
+    assert cuts.bound_seconds == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    if problem.capacity_bytes is not None:
+        assert max(memory(problem, cuts.stage_of)) <= problem.capacity_bytes
+
+
+@given(problems())
+@settings(max_examples=120, deadline=None)
+def test_pruned_and_whole_programs_have_one_optimum(problem: CutProblem) -> None:
+    problem = replace(problem, cost=replace(problem.cost, together=()), pins={})
+    known = contiguous_cuts(problem)
+    everywhere = Ranges(
+        (0,) * problem.cost.loss + (problem.stages - 1,), (problem.stages - 1,) * (problem.cost.loss + 1)
+    )
+    whole = solve(time_program(problem, everywhere), "HiGHS")
+    if known is None:
+        assert (whole.stage_of is None) == (brute_force(problem) is None)
+        return
+    value = objective_seconds(problem, stage_costs(problem, known))
+    pruned = solve(time_program(problem, stage_ranges(problem, slowest_limit(problem, value))), "HiGHS")
+    assert whole.stage_of is not None and pruned.stage_of is not None
+    best = step_seconds(problem, whole.stage_of)
+    assert step_seconds(problem, pruned.stage_of) == pytest.approx(best, rel=1e-5, abs=1e-9)
+    assert value >= best * (1 - 1e-5)
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_least_memory_equals_brute_force(problem: CutProblem) -> None:
+    problem = replace(problem, cost=replace(problem.cost, together=()), pins={}, capacity_bytes=None)
+    solved = solve(memory_program(problem, stage_ranges(problem)), "HiGHS")
+    cost = problem.cost
+    assignments = ((*s, problem.stages - 1) for s in product(range(problem.stages), repeat=cost.loss))
+    least = min(
+        max(memory(problem, stage_of))
+        for stage_of in assignments
+        if set(stage_of[:-1]) == set(range(problem.stages))
+        and all(stage_of[f.producer] <= stage_of[c] for f in cost.flows for c in f.consumers)
+    )
+    assert solved.stage_of is not None
+    assert max(memory(problem, solved.stage_of)) == least
+
+
+@given(cost_graphs(), st.integers(1, 5), st.integers(1, 2))
+@settings(max_examples=100, deadline=None)
+def test_contiguous_cuts_are_the_best_of_their_kind(cost: CostGraph, microbatches: int, boundaries: int) -> None:
+    stages = min(boundaries + 1, cost.loss)
+    free = replace(cost, together=(), weights=tuple(replace(w, optimizer_seconds=0.0) for w in cost.weights))
+    problem = chain_problem(free, stages, microbatches)
+    found = contiguous_cuts(problem)
+    assert found is not None
+    size = cost.loss + 1
+    every = (
+        tuple(sum(i >= c for c in cuts) for i in range(size))
+        for cuts in product(range(1, cost.loss), repeat=stages - 1)
+        if list(cuts) == sorted(set(cuts))
+    )
+    assert step_seconds(problem, found) == pytest.approx(min(step_seconds(problem, s) for s in every), rel=1e-12)
+
+
+def test_interval_sums_count_a_holding_once() -> None:
+    sums = interval_sums(4, [(5.0, (1, 3)), (2.0, (0,))])
+    assert sums[0].tolist() == [0, 2, 7, 7, 7]
+    assert sums[2].tolist() == [0, 0, 0, 0, 5]
+    assert sums[1, 1] == 0
+
+
+# -- models with names ---------------------------------------------------------------------------------------------
+
+
+def chain_problem(cost: CostGraph, stages: int, microbatches: int = 8, **rest: object) -> CutProblem:
+    defaults: dict[str, object] = {
+        "capacity_bytes": None,
+        "in_flight": tuple(min(microbatches, stages - s) for s in range(stages)),
+        "boundary": (NVLINK,) * (stages - 1),
+    }
+    return CutProblem(cost, stages, microbatches, **(defaults | rest))  # pyright: ignore[reportArgumentType]
+
+
+def vit_like(num_blocks: int) -> CostGraph:
+    """A chain of transformer blocks of 7 groups with their residuals, between a patch embedding and a head."""
+    names = ("norm1", "qkv", "attend", "proj", "norm2", "fc1", "fc2")
+    times = (0.15, 0.9, 0.6, 0.35, 0.15, 1.2, 1.15)
+    groups = [group("patch_embed", 0.3, saved_bytes=50 * MIB)]
+    flows: list[Flow] = []
+    weights: list[Holding] = []
+    saved: list[Holding] = []
+    tensor, residual = 12 * MIB, 0
+    for b in range(num_blocks):
+        first = len(groups)
+        for k, (name, time) in enumerate(zip(names, times)):
+            groups.append(group(f"blocks.{b}.{name}", time, saved_bytes=30 * MIB, transient_bytes=40 * MIB, flops=time))
+            if name != "attend":
+                weights.append(Holding(f"blocks.{b}.{name}.weight", 48 * MIB, (first + k,), 3 * MIB, 3e-5))
+        wide = {1: 3, 5: 4}
+        flows.append(Flow(f"x{b}", residual, (first, first + 3), tensor, True))
+        for k in range(6):
+            readers = (first + 4, first + 6) if k == 3 else (first + k + 1,)
+            flows.append(Flow(f"t{b}.{k}", first + k, readers, wide.get(k, 1) * tensor, True))
+        saved.append(Holding(f"x{b}", tensor, (first, first + 3)))
+        residual = first + 6
+    head = len(groups)
+    groups += [group("head", 0.05), Group("loss", (), "", 1e-5, 1e-5)]
+    flows += [Flow("tokens", residual, (head,), tensor, True), Flow("logits", head, (head + 1,), 64000, True)]
+    return CostGraph("vit", 16, tuple(groups), tuple(flows), tuple(weights), tuple(saved))
+
+
+def balanced(cuts: Cuts) -> float:
+    return max(cuts.stage_seconds) / (sum(cuts.stage_seconds) / len(cuts.stage_seconds))
+
+
+@pytest.mark.parametrize(("stages", "worst"), [(4, 1.01), (8, 1.02)])
+@pytest.mark.parametrize("solver", ["HiGHS", "CBC"])
+def test_vit_with_24_blocks_is_certified(stages: int, worst: float, solver: SolverName) -> None:
+    problem = chain_problem(vit_like(24), stages, 32, capacity_bytes=60 * 2**30)
+    cuts = solve_cuts(problem, solver)
+    assert len(problem.cost.groups) == 171
+    assert (cuts.solver.name, cuts.solver.status) == (solver, "optimal")
+    assert 0 <= cuts.solver.gap <= 1e-3
+    assert cuts.bound_seconds <= cuts.objective_seconds
+    assert balanced(cuts) <= worst
+
+
+def test_cuts_lie_inside_blocks_where_that_balances() -> None:
+    cuts = solve_cuts(chain_problem(vit_like(3), 2))
+    names = [g.name for g in vit_like(3).groups]
+    assert names[cuts.stage_of.index(1)] == "blocks.1.fc1"
+    assert balanced(cuts) == pytest.approx(1.048, abs=0.001)
+
+
+def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
+    cost = CostGraph(
+        "hourglass", 1,
+        (group("a", 4), group("b", 4), group("c", 4), group("d", 5), Group("loss", (), "")),
+        tuple(Flow(n, i, (i + 1,), size, True) for i, (n, size) in enumerate(zip("abcd", (90, 60, 1, 1)))),
+    )  # fmt: skip
+    fast = solve_cuts(chain_problem(cost, 2, boundary=(Link(0.0, 1e9),)))
+    slow = solve_cuts(chain_problem(cost, 2, boundary=(Link(0.0, 10e3),)))
+    assert (fast.stage_of, slow.stage_of) == ((0, 0, 1, 1, 1), (0, 0, 0, 1, 1))
+
+
+def test_parallel_branches_may_leave_the_order_of_the_groups() -> None:
+    groups = (group("stem", 0), group("left", 6), group("right", 1), group("left2", 6), group("join", 5))
+    flows = (
+        Flow("s", 0, (1, 2), 1, True),
+        Flow("l", 1, (3,), 1, True),
+        Flow("r", 2, (4,), 1, True),
+        Flow("l2", 3, (4,), 1, True),
+        Flow("out", 4, (5,), 1, True),
+    )
+    cost = CostGraph("branches", 1, (*groups, Group("loss", (), "")), flows)
+    cuts = solve_cuts(chain_problem(cost, 3, boundary=(Link(0.0, 1e9),) * 2, pins={2: 2}))
+    assert cuts.stage_of == (0, 0, 2, 1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("balance", "first_of_second"),
+    [("time", "fast2"), ("params", "slow"), ("flops", "fast3"), ("uniform", "fast2")],
+)
+def test_balances(balance: Balance, first_of_second: str) -> None:
+    names = ("slow", "fast1", "fast2", "fast3")
+    groups = tuple(group(n, t, flops=f) for n, t, f in zip(names, (4, 3, 3, 4), (1.0, 1.0, 1.0, 9.0)))
+    groups = (group("stem", 0.1), *groups)
+    flows = tuple(Flow(f"t{i}", i, (i + 1,), 8, True) for i in range(5))
+    weights = tuple(Holding(f"w{i}", 4 * n, (i + 1,), n) for i, n in enumerate((10, 10, 10, 10)))
+    weights = (*weights, Holding("embedding", 4000, (0,), 1000))
+    if balance == "uniform":
+        weights = weights[:4]
+    cost = CostGraph("lopsided", 1, (*groups, Group("loss", (), "")), flows, weights)
+    cuts = solve_cuts(chain_problem(cost, 2, balance=balance))
+    assert cost.groups[cuts.stage_of.index(1)].name == first_of_second
+    assert cuts.solver.balance == balance
+
+
+def test_groups_that_share_state_stay_together_with_what_lies_between() -> None:
+    cost = replace(vit_like(1), together=((2, 4),))
+    cuts = solve_cuts(chain_problem(cost, 3))
+    assert len({cuts.stage_of[g] for g in (2, 3, 4)}) == 1
+    assert set(cuts.stage_of) == {0, 1, 2}
+
+
+# -- refusals ------------------------------------------------------------------------------------------------------
+
+
+def message(problem: CutProblem, kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        solve_cuts(problem)
+    return str(caught.value)
+
+
+def test_too_many_stages() -> None:
+    assert message(chain_problem(vit_like(1), 12), InfeasibleError) == (
+        "No plan has 12 stages: vit can be cut into 9 pieces at most. Use pp=9 or less."
+    )
+
+
+def test_too_little_memory_names_the_stage_what_fills_it_and_what_would_fit() -> None:
+    problem = chain_problem(vit_like(8), 4, capacity_bytes=1 * 2**30)
+    text = message(problem, InfeasibleError)
+    assert text == ("No plan fits: stage 0 needs 1.6 GiB, rank 0 has 1.0 GiB.")
+    again = chain_problem(vit_like(8), 4, capacity_bytes=2 * 2**30)
+    assert max(memory(again, solve_cuts(again).stage_of)) <= 2 * 2**30
+
+
+def test_pins_against_the_order() -> None:
+    assert message(chain_problem(vit_like(2), 2, pins={3: 1, 9: 0}), UsageError) == (
+        "Pins contradict the model's order: blocks.1.qkv is pinned to stage 0, and reads what comes from "
+        "blocks.0.attend, pinned to stage 1. Pin blocks.0.attend to stage 0 or earlier, or blocks.1.qkv to stage 1 "
+        "or later."
+    )
+
+
+def test_pins_that_empty_a_stage() -> None:
+    assert message(chain_problem(vit_like(1), 3, pins={8: 1}), UsageError) == (
+        "The pins leave a stage of 3 without operations: head to 1. Use fewer stages or remove a pin."
+    )
+
+
+def test_pins_against_shared_state() -> None:
+    cost = replace(vit_like(1), together=((2, 4),))
+    assert message(chain_problem(cost, 2, pins={2: 0, 3: 1}), UsageError) == (
+        "Pins contradict each other: blocks.0.qkv is pinned to stage 0 and blocks.0.attend to stage 1, but they update "
+        "the same state and must share a stage. Pin both to one stage."
+    )
