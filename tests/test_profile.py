@@ -141,6 +141,17 @@ def test_facts_of_one_operation(case: str):
     ] == expected  # fmt: skip
 
 
+@pytest.mark.parametrize(("groups", "transposed"), [(1, False), (32, False), (1, True), (4, True)])
+def test_a_convolutions_backward_costs_twice_its_forward(groups: int, transposed: bool):
+    kernel = parameter("w", 32, 32 // groups, 3, 3)
+    image, out = value("h", 2, 32, 8, 8), value("y", 2, 32, 8, 8)
+    args = ("%h", "%w", None, (1, 1), (1, 1), *(((0, 0), groups) if transposed else ((1, 1), groups)))
+    target = "aten.conv_transpose2d.input" if transposed else "aten.conv2d.default"
+    facts = op_facts(graph((image,), (kernel,), op(target, args, out))).ops["y"]
+    assert facts.forward_flops == 2 * 2 * 32 * 64 * 9 * 32 // groups
+    assert facts.backward_flops == 2 * facts.forward_flops
+
+
 def attention(**kwargs: Any) -> Graph:
     """Attention of 5 queries on 7 keys, 3 heads of 4, as a transposed projection."""
     query = Value("q", (2, 3, 5, 4), "float32", (60, 4, 12, 1), True)
@@ -373,7 +384,11 @@ def test_flops_equal_those_of_the_model(traced: Graph):
     assert sum(f.forward_flops for f in facts.ops.values()) == forward.get_total_flops()
     # on meta tensors attention's backward is four matmuls, in fused kernels five
     fused = sum(f.forward_flops for n, f in facts.ops.items() if n.endswith("attention") and f.saved_outputs)
-    assert sum(f.backward_flops for f in facts.ops.values()) == backward.get_total_flops() + fused // 2
+    counted, by_torch = sum(f.backward_flops for f in facts.ops.values()), backward.get_total_flops() + fused // 2
+    if traced.model == "convnext_atto":  # torch counts a depthwise convolution's backward too high
+        assert sum(f.forward_flops for f in facts.ops.values()) < counted < by_torch
+    else:
+        assert counted == by_torch
 
 
 def test_saved_bytes_equal_those_of_the_model_on_cpu(traced: Graph):

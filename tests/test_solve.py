@@ -262,11 +262,22 @@ def test_vit_with_24_blocks_is_certified(stages: int, worst: float, solver: Solv
     assert balanced(cuts) <= worst
 
 
+@pytest.mark.parametrize("solver", ["HiGHS", "CBC"])
+def test_out_of_time_the_contiguous_cuts_stand_in_with_an_honest_gap(solver: SolverName) -> None:
+    problem = chain_problem(vit_like(24), 8, 1, time_limit_seconds=1e-3, gap=0.0)
+    cuts = solve_cuts(problem, solver)
+    assert cuts.stage_of == contiguous_cuts(problem)
+    assert cuts.solver.status == "time limit"
+    assert cuts.objective_seconds == pytest.approx(step_seconds(problem, cuts.stage_of))
+    assert 0 < cuts.bound_seconds < cuts.objective_seconds
+    assert cuts.solver.gap == pytest.approx(0.003, abs=0.003)
+
+
 def test_cuts_lie_inside_blocks_where_that_balances() -> None:
     cuts = solve_cuts(chain_problem(vit_like(3), 2))
     names = [g.name for g in vit_like(3).groups]
     assert names[cuts.stage_of.index(1)] == "blocks.1.fc1"
-    assert balanced(cuts) == pytest.approx(1.048, abs=0.001)
+    assert balanced(cuts) == pytest.approx(1.009, abs=0.001)
 
 
 def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
@@ -338,9 +349,17 @@ def test_too_many_stages() -> None:
 def test_too_little_memory_names_the_stage_what_fills_it_and_what_would_fit() -> None:
     problem = chain_problem(vit_like(8), 4, capacity_bytes=1 * 2**30)
     text = message(problem, InfeasibleError)
-    assert text == ("No plan fits: stage 0 needs 1.6 GiB, rank 0 has 1.0 GiB.")
-    again = chain_problem(vit_like(8), 4, capacity_bytes=2 * 2**30)
-    assert max(memory(again, solve_cuts(again).stage_of)) <= 2 * 2**30
+    assert text == (
+        "No plan fits: stage 1 needs 1.7 GiB, rank 1 has 1.0 GiB. Largest: activations of 3 microbatches in flight "
+        "(1.1 GiB, 666.0 MiB of them in blocks.1), weights with gradients and optimizer state (480.0 MiB). The "
+        "smallest memory that holds these 4 stages is 1.7 GiB per device. Use more devices, or more (smaller) microbatches "
+        'than 8, or devices with memory="2GiB" (--memory 2GiB).'
+    )
+    enough = replace(problem, capacity_bytes=int(1.75 * 2**30))
+    assert max(memory(enough, solve_cuts(enough).stage_of)) <= 1.75 * 2**30
+    assert "needs 1.7 GiB, rank 1 has 1.6 GiB" in message(
+        replace(problem, capacity_bytes=int(1.62 * 2**30)), InfeasibleError
+    )
 
 
 def test_pins_against_the_order() -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from autopar.errors import UsageError, WorkerError
 from autopar.runtime import wire
 from autopar.runtime.rank import RankSpec
+from autopar.runtime.settings import TorchSettings
 from autopar.runtime.worker import Failure, Start
 
 GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
@@ -72,8 +73,11 @@ class WorkerPool:
             )
             theirs.close()
             self.connections.append(ours)
+        settings = TorchSettings.current()
         starts = [
-            Start(cloudpickle.dumps(s), "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads)
+            Start(
+                cloudpickle.dumps(s), "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings
+            )
             for s in specs
         ]
         self.call("start", [(start, dict(t)) for start, t in zip(starts, tensors, strict=True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -133,6 +134,8 @@ def init_process_group(
     backend: str, rank: int, world: int, device: torch.device, timeout_seconds: float, store: dist.Store | None = None
 ) -> None:
     """Join the default process group: over ``store``, or as torchrun's environment says."""
+    # Each directed pair has a communicator of its own here, so what NCCL warns about cannot happen.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(
         backend,
         store=store,

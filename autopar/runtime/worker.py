@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.runtime.rank import Rank, RankSpec
+from autopar.runtime.settings import TorchSettings
 from autopar.runtime.transport import ProcessGroupTransport, TransportError, init_process_group
 from autopar.runtime.wire import receive, send
 
@@ -32,6 +34,7 @@ class Start:
     backend: str
     timeout_seconds: float
     num_threads: int
+    settings: TorchSettings
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Failure:
 def main() -> None:
     """Run until the caller closes the connection or is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
+    # torch 2.11 warns about its own class whenever a pickled tree spec is read.
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     connection, number = Connection(int(sys.argv[1])), int(sys.argv[2])
     commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=listen, args=(connection, commands), daemon=True).start()
@@ -80,6 +85,7 @@ def listen(connection: Connection, commands: queue.SimpleQueue[Any]) -> None:
 def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     """Meet the other ranks and take this rank's weights."""
     torch.set_num_threads(start.num_threads)
+    start.settings.apply()
     spec: RankSpec = pickle.loads(start.spec)
     device = torch.device(spec.device)
     if device.type == "cuda":

@@ -169,7 +169,7 @@ def bound_by(problem: CutProblem, stage_of: Sequence[int], timeline: Timeline, f
     over = seconds[slowest] / (sum(seconds) / len(seconds)) - 1 if sum(seconds) else 0.0
     bubble = timeline.bubble_fraction
     if own.transfer_seconds > own.forward_seconds + own.backward_seconds:
-        what = f"transfers behind {where}, {own.transfer_seconds / own.seconds:.0%} of its time"
+        what = f"transfers behind {where}, {100 * own.transfer_seconds / own.seconds:.0f} % of its time"
     elif bubble > 0.5:
         what = f"bubble of {problem.stages} stages with {problem.microbatches} microbatches; compute of {where}"
     else:

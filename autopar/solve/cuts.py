@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.ir import SolverInfo
 from autopar.solve.contiguous import contiguous_cuts
-from autopar.solve.evaluate import objective_seconds, stage_costs
+from autopar.solve.evaluate import floor_seconds, objective_seconds, stage_costs
 from autopar.solve.ilp import time_program
 from autopar.solve.infeasible import check_num_stages, fitting_cuts, no_cuts
 from autopar.solve.merge import merge
@@ -69,7 +69,7 @@ def _certified(problem: CutProblem, stage_of: tuple[int, ...], solved: Solved, u
     """The cuts with their own costs and the solver's bound."""
     costs = stage_costs(problem, stage_of)
     objective = objective_seconds(problem, costs)
-    bound = min(max(solved.bound, 0.0) * unit_seconds, objective)
+    bound = min(max(solved.bound * unit_seconds, floor_seconds(problem)), objective)
     gap = (objective - bound) / objective if objective else 0.0
     status = "optimal" if gap <= problem.gap + SOLVER_TOLERANCE else "time limit"
     return Cuts(

@@ -83,6 +83,15 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
     )
 
 
+def floor_seconds(problem: CutProblem) -> float:
+    """A lower bound of the objective that needs no solver: even shares of the load and of the optimizer's time."""
+    o = objective_of(problem)
+    loads = group_loads(problem.cost, problem.balance)
+    optimizer = sum(w.optimizer_seconds for w in problem.cost.weights) / problem.stages
+    slowest = max(sum(loads) / problem.stages, *loads)
+    return o.slowest * slowest + o.total * sum(loads) + o.optimizer * optimizer
+
+
 def objective_seconds(problem: CutProblem, costs: Sequence[StageCost]) -> float:
     """The value that the problem minimises, at the given stage costs."""
     o = objective_of(problem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir import Group
@@ -17,6 +17,17 @@ from autopar.solve.solver import SolverName, solve
 
 # The least memory is told to the user, not built upon: closer than this is not worth waiting for.
 MEMORY_GAP = 0.01
+
+# Share of a stage's memory from which a part of it is worth naming.
+NOTABLE_PART = 0.05
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes memory, and how to say so."""
+
+    num_bytes: int
+    text: str
 
 
 def gib(num_bytes: float) -> str:
@@ -82,8 +93,8 @@ def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
     costs = stage_costs(problem, stage_of)
     stage = max(range(problem.stages), key=lambda s: costs[s].memory_bytes)
     need, capacity = costs[stage].memory_bytes, problem.capacity_bytes or 0
-    parts = memory_parts(problem, stage_of, stage).most_common(3)
-    largest = ", ".join(f"{name} ({gib(n)})" for name, n in parts if n >= 0.05 * need)
+    parts = sorted(memory_parts(problem, stage_of, stage), key=lambda part: part.num_bytes, reverse=True)
+    largest = ", ".join(part.text for part in parts if part.num_bytes >= NOTABLE_PART * need)
     remedies = ["more devices"]
     if problem.cost.batch > 1 and costs[stage].weight_bytes <= capacity:
         remedies.append(f"more (smaller) microbatches than {problem.microbatches}")
@@ -100,8 +111,8 @@ def whole_gib(num_bytes: int) -> str:
     return f"{-(-num_bytes // 2**30)}GiB"
 
 
-def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> Counter[str]:
-    """Bytes on the stage by what they are for; the activations' name says which block has the most of them."""
+def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tuple[Part, ...]:
+    """What fills the stage; of the activations also the block that has the most of them."""
     cost = problem.cost
     own = stage_costs(problem, stage_of)[stage]
     blocks: Counter[str] = Counter()
@@ -113,13 +124,14 @@ def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> Co
         if inside:
             blocks[block_of(cost.groups[min(inside)])] += own.in_flight * holding.num_bytes
     block, most = blocks.most_common(1)[0]
+    saved, received = own.in_flight * own.saved_bytes, own.in_flight * own.received_bytes
     batches = "1 microbatch" if own.in_flight == 1 else f"{own.in_flight} microbatches"
-    return Counter({
-        f"activations of {batches} in flight, most in {block} with {gib(most)}": own.in_flight * own.saved_bytes,
-        "weights with gradients and optimizer state": own.weight_bytes,
-        "received tensors": own.in_flight * own.received_bytes,
-        "the working set of one operation": own.transient_bytes,
-    })  # fmt: skip
+    return (
+        Part(own.weight_bytes, f"weights with gradients and optimizer state ({gib(own.weight_bytes)})"),
+        Part(saved, f"activations of {batches} in flight ({gib(saved)}, {gib(most)} of them in {block})"),
+        Part(received, f"received tensors ({gib(received)})"),
+        Part(own.transient_bytes, f"the working set of one operation ({gib(own.transient_bytes)})"),
+    )
 
 
 def block_of(group: Group) -> str:

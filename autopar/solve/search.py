@@ -79,7 +79,9 @@ def search(
         raise InfeasibleError(f"{error} {more}" if more else str(error)) from error
     microbatches = chosen.problem.microbatches
     others = [
-        Alternative(f"{m} microbatch{'es' * (m > 1)}", c.step_seconds, c.note) for m, c in candidates.items() if m != microbatches
+        Alternative(f"{m} microbatch{'es' * (m > 1)}", c.step_seconds, c.note)
+        for m, c in candidates.items()
+        if m != microbatches
     ]
     for balance, label in BALANCES.items():
         # Cuts by another balance stand for those made by hand, which look at no limit; it is judged afterwards.

@@ -46,7 +46,7 @@ def solve(program: Program, solver: SolverName) -> Solved:
     """The best assignment that the solver finds within the problem's time limit and gap.
 
     Error: HiGHS reports its dual bound. CBC reports none through PuLP: when it ends on its own, its solution is within
-    the gap it was given, and that is the bound; when it runs out of time the bound is zero.
+    the gap it was given, and that is the bound; when it runs out of time it proves nothing and the bound is zero.
     """
     problem, lp = program.problem, program.lp
     if solver == "HiGHS":

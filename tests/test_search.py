@@ -1,0 +1,371 @@
+"""The search: microbatches, pins, plans that reproduce their assignment, and what it says when nothing fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import combinations, product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import HardwareError, InfeasibleError, UsageError
+from autopar.hardware import Hardware, Link, load_hardware
+from autopar.ir import CostGraph, Flow, Graph, Group, Holding, ModelInfo, Op, Plan, Ref, Value, Weight
+from autopar.schedule import one_f_one_b_seconds
+from autopar.solve import Constraints, search
+from autopar.solve.assemble import op_ranges
+from autopar.solve.constraints import boundary_links, microbatch_factors, microbatch_size, num_microbatches
+
+GIB = 2**30
+MACHINE = replace(load_hardware("h200-nvlink"), memory_bytes=100 * GIB, link=Link(1e-4, 1e11))
+
+
+def op(name: str, reads: Sequence[str], weights: Sequence[str] = ()) -> Op:
+    args = tuple(Ref(r) for r in (*reads, *weights))
+    module = name.rpartition(".")[0]
+    return Op(name, "aten.linear.default", args, (), (Value(f"{name}:out", (4,), "float32", (1,), True),), module)
+
+
+def graph_of(ops: Sequence[Op], together: tuple[tuple[str, ...], ...] = ()) -> Graph:
+    weights = {
+        r: Weight(r, "parameter", (2, 2), "float32", True, (r,)) for o in ops for r in o.reads if r.startswith("w_")
+    }
+    return Graph(
+        model="net",
+        mode="train",
+        batch=1,
+        inputs=(Value("x", (4,), "float32", (1,)),),
+        weights=tuple(weights.values()),
+        ops=tuple(ops),
+        outputs=(Ref(ops[-1].outputs[0].name),),
+        leaves=(Ref("x"),),
+        in_spec=None,
+        out_spec=None,
+        together=together,
+    )
+
+
+def model_of(graph: Graph) -> ModelInfo:
+    return ModelInfo(graph.model, graph.fingerprint, graph.num_params, ())
+
+
+def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence[float], batch: int,
+           saved: float = 0.0, weight: float = 0.0) -> CostGraph:  # fmt: skip
+    """A cost graph with the given sets of operations as groups; ``saved`` and ``weight`` are GiB per group."""
+    group_of = {graph.ops[i].name: g for g, members in enumerate(groups) for i in members}
+    loss = len(groups)
+    readers: dict[str, set[int]] = {}
+    for o in graph.ops:
+        for r in o.reads:
+            readers.setdefault(r, set()).add(group_of[o.name])
+    readers.setdefault(graph.ops[-1].outputs[0].name, set()).add(loss)
+    flows = []
+    for o in graph.ops:
+        value, here = o.outputs[0], group_of[o.name]
+        consumers = tuple(sorted(readers.get(value.name, set()) - {here}))
+        if consumers:
+            flows.append(Flow(value.name, here, consumers, value.num_bytes * batch, True))
+    named = [graph.ops[members[0]] for members in groups]
+    return CostGraph(
+        graph.model,
+        batch,
+        (
+            *(
+                Group(o.name, tuple(graph.ops[i].name for i in members), o.module, t * batch * 1e-3,
+                      2 * t * batch * 1e-3, t, int(saved * batch * GIB))
+                for o, members, t in zip(named, groups, milliseconds)
+            ),
+            Group("loss", (), ""),
+        ),
+        tuple(flows),
+        tuple(
+            Holding(w.name, int(weight * GIB), tuple(sorted(readers[w.name])), w.numel, 1e-3) for w in graph.weights
+        ),
+        together=tuple(tuple(sorted({group_of[n] for n in names})) for names in graph.together),
+    )  # fmt: skip
+
+
+def blocks(count: int) -> Graph:
+    """A chain of blocks, each an attention and a perceptron."""
+    ops, value = [], "x"
+    for b in range(count):
+        for part in ("attn.linear", "mlp.linear"):
+            ops.append(op(f"blocks.{b}.{part}", [value], [f"w_{b}{part[0]}"]))
+            value = ops[-1].outputs[0].name
+    return graph_of(ops)
+
+
+def plan_for(graph: Graph, constraints: Constraints, hardware: Hardware = MACHINE, **memory: float) -> Plan:
+    groups = [[i] for i in range(len(graph.ops))]
+    times = [1.0] * len(groups)
+    return search(lambda b: priced(graph, groups, times, b, **memory), graph, hardware, constraints, model_of(graph))
+
+
+# -- plans reproduce their assignment ------------------------------------------------------------------------------
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> tuple[Graph, list[list[int]], list[float]]:
+    """A random DAG of operations, its contraction into groups in some order that tensors follow, and times."""
+    size = draw(st.integers(3, 8))
+    ops: list[Op] = []
+    for i in range(size):
+        sources = ["x", *(o.outputs[0].name for o in ops)]
+        reads = draw(st.lists(st.sampled_from(sources), min_size=1, max_size=2, unique=True))
+        ops.append(op(f"m{i % 3}.op{i}", reads, [f"w_{draw(st.integers(0, 4))}"]))
+    graph = graph_of(ops)
+    waiting, groups = list(range(size)), []
+    made = {"x", *(w.name for w in graph.weights)}
+    while waiting:
+        ready = [i for i in waiting if set(ops[i].reads) <= made]
+        group = [draw(st.sampled_from(ready))]
+        made.add(ops[group[0]].outputs[0].name)
+        follower = [i for i in waiting if i not in group and set(ops[i].reads) <= made]
+        if follower and draw(st.booleans()):
+            group.append(follower[0])
+            made.add(ops[follower[0]].outputs[0].name)
+        waiting = [i for i in waiting if i not in group]
+        groups.append(sorted(group))
+    if len(groups) > 2 and draw(st.booleans()):
+        graph = graph_of(ops, (tuple(ops[g[0]].name for g in draw(st.permutations(groups))[:2]),))
+    return graph, groups, [draw(st.integers(1, 9)) for _ in groups]
+
+
+@given(graphs(), st.integers(1, 3), st.integers(1, 6))
+@settings(max_examples=120, deadline=None)
+def test_a_plan_survives_its_file_and_reproduces_the_assignment(
+    drawn: tuple[Graph, list[list[int]], list[float]], devices: int, batch: int
+) -> None:
+    graph, groups, times = drawn
+    constraints = Constraints(devices=devices, batch=batch)
+    try:
+        plan = search(lambda b: priced(graph, groups, times, b), graph, MACHINE, constraints, model_of(graph))
+    except InfeasibleError as error:
+        assert "can be cut into" in str(error) and len(groups) - bool(graph.together) < devices + 3
+        return
+    assert Plan.from_json(plan.to_json()) == plan
+    stage_of = plan.stage_of(graph)
+    cost = priced(graph, groups, times, microbatch_size(batch, plan.microbatches))
+    for s, stage in enumerate(plan.stages):
+        members = [g for g, group in enumerate(cost.groups[:-1]) if {stage_of[name] for name in group.ops} == {s}]
+        assert stage.forward_seconds == pytest.approx(sum(cost.groups[g].forward_seconds for g in members))
+        held = {r for o in graph.ops for r in o.reads if stage_of[o.name] == s and r in graph.weight}
+        assert stage.params == 4 * len(held)
+    assert sum(s.forward_seconds for s in plan.stages) == pytest.approx(sum(g.forward_seconds for g in cost.groups))
+
+
+@given(st.lists(st.integers(0, 2), min_size=3, max_size=8).filter(lambda stages: set(stages) == {0, 1, 2}))
+@settings(max_examples=100, deadline=None)
+def test_ranges_leave_the_fewest_exceptions(home: list[int]) -> None:
+    graph = graph_of([op(f"op{i}", ["x"]) for i in range(len(home))])
+    cost = priced(graph, [[i] for i in range(len(home))], [1.0] * len(home), 1)
+    found = op_ranges(graph, cost, (*home, 2))
+    ends = (*found.starts[1:], len(home))
+    rebuilt = [sum(i >= e for e in ends) for i in range(len(home))]
+    assert [found.exceptions.get(f"op{i}", s) for i, s in enumerate(rebuilt)] == home
+    fewest = min(
+        sum((i >= a) + (i >= b) != s for i, s in enumerate(home)) for a, b in combinations(range(1, len(home)), 2)
+    )
+    assert len(found.exceptions) == fewest
+    assert found.starts[0] == 0 and list(found.starts) == sorted(set(found.starts))
+
+
+# -- microbatches --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "microbatches"), list(product((1, 7, 8, 10, 12, 64), (1, 2, 3, 5, 6, 7))))
+def test_microbatches_are_those_of_torch_chunk(batch: int, microbatches: int) -> None:
+    sizes = [len(chunk) for chunk in torch.arange(batch).chunk(microbatches)]
+    assert microbatch_size(batch, microbatches) == sizes[0]
+    assert num_microbatches(batch, microbatches) == len(sizes)
+    assert [f * sizes[0] for f in microbatch_factors(batch, microbatches)] == pytest.approx(sizes)
+
+
+def test_the_number_of_microbatches_is_chosen_and_the_others_are_listed() -> None:
+    asked = Constraints(devices=4, batch=24, memory_bytes=30 * GIB)
+    plan = plan_for(blocks(4), asked, saved=1.0, weight=1.0)
+    assert plan.microbatches == 24
+    listed = [(a.label, a.step_seconds and round(a.step_seconds * 1e3), a.note) for a in plan.alternatives]
+    assert listed == [
+        ("1 microbatch", None, "does not fit: stage 1 needs 50.0 GiB"),
+        ("2 microbatches", None, "does not fit: stage 2 needs 50.0 GiB"),
+        ("3 microbatches", None, "does not fit: stage 3 needs 36.0 GiB"),
+        ("4 microbatches", 365, ""),
+        ("6 microbatches", 280, ""),
+        ("8 microbatches", 202, ""),
+        ("12 microbatches", 184, ""),
+        ("one device", 584, ""),
+    ]
+    assert round(plan.prediction.step_seconds * 1e3) == 168
+    assert plan.bound_by == ("compute of stage 0 (blocks.0.attn … blocks.0.mlp), 0.8 % over the mean; bubble 13 %")
+
+
+def test_ragged_microbatches_are_simulated_at_their_own_size() -> None:
+    whole, ragged = (plan_for(blocks(2), Constraints(devices=1, batch=b, microbatches=4)) for b in (12, 10))
+    assert (whole.microbatches, ragged.microbatches) == (4, 4)
+    assert whole.prediction.step_seconds == pytest.approx(12 * 12e-3 + 4e-3)
+    assert ragged.prediction.step_seconds == pytest.approx(10 * 12e-3 + 4e-3)
+
+
+def test_the_prediction_is_the_simulated_step_and_the_slowest_optimizer() -> None:
+    free = replace(MACHINE, link=Link(0.0, 1e15))
+    plan = plan_for(blocks(2), Constraints(devices=2, batch=12, microbatches=4), free)
+    assert plan.prediction.step_seconds == pytest.approx(one_f_one_b_seconds([18e-3, 18e-3], 4) + 2e-3)
+    assert plan.prediction.samples_per_second == pytest.approx(12 / 92e-3)
+    assert plan.prediction.bubble_fraction == pytest.approx(1 / 5)
+
+
+def test_a_number_that_chunk_cannot_make_becomes_the_one_that_runs() -> None:
+    assert plan_for(blocks(2), Constraints(devices=2, batch=8, microbatches=6)).microbatches == 4
+    assert plan_for(blocks(2), Constraints(devices=2, batch=8, microbatch_size=3)).microbatches == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"devices": 0}, "devices=0: must be at least 1."),
+        ({"pp": 2}, "pp=2 on 4 devices: this version splits a model into pipeline stages only, one per device. "
+                    "Use devices=2 or leave pp out."),
+        ({"microbatches": 9}, "microbatches=9 of a batch of 8. Use microbatches=8 or less."),
+        ({"microbatches": 4, "microbatch_size": 1},
+         "microbatches=4 and microbatch_size=1 contradict each other: a batch of 8 makes 8 microbatches of that size. "
+         "Give only one."),
+        ({"schedule": "forward-only"},
+         'schedule="forward-only" has no training step to plan. Use "1f1b" or "gpipe".'),
+    ],
+)  # fmt: skip
+def test_contradictions_are_refused(arguments: Mapping[str, Any], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Constraints(**{"devices": 4, "batch": 8, **arguments})
+    assert str(caught.value) == text
+
+
+def test_gpipe_keeps_every_microbatch() -> None:
+    asked = Constraints(devices=2, batch=8, microbatches=8)
+    peaks = [plan_for(blocks(2), replace(asked, schedule=s), saved=1.0).stages[1].peak_bytes for s in ("1f1b", "gpipe")]
+    assert [round(p / GIB) for p in peaks] == [2, 16]
+
+
+# -- pins ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pins", "lengths"),
+    [
+        ({}, [4, 4]),
+        ({"blocks.0.mlp": 1}, [1, 7]),
+        ({"blocks.2": 0}, [6, 2]),
+        ({"blocks.2": 0, "blocks.2.mlp": 1}, [5, 3]),
+        ({"blocks.2.attn.linear": 0}, [5, 3]),
+    ],
+)
+def test_pins_by_module_and_operation(pins: Mapping[str, int], lengths: list[int]) -> None:
+    graph = blocks(4)
+    stage_of = plan_for(graph, Constraints(devices=2, batch=8, microbatches=8, pins=pins)).stage_of(graph)
+    assert [list(stage_of.values()).count(s) for s in (0, 1)] == lengths
+
+
+@pytest.mark.parametrize(
+    ("pins", "text"),
+    [
+        ({"block.3": 1}, "Cannot pin 'block.3': net has no operation or module of that name. Did you mean blocks.3 or "
+                         "blocks.2 or blocks.1?"),
+        ({"blocks.3": 2}, "blocks.3 is pinned to stage 2, stages are 0 to 1. Pin it to one of these."),
+        ({"blocks.1.mlp": 1, "blocks.2.attn": 0},
+         "Pins contradict the model's order: blocks.2.attn.linear is pinned to stage 0, and reads what comes from "
+         "blocks.1.mlp.linear, pinned to stage 1. Pin blocks.1.mlp.linear to stage 0 or earlier, or "
+         "blocks.2.attn.linear to stage 1 or later."),
+    ],
+)  # fmt: skip
+def test_wrong_pins_are_refused(pins: Mapping[str, int], text: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_for(blocks(4), Constraints(devices=2, batch=8, pins=pins))
+    assert str(caught.value) == text
+
+
+def test_two_pins_for_one_group_are_refused() -> None:
+    graph = graph_of([op("a.one", ["x"]), op("b.two", ["a.one:out"]), op("c.three", ["b.two:out"])])
+    with pytest.raises(UsageError) as caught:
+        search(lambda b: priced(graph, [[0, 1], [2]], [1.0, 1.0], b), graph, MACHINE,
+               Constraints(devices=2, batch=8, pins={"a": 0, "b": 1}), model_of(graph))  # fmt: skip
+    assert str(caught.value) == (
+        "Pins contradict each other: a is pinned to stage 0 and b to stage 1, but both reach a.one, which cannot be "
+        "divided. Pin both to one stage."
+    )
+
+
+# -- what does not fit ---------------------------------------------------------------------------------------------
+
+
+def test_too_many_devices() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_for(blocks(2), Constraints(devices=5, batch=8))
+    assert str(caught.value) == "No plan has 5 stages: net can be cut into 4 pieces at most. Use pp=4 or less."
+
+
+def test_weights_that_do_not_fit_say_how_many_devices_would_do() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        plan_for(blocks(8), Constraints(devices=2, batch=8, memory_bytes=40 * GIB), weight=6.0, saved=0.5)
+    assert str(caught.value) == (
+        "No plan fits: stage 0 needs 56.0 GiB, rank 0 has 40.0 GiB. Largest: weights with gradients and optimizer "
+        "state (48.0 GiB), activations of 2 microbatches in flight (8.0 GiB, 2.0 GiB of them in blocks.0). The "
+        "smallest memory that holds these 2 stages is 56.0 GiB per device. Use more devices, or devices with "
+        'memory="56GiB" (--memory 56GiB). With 3 devices it fits.'
+    )
+    assert len(plan_for(blocks(8), Constraints(devices=3, batch=8, microbatches=8, memory_bytes=40 * GIB),
+                        weight=6.0, saved=0.5).stages) == 3  # fmt: skip
+    assert len(plan_for(blocks(8), Constraints(devices=2, batch=8, microbatches=8, memory_bytes=57 * GIB),
+                        weight=6.0, saved=0.5).stages) == 2  # fmt: skip
+
+
+def test_memory_can_be_what_bounds_a_plan() -> None:
+    plan = plan_for(blocks(8), Constraints(devices=2, batch=8, microbatches=8, memory_bytes=20 * GIB), saved=1.5)
+    assert max(plan.prediction.peak_bytes) <= 20 * GIB
+    assert plan.bound_by == (
+        "memory of stage 0, without whose limit the step would take 224.8 ms; then compute of stage 1 (blocks.3.attn … "
+        "blocks.7.mlp), 24.5 % over the mean; bubble 26 %"
+    )
+
+
+def test_other_balances_are_alternatives() -> None:
+    graph = blocks(4)
+    times = [9.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0]
+
+    def cost_at(batch: int) -> CostGraph:
+        return priced(graph, [[i] for i in range(8)], times, batch)
+
+    asked = Constraints(devices=2, batch=8, microbatches=8)
+    plan = search(cost_at, graph, MACHINE, asked, model_of(graph))
+    assert [s.last for s in plan.stages] == ["blocks.0.attn.linear", "blocks.3.mlp.linear"]
+    listed = {a.label: a.step_seconds for a in plan.alternatives}
+    assert list(listed) == ["uniform cuts", "equal parameters", "one device"]
+    uniform = search(cost_at, graph, MACHINE, replace(asked, balance="uniform"), model_of(graph))
+    assert [s.last for s in uniform.stages] == ["blocks.1.mlp.linear", "blocks.3.mlp.linear"]
+    assert uniform.prediction.step_seconds == pytest.approx(listed["uniform cuts"])
+    assert uniform.solver.balance == "uniform"
+    assert [a.label for a in uniform.alternatives] == ["equal time", "equal FLOPs", "one device"]
+
+
+def test_a_slow_link_is_what_bounds_a_plan() -> None:
+    slow = replace(MACHINE, link=Link(50e-3, 1e11))
+    plan = plan_for(blocks(2), Constraints(devices=2, batch=8, microbatches=8), slow)
+    assert plan.bound_by == (
+        "transfers behind stage 0 (blocks.0.attn), 97 % of its time, 83.9 % over the mean; bubble 89 %"
+    )
+
+
+def test_nodes_without_a_network_are_refused() -> None:
+    machine = replace(MACHINE, devices_per_node=2, network=None)
+    with pytest.raises(HardwareError, match="no network"):
+        plan_for(blocks(2), Constraints(devices=4, batch=8), machine)
+
+
+def test_the_network_carries_what_leaves_a_node() -> None:
+    machine = replace(MACHINE, devices_per_node=2, network=Link(1e-3, 1e9))
+    links = boundary_links(machine, 4)
+    assert [round(link.latency_seconds, 6) for link in links] == [1e-4, 1e-3, 1e-4]
+    assert [link.bytes_per_second for link in links] == pytest.approx([1e11, 1e9, 1e11])
