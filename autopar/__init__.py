@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         NonFiniteLossWarning,
         PlanError,
         TraceError,
+        TrainingError,
         UsageError,
         WorkerError,
     )
@@ -31,13 +32,13 @@ __version__ = "0.1.0"
 _HOME = {
     "parallelize": "api", "plan": "api", "Plan": "ir", "ParallelModel": "model", "StepResult": "model",
     "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
-    "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "UsageError": "errors",
-    "WorkerError": "errors",
+    "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
+    "UsageError": "errors", "WorkerError": "errors",
 }  # fmt: skip
 
 __all__ = [
     "AutoparError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Plan",
-    "PlanError", "StepResult", "TraceError", "UsageError", "WorkerError", "parallelize", "plan",
+    "PlanError", "StepResult", "TraceError", "TrainingError", "UsageError", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 

@@ -27,6 +27,9 @@ from autopar.trace import trace, weight_tensors
 from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
+# Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
+# He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
+LEAST_BATCH_NORM_SAMPLES = 8
 
 
 def plan(
@@ -72,8 +75,7 @@ def make_plan(
     kwargs: Mapping[str, Any],
 ) -> tuple[Plan, Graph]:
     """A plan, and the training graph that it was made from."""
-    if devices < 1:
-        raise UsageError(f"devices={devices} must be at least 1.")
+    check_devices(devices)
     batch = call.batch
     first_guess = options.microbatch_size or -(-batch // (options.microbatches or min(batch, 4 * devices)))
     microbatch = call.first(max(1, min(first_guess, batch)))
@@ -94,6 +96,7 @@ def make_plan(
         memory_bytes=options.memory,
         balance=options.balance,
         pins=options.pins,
+        least_samples=LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1,
         time_limit_seconds=options.solver_seconds,
     )
     return search(lambda size: price(graph, facts, hardware, size), graph, hardware, constraints, info), graph
@@ -104,7 +107,9 @@ def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, 
     if example_inputs is not None:
         call = as_call(model, example_inputs)
         if batch_size is not None and batch_size != call.batch:
-            raise UsageError(f"batch_size={batch_size}, but the example inputs hold {call.batch} samples. Pass one of them.")
+            raise UsageError(
+                f"batch_size={batch_size}, but the example inputs hold {call.batch} samples. Pass one of them."
+            )
         return call
     if batch_size is not None and batch_size < 1:
         raise UsageError(f"batch_size={batch_size} must be at least 1.")
@@ -150,6 +155,7 @@ def parallelize(
         WorkerError: a worker did not start.
     """
     options = Options.of(constraints)
+    check_devices(devices)
     machine = this_machine(devices, options.backend)
     call = example_call(model, example_inputs, batch_size, None)
     if any(p.is_meta for p in model.parameters()):
@@ -166,7 +172,13 @@ def parallelize(
     loss_fn = loss_fn or F.cross_entropy
     specs = rank_specs(programs, machine, loss_fn, optimizer, lr_scheduler, options.clip_grad_norm, seed)
     tensors = weight_tensors(model, programs.example)
-    return ParallelModel(model, chosen, programs, start(specs, tensors, machine, options.timeout), machine, seed)
+    return ParallelModel(model, chosen, programs, start(specs, tensors, machine, options.timeout), machine, specs[0])
+
+
+def check_devices(devices: int) -> None:
+    """Raise a UsageError unless ``devices`` is a whole number of at least 1."""
+    if not isinstance(devices, int) or devices < 1:
+        raise UsageError(f"devices={devices!r} must be a whole number of at least 1.")
 
 
 def check_given(plan: Plan, devices: int, options: Options) -> None:
@@ -174,7 +186,9 @@ def check_given(plan: Plan, devices: int, options: Options) -> None:
 
     Raises:
         UsageError: it is for another number of devices, or constraints are given too.
+        PlanError: it contradicts itself.
     """
+    plan.validate()
     if plan.mesh.devices != devices:
         raise UsageError(f"The plan is for {plan.mesh.devices} devices, parallelize was asked for {devices}.")
     for name in ("pp", "microbatches", "microbatch_size", "memory"):

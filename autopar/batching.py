@@ -83,8 +83,9 @@ def check_call(call: Call, graph: Graph, model_name: str) -> None:
     """
     if call.spec != graph.in_spec:
         raise UsageError(
-            f"The inputs of {model_name} have another structure than the example inputs: got {call.spec}, "
-            f"expected {graph.in_spec}. Call parallelize again with such example_inputs."
+            f"The inputs of {model_name} have another structure than the example inputs: got "
+            f"{outline(call.leaves, call.spec)}, expected {outline(graph.leaves, graph.in_spec)}. "
+            "Call parallelize again with such example_inputs."
         )
     values = {v.name: v for v in graph.inputs}
     for leaf, traced in zip(call.leaves, graph.leaves, strict=True):
@@ -104,6 +105,12 @@ def check_call(call: Call, graph: Graph, model_name: str) -> None:
                 f"Input {value.name} of {model_name} has shape {list(leaf.shape)}, expected {len(value.shape)} dims "
                 f"like {['batch', *value.shape[1:]]}."
             )
+
+
+def outline(leaves: Sequence[Any], spec: Spec) -> str:
+    """A call's nesting with the word tensor for each tensor: ``((tensor, 2.0), {})``."""
+    words = ["tensor" if isinstance(leaf, torch.Tensor | Ref) else repr(leaf) for leaf in leaves]
+    return str(unflatten(words, spec)).replace("'", "")
 
 
 def microbatch_sizes(batch: int, microbatches: int) -> list[int]:

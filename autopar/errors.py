@@ -47,5 +47,11 @@ class WorkerError(AutoparError):
     exit_code = 1
 
 
+class TrainingError(AutoparError):
+    """A training run went wrong: its loss is not finite, or its weights do not do elsewhere what they did here."""
+
+    exit_code = 1
+
+
 class NonFiniteLossWarning(UserWarning):
     """The loss of a step is NaN or infinite."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir import Mode, Plan, Ref
 from autopar.machine import Machine
 from autopar.programs import Programs, Variant
-from autopar.runtime import LocalRanks, RankStats, StepData, TorchrunRanks, Work, WorkerPool
+from autopar.runtime import LocalRanks, RankSpec, RankStats, StepData, TorchrunRanks, Work, WorkerPool
 from autopar.schedule import check, generate, max_in_flight
 
 
@@ -25,8 +24,8 @@ from autopar.schedule import check, generate, max_in_flight
 class StepResult:
     """What a training step did.
 
-    ``loss`` is the mean over the global batch; ``grad_norm`` the global 2-norm before clipping, None where no update was
-    made; ``outputs`` the model's outputs in order, where they were asked for.
+    ``loss`` is the mean over the global batch; ``grad_norm`` the global 2-norm before clipping, None where no update
+    was made; ``outputs`` the model's outputs in order, where they were asked for.
     """
 
     loss: float
@@ -49,11 +48,12 @@ class ParallelModel:
         programs: Programs,
         ranks: LocalRanks | TorchrunRanks | WorkerPool,
         machine: Machine,
-        seed: int,
+        spec: RankSpec,
     ) -> None:
+        """Take over running ranks; ``spec`` is what any of them was told."""
         self.plan = plan
         self.machine = machine
-        self.seed = seed
+        self._spec = spec
         self.lr_scheduler = SchedulerHandle(self)
         self._model, self._programs, self._ranks = model, programs, ranks
         self._mode: Mode = "train"
@@ -98,14 +98,16 @@ class ParallelModel:
             UsageError: inputs of another structure, dtype or shape than the model takes.
             WorkerError: a rank failed; all are ended.
         """
-        start = time.perf_counter()
+        return self._forward_backward(x, y, return_outputs)
+
+    def _forward_backward(self, x: Any, y: Any, return_outputs: bool) -> StepResult:
         call = as_call(self._model, x)
         work, sizes, last = self._work(call.args, call.kwargs, (y,), self.plan.schedule, return_outputs)
         results = self._ranks.call("forward_backward", [(w,) for w in work])
         losses, parts = results[max(results)]
         outputs = join_outputs(parts, sizes, last.graph.out_spec) if return_outputs else None
         self._report_non_finite(losses)
-        return StepResult(sum(losses), time.perf_counter() - start, outputs=outputs)
+        return StepResult(sum(losses), self._ranks.call_seconds, outputs=outputs)
 
     def optimizer_step(self) -> float:
         """Clip, update the weights, clear the gradients; the global gradient norm before clipping.
@@ -113,16 +115,20 @@ class ParallelModel:
         Raises:
             UsageError: parallelize was given no optimizer.
         """
+        if self._spec.optimizer is None:
+            raise UsageError(
+                f"{self.plan.model.name} cannot be updated: parallelize was given no optimizer. "
+                "Pass optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)."
+            )
         norms = self._call("optimizer_step")
         self._num_steps += 1
         return norms[max(norms)]
 
     def train_step(self, x: Any, y: Any, return_outputs: bool = False) -> StepResult:
         """`forward_backward` and `optimizer_step`; arguments and errors as there."""
-        start = time.perf_counter()
-        result = self.forward_backward(x, y, return_outputs)
+        result = self._forward_backward(x, y, return_outputs)
         norm = self.optimizer_step()
-        return StepResult(result.loss, time.perf_counter() - start, norm, result.outputs)
+        return StepResult(result.loss, result.step_seconds + self._ranks.call_seconds, norm, result.outputs)
 
     def zero_grad(self) -> None:
         """Drop accumulated gradients."""
@@ -185,7 +191,7 @@ class ParallelModel:
                 f"The loss of step {self._num_steps} is {sum(losses)}: microbatches {bad} of {len(losses)}. "
                 "Gradients are not finite either; lower the learning rate or check the inputs.",
                 NonFiniteLossWarning,
-                stacklevel=4,
+                stacklevel=4,  # the caller of forward_backward or train_step
             )
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -260,7 +266,13 @@ class SchedulerHandle:
         self._owner = owner
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Call ``step`` of every rank's scheduler."""
+        """Call ``step`` of every rank's scheduler.
+
+        Raises:
+            UsageError: parallelize was given no lr_scheduler.
+        """
+        if self._owner._spec.lr_scheduler is None:
+            raise UsageError("There is no learning-rate scheduler to step. Pass lr_scheduler=, a callable(optimizer).")
         self._owner._call("scheduler_step", args, kwargs)
 
     def get_last_lr(self) -> list[float]:
@@ -272,4 +284,3 @@ def inputs_of(variant: Variant, rank: int, leaves: list[Any]) -> list[torch.Tens
     """The tensors among a microbatch's leaves that a rank's program reads, in its order."""
     by_name = {leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)}
     return [by_name[value.name] for value in variant.programs[rank].inputs]
-

@@ -49,8 +49,8 @@ class Options:
         for name, only in (("tp", 1), ("dp", 1), ("chunks", 1), ("precision", "fp32"), ("recompute", "none")):
             if getattr(self, name) != only:
                 raise UsageError(
-                    f"{name}={getattr(self, name)!r} is not available in this version, which splits models into pipeline "
-                    f"stages in float32. Leave it out, or pass {name}={only!r}."
+                    f"{name}={getattr(self, name)!r} is not available in this version, which splits models into "
+                    f"pipeline stages in float32. Leave it out, or pass {name}={only!r}."
                 )
         for name, known in (("schedule", ("1f1b", "gpipe")), ("balance", ("time", "params", "flops", "uniform"))):
             if getattr(self, name) not in known:

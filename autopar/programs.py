@@ -41,21 +41,30 @@ class Programs:
             TraceError: the model cannot be traced.
         """
         self.model, self.plan = model, plan
+        self.modes = {module: module.training for module in model.modules()}
         self.num_stages = len(plan.stages)
         microbatch = example.first(-(-plan.batch // plan.microbatches))
         if graph is None or graph.batch != microbatch.batch:
-            graph = trace(model, microbatch.args, microbatch.kwargs, "train", plan.model.name)
+            graph = self.trace(microbatch, "train")
         self.train_stage_of = plan.stage_of(graph)
         self.known: dict[tuple, Variant] = {}
         train = split(graph, self.train_stage_of, self.num_stages)
-        trained_on = {name: on[0] for name, on in holders([(graph, train)]).items()}
-        evaluated = trace(model, microbatch.args, microbatch.kwargs, "eval", plan.model.name)
+        trained_on = holders([(graph, train)])
+        evaluated = self.trace(microbatch, "eval")
         evaluation = split(evaluated, follow(evaluated, self.train_stage_of, trained_on), self.num_stages)
         self.holders = holders([(graph, train), (evaluated, evaluation)])
-        self.held_on = {name: on[0] for name, on in self.holders.items()}
         self.example = graph
         self.add("train", microbatch, graph, train)
         self.add("eval", microbatch, evaluated, evaluation)
+
+    def trace(self, microbatch: Call, mode: Mode) -> Graph:
+        """The model's graph, traced with its modules in the modes in which they were handed over."""
+        now = {module: module.training for module in self.modes}
+        try:
+            set_modes(self.modes)
+            return trace(self.model, microbatch.args, microbatch.kwargs, mode, self.plan.model.name)
+        finally:
+            set_modes(now)
 
     def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Variant:
         variant = Variant(len(self.known), graph, programs)
@@ -73,15 +82,17 @@ class Programs:
             return found
         check_call(microbatch, self.example, self.plan.model.name)
         try:
-            graph = trace(self.model, microbatch.args, microbatch.kwargs, mode, self.plan.model.name)
+            graph = self.trace(microbatch, mode)
         except TraceError as error:
             raise UsageError(
                 f"{self.plan.model.name} does not take inputs of shape {shapes(microbatch.leaves)} (one microbatch); "
                 f"it was planned for {shapes(self.example.inputs)}. {error}"
             ) from error
-        programs = split(graph, follow(graph, self.train_stage_of, self.held_on), self.num_stages)
+        programs = split(graph, follow(graph, self.train_stage_of, self.holders), self.num_stages)
         for program in programs:
-            missing = [w.name for w in program.weights if w.kind != "constant" and program.stage not in self.holders[w.name]]
+            missing = [
+                w.name for w in program.weights if w.kind != "constant" and program.stage not in self.holders[w.name]
+            ]
             if missing:
                 raise UsageError(
                     f"At input shape {shapes(microbatch.leaves)} {self.plan.model.name} takes another path: stage "
@@ -104,6 +115,12 @@ class Programs:
         bound = bind(self.model, args, dict(kwargs))
         check_call(bound, self.example, self.plan.model.name)
         return bound
+
+
+def set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    """Put each module into its mode, leaving its submodules alone."""
+    for module, training in modes.items():
+        module.training = training
 
 
 def signature(leaves: Sequence[Any]) -> tuple:

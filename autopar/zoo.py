@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,8 +62,8 @@ class ModelSource:
 
 def user_factory(full_name: str, module_name: str, name: str) -> Any:
     """The factory behind ``package.module:factory``, looked up from the current directory too."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

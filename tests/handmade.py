@@ -1,15 +1,39 @@
-"""Plans made by hand: cuts exactly where a test wants them."""
+"""Plans made by hand, with cuts exactly where a test wants them, and ways to run them without processes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import nn
 
+from autopar.api import rank_specs
 from autopar.batching import as_call
-from autopar.ir import HardwareInfo, InputInfo, Mesh, ModelInfo, Plan, Prediction, SolverInfo, Stage
-from autopar.trace import trace
+from autopar.codegen import graph_module
+from autopar.ir import (
+    Graph,
+    HardwareInfo,
+    InputInfo,
+    Mesh,
+    ModelInfo,
+    Plan,
+    Prediction,
+    Program,
+    Ref,
+    SolverInfo,
+    Stage,
+)
+from autopar.machine import this_machine
+from autopar.model import ParallelModel
+from autopar.programs import Programs
+from autopar.runtime import RankSpec
+from autopar.runtime.rank import Rank
+from autopar.runtime.transport import Hub, LocalTransport
+from autopar.trace import trace, weight_tensors
 
 
 def plan_by_hand(model: nn.Module, x: Any, microbatches: int, firsts: Sequence[str], schedule: str = "1f1b") -> Plan:
@@ -20,8 +44,7 @@ def plan_by_hand(model: nn.Module, x: Any, microbatches: int, firsts: Sequence[s
     names = [op.name for op in graph.ops]
     starts = [0, *(names.index(first) for first in firsts), len(names)]
     stages = tuple(
-        Stage(names[low], names[high - 1], (i,), 0, 1.0, 2.0, 0, 0)
-        for i, (low, high) in enumerate(zip(starts, starts[1:]))
+        Stage(names[low], names[high - 1], (i,), 0, 1.0, 2.0, 0, 0) for i, (low, high) in enumerate(pairwise(starts))
     )
     inputs = tuple(InputInfo(v.name, (call.batch, *v.shape[1:]), v.dtype) for v in graph.inputs)
     return Plan(
@@ -38,7 +61,71 @@ def plan_by_hand(model: nn.Module, x: Any, microbatches: int, firsts: Sequence[s
 
 
 def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:
-    """Operations that start the second and later stages when each stage gets as many operations."""
+    """Operations that start the second and later stages when each stage gets about as many operations.
+
+    Cuts avoid operations that must stay together.
+    """
     call = as_call(model, x).first(2)
     graph = trace(model, call.args, call.kwargs)
-    return [graph.ops[len(graph.ops) * s // stages].name for s in range(1, stages)]
+    place = {op.name: i for i, op in enumerate(graph.ops)}
+    spans = [(min(place[n] for n in names), max(place[n] for n in names)) for names in graph.together]
+    free = [i for i in range(1, len(graph.ops)) if not any(low < i <= high for low, high in spans)]
+    chosen: list[int] = []
+    for s in range(1, stages):
+        later = [i for i in free if i > max(chosen, default=0)][: len(free) - (stages - s - 1)]
+        chosen.append(min(later, key=lambda i: abs(i - len(graph.ops) * s / stages)))
+    return [graph.ops[i].name for i in chosen]
+
+
+class ThreadRanks:
+    """The ranks of a model as threads of this process: every schedule and cut, without the cost of processes."""
+
+    def __init__(
+        self, specs: Sequence[RankSpec], tensors: Mapping[str, torch.Tensor], timeout_seconds: float = 30.0
+    ) -> None:
+        hub = Hub(timeout_seconds)
+        copies = [{w.name: tensors[w.name].detach().clone() for w in spec.weights} for spec in specs]
+        self.ranks = [Rank(spec, own, LocalTransport(spec.rank, hub)) for spec, own in zip(specs, copies)]
+        self.call_seconds = 0.0
+
+    def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
+        with ThreadPoolExecutor(len(self.ranks)) as threads:
+            running = [threads.submit(getattr(r, name), *own) for r, own in zip(self.ranks, arguments, strict=True)]
+            return {rank: future.result() for rank, future in enumerate(running)}
+
+    def close(self) -> None:
+        """Nothing to end."""
+
+
+def in_threads(
+    model: nn.Module, plan: Plan, x: Any, loss_fn: Any, build: Any = graph_module, **options: Any
+) -> ParallelModel:
+    """``autopar.parallelize`` for a given plan, with threads for ranks."""
+    programs = Programs(model, plan, as_call(model, x))
+    machine = this_machine(plan.mesh.pp, "gloo")
+    given = {"optimizer": None, "lr_scheduler": None, "clip_grad_norm": None, "seed": 0} | options
+    specs = [replace(spec, build=build) for spec in rank_specs(programs, machine, loss_fn, **given)]
+    ranks: Any = ThreadRanks(specs, weight_tensors(model, programs.example))
+    return ParallelModel(model, plan, programs, ranks, machine, specs[0])
+
+
+def run_in_one_process(
+    graph: Graph, programs: Sequence[Program], weights: Mapping[str, torch.Tensor], *leaves: Any
+) -> list:
+    """The flattened outputs of a graph's programs, run one after the other without any transport.
+
+    A tensor that crosses a cut must look as the trace said: shape, dtype, and whether it has a gradient.
+    """
+    inputs = {leaf.name: value for leaf, value in zip(graph.leaves, leaves, strict=True) if isinstance(leaf, Ref)}
+    sent: dict[tuple[str, int], torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
+    for program in programs:
+        module = graph_module(program, weights, torch.device("cpu"))
+        received = [sent[e.value.name, e.dst] for e in program.receives]
+        results = dict(zip(program.results, module(*(inputs[v.name] for v in program.inputs), *received), strict=True))
+        for edge in program.sends:
+            tensor = sent[edge.value.name, edge.dst] = results[edge.value.name]
+            assert tuple(tensor.shape) == edge.value.shape and str(tensor.dtype) == f"torch.{edge.value.dtype}"
+            if graph.mode == "train":
+                assert tensor.requires_grad == edge.value.requires_grad, f"{edge.value.name} requires grad"
+    return [results[leaf.name] if isinstance(leaf, Ref) else leaf for leaf in programs[-1].outputs]

@@ -26,7 +26,8 @@ def chunks(tree: Any, microbatches: int) -> list[Any]:
     cut = [leaf.chunk(microbatches) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     count = len(next(c for c in cut if c is not None))
     return [
-        pytree.tree_unflatten([c[i] if c is not None else leaf for c, leaf in zip(cut, leaves)], spec) for i in range(count)
+        pytree.tree_unflatten([c[i] if c is not None else leaf for c, leaf in zip(cut, leaves)], spec)
+        for i in range(count)
     ]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -10,7 +12,14 @@ from torch import nn
 def tiny_vit(depth: int = 4, **kwargs) -> nn.Module:
     import timm
 
-    settings = {"img_size": 32, "patch_size": 8, "depth": depth, "embed_dim": 48, "num_heads": 3, "num_classes": 10}
+    settings: dict[str, Any] = {
+        "img_size": 32,
+        "patch_size": 8,
+        "depth": depth,
+        "embed_dim": 48,
+        "num_heads": 3,
+        "num_classes": 10,
+    }
     return timm.create_model("vit_tiny_patch16_224", **(settings | kwargs))
 
 
@@ -45,7 +54,9 @@ class Tied(nn.Module):
     def __init__(self, tokens: int = 32, width: int = 16, depth: int = 3) -> None:
         super().__init__()
         self.embed = nn.Embedding(tokens, width)
-        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(depth))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(depth)
+        )
         self.head = nn.Linear(width, tokens, bias=False)
         self.head.weight = self.embed.weight
 
@@ -58,6 +69,9 @@ class Tied(nn.Module):
 
 class TwoInputs(nn.Module):
     """A keyword input used late, a constant, a buffer, and a dict of outputs, one of them made early."""
+
+    scale: torch.Tensor
+    hidden: torch.Tensor
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
@@ -79,6 +93,9 @@ class TwoInputs(nn.Module):
 
 class Updating(nn.Module):
     """State changed in forward: a counter, a running mean under no_grad, and in-place operations on views."""
+
+    calls: torch.Tensor
+    mean: torch.Tensor
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -50,7 +51,9 @@ def emit(graph: fx.Graph, op: Op, nodes: dict[str, fx.Node], device: torch.devic
         return
     for value in op.outputs:
         index = int(value.name.rpartition(":")[2])
-        nodes[value.name] = graph.create_node("call_function", operator.getitem, (node, index), name=identifier(value.name))
+        nodes[value.name] = graph.create_node(
+            "call_function", operator.getitem, (node, index), name=identifier(value.name)
+        )
 
 
 def aten(target: str) -> Any:
@@ -61,7 +64,8 @@ def aten(target: str) -> Any:
 
 def identifier(name: str) -> str:
     """A Python name for a value: ``blocks_0_attn_qkv_linear``."""
-    return name.replace(".", "_").replace(":", "_")
+    plain = name.replace(".", "_").replace(":", "_")
+    return f"_{plain}" if plain[0].isdigit() or keyword.iskeyword(plain) else plain
 
 
 def source(program: Program) -> str:

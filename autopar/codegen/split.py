@@ -49,15 +49,16 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
     )
 
 
-def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, int]) -> Mapping[str, int]:
+def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
     """The stage of each operation of another trace of the same model: eval mode, or another input shape.
 
-    Operations known to the reference keep their stage; a new one goes where its weights and inputs are. No operation is
-    put before one that it reads from.
+    Operations known to the reference keep their stage; a new one goes where its weights and inputs are, and so does one
+    whose weights are not there (numbered names such as ``add_1`` can mean another operation in another mode). No
+    operation is put before one that it reads from.
 
     Args:
         reference: stage of each operation of the planned training graph.
-        held_on: stage of each weight there.
+        held_on: stages of each weight there.
     """
     stage_of: dict[str, int] = {}
     pinned = {name: min(reference[n] for n in names if n in reference) for names in graph.together
@@ -66,7 +67,8 @@ def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, int
         sources = [stage_of[graph.producer[r].name] for r in op.reads if r in graph.producer]
         weights = [held_on[r] for r in op.reads if r in held_on]
         known = pinned.get(op.name, reference.get(op.name))
-        wanted = [known] if known is not None else weights
+        elsewhere = [on[0] for on in weights]
+        wanted = [known] if known is not None and all(known in on for on in weights) else elsewhere
         stage_of[op.name] = max([*sources, *wanted], default=0)
     return stage_of
 
@@ -90,7 +92,7 @@ def holders(graphs: Iterable[tuple[Graph, tuple[Program, ...]]]) -> Mapping[str,
     for name in mutated:
         if len(stages[name]) > 1:
             raise TraceError(
-                f"Buffer {name} is updated in training on one stage and read on another (stages {sorted(stages[name])}). "
-                "Pin both uses to one stage with --pin, or use fewer stages."
+                f"Buffer {name} is updated in training on one stage and read on another (stages "
+                f"{sorted(stages[name])}). Pin both uses to one stage with --pin, or use fewer stages."
             )
     return {name: tuple(sorted(on)) or (last,) for name, on in stages.items()}

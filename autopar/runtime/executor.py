@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.errors import UsageError
 from autopar.ir import Edge, Program, Ref, Value
 from autopar.pytree import unflatten
 from autopar.runtime.transport import Receipt, Transport
@@ -76,6 +77,7 @@ class BoundStep:
         self.losses: list[torch.Tensor | None] = [None] * len(chunks)
         self.outputs: list[list[Any]] = [[] for _ in chunks]
         self.current: Action | None = None
+        self.computing = False
         self.spans: list[Span] = []
         self.keep_outputs = False
         self.work = [self.bind(action, chunks[action.microbatch]) for action in actions]
@@ -83,6 +85,7 @@ class BoundStep:
     def run(self, data: StepData, keep_outputs: bool) -> None:
         """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
         self.data, self.keep_outputs = data, keep_outputs
+        self.outputs = [[] for _ in self.outputs]
         self.spans.clear()
         early, last = self.transport.posts_early, len(self.work) - 1
         posted = self.work[0][1]() if self.work else []
@@ -91,8 +94,9 @@ class BoundStep:
                 self.current = action
                 following = self.work[k + 1][1]() if early and k < last else None
                 received = [receipt() for receipt in posted]
-                start = time.perf_counter()
+                self.computing, start = True, time.perf_counter()
                 compute(received)
+                self.computing = False
                 self.spans.append(Span(action, start, time.perf_counter()))
                 if k < last:
                     posted = following if following is not None else self.work[k + 1][1]()
@@ -109,7 +113,12 @@ class BoundStep:
     def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[Receipt]]:
         backward = action.kind == "B"
         calls = [
-            (e.value.shape, getattr(torch, e.value.dtype), e.dst if backward else e.src, tag_of(k, action))
+            (
+                [e.value.shape[d] for d in memory_order(e.value)],
+                getattr(torch, e.value.dtype),
+                e.dst if backward else e.src,
+                tag_of(k, action),
+            )
             for k, e in self.numbered(edges)
         ]
         return lambda: [self.transport.receive(*call) for call in calls]
@@ -127,37 +136,51 @@ class BoundStep:
     def bind_forward(self, chunk: Chunk, action: Action) -> Callable[[list[torch.Tensor]], None]:
         program, module, i = chunk.program, chunk.module, action.microbatch
         place = {name: k for k, name in enumerate(program.results)}
-        sends = [(place[e.value.name], e.dst, tag_of(k, action)) for k, e in self.numbered(program.sends)]
+        sends = [
+            (place[e.value.name], memory_order(e.value), e.dst, tag_of(k, action))
+            for k, e in self.numbered(program.sends)
+        ]
+        orders = [inverse(memory_order(e.value)) for e in program.receives]
         tracked = [e.value.requires_grad for e in program.receives]
         roots = [place[v.name] for v in unique_values(program.sends) if v.requires_grad]
 
         def forward(received: list[torch.Tensor]) -> None:
+            received = [tensor.permute(order) for tensor, order in zip(received, orders, strict=True)]
             if self.training:
                 for tensor, wanted in zip(received, tracked, strict=True):
                     tensor.requires_grad_(wanted)
             results = module(*self.data.inputs[i], *received)
-            for k, dst, tag in sends:
-                self.transport.send(results[k].detach().contiguous(), dst, tag)
+            for k, order, dst, tag in sends:
+                self.transport.send(results[k].detach().permute(order).contiguous(), dst, tag)
             # Gradient edges, not tensors: once sent, an output's memory is not needed for backward.
             edges = [gradient_edge(results[k]) for k in roots] if self.training else []
             if program.out_spec is not None:
                 self.finish(program, results, place, edges, i)
-            self.held[i] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
+            if self.training:
+                self.held[i] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
 
         return forward
 
-    def finish(self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int) -> None:
+    def finish(
+        self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int
+    ) -> None:
         """On the last stage: the loss of one microbatch, and its outputs if they are wanted."""
         leaves = [results[place[leaf.name]] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
         if self.loss_fn is not None:
             loss = self.loss_fn(unflatten(leaves, program.out_spec), self.data.targets[i])
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-                raise TypeError(f"loss_fn must return a tensor with one element, the mean loss; it returned {got}")
+                raise UsageError(
+                    f"loss_fn must return a tensor with one element, the mean loss over its samples; it returned "
+                    f'{got}. Use reduction="mean", or call .mean() on it.'
+                )
             loss = loss * self.data.shares[i]
             self.losses[i] = loss.detach()
             if self.training and not loss.requires_grad:
-                raise TypeError("the loss has no gradient: loss_fn detached it, or nothing it reads can be trained")
+                raise UsageError(
+                    "The loss has no gradient: loss_fn detached it, or nothing that it reads can be trained. "
+                    "Return a loss that depends on the model's outputs, without .item() or .detach()."
+                )
             edges.append(gradient_edge(loss))
         if self.keep_outputs:
             self.outputs[i] = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -166,22 +189,27 @@ class BoundStep:
         i = action.microbatch
         values = [v for v in unique_values(program.sends) if v.requires_grad]
         position = {v.name: k for k, v in enumerate(values)}
-        readers = [position[e.value.name] for e in program.sends if e.value.requires_grad]
-        back = [(e.src, tag_of(k, action)) for k, e in self.numbered([e for e in program.receives if e.value.requires_grad])]
+        readers = [
+            (position[e.value.name], inverse(memory_order(e.value))) for e in program.sends if e.value.requires_grad
+        ]
+        tracked = [e for e in program.receives if e.value.requires_grad]
+        back = [(memory_order(e.value), e.src, tag_of(k, action)) for k, e in self.numbered(tracked)]
 
         def backward(received: list[torch.Tensor]) -> None:
             inputs, edges = self.held[i]
-            gradients: list[torch.Tensor | None] = [None] * len(values)
-            for k, gradient in zip(readers, received, strict=True):
-                gradients[k] = gradient if gradients[k] is None else gradients[k] + gradient
-            if self.losses[i] is not None:
-                gradients.append(torch.ones_like(self.losses[i]))
-            roots = [(e, g) for e, g in zip(edges, gradients, strict=True) if e is not None]
+            gradients: dict[int, torch.Tensor] = {}
+            for (k, order), tensor in zip(readers, received, strict=True):
+                gradient = tensor.permute(order)
+                gradients[k] = gradients[k] + gradient if k in gradients else gradient
+            loss = self.losses[i]
+            if loss is not None:
+                gradients[len(values)] = torch.ones_like(loss)
+            roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None]
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
-            for tensor, (src, tag) in zip(inputs, back, strict=True):
+            for tensor, (order, src, tag) in zip(inputs, back, strict=True):
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                self.transport.send(gradient.contiguous(), src, tag)
+                self.transport.send(gradient.permute(order).contiguous(), src, tag)
             self.held[i] = None
 
         return backward
@@ -190,6 +218,23 @@ class BoundStep:
 def gradient_edge(tensor: torch.Tensor) -> Any:
     """Where a tensor's gradient enters its graph; None for one that has no graph after all."""
     return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def memory_order(value: Value) -> list[int]:
+    """A tensor's dims from the outermost in memory to the innermost; the plain order for an expanded tensor.
+
+    Tensors travel in this order, without gaps, so that a cut changes neither the memory format (channels_last stays
+    fast) nor the kernels chosen after it, and with them the last bits of the result.
+    """
+    dims = list(range(len(value.shape)))
+    if any(size != 1 and stride == 0 for size, stride in zip(value.shape, value.stride)):
+        return dims
+    return sorted(dims, key=lambda d: value.stride[d], reverse=True)
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes ``order``."""
+    return [order.index(d) for d in range(len(order))]
 
 
 def unique_values(edges: Sequence[Edge]) -> list[Value]:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -21,7 +23,7 @@ from autopar.errors import UsageError, WorkerError
 from autopar.runtime import wire
 from autopar.runtime.rank import RankSpec
 from autopar.runtime.settings import TorchSettings
-from autopar.runtime.worker import Failure, Start
+from autopar.runtime.worker import START_SECONDS, WHERE, Failure, Start
 
 GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
 EXIT_SECONDS = 3.0  # for a worker to leave by itself when its connection closes
@@ -50,13 +52,15 @@ class WorkerPool:
             num_threads: of each worker, on CPU.
         """
         self.failed: str | None = None
+        self.timeout_seconds = timeout_seconds
+        self.call_seconds = 0.0  # of the last call, transfer of its arguments and results included
         self.connections: list[Connection] = []
         self.processes: list[subprocess.Popen[bytes]] = []
         self._finalizer = weakref.finalize(self, stop, self.processes, self.connections, EXIT_SECONDS)
         # No port to choose or to race for: the store picks a free one.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path),
+            "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
             "OMP_NUM_THREADS": str(num_threads),
         }
         for spec in specs:
@@ -75,9 +79,7 @@ class WorkerPool:
             self.connections.append(ours)
         settings = TorchSettings.current()
         starts = [
-            Start(
-                cloudpickle.dumps(s), "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings
-            )
+            Start(cloudpickle.dumps(s), "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
             for s in specs
         ]
         self.call("start", [(start, dict(t)) for start, t in zip(starts, tensors, strict=True)])
@@ -91,53 +93,70 @@ class WorkerPool:
         """
         if self.failed is not None:
             raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
+        start = time.perf_counter()
         try:
             for rank, (connection, own) in enumerate(zip(self.connections, arguments, strict=True)):
                 try:
                     wire.send(connection, (name, own))
                 except OSError:
                     self.fail(name, {rank: None})
-            return self.collect(name)
+            results = self.collect(name)
         except BaseException as error:
             if self.failed is None:
                 self.failed = f"{type(error).__name__} during {name}."
             self.close(0.0)
             raise
+        self.call_seconds = time.perf_counter() - start
+        return results
 
     def collect(self, name: str) -> dict[int, Any]:
-        """Wait for every rank's reply."""
+        """Wait for every rank's reply; once one has come, no longer than the timeout for each of the others."""
         results: dict[int, Any] = {}
+        patience = max(self.timeout_seconds, START_SECONDS) if name == "start" else self.timeout_seconds
         while len(results) < len(self.connections):
-            waiting = {c: r for r, c in enumerate(self.connections) if r not in results}
-            for connection in wait(list(waiting)):
-                rank = waiting[connection]  # type: ignore[index]
-                ok, result = self.reply(rank)
-                if not ok:
-                    self.fail(name, {rank: result} | self.late_failures(set(results) | {rank}))
-                results[rank] = result
+            silent = set(range(len(self.connections))) - set(results)
+            replies = self.replies(silent, patience if results else None)
+            results |= {rank: result for rank, (ok, result) in replies.items() if ok}
+            failures = {rank: result for rank, (ok, result) in replies.items() if not ok}
+            if failures or not replies:
+                self.fail(name, self.reasons(failures, silent - set(replies)))
         return dict(sorted(results.items()))
 
-    def reply(self, rank: int) -> tuple[bool, Any]:
-        """A rank's next reply; (False, None) when it died."""
-        try:
-            return wire.receive(self.connections[rank])
-        except (EOFError, OSError):
-            return False, None
+    def replies(self, silent: Collection[int], seconds: float | None) -> dict[int, tuple[bool, Any]]:
+        """The replies that come first, by rank; none if nothing comes in time. (False, None) for a rank that died."""
+        come: dict[int, tuple[bool, Any]] = {}
+        waiting = {self.connections[rank]: rank for rank in silent}
+        for connection in wait(list(waiting), seconds):
+            rank = waiting[connection]  # type: ignore[index]
+            try:
+                come[rank] = wire.receive(self.connections[rank])
+            except (EOFError, OSError):
+                come[rank] = (False, None)
+        return come
 
-    def late_failures(self, heard: set[int]) -> dict[int, Failure | None]:
-        """Failures of other ranks in the next moment: the first to be heard is not always the cause."""
+    def reasons(self, failures: dict[int, Failure | None], silent: set[int]) -> dict[int, Failure | None]:
+        """All that can be learned about a failure: the first rank to be heard is not always the cause.
+
+        Where all that failed only noticed that a peer is silent, the silent ones are asked where they are.
+        """
+        failures = failures | self.late_failures(silent)
+        if all(f is not None and f.secondary for f in failures.values()):
+            for rank in silent:
+                with suppress(OSError):  # one that died is noticed by its closed connection
+                    wire.send(self.connections[rank], WHERE)
+            failures |= self.late_failures(silent)
+            failures |= {r: Failure(r, "", "no reply, and it does not say where it is", "", False) for r in silent}
+        return failures
+
+    def late_failures(self, silent: set[int]) -> dict[int, Failure | None]:
+        """Failures of other ranks in the next moment; those that are heard leave ``silent``."""
         failures: dict[int, Failure | None] = {}
         deadline = time.monotonic() + GRACE_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            waiting = {c: r for r, c in enumerate(self.connections) if r not in heard}
-            for connection in wait(list(waiting), left) if waiting else []:
-                rank = waiting[connection]  # type: ignore[index]
-                heard.add(rank)
-                ok, result = self.reply(rank)
+        while silent and (left := deadline - time.monotonic()) > 0:
+            for rank, (ok, result) in self.replies(silent, left).items():
+                silent.remove(rank)
                 if not ok:
                     failures[rank] = result
-            if not waiting:
-                break
         return failures
 
     def fail(self, name: str, failures: Mapping[int, Failure | None]) -> None:

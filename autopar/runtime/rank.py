@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import resource
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
-from autopar.errors import UsageError
 from autopar.ir import Program, Weight
 from autopar.pytree import tree_map
-from autopar.runtime.executor import BoundStep, Chunk, StepData
+from autopar.runtime.executor import BoundStep, Chunk, Span, StepData
+from autopar.runtime.resident import peak_resident_bytes
 from autopar.runtime.transport import Transport
 from autopar.schedule import generate
 
@@ -68,27 +65,36 @@ class Work:
 
 @dataclass(frozen=True)
 class RankStats:
-    """What a rank measured: seconds of compute per action in the last step, and bytes."""
+    """What a rank measured: seconds of compute per action and of the whole last step, and the most bytes ever in use.
 
-    spans: tuple[tuple[str, float, float], ...]
+    ``peak_bytes`` is the process's resident memory on CPU, less what it held before its weights came, and the
+    allocator's on a GPU.
+    """
+
+    spans: tuple[Span, ...]
     step_seconds: float
-    start_bytes: int
     peak_bytes: int
 
 
 class Rank:
     """Holds one rank's part of the model and runs its part of every step."""
 
-    def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], transport: Transport) -> None:
-        """Take copies of ``tensors`` (this rank's weights by name) to the rank's device."""
-        self.spec, self.transport = spec, transport
+    def __init__(
+        self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], transport: Transport, base_bytes: int = 0
+    ) -> None:
+        """Take ``tensors``, this rank's weights by name: the caller gives them away.
+
+        Args:
+            base_bytes: what the process held before it was given anything, left out of what it reports.
+        """
+        self.spec, self.transport, self.base_bytes = spec, transport, base_bytes
         self.device = torch.device(spec.device)
-        self.start_bytes = resident_bytes(self.device)
         torch.manual_seed(spec.seed + spec.rank)
         self.weights: dict[str, torch.Tensor] = {}
         for weight in spec.weights:
-            copy = tensors[weight.name].detach().to(self.device, copy=True)
-            self.weights[weight.name] = nn.Parameter(copy, weight.requires_grad) if weight.kind == "parameter" else copy
+            tensor = tensors[weight.name].detach().to(self.device)
+            is_parameter = weight.kind == "parameter"
+            self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         parameters = list(self.trainable.values())
         self.optimizer = spec.optimizer(parameters) if spec.optimizer and parameters else None
@@ -149,16 +155,7 @@ class Rank:
         return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
     def optimizer_step(self) -> float:
-        """Clip, update, clear gradients; the global norm of the gradients before clipping.
-
-        Raises:
-            UsageError: no optimizer was given.
-        """
-        if self.spec.optimizer is None:
-            raise UsageError(
-                "optimizer_step needs an optimizer, and parallelize was given none. "
-                "Pass optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)."
-            )
+        """Clip, update, clear gradients; the global norm of the gradients before clipping."""
         self.sum_shared_gradients()
         norm = self.global_norm()
         gradients = [p for p in self.trainable.values() if p.grad is not None]
@@ -231,23 +228,13 @@ class Rank:
         """Measurements of the last step."""
         spans = self.running.spans if self.running else []
         return RankStats(
-            tuple((str(s.action), s.start_seconds, s.end_seconds) for s in spans),
+            tuple(spans),
             self.step_seconds,
-            self.start_bytes,
-            peak_resident_bytes(self.device),
+            self.peak_bytes(),
         )
 
-
-def resident_bytes(device: torch.device) -> int:
-    """Bytes in use now: of the process on CPU, of the allocator on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return psutil.Process().memory_info().rss
-
-
-def peak_resident_bytes(device: torch.device) -> int:
-    """Most bytes in use so far: of the process on CPU, of the allocator on a GPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    def peak_bytes(self) -> int:
+        """Most bytes in use so far, beyond the base."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return peak_resident_bytes() - self.base_bytes

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +20,9 @@ from autopar.runtime.transport import Hub, LocalTransport, ProcessGroupTransport
 
 # Commands whose result every rank already has, so that nothing needs to be gathered after a step.
 REPLICATED = frozenset({"add_program", "optimizer_step", "zero_grad", "scheduler_step", "load"})
+
+# Numbers this process's groups: addresses that an earlier group left in the store must not be taken for a new one's.
+ROUNDS = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -40,13 +47,18 @@ class LocalRanks:
 
     def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         self.failed: str | None = None
-        self.rank = Rank(spec, tensors, LocalTransport(spec.rank, Hub()))
+        self.call_seconds = 0.0  # of the last call
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self.rank = Rank(spec, copies, LocalTransport(spec.rank, Hub()))
 
     def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
         """Run one command here."""
         if self.failed is not None:
             raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
-        return {0: getattr(self.rank, name)(*arguments[0])}
+        start = time.perf_counter()
+        result = carry_out(self.rank, name, arguments[0])
+        self.call_seconds = time.perf_counter() - start
+        return {0: result}
 
     def close(self) -> None:
         self.failed = "close() was called."
@@ -58,14 +70,19 @@ class TorchrunRanks:
     An exception carries the rank and action as a note and is left to the launcher, which ends the other ranks.
     """
 
-    def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], backend: str, timeout_seconds: float) -> None:
+    def __init__(
+        self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], backend: str, timeout_seconds: float
+    ) -> None:
         """Join the process group (the caller's own if there is one) and take rank 0's weights."""
         self.failed: str | None = None
+        self.call_seconds = 0.0  # of the last call
         device = torch.device(spec.device)
         self.joined = not dist.is_initialized()
         if self.joined:
-            init_process_group(backend, spec.rank, spec.world, device, timeout_seconds)
-        self.control = dist.new_group(backend="gloo")  # for objects, whatever carries the tensors
+            store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(spec.rank, spec.world))
+            init_process_group(backend, spec.rank, spec.world, device, timeout_seconds, store)
+        # For objects, whatever carries the tensors.
+        self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
         own = {weight.name for weight in spec.weights}
         received = {}
         for name, tensor in sorted(tensors.items()):
@@ -73,26 +90,48 @@ class TorchrunRanks:
             dist.broadcast(copy, 0, group=self.control)
             if name in own:
                 received[name] = copy
-        self.rank = Rank(spec, received, ProcessGroupTransport(spec.rank, device, spec.edges, spec.shared))
+        self.rank = Rank(
+            spec, received, ProcessGroupTransport(spec.rank, device, spec.edges, spec.shared, timeout_seconds)
+        )
 
     def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
         """Run one command on this rank; the results of all ranks, or this one's where all have the same."""
         if self.failed is not None:
             raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
         number = self.rank.spec.rank
-        try:
-            result = getattr(self.rank, name)(*arguments[number])
-        except Exception as error:
-            action = self.rank.running.current if self.rank.running else None
-            error.add_note(f"autopar: rank {number} (stage {number})" + (f", in action {action}" if action else ""))
-            raise
-        if name in REPLICATED:
-            return {number: result}
-        results: list[Any] = [None] * self.rank.spec.world
-        dist.all_gather_object(results, result, group=self.control)
-        return dict(enumerate(results))
+        start = time.perf_counter()
+        results = {number: carry_out(self.rank, name, arguments[number])}
+        if name not in REPLICATED:
+            gathered: list[Any] = [None] * self.rank.spec.world
+            dist.all_gather_object(gathered, results[number], group=self.control)
+            results = dict(enumerate(gathered))
+        self.call_seconds = time.perf_counter() - start
+        return results
 
     def close(self) -> None:
+        if self.failed is not None:
+            return
         self.failed = "close() was called."
+        if dist.is_initialized():
+            self.rank.transport.close()
+            dist.destroy_process_group(self.control)
         if self.joined and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@functools.cache
+def launcher_store(rank: int, world: int) -> dist.Store:
+    """The store that the launcher's environment names; one for the life of the process, as it may be a server."""
+    store, _, _ = next(dist.rendezvous("env://", rank, world))
+    return store
+
+
+def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
+    """The result of one command; an exception carries the rank and its action as a note."""
+    try:
+        return getattr(rank, name)(*arguments)
+    except Exception as error:
+        action = rank.running.current if rank.running else None
+        number = rank.spec.rank
+        error.add_note(f"autopar: rank {number} (stage {number})" + (f", in action {action}" if action else ""))
+        raise

@@ -46,7 +46,9 @@ class Transport(Protocol):
         """Sum a tensor over ``ranks`` in place; every one of them makes the same calls in the same order."""
         ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Give up what this transport made; the process group stays."""
+        ...
 
 
 class ProcessGroupTransport:
@@ -62,20 +64,25 @@ class ProcessGroupTransport:
         device: torch.device,
         edges: Collection[tuple[int, int]],
         shared: Collection[tuple[int, ...]],
+        timeout_seconds: float,
     ) -> None:
         """Connect all pairs.
 
         Args:
             edges: (src, dst) ranks of every directed pair that will ever exchange tensors; equal on all ranks.
             shared: the rank sets that all-reduce; equal on all ranks.
+            timeout_seconds: longest wait for a peer.
         """
+        timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
         self.posts_early = dist.get_backend() == "gloo"
         self.pending: list[tuple[Any, torch.Tensor]] = []
-        self.groups: dict[Collection[int], Any] = {ranks: dist.new_group(list(ranks)) for ranks in sorted(shared)}
+        self.groups: dict[Collection[int], Any] = {
+            ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(shared)
+        }
         self.channels: dict[tuple[int, int], Any] = {}
         if dist.get_backend() == "nccl":
-            self.channels = {edge: dist.new_group(list(edge)) for edge in sorted(edges)}
+            self.channels = {edge: dist.new_group(list(edge), timeout=timeout) for edge in sorted(edges)}
             self.connect()
 
     def connect(self) -> None:
@@ -127,20 +134,21 @@ class ProcessGroupTransport:
             raise TransportError(f"all-reduce over ranks {list(ranks)}: {error}") from error
 
     def close(self) -> None:
-        dist.destroy_process_group()
+        for group in (*self.groups.values(), *self.channels.values()):
+            dist.destroy_process_group(group)
 
 
 def init_process_group(
-    backend: str, rank: int, world: int, device: torch.device, timeout_seconds: float, store: dist.Store | None = None
+    backend: str, rank: int, world: int, device: torch.device, timeout_seconds: float, store: dist.Store
 ) -> None:
-    """Join the default process group: over ``store``, or as torchrun's environment says."""
+    """Join the default process group; the ranks find each other in ``store``."""
     # Each directed pair has a communicator of its own here, so what NCCL warns about cannot happen.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(
         backend,
         store=store,
-        rank=rank if store is not None else -1,
-        world_size=world if store is not None else -1,
+        rank=rank,
+        world_size=world,
         timeout=timedelta(seconds=timeout_seconds),
         device_id=device if backend == "nccl" else None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,30 +11,47 @@ import cloudpickle
 import torch
 from safetensors.torch import load, save
 
-from autopar.pytree import flatten, unflatten
+
+class Pickler(cloudpickle.Pickler):
+    """Takes every tensor out of a message, wherever it is; each travels once, and of a slice only the slice."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.kept: list[torch.Tensor] = []  # an id is only unique while its object lives
+
+    def persistent_id(self, obj: Any) -> str | None:
+        if not isinstance(obj, torch.Tensor):
+            return None
+        if id(obj) not in self.names:
+            self.kept.append(obj)
+            self.names[id(obj)] = str(len(self.tensors))
+            self.tensors[self.names[id(obj)]] = obj.detach().cpu().contiguous().clone()
+        return self.names[id(obj)]
 
 
-class Slot:
-    """Stands for a tensor in a pickled message."""
+class Unpickler(pickle.Unpickler):
+    """Puts the tensors back."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, file: io.BytesIO, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, pid: str) -> torch.Tensor:
+        return self.tensors[pid]
 
 
 def send(connection: Connection, message: Any) -> None:
-    """Send a nested structure; tensors in tuples, lists and dicts travel as raw bytes."""
-    leaves, spec = flatten(message)
-    tensors: dict[str, torch.Tensor] = {}
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            tensors[str(i)] = leaf.detach().cpu().contiguous().clone()
-            leaves[i] = Slot(i)
-    connection.send_bytes(cloudpickle.dumps((leaves, spec)))
-    connection.send_bytes(save(tensors))
+    """Send anything that pickles; tensors travel as raw bytes and arrive on the CPU."""
+    file = io.BytesIO()
+    pickler = Pickler(file)
+    pickler.dump(message)
+    connection.send_bytes(file.getvalue())
+    connection.send_bytes(save(pickler.tensors))
 
 
 def receive(connection: Connection) -> Any:
     """The next message. Raises EOFError or OSError when the other side is gone."""
-    leaves, spec = pickle.loads(connection.recv_bytes())
-    tensors = load(connection.recv_bytes())
-    return unflatten([tensors[str(leaf.number)] if isinstance(leaf, Slot) else leaf for leaf in leaves], spec)
+    structure = connection.recv_bytes()
+    return Unpickler(io.BytesIO(structure), load(connection.recv_bytes())).load()

@@ -11,6 +11,7 @@ import threading
 import traceback
 import warnings
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -19,9 +20,13 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.runtime.rank import Rank, RankSpec
+from autopar.runtime.resident import resident_bytes, restart_peak
 from autopar.runtime.settings import TorchSettings
 from autopar.runtime.transport import ProcessGroupTransport, TransportError, init_process_group
 from autopar.runtime.wire import receive, send
+
+START_SECONDS = 300.0  # for all workers to import what they need
+WHERE = "where"  # the message that asks a worker for its position
 
 
 @dataclass(frozen=True)
@@ -54,35 +59,66 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
     # torch 2.11 warns about its own class whenever a pickled tree spec is read.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-    connection, number = Connection(int(sys.argv[1])), int(sys.argv[2])
-    commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    threading.Thread(target=listen, args=(connection, commands), daemon=True).start()
-    rank: Rank | None = None
-    while True:
-        name, arguments = commands.get()
+    Worker(int(sys.argv[2]), Connection(int(sys.argv[1]))).run()
+
+
+class Worker:
+    """Obeys the caller in its main thread; a second thread listens, and answers `WHERE` even while the first hangs."""
+
+    def __init__(self, number: int, connection: Connection) -> None:
+        self.number, self.connection = number, connection
+        restart_peak()
+        self.base_bytes = resident_bytes()
+        self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.speaking = threading.Lock()
+        self.rank: Rank | None = None
+
+    def run(self) -> None:
+        threading.Thread(target=self.listen, args=(threading.get_ident(),), daemon=True).start()
+        while True:
+            self.say(self.obey(*self.commands.get()))
+
+    def say(self, reply: tuple[bool, Any]) -> None:
+        with self.speaking:
+            send(self.connection, reply)
+
+    def obey(self, name: str, arguments: tuple) -> tuple[bool, Any]:
+        """Carry out one command ("start" makes the rank); whether it went well, and its result or failure."""
         try:
             if name == "start":
-                rank = join(number, *arguments)
-                result = None
-            else:
-                result = getattr(rank, name)(*arguments)
-            reply = (True, result)
+                self.rank = join(self.number, self.base_bytes, *arguments)
+                return True, None
+            return True, getattr(self.rank, name)(*arguments)
         except Exception as error:
-            reply = (False, failure(number, rank, error))
-        send(connection, reply)
+            return False, failure(self.number, self.rank, error)
+
+    def listen(self, main_thread: int) -> None:
+        """Queue commands as they come; end the process at once when the caller is gone, whatever it is doing."""
+        try:
+            while True:
+                message = receive(self.connection)
+                if message == WHERE:
+                    self.say((False, self.position(main_thread)))
+                else:
+                    self.commands.put(message)
+        except (EOFError, OSError):
+            sys.stdout.flush()
+            os._exit(0)
+
+    def position(self, main_thread: int) -> Failure:
+        """What this rank is doing, as the reason why it has not replied."""
+        step = self.rank.running if self.rank is not None else None
+        waiting = step is not None and step.current is not None and not step.computing
+        return Failure(
+            self.number,
+            action_of(self.rank),
+            f"no reply, it is still {'waiting for its inputs' if waiting else 'computing'}",
+            "".join(traceback.format_stack(sys._current_frames()[main_thread])),
+            secondary=waiting,
+        )
 
 
-def listen(connection: Connection, commands: queue.SimpleQueue[Any]) -> None:
-    """Queue commands as they come; end the process at once when the caller is gone, whatever else it is doing."""
-    try:
-        while True:
-            commands.put(receive(connection))
-    except (EOFError, OSError):
-        sys.stdout.flush()
-        os._exit(0)
-
-
-def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
+def join(number: int, base_bytes: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     """Meet the other ranks and take this rank's weights."""
     torch.set_num_threads(start.num_threads)
     start.settings.apply()
@@ -91,18 +127,27 @@ def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.TCPStore(start.store_host, start.store_port, spec.world, is_master=False)
+    # Processes start seconds apart, and the step's timeout may be shorter than that.
+    store.set(f"started/{number}", "")
+    store.wait([f"started/{rank}" for rank in range(spec.world)], timedelta(seconds=START_SECONDS))
     init_process_group(start.backend, number, spec.world, device, start.timeout_seconds, store)
-    return Rank(spec, tensors, ProcessGroupTransport(number, device, spec.edges, spec.shared))
+    transport = ProcessGroupTransport(number, device, spec.edges, spec.shared, start.timeout_seconds)
+    return Rank(spec, tensors, transport, base_bytes)
 
 
 def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
     """What the caller is told about an exception."""
-    action = rank.running.current if rank is not None and rank.running is not None else None
     return Failure(
         number,
-        str(action) if action is not None else "",
+        action_of(rank),
         f"{type(error).__name__}: {error}",
         "".join(traceback.format_exception(error)),
         isinstance(error, TransportError | dist.DistError),
         error if isinstance(error, AutoparError) else None,
     )
+
+
+def action_of(rank: Rank | None) -> str:
+    """The action a rank is in; empty outside steps."""
+    action = rank.running.current if rank is not None and rank.running is not None else None
+    return str(action) if action is not None else ""

@@ -37,7 +37,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Ranges:
+class OpRanges:
     """Stage s runs the operations ``starts[s]`` up to the next start, but for ``exceptions``."""
 
     starts: tuple[int, ...]
@@ -94,7 +94,7 @@ def make_plan(
     )
 
 
-def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> Ranges:
+def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> OpRanges:
     """The ranges of operations, one per stage, from which the fewest operations are excepted."""
     home = {op: stage_of[g] for g, group in enumerate(cost.groups) for op in group.ops}
     stages, size = max(stage_of) + 1, len(graph.ops)
@@ -118,7 +118,7 @@ def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> Ranges:
     exceptions = {
         op.name: home[op.name] for s in range(stages) for op in graph.ops[edges[s] : edges[s + 1]] if home[op.name] != s
     }
-    return Ranges(edges[:-1], exceptions)
+    return OpRanges(edges[:-1], exceptions)
 
 
 def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int], int]:

@@ -20,6 +20,7 @@ class Constraints:
 
     ``batch`` is the global batch in samples, ``microbatch_size`` the most samples of a microbatch, ``memory_bytes`` a
     device's (0.95 of the machine's by default). ``pins`` fixes operations or whole modules, by name, to stages.
+    ``least_samples`` is how few samples a microbatch may have where their number is left to the search.
 
     Raises:
         UsageError: a number is out of range, or two of them contradict each other.
@@ -34,6 +35,7 @@ class Constraints:
     memory_bytes: int | None = None
     balance: Balance = "time"
     pins: Mapping[str, int] = field(default_factory=dict)
+    least_samples: int = 1
     time_limit_seconds: float = 60.0
 
     def __post_init__(self) -> None:
@@ -74,6 +76,11 @@ def microbatch_size(batch: int, microbatches: int) -> int:
     return -(-batch // microbatches)
 
 
+def min_microbatch_size(batch: int, microbatches: int) -> int:
+    """Samples of the last and smallest microbatch."""
+    return (batch - 1) % microbatch_size(batch, microbatches) + 1
+
+
 def num_microbatches(batch: int, microbatches: int) -> int:
     """How many microbatches torch.chunk really makes; fewer than asked where their size was rounded up."""
     return -(-batch // microbatch_size(batch, microbatches))
@@ -94,6 +101,7 @@ def microbatch_candidates(constraints: Constraints) -> tuple[int, ...]:
         asked = {-(-batch // constraints.microbatch_size)}
     else:
         asked = {2**k for k in range(batch.bit_length())} | {d for d in range(1, batch + 1) if batch % d == 0}
+        asked = {m for m in asked if min_microbatch_size(batch, m) >= constraints.least_samples} or {1}
     return tuple(sorted({num_microbatches(batch, m) for m in asked}))
 
 

@@ -19,7 +19,11 @@ __all__ = ["trace", "weight_tensors"]
 
 
 def trace(
-    model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None, mode: Mode = "train", name: str = ""
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    mode: Mode = "train",
+    name: str = "",
 ) -> Graph:
     """The graph of ``model(*args, **kwargs)`` in one mode; the model itself is left untouched.
 
@@ -27,6 +31,7 @@ def trace(
         model: on any device, the meta device included; parameters and buffers keep their names.
         args: positional inputs at the microbatch shape; nested structures of tensors and constants.
         kwargs: keyword inputs likewise.
+        mode: train leaves submodules as they are if the model is in training mode, so that frozen ones stay frozen.
         name: what to call the model; its class name if empty.
 
     Raises:
@@ -53,7 +58,9 @@ def trace(
             weights[weight.name] = replace(weight, requires_grad=weight.name in trainable)
             known[node] = replace(value_from(weight.name, node.meta["val"]), requires_grad=weight.name in trainable)
         else:
-            raise TraceError(f"Cannot use {spec.kind.name.lower()} {spec.target} of {type(model).__name__}: not a tensor.")
+            raise TraceError(
+                f"Cannot use {spec.kind.name.lower()} {spec.target} of {type(model).__name__}: not a tensor."
+            )
     converter = Converter(known, set(weights))
     outputs = converter.run(program.graph)
     ops = live(converter.finished(), outputs)
@@ -116,9 +123,12 @@ def live(ops: list[Op], outputs: Any) -> tuple[Op, ...]:
     updated = {name for op in ops if not op.outputs for name in refs(op.args)}
     kept: list[Op] = []
     for op in reversed(ops):
-        if not op.outputs or op.mutates or needed & {v.name for v in op.outputs} or updated & {v.name for v in op.outputs}:
+        if (
+            not op.outputs
+            or op.mutates
+            or needed & {v.name for v in op.outputs}
+            or updated & {v.name for v in op.outputs}
+        ):
             kept.append(op)
             needed |= set(op.reads)
     return tuple(reversed(kept))
-
-

@@ -15,29 +15,30 @@ from torch._ops import HigherOrderOperator, OpOverload
 
 from autopar.errors import TraceError
 from autopar.ir import LocalDevice, Op, Ref, Value, refs
+from autopar.trace.autocast import cast_to
 from autopar.trace.export import is_internal
-from autopar.trace.inplace import STATISTICS, aliased_arguments, out_of_place, written_arguments
+from autopar.trace.inplace import STATISTICS, aliased_arguments, missing_defaults, out_of_place, written_arguments
 
 FOREVER = 1 << 60
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n')
 # Checks of tensor properties that the trace has already proved; they compute nothing.
 CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
-# Regions that torch.export keeps as sub-graphs. Autocast's casts are in the sub-graph as operations.
 DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
 DIFFERENTIABLE = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 # Operations that read a tensor's shape or value but never pass a gradient on.
 UNTRACKED = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::empty_like", "aten::full_like",
              "aten::rand_like", "aten::randn_like", "aten::new_empty", "aten::new_zeros", "aten::new_ones",
              "aten::new_full")  # fmt: skip
+# Regions that torch.export keeps as sub-graphs.
 REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 class Converter:
     """Walks fx nodes in order and collects operations.
 
-    An in-place operation becomes its out-of-place counterpart and later readers of the old value read the new one. Where
-    another name of the same memory is read later (a view, a weight) it stays in place, and everything that touches that
-    memory up to the last update is recorded to stay together on one stage.
+    An in-place operation becomes its out-of-place counterpart and later readers of the old value read the new one.
+    Where another name of the same memory is read later (a view, a weight) it stays in place, and everything that
+    touches that memory up to the last update is recorded to stay together on one stage.
     """
 
     def __init__(self, known: dict[fx.Node, Value], weights: set[str]) -> None:
@@ -51,6 +52,8 @@ class Converter:
         self.aliases: dict[str, set[str]] = defaultdict(set)
         self.ops: list[Op] = []
         self.updated_until: dict[str, int] = {}
+        self.autocast = False
+        self.tracked: dict[str, Ref] = {}  # a value detached for a no_grad region -> the value with its history
 
     # -- walking -----------------------------------------------------------------------------------------------
 
@@ -77,16 +80,27 @@ class Converter:
         if isinstance(target, HigherOrderOperator):
             return self.inline(node, last_use, position)
         if not isinstance(target, OpOverload):
-            raise TraceError(f"Cannot use {target} at {source_of(node)}: not an ATen operation. Rewrite it with PyTorch.")
+            raise TraceError(
+                f"Cannot use {target} at {source_of(node)}: sizes that depend on tensor values, and operations outside "
+                "ATen, cannot be split. Rewrite it with PyTorch operations whose shapes follow from the inputs' shapes."
+            )
         if str(target).startswith(CHECKS):
             return None
+        if isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise TraceError(
+                f"Cannot use {short_name(target)} at {source_of(node)}: it takes a number out of a tensor, and a "
+                "traced graph would not follow it. Keep it a tensor (leave out .item(), int(), float(), .tolist())."
+            )
         args = tuple(self.resolve(a) for a in node.args)
         if is_identity(target, args):
             return args[0]
         return self.add(node, target, args, last_use, position)
 
     def inline(self, node: fx.Node, last_use: dict[fx.Node, int], position: int) -> Any:
-        """Convert a no_grad or autocast region's sub-graph in place; what enters a no_grad region is detached."""
+        """Convert a no_grad or autocast region's sub-graph in place.
+
+        What enters a no_grad region is detached; what it hands out unchanged or updated in place is not.
+        """
         if str(node.target) not in REGIONS:
             raise TraceError(
                 f"Cannot use {node.target} at {source_of(node)}: control flow inside the graph is not supported. "
@@ -98,32 +112,57 @@ class Converter:
         if str(node.target) == "wrap_with_set_grad_enabled" and not node.args[0]:
             arguments = [self.detached(node, a) for a in arguments]
         self.result |= dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        outside, self.held = self.held, self.held | {
-            name for n, use in last_use.items() if use > position and (name := self.name_of(n))
-        }
+        outside = self.held, self.autocast
+        self.held = self.held | {name for n, use in last_use.items() if use > position and (name := self.name_of(n))}
+        self.autocast = self.autocast or str(node.target) == "wrap_with_autocast"
         outputs = self.run(region.graph)
-        self.held = outside
+        self.held, self.autocast = outside
+        if isinstance(outputs, tuple):
+            return tuple(self.tracked.get(o.name, o) if isinstance(o, Ref) else o for o in outputs)
         return outputs
 
     def detached(self, node: fx.Node, argument: Any) -> Any:
         """The argument without its autograd history."""
         if not isinstance(argument, Ref) or not self.values[argument.name].requires_grad:
             return argument
-        return self.record(node, torch.ops.aten.detach.default, (argument,), (), self.values[argument.name])
+        result = self.record(node, torch.ops.aten.detach.default, (argument,), (), self.values[argument.name])
+        self.tracked[result.name] = argument
+        return result
 
     # -- one operation -----------------------------------------------------------------------------------------
 
     def add(self, node: fx.Node, target: OpOverload, args: tuple, last_use: dict[fx.Node, int], position: int) -> Any:
         """Record an operation out of place if its side effect has no other reader, else in place."""
         kwargs = tuple((k, self.resolve(v)) for k, v in node.kwargs.items())
-        written = [args[i].name for i in written_arguments(target) if i < len(args) and isinstance(args[i], Ref)]
+        if self.autocast:
+            args, kwargs = self.cast(node, target, args, kwargs)
+        given = dict(zip((a.name for a in target._schema.arguments), args)) | dict(kwargs)
+        written = [given[name].name for name in written_arguments(target) if isinstance(given.get(name), Ref)]
         if not written:
             return self.record(node, target, args, kwargs, node.meta.get("val"))
         functional = out_of_place(target)
         if len(written) == 1 and functional is not None and not self.read_elsewhere(written[0], last_use, position):
+            kwargs += missing_defaults(target, functional, args, kwargs)
             self.newest[written[0]] = (result := self.record(node, functional, args, kwargs, node.meta["val"])).name
             return result
         return self.update(node, target, args, kwargs, written)
+
+    def cast(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple) -> tuple[tuple, tuple]:
+        """The arguments with the casts that autocast would make."""
+        wanted = cast_to(target, args, kwargs, node.meta.get("val"), self.values)
+
+        def converted(argument: Any) -> Any:
+            if isinstance(argument, tuple):
+                return tuple(converted(a) for a in argument)
+            value = self.values[argument.name] if isinstance(argument, Ref) else None
+            if value is None or value.dtype not in DIFFERENTIABLE or getattr(torch, value.dtype) == wanted:
+                return argument
+            value = replace(value, dtype=str(wanted).removeprefix("torch."))
+            return self.record(node, torch.ops.aten.to.dtype, (argument, wanted), (), value)
+
+        if wanted is None:
+            return args, kwargs
+        return converted(args), tuple((k, converted(v)) for k, v in kwargs)
 
     def record(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple, val: Any) -> Any:
         """Append an operation; what its users read."""
@@ -165,7 +204,7 @@ class Converter:
         """Whether the memory behind ``written`` is a weight or is read later under another name."""
         root = self.root_of(written)
         others = ({root} | self.aliases[root]) - {written}
-        if root in self.weights or others & self.held:
+        if root in self.weights or others & self.held or written in self.tracked:
             return True
         return any(use > position and self.name_of(n) in others for n, use in last_use.items())
 
@@ -183,7 +222,9 @@ class Converter:
         if isinstance(argument, torch.device):
             return LocalDevice()
         if isinstance(argument, torch.SymInt | torch.SymFloat | torch.SymBool):
-            raise TraceError(f"Size {argument} depends on tensor values; autopar needs sizes that follow from the inputs'.")
+            raise TraceError(
+                f"Size {argument} depends on tensor values; autopar needs sizes that follow from the inputs'."
+            )
         return argument
 
     def current(self, ref: Any) -> Any:

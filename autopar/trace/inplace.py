@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
@@ -15,10 +16,9 @@ STATISTICS: Mapping[str, tuple[tuple[int, ...], int]] = {
 }
 
 
-def written_arguments(target: OpOverload) -> tuple[int, ...]:
-    """Positions of the arguments that an operation updates in place."""
-    schema = target._schema
-    return tuple(i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write)
+def written_arguments(target: OpOverload) -> tuple[str, ...]:
+    """Names of the arguments that an operation updates in place."""
+    return tuple(a.name for a in target._schema.arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
 def aliased_arguments(target: OpOverload) -> tuple[int, ...]:
@@ -29,9 +29,9 @@ def aliased_arguments(target: OpOverload) -> tuple[int, ...]:
 
 
 def out_of_place(target: OpOverload) -> OpOverload | None:
-    """``aten.relu`` for ``aten.relu_``: the overload with equal arguments that returns a new tensor, if there is one."""
+    """``aten.relu`` for ``aten.relu_``: the overload with equal arguments that returns a new tensor, if any."""
     packet_name = target._schema.name.removeprefix("aten::")
-    if not packet_name.endswith("_"):
+    if not packet_name.endswith("_") or packet_name == "copy_":  # aten::copy has no derivative
         return None
     packet = getattr(torch.ops.aten, packet_name[:-1], None)
     if packet is None:
@@ -42,3 +42,13 @@ def out_of_place(target: OpOverload) -> OpOverload | None:
         if [(a.name, str(a.type)) for a in candidate._schema.arguments] == wanted and not written_arguments(candidate):
             return candidate
     return None
+
+
+def missing_defaults(
+    target: OpOverload, functional: OpOverload, args: tuple, kwargs: tuple
+) -> tuple[tuple[str, Any], ...]:
+    """Values that a call of ``target`` leaves to its defaults and ``functional`` has no default for (bernoulli's p)."""
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    given = {name for name, _ in kwargs}
+    required = (a.name for a in functional._schema.arguments[len(args) :] if not a.has_default_value())
+    return tuple((name, defaults[name]) for name in required if name not in given)

@@ -1,0 +1,49 @@
+# make demo and make test need nothing but Python 3.11 or newer: everything else goes into .venv.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+DEMO_FOLDER := runs/demo
+
+.PHONY: demo test check lint wheel build bench clean
+
+# Each stamp says that .venv holds what pyproject.toml asked for when it was last read.
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autopar needs Python 3.11 or newer, this is " + sys.version.split()[0])'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+
+$(VENV)/train.stamp: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[train]'
+	touch $@
+
+$(VENV)/dev.stamp: $(BIN)/python pyproject.toml
+	$(BIN)/python -m pip install --quiet -e '.[dev]'
+	touch $@ $(VENV)/train.stamp
+
+.venv: $(VENV)/dev.stamp
+
+# A ViT-Tiny of depth 6 learns to read handwritten digits on two processes.
+demo: $(VENV)/train.stamp
+	$(BIN)/autopar train vit_tiny_patch16_224 --data digits --devices 2 --epochs 30 --batch-size 64 --lr 1e-3 \
+	  --clip-grad 0.5 --shift 1 --microbatches 4 --model-kwargs depth=6 patch_size=8 --output $(DEMO_FOLDER)
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+
+check: lint test
+
+wheel build: $(VENV)/dev.stamp
+	$(BIN)/python -m build
+
+bench: $(VENV)/dev.stamp
+	$(BIN)/autopar bench vit_small_patch16_224 --devices 2 --microbatches 8
+
+clean:
+	rm -rf $(VENV) dist runs build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,150 @@
+"""``autopar bench``: a plan run beside the plain PyTorch loop, and compared with its own bubble bound and memory."""
+
+from __future__ import annotations
+
+import functools
+import json
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api import parallelize
+from autopar.batching import microbatch_sizes
+from autopar.ir import Plan
+from autopar.model import ParallelModel
+from autopar.runtime import Span
+from autopar.runtime.plain import plain_step_seconds
+from autopar.schedule import generate, simulate
+
+WARMUP_STEPS = 2
+optimizer_of = functools.partial(torch.optim.AdamW, lr=1e-4)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Predicted and measured peak of one rank, byte."""
+
+    rank: int
+    predicted_bytes: int
+    measured_bytes: int
+
+
+@dataclass(frozen=True)
+class BenchResult:
+    """Medians over the timed steps.
+
+    ``bound_seconds`` is the step time that the schedule would take if nothing cost time but the actions, each as long as
+    measured on its own rank.
+    """
+
+    model: str
+    batch: int
+    microbatches: int
+    devices: int
+    step_seconds: float
+    bound_seconds: float
+    single_seconds: float
+    plain_seconds: float
+    memory: tuple[RankMemory, ...]
+    machine: str
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batch / self.step_seconds
+
+    @property
+    def of_bound(self) -> float:
+        """Share of the bubble bound that was reached."""
+        return self.bound_seconds / self.step_seconds
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def run_bench(
+    model: nn.Module,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    devices: int,
+    steps: int = 10,
+    progress: Callable[[str], None] = lambda text: None,
+    **constraints: Any,
+) -> BenchResult:
+    """Measure a model's plan over ``devices``, over one device, and the plain loop on one device.
+
+    All do the same microbatches with AdamW in the same precision; the two single-device runs take turns, so that drift of
+    the machine's clock falls on both.
+
+    Args:
+        x, y: images and class indices at the global batch.
+        steps: timed steps of each, after the warm-up.
+        progress: is told what is running.
+        constraints: of the plan.
+    """
+    progress(f"plan over {devices} devices")
+    with parallelize(model, devices, example_inputs=x, optimizer=optimizer_of, **constraints) as pm:
+        plan, machine = pm.plan, pm.machine
+        seconds, bounds = timed(pm, x, y, steps)
+        memory = tuple(
+            RankMemory(rank, plan.prediction.peak_bytes[rank], stats.peak_bytes) for rank, stats in pm.stats().items()
+        )
+    progress("one device, in turns with the plain loop")
+    torch.set_num_threads(machine.num_threads)
+    device = torch.device(machine.device_of(0))
+    sizes = microbatch_sizes(plan.batch, plan.microbatches)
+    cut = list(zip(x.to(device).split(sizes), y.to(device).split(sizes)))
+    plain_model = model.train().to(device)
+    optimizer = optimizer_of(plain_model.parameters())
+    single: list[float] = []
+    plain: list[float] = []
+    microbatches = plan.microbatches
+    with parallelize(model, 1, example_inputs=x, optimizer=optimizer_of, microbatches=microbatches) as pm:
+        for _ in range(WARMUP_STEPS + steps):
+            single.append(pm.train_step(x, y).step_seconds)
+            plain.append(plain_step_seconds(plain_model, optimizer, nn.functional.cross_entropy, cut))
+    return BenchResult(
+        model=plan.model.name,
+        batch=plan.batch,
+        microbatches=microbatches,
+        devices=devices,
+        step_seconds=median(seconds),
+        bound_seconds=median(bounds),
+        single_seconds=median(single[WARMUP_STEPS:]),
+        plain_seconds=median(plain[WARMUP_STEPS:]),
+        memory=memory,
+        machine=machine_text(machine.device_type, machine.num_threads),
+    )
+
+
+def timed(pm: ParallelModel, x: torch.Tensor, y: torch.Tensor, steps: int) -> tuple[list[float], list[float]]:
+    """Step times, and the bubble bound of each step from its own action times."""
+    seconds, bounds = [], []
+    for i in range(WARMUP_STEPS + steps):
+        result = pm.train_step(x, y)
+        if i >= WARMUP_STEPS:
+            seconds.append(result.step_seconds)
+            bounds.append(bubble_bound_seconds(pm.plan, {rank: s.spans for rank, s in pm.stats().items()}))
+    return seconds, bounds
+
+
+def bubble_bound_seconds(plan: Plan, spans: dict[int, tuple[Span, ...]]) -> float:
+    """Simulated step with each stage's measured forward and backward and free transfers."""
+
+    def per_action(rank: int, kind: str) -> float:
+        return mean(s.end_seconds - s.start_seconds for s in spans[rank] if s.action.kind == kind)
+
+    forward = [per_action(rank, "F") for rank in sorted(spans)]
+    backward = [per_action(rank, "B") for rank in sorted(spans)]
+    count = len(microbatch_sizes(plan.batch, plan.microbatches))
+    return simulate(generate(plan.schedule, plan.mesh.pp, count), forward, backward).step_seconds
+
+
+def machine_text(device_type: str, num_threads: int) -> str:
+    """Hardware and versions, for a record."""
+    device = torch.cuda.get_device_name() if device_type == "cuda" else f"{platform.machine()} CPU, {num_threads} thread each"
+    return f"{device}, torch {torch.__version__}, Python {platform.python_version()}"

@@ -1,0 +1,5 @@
+"""The command line: ``autopar plan | check | train | codegen | bench``."""
+
+from autopar.cli.app import app, main
+
+__all__ = ["app", "main"]

@@ -1,0 +1,50 @@
+"""``autopar check``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autopar.cli.command import takes_flags
+from autopar.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
+
+DEFAULT_BATCH = 8  # every step runs twice, once of it on one device
+
+
+@takes_flags
+def check(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices to split the model over.", metavar="N")],
+    model_flags: ModelFlags,
+    plan_flags: PlanFlags,
+    run_flags: RunFlags,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="AdamW steps.", metavar="N")] = 3,
+    seed: Annotated[int, typer.Option(help="Of weights and inputs.", metavar="N")] = 0,
+) -> None:
+    """Prove on this machine that MODEL computes the same on N devices as on one."""
+    constraints = plan_flags.constraints() | run_flags.constraints()
+    import torch
+
+    from autopar.api import example_call
+    from autopar.cli.models import model_source, named_plan
+    from autopar.cli.output import show
+    from autopar.cli.parity_table import parity_parts
+    from autopar.parity import compare
+
+    source = model_source(model, model_flags, batch or DEFAULT_BATCH)
+    torch.manual_seed(seed)
+    built = source.build("cpu")
+    default = None if source.input_shape is not None else DEFAULT_BATCH
+    shape = example_call(built, None, batch or default, source.input_shape).leaves[0].shape
+    if not {"microbatches", "microbatch_size"} & constraints.keys():
+        # Several, so that the pipeline is filled, of at least two samples, which batch norm needs.
+        constraints["microbatches"] = min(devices, max(1, shape[0] // 2))
+    parity = compare(built, torch.randn(shape), devices=devices, steps=steps, **constraints)
+    show(parity_parts(parity, named_plan(parity.plan, source)))
+    if not parity.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,92 @@
+"""How a function becomes a command: grouped flags, ``--model-kwargs`` with several values, errors as messages."""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from autopar.errors import AutoparError
+
+INTERRUPTED = 130  # what shells report for Ctrl-C
+
+
+class Commands(TyperGroup):
+    """All commands; ``--debug`` may stand anywhere."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = [a for a in args if a != "--debug"]
+        return super().parse_args(ctx, [*(["--debug"] if len(rest) < len(args) else []), *rest])
+
+
+class Command(TyperCommand):
+    """A command that ends with one readable message and the error's exit code."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, spread(args))
+
+    def invoke(self, ctx: Any) -> Any:
+        debug = ctx.find_root().params["debug"]
+        try:
+            return super().invoke(ctx)
+        except AutoparError as error:
+            raise report(error, str(error), error.exit_code, debug) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(INTERRUPTED) from error
+        except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
+            raise
+        except Exception as error:
+            message = f"unexpected {type(error).__name__}: {error}. Run again with --debug and report the traceback."
+            raise report(error, message, 1, debug) from error
+
+
+def report(error: BaseException, message: str, exit_code: int, debug: bool) -> typer.Exit:
+    """Print an error, with its traceback where asked for; the exit that tells the shell."""
+    if debug:
+        traceback.print_exception(error)
+    typer.echo(typer.style("error: ", fg=typer.colors.RED, bold=True) + message, err=True)
+    return typer.Exit(exit_code)
+
+
+def spread(args: list[str]) -> list[str]:
+    """Arguments with ``--model-kwargs`` repeated before each of its values, as timm's scripts take them."""
+    result: list[str] = []
+    inside = False
+    for arg in args:
+        if arg.startswith("-"):
+            inside = arg == "--model-kwargs"
+        elif inside and result[-1] != "--model-kwargs":
+            inside = "=" in arg
+            result += ["--model-kwargs"] if inside else []
+        result.append(arg)
+    return result
+
+
+def takes_flags(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose parameters of a dataclass type are given as one flag for each of its fields."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if inspect.isclass(hint) and is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.name not in groups:
+            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        inner = get_type_hints(groups[parameter.name], include_extras=True)
+        parameters += [
+            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=inner[f.name])
+            for f in fields(groups[parameter.name])
+        ]
+
+    def command(**values: Any) -> None:
+        filled = {name: group(**{f.name: values.pop(f.name) for f in fields(group)}) for name, group in groups.items()}
+        function(**values, **filled)
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return command

@@ -1,0 +1,131 @@
+"""Flags that several commands share, each written once, and what their texts mean."""
+
+from __future__ import annotations
+
+import ast
+import json
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from typer import Option
+
+from autopar.errors import UsageError
+
+DEFAULT_BATCH = 64
+MODEL_HELP = "A timm name, torchvision:NAME, or package.module:factory."
+
+
+@dataclass(frozen=True)
+class BuildFlags:
+    """How the model is built."""
+
+    img_size: Annotated[int | None, Option(min=1, help="Side of the images, in pixels.", metavar="N")] = None
+    model_kwargs: Annotated[
+        list[str] | None,
+        Option(help="Arguments of the model, such as depth=6 patch_size=8.", metavar="NAME=VALUE ..."),
+    ] = None
+
+
+@dataclass(frozen=True)
+class ModelFlags(BuildFlags):
+    """How the model is built and what it is fed."""
+
+    input_shape: Annotated[
+        str | None, Option("--input", help="Shape of the input with the batch, such as 8,3,64,64.", metavar="SHAPE")
+    ] = None
+
+
+@dataclass(frozen=True)
+class PlanFlags:
+    """Constraints on the plan; what is not given is chosen."""
+
+    memory: Annotated[str | None, Option(help="Memory of a device, such as 24GiB.", metavar="SIZE")] = None
+    hardware: Annotated[
+        str | None, Option(help="Cost model to plan with: a name or a TOML file.", metavar="NAME|FILE")
+    ] = None
+    pp: Annotated[int | None, Option(help="Pipeline stages.", metavar="N")] = None
+    tp: Annotated[int | None, Option(help="Tensor-parallel size; 1 in this version.", metavar="N")] = None
+    dp: Annotated[int | None, Option(help="Data-parallel size; 1 in this version.", metavar="N")] = None
+    microbatches: Annotated[int | None, Option(help="Microbatches per step.", metavar="N")] = None
+    microbatch_size: Annotated[int | None, Option(help="Samples per microbatch.", metavar="N")] = None
+    chunks: Annotated[int | None, Option(help="Stages per rank; 1 in this version.", metavar="N")] = None
+    schedule: Annotated[str | None, Option(help="1f1b (default) or gpipe.", metavar="NAME")] = None
+    precision: Annotated[str | None, Option(help="fp32 in this version.", metavar="NAME")] = None
+    recompute: Annotated[str | None, Option(help="none in this version.", metavar="NAME")] = None
+    balance: Annotated[
+        str | None, Option(help="What the stages share evenly: time (default), params, flops, uniform.", metavar="NAME")
+    ] = None
+    pin: Annotated[
+        list[str] | None,
+        Option(help="Put a module or operation on a stage; may be repeated.", metavar="NAME=STAGE"),
+    ] = None
+
+    def constraints(self) -> dict[str, Any]:
+        """The keyword arguments of `autopar.plan` that were given."""
+        given = {k: v for k, v in asdict(self).items() if v is not None and k != "pin"}
+        return given | ({"pins": parse_pins(self.pin)} if self.pin else {})
+
+
+@dataclass(frozen=True)
+class RunFlags:
+    """Settings of a run on this machine."""
+
+    backend: Annotated[
+        str | None, Option(help="gloo (CPU) or nccl (GPUs); by default GPUs where there are any.", metavar="NAME")
+    ] = None
+
+    def constraints(self) -> dict[str, Any]:
+        """The keyword arguments of `autopar.parallelize` that were given."""
+        return {} if self.backend is None else {"backend": self.backend}
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """The shape in ``8,3,64,64``.
+
+    Raises:
+        UsageError: not whole numbers of at least 1.
+    """
+    parts = text.replace("x", ",").split(",")
+    if not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
+        raise UsageError(
+            f"Cannot read --input {text!r} as a shape. Write the batch and the other sizes, such as 8,3,64,64."
+        )
+    return tuple(int(p) for p in parts)
+
+
+def parse_kwargs(texts: list[str] | None) -> dict[str, Any]:
+    """The arguments in ``depth=6 global_pool=avg``: Python literals, or else text.
+
+    Raises:
+        UsageError: no name, or a value that a plan file cannot hold.
+    """
+    result: dict[str, Any] = {}
+    for item in texts or []:
+        name, equals, value = item.partition("=")
+        if not equals or not name.strip().isidentifier():
+            raise UsageError(f"Cannot read --model-kwargs {item!r}. Write NAME=VALUE, such as depth=6.")
+        try:
+            result[name.strip()] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            result[name.strip()] = value
+        try:
+            json.dumps(result[name.strip()])
+        except TypeError as error:
+            raise UsageError(f"--model-kwargs {item!r}: a plan file cannot hold this value. {error}.") from error
+    return result
+
+
+def parse_pins(texts: list[str]) -> dict[str, int]:
+    """The stage of each name in ``blocks.3=1``.
+
+    Raises:
+        UsageError: no name or no stage number, or two stages for one name.
+    """
+    pins: dict[str, int] = {}
+    for text in texts:
+        name, equals, stage = text.rpartition("=")
+        if not equals or not name.strip() or not stage.strip().isdecimal():
+            raise UsageError(f"Cannot read --pin {text!r}. Write NAME=STAGE, such as blocks.3=1; stages count from 0.")
+        if pins.setdefault(name.strip(), int(stage)) != int(stage):
+            raise UsageError(f"--pin gives {name} two stages, {pins[name.strip()]} and {int(stage)}. Give one.")
+    return pins

@@ -1,0 +1,47 @@
+"""What commands print and write."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console, RenderableType
+
+from autopar.errors import UsageError
+from autopar.ir import Plan
+from autopar.ir.table import plan_text, rendered
+
+PIPE_WIDTH, MAX_WIDTH = 100, 120
+
+
+def show(parts: Sequence[RenderableType]) -> None:
+    """Print tables as wide as the terminal is, in colour where it has any."""
+    typer.echo(rendered(parts, *screen()))
+
+
+def show_plan(plan: Plan) -> None:
+    """Print a plan."""
+    typer.echo(plan_text(plan, *screen()))
+
+
+def screen() -> tuple[int, bool]:
+    """Columns to fill, and whether to use colours."""
+    console = Console()
+    if not console.is_terminal:
+        return PIPE_WIDTH, False
+    return min(console.width, MAX_WIDTH), not console.no_color
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    """Write a plan file.
+
+    Raises:
+        UsageError: the file cannot be written.
+    """
+    try:
+        plan.save(path)
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write the plan to {path}: {error.strerror}. Give a file in a folder that exists."
+        ) from error

@@ -1,0 +1,71 @@
+"""The printed comparison of ``autopar check``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from autopar.ir import Plan
+from autopar.ir.table import labelled, microbatches_text, plain_table, stage_ends
+from autopar.ir.units import COUNT, plural, text
+from autopar.parity import ABSOLUTE, EPSILON, LEARNING_RATE, RELATIVE, SMALL_NORM, Parity, Row
+
+
+def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
+    """What was compared and how it came out; ``plan`` is the comparison's own under its full name."""
+    stages = " | ".join(first if first == last else f"{first} … {last}" for first, last in stage_ends(plan.stages))
+    devices = plural(plan.mesh.devices, "device")
+    trained = f"{plural(parity.steps, 'AdamW step')} (lr {LEARNING_RATE:g}, eps {EPSILON:g}), " if parity.steps else ""
+    lines = [
+        ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters"),
+        ("compared", f"a: on {devices}; b: the unmodified model on one device, with the same microbatches"),
+        ("batch", f"{plan.batch:,} in {microbatches_text(plan.batch, plan.microbatches)}, schedule {plan.schedule}"),
+        ("stages", stages),
+        ("training", f"{trained}{parity.loss}" if parity.steps else "not compared"),
+        (
+            "tolerance",
+            f"|a−b| ≤ {ABSOLUTE:.0e} + {RELATIVE:.0e}·|b| for every element; in a tensor with ‖b‖ < {SMALL_NORM:g}, "
+            f"{ABSOLUTE / SMALL_NORM:.0e}·‖b‖ instead of {ABSOLUTE:.0e}",
+        ),
+        *(("note", note) for note in parity.notes),
+    ]
+    return [labelled(lines), "", row_table(parity.rows), "", verdict(parity)]
+
+
+def row_table(rows: Sequence[Row]) -> Table:
+    """A row per quantity."""
+    table = plain_table()
+    table.add_column("quantity")
+    for title in ("tensors", "max |a−b|", "max ‖a−b‖/‖b‖"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("worst tensor")
+    for row in rows:
+        result = "ok, bitwise equal" if row.bitwise and row.ok else "ok" if row.ok else "FAILED"
+        table.add_row(
+            row.quantity,
+            f"{row.num_tensors:,}",
+            number(row.max_absolute),
+            number(row.max_relative),
+            result,
+            "" if row.bitwise else row.worst,
+            style="" if row.ok else "red",
+        )
+    return table
+
+
+def number(value: float) -> str:
+    """A difference with two digits; nothing at all is plain 0."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def verdict(parity: Parity) -> str:
+    """One line: equal, equal bit by bit, or what is not."""
+    failed = [row.quantity for row in parity.rows if not row.ok]
+    if failed:
+        return f"FAILED: {', '.join(failed)} differ by more than the tolerance."
+    what = "Everything" if parity.steps else "Evaluation, the only thing compared,"
+    how = "bit by bit" if all(row.bitwise for row in parity.rows) else "within the tolerance"
+    return f"{what} is equal {how}."

@@ -1,0 +1,42 @@
+"""``autopar plan``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.cli.command import takes_flags
+from autopar.cli.flags import DEFAULT_BATCH, MODEL_HELP, ModelFlags, PlanFlags
+
+
+@takes_flags
+def plan(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices to split the model over.", metavar="N")],
+    model_flags: ModelFlags,
+    plan_flags: PlanFlags,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
+    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Save it as JSON.", metavar="FILE")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
+) -> None:
+    """Find the best way to split MODEL; needs no GPU and no weights."""
+    constraints = plan_flags.constraints()
+    import autopar
+    from autopar.cli.models import model_source
+    from autopar.cli.output import save_plan, show_plan
+
+    source = model_source(model, model_flags, batch or DEFAULT_BATCH)
+    found = autopar.plan(source, devices, batch_size=batch, **constraints)
+    if output is not None:
+        save_plan(found, output)
+    if as_json:
+        typer.echo(found.to_json(), nl=False)
+        return
+    show_plan(found)
+    if output is not None:
+        typer.echo(f"\nsaved to {output}")

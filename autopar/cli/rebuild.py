@@ -1,0 +1,67 @@
+"""From a plan file back to the programs of its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.batching import Call, as_call
+from autopar.codegen import source
+from autopar.errors import PlanError, UsageError
+from autopar.ir import Mode, Plan
+from autopar.programs import Programs
+from autopar.zoo import ModelSource
+
+
+def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Mapping[str, Any] | None) -> str:
+    """The program of one rank as readable Python.
+
+    Args:
+        name, kwargs: of the model to build, where they are not the plan's own.
+    Raises:
+        UsageError: no such rank, or no such model.
+        PlanError: the plan's model cannot be built by name, or is another one.
+    """
+    if not 0 <= rank < plan.mesh.devices:
+        raise UsageError(f"--rank {rank}: the plan has ranks 0 to {plan.mesh.devices - 1}.")
+    model = planned_model(plan, name, kwargs)
+    call = planned_call(plan, model)
+    programs = Programs(model, plan, call)
+    microbatch = call.first(-(-plan.batch // plan.microbatches))
+    return source(programs.variant(mode, microbatch).programs[rank])
+
+
+def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None) -> nn.Module:
+    """The plan's model without weights."""
+    if kwargs is None:
+        kwargs = plan.model.kwargs if name is None else {}
+    if name is not None:
+        return ModelSource(name, kwargs).build("meta")
+    try:
+        return ModelSource(plan.model.name, kwargs).build("meta")
+    except UsageError as error:
+        raise PlanError(
+            f"Cannot build the plan's model by its name, field model.name: {error} A model that was made in Python "
+            "is known to its plan by its class only: pass --model NAME [--model-kwargs ...]."
+        ) from error
+
+
+def planned_call(plan: Plan, model: nn.Module) -> Call:
+    """A call of the model with the plan's inputs, on the meta device."""
+    tensors = {i.name: torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta") for i in plan.model.inputs}
+    return as_call(model, next(iter(tensors.values())) if len(tensors) == 1 else tensors)
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a plan's field.
+
+    Raises:
+        PlanError: there is none of that name.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"Plan field model.inputs: {name!r} is not a dtype of PyTorch.")
+    return dtype

@@ -1,0 +1,214 @@
+"""The printed plan."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from io import StringIO
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.plan import Alternative, Plan, Stage
+from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
+
+BAR_CELLS, LABEL_CELLS = 8, 10
+GAP = 2  # columns between two cells
+MIN_ROOM = 12  # columns for module names, however narrow the terminal is
+NEARLY_FULL = 0.9  # share of a device's memory from which a stage is marked
+LEFT = ("F █ B ░",)
+STYLES = {"F █ B ░": "cyan"}
+
+
+def plan_text(plan: Plan, width: int = 100, color: bool = False) -> str:
+    """The plan as a table for people, ``width`` columns wide, with terminal colours where asked for."""
+    parts: list[RenderableType] = [header(plan), "", stage_table(plan, width), "", footer(plan)]
+    if plan.alternatives:
+        parts += ["", alternative_table(plan)]
+    return rendered(parts, width, color)
+
+
+def rendered(parts: Sequence[RenderableType], width: int, color: bool) -> str:
+    """What rich makes of the parts, one below the other, without spaces at line ends."""
+    console = Console(
+        file=StringIO(),
+        width=width,
+        force_terminal=color,
+        color_system="standard" if color else None,
+        highlight=False,
+        legacy_windows=False,
+        record=True,
+    )
+    for part in parts:
+        console.print(part)
+    return "\n".join(line.rstrip() for line in console.export_text(styles=color).rstrip().splitlines())
+
+
+def header(plan: Plan) -> Table:
+    """What is planned, for which machine."""
+    model, hardware, mesh = plan.model, plan.hardware, plan.mesh
+    arguments = ", ".join(f"{k}={v!r}" for k, v in model.kwargs.items())
+    name = f"{model.name}({arguments})" if arguments else model.name
+    inputs = ", ".join(f"{i.name} {i.dtype}{list(i.shape)}" for i in model.inputs)
+    return labelled(
+        [
+            ("model", f"{name}, {text(model.num_params, COUNT)} parameters"),
+            ("inputs", inputs),
+            ("batch", f"{plan.batch:,} in {microbatches_text(plan.batch, plan.microbatches)}"),
+            (
+                "devices",
+                f"{mesh.devices} × {hardware.device}, {text(hardware.memory_bytes, BYTES)} each, over {hardware.link} "
+                f"(cost model {hardware.name})",
+            ),
+            (
+                "mesh",
+                f"pp {mesh.pp} × tp {mesh.tp} × dp {mesh.dp}, schedule {plan.schedule}, {plan.precision}, "
+                f"bubble {percent(plan.prediction.bubble_fraction)}",
+            ),
+        ]
+    )
+
+
+def stage_table(plan: Plan, width: int) -> Table:
+    """A row per stage: what it runs, how long, how much memory, what it sends."""
+    stages = plan.stages
+    slowest = max(s.forward_seconds + s.backward_seconds for s in stages)
+    peaks = column([s.peak_bytes for s in stages], BYTES)
+    full = [s.peak_bytes / plan.hardware.memory_bytes for s in stages]
+    shares = [percent(share, 0) for share in full]
+    sends = column([s.send_bytes for s in stages], BYTES)
+    numbers = {
+        "stage": [str(i) for i in range(len(stages))],
+        "ranks": [ranks_text(s.ranks) for s in stages],
+        "params": column([s.params for s in stages], COUNT),
+        "forward": column([s.forward_seconds for s in stages], TIME),
+        "backward": column([s.backward_seconds for s in stages], TIME),
+        "F █ B ░": [time_bar(s, slowest) for s in stages],
+        "peak memory": [f"{peak} {share:>{max(map(len, shares))}}" for peak, share in zip(peaks, shares)],
+        "sends": [sent if s.send_bytes else "–" for s, sent in zip(stages, sends)],
+    }
+    room = width - sum(GAP + max(map(len, (title, *cells))) for title, cells in numbers.items())
+    table = plain_table()
+    for title in numbers:
+        table.add_column(title, justify="left" if title in LEFT else "right", no_wrap=True, style=STYLES.get(title, ""))
+        if title == "ranks":
+            table.add_column("from … to")
+    for i, (first, last) in enumerate(stage_ends(stages)):
+        where = wrapped(f"{first} … {last}" if first != last else first, max(room, MIN_ROOM))
+        stage, ranks, *rest = (cells[i] for cells in numbers.values())
+        table.add_row(stage, ranks, where, *rest, style="yellow" if full[i] > NEARLY_FULL else "")
+    return table
+
+
+def footer(plan: Plan) -> Table:
+    """What is predicted, what bounds it, and how good the cuts are."""
+    prediction, solver = plan.prediction, plan.solver
+    seconds, rate, error = prediction.step_seconds, prediction.samples_per_second, prediction.error
+    band = f"±{percent(error, 0)}"
+    rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
+    if plan.bound_by:
+        rows.append(("bound by", plan.bound_by))
+    rows.append(
+        (
+            "solver",
+            f"{solver.name}: {solver.status}, certified gap {percent(solver.gap, 2)}, {solver.seconds:,.2f} s, "
+            f"balancing {solver.balance}",
+        )
+    )
+    if plan.exceptions:
+        listed = ", ".join(f"{name} on {stage}" for name, stage in list(plan.exceptions.items())[:3])
+        more = f", {len(plan.exceptions) - 3} more" if len(plan.exceptions) > 3 else ""
+        rows.append(("exceptions", f"{plural(len(plan.exceptions), 'operation')} outside their range: {listed}{more}"))
+    return labelled(rows)
+
+
+def alternative_table(plan: Plan) -> Table:
+    """The plans that were considered and not chosen."""
+    table = plain_table()
+    table.add_column("rejected")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("against this plan", justify="right")
+    table.add_column("")
+    best = plan.prediction.step_seconds
+    for other in plan.alternatives:
+        seconds = text(other.step_seconds, TIME) if other.step_seconds is not None else "–"
+        table.add_row(other.label, seconds, compared(other, best), other.note)
+    return table
+
+
+def plain_table() -> Table:
+    """An empty table with a line below its header and two spaces between columns."""
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+
+
+def labelled(rows: Sequence[tuple[str, str]]) -> Table:
+    """Lines of label and text, the texts in one column."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", min_width=LABEL_CELLS)
+    table.add_column(overflow="fold")
+    for label, content in rows:
+        table.add_row(label, Text(content))
+    return table
+
+
+def microbatches_text(batch: int, microbatches: int) -> str:
+    """How a batch is cut: ``16 microbatches of 4``, ``3 microbatches of 2 and 1 of 1``."""
+    size = -(-batch // microbatches)
+    whole, rest = divmod(batch, size)
+    return f"{plural(whole, 'microbatch', 'es')} of {size}" + (f" and 1 of {rest}" if rest else "")
+
+
+def stage_ends(stages: Sequence[Stage]) -> list[tuple[str, str]]:
+    """First and last module of each stage; the operation itself where a cut lies inside that module."""
+    ends = []
+    for i, stage in enumerate(stages):
+        before = module_of(stages[i - 1].last) if i else ""
+        after = module_of(stages[i + 1].first) if i + 1 < len(stages) else ""
+        first, last = module_of(stage.first), module_of(stage.last)
+        ends.append((stage.first if inside(before, first) else first, stage.last if inside(after, last) else last))
+    return ends
+
+
+def inside(path: str, module: str) -> bool:
+    """Whether a path is a module or lies in it."""
+    return path == module or path.startswith(module + ".")
+
+
+def module_of(op: str) -> str:
+    """The module that an operation's name starts with; the operation where it lies in none."""
+    return op.rpartition(".")[0] or op
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """``3``, or ``4–7`` for consecutive ranks."""
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}–{ranks[-1]}"
+
+
+def time_bar(stage: Stage, slowest_seconds: float) -> str:
+    """Forward and backward time against the slowest stage."""
+    share = BAR_CELLS / slowest_seconds if slowest_seconds else 0.0
+    both = round((stage.forward_seconds + stage.backward_seconds) * share)
+    forward = min(both, round(stage.forward_seconds * share))
+    return ("█" * forward + "░" * (both - forward)).ljust(BAR_CELLS)
+
+
+def wrapped(path: str, width: int) -> str:
+    """Module paths on as many lines as they need, broken at spaces and after dots."""
+    lines = [""]
+    for piece in re.findall(r"[^ .]+\.?| |\.", path):
+        if len(lines[-1]) + len(piece) > width and lines[-1]:
+            lines.append("")
+        lines[-1] += piece if lines[-1] or piece != " " else ""
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def compared(other: Alternative, best_seconds: float) -> str:
+    """How an alternative's step compares with the chosen one."""
+    if other.step_seconds is None or not best_seconds:
+        return "–"
+    ratio = other.step_seconds / best_seconds
+    if ratio >= 2:
+        return f"{ratio:.1f} × as long"
+    return f"{percent(abs(ratio - 1))} {'slower' if ratio >= 1 else 'faster'}"

@@ -1,0 +1,331 @@
+"""Proof that a plan computes what one device computes: the same steps twice, every tensor compared.
+
+The reference is the unmodified model in this process, doing the plan's microbatches with gradient accumulation. Batch
+norm uses microbatch statistics in both.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.api import parallelize
+from autopar.batching import Call, as_call, join_outputs, microbatch_sizes, split_leaves, split_targets
+from autopar.errors import UsageError
+from autopar.ir import Plan
+from autopar.model import ParallelModel
+from autopar.pytree import flatten, leaves, unflatten
+from autopar.randomness import quiet_copy, random_operations
+
+ABSOLUTE, RELATIVE = 1e-5, 1e-4
+# Below this 2-norm, 1e-5 would hide a wrong tensor: the absolute tolerance becomes 1e-4 of the norm, at least 1e-7.
+SMALL_NORM, LEAST_ABSOLUTE = 0.1, 1e-7
+LEARNING_RATE = 1e-3
+# AdamW divides a gradient by its own size plus this. Where the true gradient is zero (the key bias of attention) only
+# rounding noise is left, about 1e-9, and the usual 1e-8 would blow it up to a full step.
+EPSILON = 1e-6
+
+LossFunction = Callable[[Any, Any], torch.Tensor]
+Named = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity compared.
+
+    ``max_absolute`` is the largest difference of an element, ``max_relative`` the largest 2-norm of a tensor's
+    difference over the tensor's own. ``worst`` names the tensor that is nearest to its tolerance, or furthest beyond.
+    """
+
+    quantity: str
+    num_tensors: int
+    max_absolute: float
+    max_relative: float
+    bitwise: bool
+    ok: bool
+    worst: str
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What was compared, and what could not be. ``loss`` and ``notes`` are for people."""
+
+    plan: Plan
+    steps: int
+    loss: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was compared is equal within tolerance."""
+        return all(row.ok for row in self.rows)
+
+
+def compare(
+    model: nn.Module,
+    x: Any,
+    y: Any = None,
+    devices: int = 2,
+    steps: int = 3,
+    loss_fn: LossFunction | None = None,
+    plan: Plan | None = None,
+    **constraints: Any,
+) -> Parity:
+    """How a model split over devices compares with the same model on one.
+
+    Args:
+        model: left untouched; dropout and the like are switched off in copies.
+        x: input as for `ParallelModel.train_step`, at the global batch.
+        y: target of ``loss_fn``; without both, class labels are drawn for logits, and any other output is trained to be
+            small (mean of squares).
+        steps: AdamW steps.
+        plan, constraints: as for `autopar.parallelize`.
+
+    Raises:
+        UsageError: a loss without targets or the other way round, or no step.
+        Others as `autopar.parallelize`.
+    """
+    if steps < 1:
+        raise UsageError(f"steps={steps} must be at least 1.")
+    if (y is None) != (loss_fn is None):
+        raise UsageError("Pass both a target and a loss_fn to compare, or neither.")
+    quiet, notes = quiet_copy(model)
+    call = as_call(quiet, x)
+    random = random_operations(quiet, call)
+    if random:
+        more = f" and {len(random) - 3} more" if len(random) > 3 else ""
+        notes.append(
+            f"not compared: training. Random operations remain, and each rank draws its own numbers: "
+            f"{', '.join(random[:3])}{more}"
+        )
+    loss_name = "the caller's loss"
+    if loss_fn is None:
+        loss_fn, y, loss_name = default_loss(quiet, call)
+    optimizer = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+    with (
+        parallelize(quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, **constraints) as pm,
+        threads(pm.machine.num_threads),
+    ):
+        reference = Reference(quiet, loss_fn, optimizer, pm)
+        rows = [] if random else trained(pm, reference, call, x, y, steps)
+        rows.append(evaluated(pm, reference, call))
+    return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes))
+
+
+def trained(pm: ParallelModel, reference: Reference, call: Call, x: Any, y: Any, steps: int) -> list[Row]:
+    """Both trained for some steps, and all that they computed compared."""
+    outputs: tuple[Named, Named] = ([], [])
+    losses: tuple[Named, Named] = ([], [])
+    gradients: tuple[Named, Named] = ([], [])
+    for step in range(1, steps + 1):
+        result = pm.train().forward_backward(x, y, return_outputs=True)
+        expected = reference.forward_backward(call, y)
+        outputs[0].extend(in_step(step, named_outputs(result.outputs)))
+        outputs[1].extend(in_step(step, expected.outputs))
+        losses[0].append((f"step {step}", torch.tensor(result.loss, dtype=torch.float64)))
+        losses[1].append((f"step {step}", torch.tensor(expected.loss, dtype=torch.float64)))
+        gradients[0].extend(in_step(step, list(pm.gradients().items())))
+        gradients[1].extend(in_step(step, reference.gradients()))
+        pm.optimizer_step()
+        reference.optimizer_step()
+    state, own = pm.state_dict(), reference.model.state_dict()
+    parameters = {name for name, _ in reference.model.named_parameters(remove_duplicate=False)}
+    rows = [
+        compared("outputs, train mode", *outputs),
+        compared("loss", *losses),
+        compared("gradients", *gradients),
+    ]
+    for quantity, wanted in (("weights", True), ("buffers", False)):
+        parts = [[(n, t) for n, t in s.items() if (n in parameters) is wanted] for s in (state, own)]
+        if parts[0] or parts[1]:
+            rows.append(compared(f"{quantity} after {steps} steps", *parts))
+    return rows
+
+
+def evaluated(pm: ParallelModel, reference: Reference, call: Call) -> Row:
+    """The outputs of both in eval mode, with the weights that they have by now."""
+    actual = named_outputs(pm.eval()(*call.args, **call.kwargs))
+    return compared("outputs, eval mode", actual, reference.outputs(call))
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The mean loss of a batch, and the outputs by name."""
+
+    loss: float
+    outputs: Named
+
+
+class Reference:
+    """The model on one device, trained plainly."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        optimizer: Callable[..., torch.optim.Optimizer],
+        pm: ParallelModel,
+    ) -> None:
+        self.device = torch.device(pm.machine.device_of(0))
+        self.model = copy.deepcopy(model).to(self.device)
+        self.loss_fn, self.microbatches = loss_fn, pm.plan.microbatches
+        self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
+
+    def parts(self, call: Call) -> tuple[list[Call], list[int]]:
+        """The call of each microbatch, and its samples."""
+        sizes = microbatch_sizes(call.batch, self.microbatches)
+        calls = []
+        for part in split_leaves(call.leaves, call.batch, sizes):
+            here = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part]
+            calls.append(Call(*unflatten(here, call.spec)))
+        return calls, sizes
+
+    def outputs(self, call: Call) -> Named:
+        """What the model returns in eval mode for a batch, by name."""
+        self.model.eval()
+        calls, sizes = self.parts(call)
+        with torch.no_grad():
+            outputs = [self.model(*part.args, **part.kwargs) for part in calls]
+        return named_outputs(joined(outputs, sizes))
+
+    def forward_backward(self, call: Call, y: Any) -> StepOutcome:
+        """Accumulate the gradients of a batch, microbatch by microbatch."""
+        self.model.train()
+        calls, sizes = self.parts(call)
+        total, outputs = 0.0, []
+        for part, target, size in zip(calls, split_targets(y, call.batch, sizes), sizes, strict=True):
+            here, spec = flatten(target)
+            moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in here]
+            output = self.model(*part.args, **part.kwargs)
+            loss = self.loss_fn(output, unflatten(moved, spec)) * (size / call.batch)
+            loss.backward()
+            total += loss.item()
+            outputs.append(output)
+        return StepOutcome(total, named_outputs(joined(outputs, sizes)))
+
+    def gradients(self) -> Named:
+        return [(n, p.grad.detach().cpu().clone()) for n, p in self.model.named_parameters() if p.grad is not None]
+
+    def optimizer_step(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def joined(outputs: list[Any], sizes: list[int]) -> Any:
+    """The output for the batch from those of its microbatches."""
+    return join_outputs([leaves(o) for o in outputs], sizes, flatten(outputs[-1])[1])
+
+
+def named_outputs(output: Any) -> Named:
+    """The tensors of an output, numbered."""
+    found = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
+    return [(f"output {i}", leaf.detach().cpu().clone()) for i, leaf in enumerate(found)]
+
+
+def in_step(step: int, named: Named) -> Named:
+    return [(f"{name}, step {step}", tensor) for name, tensor in named]
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """As many threads as a worker has, so that sums are made in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# -- the loss that is taken where none is given -----------------------------------------------------------------------
+
+
+def default_loss(model: nn.Module, call: Call) -> tuple[LossFunction, Any, str]:
+    """A loss for any output, its target, and what it is called."""
+    part = call.first(1)
+    was_training = model.training
+    with torch.no_grad():
+        output = model.eval()(*part.args, **part.kwargs)
+    model.train(was_training)
+    if isinstance(output, torch.Tensor) and output.is_floating_point() and output.ndim == 2 and output.shape[1] > 1:
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(output.shape[1], (call.batch,), generator=generator)
+        return F.cross_entropy, labels, f"cross entropy with random labels of {output.shape[1]} classes"
+    return mean_of_squares, torch.zeros(call.batch), "mean of squares over all outputs"
+
+
+def mean_of_squares(output: Any, target: Any) -> torch.Tensor:
+    """The mean square of each floating-point output, summed; the target is not looked at."""
+    floats = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.float().square().mean() for leaf in floats]).sum()
+
+
+# -- comparing --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two tensors are apart. ``excess`` is the largest difference over its tolerance: 1 is the limit."""
+
+    absolute: float
+    relative: float
+    excess: float
+
+
+def compared(quantity: str, actual: Named, expected: Named) -> Row:
+    """The row of two lists of tensors; a name on one side only is a failure."""
+    ours, theirs = dict(actual), dict(expected)
+    unmatched = [name for name in (*ours, *theirs) if name not in ours or name not in theirs]
+    if unmatched:
+        side = "the parallel model" if unmatched[0] in ours else "the model on one device"
+        return Row(quantity, len(theirs), float("inf"), float("inf"), False, False, f"{unmatched[0]}: only in {side}")
+    found = {name: difference(ours[name], tensor) for name, tensor in theirs.items()}
+    worst = max(found, key=lambda name: found[name].excess, default="")
+    bitwise = all(same(ours[name], tensor) for name, tensor in theirs.items())
+    return Row(
+        quantity,
+        len(found),
+        max((d.absolute for d in found.values()), default=0.0),
+        max((d.relative for d in found.values()), default=0.0),
+        bitwise,
+        all(d.excess <= 1 for d in found.values()),
+        worst,
+    )
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
+    """How far a tensor is from the expected one; infinitely where shape or dtype differ or a number is not finite.
+
+    Tolerance: 1e-5 + 1e-4·|expected|; where the expected tensor's 2-norm is below 0.1, 1e-4 of the norm (at least 1e-7)
+    instead of 1e-5. Integers and booleans must be equal.
+    """
+    infinite = Difference(float("inf"), float("inf"), float("inf"))
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return infinite
+    if not expected.numel() or (same(actual, expected) and bool(torch.isfinite(expected).all())):
+        return Difference(0.0, 0.0, 0.0)
+    if not (expected.is_floating_point() or expected.is_complex()):
+        gap = (actual.double() - expected.double()).abs().max().item()
+        return Difference(gap, float("inf"), float("inf"))
+    ours, theirs = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (actual, expected))
+    gap = (ours - theirs).abs()
+    norm = theirs.norm().item()
+    if not bool(torch.isfinite(gap).all()):
+        return infinite
+    floor = ABSOLUTE if norm >= SMALL_NORM else max(LEAST_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
+    relative = gap.norm().item() / norm if norm else float("inf")
+    return Difference(gap.max().item(), relative, (gap / (floor + RELATIVE * theirs.abs())).max().item())
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit by bit, but for the sign of zero."""
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)

@@ -1,0 +1,62 @@
+"""Random operations in a model: switching off those that have a switch, and naming those that are left."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+
+import torch
+from torch import nn
+
+from autopar.batching import Call
+from autopar.codegen.module import aten
+from autopar.ir import Op
+from autopar.trace import trace
+
+# Modules that draw random numbers in training, and the attribute that holds the probability; by class name because some
+# are timm's or torchvision's.
+SWITCHES = {
+    "Dropout": "p", "Dropout1d": "p", "Dropout2d": "p", "Dropout3d": "p", "AlphaDropout": "p",
+    "FeatureAlphaDropout": "p", "MultiheadAttention": "dropout", "LSTM": "dropout", "GRU": "dropout", "RNN": "dropout",
+    "DropPath": "drop_prob", "DropBlock2d": "drop_prob", "PatchDropout": "prob", "StochasticDepth": "p",
+}  # fmt: skip
+PROBABILITIES, FLAGS = ("p", "dropout_p", "dropout"), ("train", "training")
+LEAST_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
+
+
+def quiet_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """A deep copy of the model with dropout and the like switched off, and a sentence that says so where any was on."""
+    quiet = copy.deepcopy(model)
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for module in quiet.modules():
+        kind = type(module).__name__
+        attribute = SWITCHES.get(kind)
+        if attribute is not None and getattr(module, attribute):
+            found[kind].append(getattr(module, attribute))
+            setattr(module, attribute, 0.0)
+    listed = ", ".join(f"{len(on)} × {kind} ({between(on)})" for kind, on in sorted(found.items()))
+    return quiet, [f"switched off for the comparison: {listed}"] if found else []
+
+
+def between(numbers: list[float]) -> str:
+    """``0.1``, or ``0.02 to 0.2`` where they differ."""
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def random_operations(model: nn.Module, call: Call) -> list[str]:
+    """Names of the operations of the training graph that draw random numbers."""
+    part = call.first(min(LEAST_SAMPLES, call.batch))
+    return [op.name for op in trace(model, part.args, part.kwargs, "train").ops if draws(op)]
+
+
+def draws(op: Op) -> bool:
+    """Whether an operation draws random numbers with these arguments."""
+    target = aten(op.target)
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    schema = [argument.name for argument in target._schema.arguments]
+    given = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    given |= dict(zip(schema, op.args)) | dict(op.kwargs)
+    idle = any(given.get(name) == 0 for name in PROBABILITIES) or any(given.get(name) is False for name in FLAGS)
+    return not idle

@@ -1,0 +1,9 @@
+"""Training a model on images under a plan: data, loop, and the proof that the weights fit the unmodified model."""
+
+from autopar.train.data import DATASETS, Data, load_data
+from autopar.train.loop import Epoch, Progress, Recipe, accuracy, fit
+from autopar.train.saved import load_weights, save_weights
+
+__all__ = [
+    "DATASETS", "Data", "Epoch", "Progress", "Recipe", "accuracy", "fit", "load_data", "load_weights", "save_weights",
+]  # fmt: skip

@@ -1,0 +1,317 @@
+"""The command line as a user meets it: output, messages, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import autopar
+from autopar.cli import app
+from autopar.cli.command import spread
+from autopar.cli.flags import parse_kwargs, parse_pins, parse_shape
+from autopar.errors import UsageError
+
+TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "num_classes=10", "--img-size", "32"]
+USER_MODELS = '''\
+import torch
+from torch import nn
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if x.sum() > 0:
+            return self.linear(x)
+        return x
+
+
+class Noisy(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        if self.training:
+            x = x + torch.rand_like(x)
+        return {"a": self.second(x), "b": x}
+
+
+class Drifting(nn.Module):
+    """Counts its calls in plain Python, which a trace cannot see."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(4, 8), nn.Linear(8, 3), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.second(torch.relu(self.first(x))) * self.calls
+
+
+def linear(width=4):
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
+
+
+def no_model():
+    return 3
+'''
+
+
+def invoke(*args: str) -> tuple[int, str, str]:
+    """Exit code, standard output and standard error."""
+    result = CliRunner().invoke(app, list(args), prog_name="autopar")
+    return result.exit_code, result.stdout, re.sub(r"\s+", " ", result.stderr)
+
+
+@pytest.fixture(scope="module")
+def tiny_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A plan file of a small ViT on two devices."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    code, _, error = invoke(
+        "plan", *TINY, "--devices", "2", "--batch", "8", "--hardware", "cpu-generic", "-o", str(path)
+    )
+    assert code == 0, error
+    return path
+
+
+@pytest.fixture
+def user_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the user's own models, current."""
+    (tmp_path / "own_models.py").write_text(USER_MODELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_models", raising=False)
+    return tmp_path
+
+
+# -- plan --------------------------------------------------------------------------------------------------------------
+
+
+def test_plan_prints_and_saves(tiny_plan):
+    plan = autopar.Plan.load(tiny_plan)
+    assert plan.model.kwargs == {"depth": 2, "patch_size": 8, "num_classes": 10, "img_size": 32}
+    assert [i.shape for i in plan.model.inputs] == [(8, 3, 32, 32)]
+    assert plan.mesh.pp == 2 and plan.batch == 8
+
+
+def test_json_is_alone_on_stdout():
+    code, out, _ = invoke("plan", *TINY, "--devices", "1", "--batch", "4", "--hardware", "a100-nvlink", "--json")
+    assert code == 0
+    assert autopar.Plan.from_json(out).hardware.name == "a100-nvlink"
+
+
+def test_flags_reach_the_plan(user_models):
+    code, out, _ = invoke(
+        "plan", "own_models:linear", "--input", "6x4", "--devices", "2", "--hardware", "cpu-generic", "--json",
+        "--microbatches", "3", "--schedule", "gpipe", "--balance", "uniform", "--memory", "2GiB", "--pin", "2=1",
+        "--pp", "2", "--tp", "1",
+    )  # fmt: skip
+    plan = autopar.Plan.from_json(out)
+    assert code == 0
+    assert (plan.batch, plan.microbatches, plan.schedule, plan.solver.balance) == (6, 3, "gpipe", "uniform")
+    assert plan.stages[1].first in ("1.relu", "2.linear")
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (["vit_tyny_patch16_224"], 2, "no model named 'vit_tyny_patch16_224'.* Did you mean vit_tiny_patch16_224"),
+        (["torchvision:resnet51"], 2, "no model named 'resnet51'.* Did you mean resnet50"),
+        (["nowhere:model"], 2, "Cannot import 'nowhere'"),
+        ([*TINY, "--hardware", "h20-nvlink"], 2, "No cost model is named 'h20-nvlink'.*h200-nvlink"),
+        ([*TINY, "--hardware", "missing.toml"], 2, "Cannot read cost model missing.toml"),
+        ([*TINY, "--memory", "lots"], 2, "Cannot read 'lots' as a memory size"),
+        ([*TINY, "--memory", "24Giga"], 2, "Cannot read '24Giga' as a memory size"),
+        ([*TINY, "--pin", "blocks.1"], 2, "Cannot read --pin 'blocks.1'. Write NAME=STAGE"),
+        ([*TINY, "--pin", "=1"], 2, "Cannot read --pin '=1'"),
+        ([*TINY, "--pin", "blocks.1=0", "--pin", "blocks.1=1"], 2, "gives blocks.1 two stages, 0 and 1"),
+        ([*TINY, "--pin", "blocks.7=1"], 2, "Cannot pin 'blocks.7'"),
+        ([*TINY, "--pin", "blocks.1=5"], 2, "blocks.1 is pinned to stage 5, stages are 0 to 1"),
+        ([*TINY, "--batch", "4", "--microbatches", "8"], 2, "microbatches=8 of a batch of 4"),
+        ([*TINY, "--tp", "2"], 2, "tp=2 is not available in this version"),
+        ([*TINY, "--schedule", "zigzag"], 2, "schedule='zigzag' is unknown"),
+        (["vit_tiny_patch16_224", "--input", "8,3,a,b"], 2, "Cannot read --input '8,3,a,b' as a shape"),
+        ([*TINY, "--input", "8,3,32,32"], 2, "Both --input and --img-size are given"),
+        ([*TINY, "--model-kwargs", "img_size=64"], 2, "--img-size 32 and --model-kwargs img_size=64 disagree"),
+        ([*TINY, "--model-kwargs", "dept=3"], 2, r"vit_tiny_patch16_224\(.*failed: TypeError"),
+        ([*TINY, "--model-kwargs", "7=3"], 2, "Cannot read --model-kwargs '7=3'"),
+        ([*TINY, "--batch", "4096", "--memory", "1MiB"], 3, "No plan fits: stage"),
+        ([*TINY, "-o", "no/such/folder/plan.json"], 2, "Cannot write the plan to no/such/folder/plan.json"),
+        ([*TINY, "--bogus"], 2, "No such option: --bogus"),
+        ([*TINY, "--devices", "0"], 2, "devices"),
+    ],
+)  # fmt: skip
+def test_bad_arguments_of_plan(args, code, message):
+    given = args if "--devices" in args else [*args, "--devices", "2"]
+    given = given if "--hardware" in args else [*given, "--hardware", "cpu-generic"]
+    got, out, error = invoke("plan", *given)
+    assert (got, out) == (code, "")
+    assert re.search(message, error), error
+    assert "Traceback" not in error
+
+
+def test_more_stages_than_pieces_is_infeasible(user_models):
+    code, _, error = invoke(
+        "plan", "own_models:linear", "--input", "4,4", "--devices", "6", "--hardware", "cpu-generic"
+    )
+    assert code == 3
+    assert re.search(r"No plan has 6 stages: own_models:linear can be cut into \d pieces at most", error)
+
+
+def test_an_untraceable_model_is_named_with_file_and_line(user_models):
+    code, _, error = invoke("plan", "own_models:Branching", "--input", "4,4", "--devices", "2")
+    assert code == 4
+    assert re.search(r"Cannot trace Branching in train mode at .*own_models\.py:11, in forward", error), error
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own_models:linaer", "own_models has no model named 'linaer'.* Did you mean linear"),
+        ("own_models:no_model", "own_models:no_model returned a int; it must return a torch.nn.Module"),
+        ("own_models:linear", "Cannot derive the inputs of Sequential.*--input"),
+    ],
+)
+def test_user_factories_that_cannot_be_planned(user_models, name, message):
+    code, _, error = invoke("plan", name, "--devices", "2")
+    assert code == 2
+    assert re.search(message, error), error
+
+
+# -- codegen -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_codegen_prints_one_rank(tiny_plan, mode):
+    code, out, _ = invoke("codegen", str(tiny_plan), "--rank", "1", "--mode", mode)
+    assert code == 0
+    assert out.startswith(f"# stage 1, {mode}, microbatch of ")
+    assert "# from stage 0: " in out
+    compile(out, "rank 1", "exec")
+
+
+def broken(plan: Path, folder: Path, **changes: object) -> Path:
+    """A copy of a plan file with fields replaced; a name such as ``model__name`` reaches inside."""
+    data = json.loads(plan.read_text())
+    for path, value in changes.items():
+        *outer, last = path.split("__")
+        inside = data
+        for name in outer:
+            inside = inside[name]
+        inside[last] = value
+    (folder / "broken.json").write_text(json.dumps(data))
+    return folder / "broken.json"
+
+
+def test_bad_plan_files(tiny_plan, tmp_path):
+    (tmp_path / "cut.json").write_text(tiny_plan.read_text()[:300])
+    stages = json.loads(tiny_plan.read_text())["stages"]
+    for path, message in (
+        (tmp_path / "none.json", "Cannot read plan file .*none.json"),
+        (tmp_path / "cut.json", "cut.json is not a complete JSON file: .* line "),
+        (broken(tiny_plan, tmp_path, schema_version=99), "field schema_version is 99, this autopar reads 1"),
+    ):
+        code, _, error = invoke("codegen", str(path), "--rank", "0")
+        assert code == 2
+        assert re.search(message, error), error
+    for changes, message in (
+        ({"stages": stages[:1]}, "field stages: has 1 entries, mesh.pp × chunks asks for 2"),
+        ({"batch": "many"}, "Field batch: "),
+        (
+            {"model__kwargs": {"depth": 3, "patch_size": 8, "img_size": 32}},
+            "The plan is for another model: field model.",
+        ),
+        ({"model__name": "VisionTransformer"}, "Cannot build the plan's model by its name.* pass --model NAME"),
+    ):
+        code, _, error = invoke("codegen", str(broken(tiny_plan, tmp_path, **changes)), "--rank", "0")
+        assert code == 2
+        assert re.search(message, error), error
+
+
+def test_codegen_of_a_plan_made_in_python(tiny_plan, tmp_path):
+    unnamed = broken(tiny_plan, tmp_path, model__name="VisionTransformer", model__kwargs={})
+    code, out, error = invoke("codegen", str(unnamed), "--rank", "0", "--model", *TINY[:-2], "img_size=32")
+    assert code == 0, error
+    assert out.startswith("# stage 0, train")
+
+
+def test_codegen_knows_its_ranks(tiny_plan):
+    code, _, error = invoke("codegen", str(tiny_plan), "--rank", "2")
+    assert (code, error) == (2, "error: --rank 2: the plan has ranks 0 to 1. ")
+
+
+# -- check -------------------------------------------------------------------------------------------------------------
+
+
+def test_check_of_a_users_model_with_noise_compares_evaluation_only(user_models):
+    code, out, error = invoke(
+        "check", "own_models:Noisy", "--input", "4,4", "--devices", "2", "--microbatches", "2", "--steps", "1"
+    )
+    assert code == 0, error
+    assert "not compared: training. Random operations remain" in out and "rand_like" in out
+    assert "Evaluation, the only thing compared, is equal" in out
+    assert "gradients" not in out
+
+
+def test_check_fails_where_the_numbers_differ(user_models):
+    code, out, error = invoke(
+        "check", "own_models:Drifting", "--input", "4,4", "--devices", "2", "--microbatches", "2", "--steps", "1"
+    )
+    assert code == 1, error
+    assert re.search(r"outputs, train mode +1 .* FAILED +output 0, step 1", out), out
+    assert "FAILED: outputs, train mode, loss, gradients" in out
+
+
+# -- all together ------------------------------------------------------------------------------------------------------
+
+
+def test_help_names_the_commands():
+    code, out, _ = invoke("--help")
+    assert code == 0
+    assert all(name in out for name in ("plan", "check", "train", "codegen", "bench", "Exit codes"))
+
+
+def test_version():
+    assert invoke("--version") == (0, f"autopar {autopar.__version__}\n", "")
+
+
+def test_debug_shows_the_traceback_wherever_it_stands():
+    for args in (["--debug", "plan", "nothing", "--devices", "2"], ["plan", "nothing", "--devices", "2", "--debug"]):
+        code, _, error = invoke(*args)
+        assert code == 2
+        assert "Traceback" in error and "error: timm has no model named 'nothing'" in error
+
+
+def test_help_imports_no_torch():
+    """And so it is quick; and the exit code of a real process is the one promised."""
+    script = "import sys; from autopar.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])}
+    for args, code in ((["--help"], 0), (["--version"], 0), (["plan", "x"], 2), (["nothing"], 2)):
+        done = subprocess.run([sys.executable, "-c", script, *args], env=environment, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.splitlines()[-1]) == (code, "False"), done.stderr
+
+
+def test_flag_texts():
+    assert parse_shape("8, 3,64,64") == parse_shape("8x3x64x64") == (8, 3, 64, 64)
+    assert parse_kwargs(["a=1", "b=avg", "c=(1, 2)", "d=None", "e=x=y"]) == {
+        "a": 1, "b": "avg", "c": (1, 2), "d": None, "e": "x=y",
+    }  # fmt: skip
+    assert parse_pins(["a.b=1", "c=0"]) == {"a.b": 1, "c": 0}
+    with pytest.raises(UsageError, match="a plan file cannot hold this value"):
+        parse_kwargs(["a=1j"])
+    args = ["m", "--model-kwargs", "a=1", "b=2", "--devices", "2", "--model-kwargs", "c=3", "x=y", "plain", "d=4"]
+    assert spread(args) == [
+        "m", "--model-kwargs", "a=1", "--model-kwargs", "b=2", "--devices", "2",
+        "--model-kwargs", "c=3", "--model-kwargs", "x=y", "plain", "d=4",
+    ]  # fmt: skip

@@ -1,0 +1,199 @@
+"""Every schedule over threads: all stage counts and microbatch counts against one device, and what stays in memory."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from handmade import even_firsts, in_threads, plan_by_hand
+from reference import Reference, assert_all_close, assert_close
+from torch import nn
+from zoo import SharedModule, Tied, TwoInputs, UNet, Updating
+
+from autopar.codegen import graph_module
+from autopar.ir import Program, Value
+from autopar.pytree import leaves
+from autopar.runtime.executor import inverse, memory_order
+from autopar.schedule import max_in_flight
+
+
+def two_input_loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output["class"], target) + output["early"].square().mean() + output["features"].mean()
+
+
+def unet(batch: int) -> tuple[Any, Any]:
+    return torch.randn(batch, 3, 8, 8), torch.rand(batch, 1, 8, 8)
+
+
+def tied(batch: int) -> tuple[Any, Any]:
+    return torch.randint(0, 32, (batch, 5)), torch.randint(0, 32, (batch,))
+
+
+def two_inputs(batch: int) -> tuple[Any, Any]:
+    return {"image": torch.randn(batch, 3, 8, 8), "text": torch.randn(batch, 6)}, torch.randint(0, 5, (batch,))
+
+
+def vectors(batch: int) -> tuple[Any, Any]:
+    return torch.randn(batch, 8), torch.randint(0, 4, (batch,))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, Any]], Any]] = {
+    "unet": (UNet, unet, F.mse_loss),
+    "tied": (Tied, tied, F.cross_entropy),
+    "two inputs": (TwoInputs, two_inputs, two_input_loss),
+    "updating": (Updating, vectors, F.cross_entropy),
+    "shared": (SharedModule, vectors, F.cross_entropy),
+}
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_one_device_for_any_number_of_microbatches(name: str, schedule: str, stages: int) -> None:
+    torch.manual_seed(0)
+    make, data, loss_fn = MODELS[name]
+    model = make()
+    x, _ = data(8)
+    pm = in_threads(model, plan_by_hand(model, x, 8, even_firsts(model, x, stages), schedule), x, loss_fn)
+    reference = Reference(model, loss_fn)
+    for batch in (1, 2, 3, 5, 8, 11):  # as many microbatches, but for the last: five of 2 samples and one of 1
+        x, y = data(batch)
+        expected = reference.forward_backward(x, y, 8)
+        assert pm.forward_backward(x, y).loss == pytest.approx(expected, abs=1e-6)
+        assert_all_close(pm.gradients(), reference.gradients(), f"gradient, batch {batch}")  # they accumulate
+    assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
+    for mode in (True, False):
+        pm.train(mode)
+        reference.model.train(mode)
+        actual = pm(**x) if isinstance(x, dict) else pm(x)
+        for a, b in zip(leaves(actual), reference.forward(x, 8), strict=True):
+            assert_close(a, b, f"output, train={mode}")
+    assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
+
+
+def test_frozen_batch_norm_stays_frozen() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[1].eval()
+    x, y = vectors(8)
+    pm = in_threads(model, plan_by_hand(model, x, 2, ["2.linear"]), x, F.cross_entropy)
+    reference = Reference(model, F.cross_entropy)
+    model.eval()  # what happens to the user's model later has no say
+    for batch in (8, 6):  # a shape that is traced only now
+        x, y = vectors(batch)
+        assert pm.forward_backward(x, y).loss == pytest.approx(reference.forward_backward(x, y, 2), abs=1e-6)
+    assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+    assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
+    assert not any(module.training for module in model.modules())
+
+
+class Token:
+    """Lives as long as the activations of one forward."""
+
+
+class Keep(torch.autograd.Function):
+    """The identity; its node holds a token until its backward is done or its graph is freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tokens: weakref.WeakSet) -> torch.Tensor:
+        ctx.token = Token()
+        tokens.add(ctx.token)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient, None
+
+
+class Watched(nn.Module):
+    """A stage that notes after each forward how many microbatches' activations are alive."""
+
+    def __init__(self, stage: nn.Module, tokens: weakref.WeakSet, alive: list[int]) -> None:
+        super().__init__()
+        self.stage, self.tokens, self.alive = stage, tokens, alive
+
+    def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        results = self.stage(*args)
+        if torch.is_grad_enabled():
+            results = tuple(Keep.apply(r, self.tokens) if i == 0 else r for i, r in enumerate(results))
+        self.alive.append(len(self.tokens))
+        return results
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [6, 6, 6, 6])])
+def test_activations_are_freed_as_the_schedule_says(schedule: str, expected: list[int]) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    x, y = torch.randn(6, 8), torch.randn(6, 8)
+    tokens = [weakref.WeakSet() for _ in range(4)]
+    alive: list[list[int]] = [[] for _ in range(4)]
+
+    def build(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device) -> nn.Module:
+        return Watched(graph_module(program, weights, device), tokens[program.stage], alive[program.stage])
+
+    plan = plan_by_hand(model, x, 6, ["1.linear", "2.linear", "3.linear"], schedule)
+    pm = in_threads(model, plan, x, F.mse_loss, build)
+    pm.forward_backward(x, y)
+    assert [max(a) for a in alive] == expected == [max_in_flight(schedule, r, 4, 6) for r in range(4)]
+    gc.collect()
+    assert [len(t) for t in tokens] == [0, 0, 0, 0]
+
+
+def test_inference_keeps_nothing() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    x = torch.randn(6, 8)
+    pm = in_threads(model, plan_by_hand(model, x, 3, ["1.linear"]), x, F.mse_loss)
+    pm(x)
+    ranks: Any = pm._ranks.ranks  # type: ignore[union-attr]
+    assert all(held is None for rank in ranks for step in rank.bound.values() for held in step.held)
+
+
+def test_clipping_counts_tied_parameters_once_and_covers_all_stages() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    x, y = tied(6)
+    adam = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
+    plan = plan_by_hand(model, x, 3, ["layers.1.0.layer_norm", "head.linear"])
+    pm = in_threads(model, plan, x, F.cross_entropy, optimizer=adam, clip_grad_norm=0.05)
+    reference = Reference(model, F.cross_entropy, adam)
+    for _ in range(3):
+        reference.forward_backward(x, y, 3)
+        norm = nn.utils.clip_grad_norm_(reference.model.parameters(), 0.05)
+        assert norm > 0.05
+        reference.step()
+        assert pm.train_step(x, y).grad_norm == pytest.approx(norm.item(), rel=1e-5)
+    assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
+
+
+def test_a_cut_keeps_the_memory_format() -> None:
+    def value(*shape: int, stride: tuple[int, ...]) -> Value:
+        return Value("v", shape, "float32", stride)
+
+    assert memory_order(value(2, 3, 4, 5, stride=(60, 20, 5, 1))) == [0, 1, 2, 3]
+    assert memory_order(value(2, 3, 4, 5, stride=(60, 1, 15, 3))) == [0, 2, 3, 1]  # channels_last
+    assert memory_order(value(2, 3, stride=(1, 2))) == [1, 0]
+    assert memory_order(value(2, 4, 32, 784, stride=(301056, 32, 1, 384))) == [0, 3, 1, 2]  # a slice of a fused qkv
+    assert memory_order(value(2, 3, stride=(0, 1))) == [0, 1]  # expanded
+    assert memory_order(value(stride=())) == []
+    assert inverse([0, 2, 3, 1]) == [0, 3, 1, 2]
+
+    seen: list[tuple[int, ...]] = []
+
+    class Note(nn.Module):
+        def __init__(self, stage: nn.Module) -> None:
+            super().__init__()
+            self.stage = stage
+
+        def forward(self, *args: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            seen.append(args[0].stride())
+            return self.stage(*args)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 2, 1)).to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 5, 5).contiguous(memory_format=torch.channels_last)
+    pm = in_threads(model, plan_by_hand(model, x, 1, ["1.conv2d"]), x, None, lambda *a: Note(graph_module(*a)))
+    assert_close(pm(x), model(x).detach(), "output")
+    assert (100, 1, 20, 4) in seen

@@ -1,0 +1,191 @@
+"""Workers and callers that are killed, hang, raise or leave: one clear error, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from handmade import plan_by_hand
+from torch import nn
+
+import autopar
+from autopar import UsageError, WorkerError
+
+FAULT_SECONDS = 10.0  # the longest that a fault may take to be reported or cleaned up
+X, Y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def workers(pid: int | None = None) -> dict[int, int]:
+    """Process id of each rank's worker, by rank."""
+    found = {}
+    for child in psutil.process_iter(["pid", "ppid", "cmdline"]):
+        line = child.info["cmdline"] or []
+        if child.info["ppid"] == (pid or os.getpid()) and "autopar.runtime" in line:
+            found[int(line[-1])] = child.info["pid"]
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def sleeping_loss(marker: Path) -> Callable[[Any, Any], torch.Tensor]:
+    """A loss that says that it was reached and then sleeps."""
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        marker.touch()
+        time.sleep(60)
+        return F.cross_entropy(output, target)
+
+    return loss_fn
+
+
+def start(stages: int, loss_fn: Any, **options: Any) -> autopar.ParallelModel:
+    plan = plan_by_hand(mlp(), X, 3, ["2.linear", "4.linear"][: stages - 1])
+    return autopar.parallelize(mlp(), stages, X, loss_fn=loss_fn, plan=plan, **options)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    before = set(Path("/dev/shm").iterdir())
+    yield
+    assert workers() == {}
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_worker_ends_the_step_with_one_error(victim: int, tmp_path: Path) -> None:
+    pm = start(2, sleeping_loss(tmp_path / "reached"))
+    pids = workers()
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        wait_for((tmp_path / "reached").exists, 60)
+        killed_at.append(time.monotonic())
+        os.kill(pids[victim], signal.SIGKILL)
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    with pytest.raises(WorkerError) as error:
+        pm.forward_backward(X, Y)
+    assert time.monotonic() - killed_at[0] < FAULT_SECONDS
+    killer.join()
+    expected = (
+        f"Rank {victim} (stage {victim}) died during forward_backward: killed by SIGKILL. All other ranks were ended."
+    )
+    assert str(error.value).startswith(expected)
+    assert not any(map(alive, pids.values()))
+    with pytest.raises(UsageError, match=f"workers are gone: Rank {victim} .*parallelize again"):
+        pm.forward_backward(X, Y)
+    if victim == 0:
+        with start(2, F.cross_entropy) as again:  # the same process goes on
+            assert again.forward_backward(X, Y).loss > 0
+
+
+def test_a_hang_says_where_every_rank_is(tmp_path: Path) -> None:
+    pm = start(3, sleeping_loss(tmp_path / "reached"), timeout=2.0)
+    pids = workers()
+    with pytest.raises(WorkerError) as error:
+        pm.forward_backward(X, Y)
+    message = str(error.value)
+    first = "Rank 2 (stage 2) failed during forward_backward in action 2F0: no reply, it is still computing."
+    assert message.startswith(first)
+    assert "Rank 0, in action 0B0: " in message and "Rank 1, in action 1B0: " in message
+    assert "time.sleep(60)" in message  # where in the user's code
+    assert not any(map(alive, pids.values()))
+
+
+def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("no loss today")
+
+    pm = start(2, loss_fn)
+    pids = workers()
+    with pytest.raises(
+        WorkerError, match=r"Rank 1 \(stage 1\) failed .* in action 1F0: ArithmeticError: no loss today"
+    ) as error:
+        pm.forward_backward(X, Y)
+    assert "Traceback" in str(error.value) and 'raise ArithmeticError("no loss today")' in str(error.value)
+    assert not any(map(alive, pids.values()))
+
+
+def test_an_optimizer_that_cannot_be_made_fails_the_start() -> None:
+    def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        raise LookupError("no optimizer of that name")
+
+    with pytest.raises(WorkerError, match=r"failed during start: LookupError: no optimizer of that name"):
+        start(2, F.cross_entropy, optimizer=optimizer)
+
+
+SCRIPT = """
+import sys, time, torch, autopar
+from torch import nn
+
+mode = sys.argv[1]
+model, x, y = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(6, 8), torch.randint(0, 4, (6,))
+
+def loss_fn(output, target):
+    if mode == "sleep":
+        print("reached", flush=True)
+        time.sleep(60)
+    return nn.functional.cross_entropy(output, target)
+
+pm = autopar.parallelize(model, 2, x, loss_fn=loss_fn, microbatches=3, pins={"2.linear": 1})
+pm.forward_backward(x, y)
+print("reached", flush=True)
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "number", "code"),
+    [
+        ("sleep", signal.SIGINT, -signal.SIGINT),  # Ctrl-C in mid-step
+        ("sleep", signal.SIGKILL, -signal.SIGKILL),
+        ("leave", None, 0),  # the interpreter exits without close()
+    ],
+)
+def test_the_caller_goes_and_takes_its_workers_with_it(mode: str, number: Any, code: int, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [sys.executable, "script.py", mode]
+    script = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    started: dict[int, int] = {}
+    while len(started) < 2 and script.poll() is None:
+        started |= workers(script.pid)
+        time.sleep(0.02)
+    assert script.stdout is not None and script.stdout.readline() == "reached\n", script.communicate()[1]
+    if number is not None:
+        script.send_signal(number)
+    _, errors = script.communicate(timeout=60)
+    wait_for(lambda: not any(map(alive, started.values())), FAULT_SECONDS)
+    assert script.returncode == code, errors
+    assert ("KeyboardInterrupt" in errors) == (number == signal.SIGINT)
+    assert number is not None or errors == ""

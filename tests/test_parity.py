@@ -1,0 +1,206 @@
+"""Real worker processes against one device: outputs, loss, gradients, weights and buffers."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from handmade import plan_by_hand
+from reference import Reference, assert_all_close, assert_close
+from torch import nn
+from zoo import Tied, TwoInputs, UNet, resnet18, tiny_vit
+
+import autopar
+from autopar.pytree import leaves
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
+
+
+def images(batch: int, side: int = 32) -> torch.Tensor:
+    return torch.randn(batch, 3, side, side)
+
+
+def labels(batch: int, classes: int = 10) -> torch.Tensor:
+    return torch.randint(0, classes, (batch,))
+
+
+def outputs_agree(pm: autopar.ParallelModel, reference: Reference, x: Any) -> None:
+    """Outputs in eval and in train mode, the reference's microbatches being the plan's; ends in train mode."""
+    for train in (False, True):
+        pm.train(train)
+        reference.model.train(train)
+        actual = leaves(pm(**x) if isinstance(x, dict) else pm(x))
+        for a, b in zip(actual, reference.forward(x, pm.plan.microbatches), strict=True):
+            assert_close(a, b, f"output, train={train}")
+
+
+def step_agrees(pm: autopar.ParallelModel, reference: Reference, x: Any, y: Any, times: int = 1) -> None:
+    """Loss and every gradient of ``times`` accumulated calls, then one optimizer step on both sides."""
+    for _ in range(times):
+        loss = reference.forward_backward(x, y, pm.plan.microbatches)
+        assert pm.forward_backward(x, y).loss == pytest.approx(loss, abs=1e-5)
+        assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+    norm = nn.utils.get_total_norm(reference.gradients().values()).item()
+    assert pm.optimizer_step() == pytest.approx(norm, rel=1e-4)
+    reference.step()
+    assert pm.gradients() == {}
+
+
+def state_agrees(pm: autopar.ParallelModel, reference: Reference, model: nn.Module) -> None:
+    """Weights and buffers; the state dict loads into the unmodified model."""
+    state = pm.state_dict()
+    assert_all_close(state, reference.model.state_dict(), "state")
+    fresh = copy.deepcopy(model)
+    fresh.load_state_dict(state, strict=True)
+    assert_all_close(dict(fresh.state_dict()), state, "loaded")
+
+
+def three_steps(
+    model: nn.Module, x: Any, y: Any, microbatches: int, firsts: list[str], loss_fn: Any = F.cross_entropy
+) -> None:
+    """The common part: everything of section 10 of the design, on real processes."""
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    plan = plan_by_hand(model, x, microbatches, firsts)
+    reference = Reference(model, loss_fn, ADAMW)
+    with autopar.parallelize(model, plan.mesh.pp, x, loss_fn=loss_fn, optimizer=ADAMW, plan=plan) as pm:
+        outputs_agree(pm, reference, x)
+        for _ in range(3):
+            step_agrees(pm, reference, x, y)
+        outputs_agree(pm, reference, x)
+        state_agrees(pm, reference, model)
+    assert all(torch.equal(t, before[n]) for n, t in model.state_dict().items())
+
+
+def test_vit_on_two_stages_any_batch_size() -> None:
+    torch.manual_seed(0)
+    model = tiny_vit()
+    plan = plan_by_hand(model, images(8), 8, ["blocks.1.mlp.fc2.linear"])  # inside a block
+    reference = Reference(model, F.cross_entropy, ADAMW)
+    initial = {n: t.clone() for n, t in model.state_dict().items()}
+    with autopar.parallelize(model, 2, images(8), optimizer=ADAMW, plan=plan) as pm:
+        outputs_agree(pm, reference, images(8))
+        for batch in (8, 1, 2, 3, 5):  # that many microbatches
+            step_agrees(pm, reference, images(batch), labels(batch))
+        step_agrees(pm, reference, images(15), labels(15))  # seven microbatches of 2 and one of 1
+        step_agrees(pm, reference, images(8), labels(8), times=2)
+        outputs_agree(pm, reference, images(15))
+        state_agrees(pm, reference, model)
+        pm.load_state_dict(initial)
+        assert_all_close(pm.state_dict(), initial, "loaded back")
+        pm.eval()
+        x = images(4)
+        assert_close(pm(x), model.eval()(x).detach(), "output of loaded weights")
+        result = pm.train().train_step(x, labels(4), return_outputs=True)
+        assert_close(result.outputs, model.train()(x).detach(), "outputs of a step")
+
+
+def test_vit_on_four_stages_ragged_with_clipping_and_a_scheduler() -> None:
+    torch.manual_seed(0)
+    model = tiny_vit()
+    x, y = images(7), labels(7)  # 2, 2, 2, 1
+    firsts = ["blocks.0.attn.proj.linear", "blocks.1.add_1", "blocks.3.norm1.layer_norm"]
+    halve = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1, gamma=0.5)
+    reference = Reference(model, F.cross_entropy, ADAMW)
+    scheduler = halve(reference.optimizer)
+    with autopar.parallelize(
+        model, 4, x, optimizer=ADAMW, lr_scheduler=halve, plan=plan_by_hand(model, x, 4, firsts), clip_grad_norm=0.1
+    ) as pm:
+        outputs_agree(pm, reference, x)
+        for _ in range(3):
+            loss = reference.forward_backward(x, y, 4)
+            norm = nn.utils.clip_grad_norm_(reference.model.parameters(), 0.1)
+            reference.step()
+            scheduler.step()
+            result = pm.train_step(x, y)
+            pm.lr_scheduler.step()
+            assert (result.loss, result.grad_norm) == (
+                pytest.approx(loss, abs=1e-5),
+                pytest.approx(norm.item(), rel=1e-4),
+            )
+            assert pm.lr_scheduler.get_last_lr() == scheduler.get_last_lr()
+        outputs_agree(pm, reference, x)
+        state_agrees(pm, reference, model)
+
+
+def test_resnet18_with_batch_norm_statistics() -> None:
+    torch.manual_seed(0)
+    three_steps(resnet18(), images(8, 64), labels(8), 3, ["layer3.0.conv2.conv2d"])  # 3, 3, 2; a skip crosses
+
+
+def test_unet_whose_skips_jump_stages() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, 8, 8), torch.rand(8, 1, 8, 8)
+    three_steps(UNet(), x, y, 5, ["down2.conv2d", "middle.conv2d", "up.conv_transpose2d"], F.mse_loss)
+
+
+def test_tied_parameters_on_two_of_three_stages() -> None:
+    torch.manual_seed(0)
+    three_steps(Tied(), torch.randint(0, 32, (8, 5)), labels(8, 32), 4, ["layers.1.0.layer_norm", "head.linear"])
+
+
+def test_two_inputs_a_dict_of_outputs_and_a_lambda() -> None:
+    torch.manual_seed(0)
+    x, y = {"image": torch.randn(6, 3, 8, 8), "text": torch.randn(6, 6)}, labels(6, 5)
+    scale = 0.5
+    loss_fn = lambda o, t: F.cross_entropy(o["class"], t) + scale * o["early"].square().mean() + o["features"].mean()  # noqa: E731
+    three_steps(TwoInputs(), x, y, 2, ["mul", "text.linear"], loss_fn)
+
+
+def test_one_device_needs_no_process() -> None:
+    torch.manual_seed(0)
+    model, x, y = resnet18(), images(5, 64), labels(5)
+    reference = Reference(model, F.cross_entropy, ADAMW)
+    with autopar.parallelize(model, 1, x, optimizer=ADAMW, plan=plan_by_hand(model, x, 2, [])) as pm:
+        for _ in range(2):
+            step_agrees(pm, reference, x, y, times=2)
+        outputs_agree(pm, reference, x)
+        state_agrees(pm, reference, model)
+
+
+SCRIPT = """
+import json, sys, torch, autopar
+from torch import nn
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+
+class Own(torch.optim.SGD):
+    pass
+
+def loss_fn(output, target):
+    return nn.functional.cross_entropy(output, target) + model_penalty(output)
+
+def model_penalty(output):
+    return output.square().mean()
+
+pm = autopar.parallelize(model, devices=2, example_inputs=x, loss_fn=loss_fn, microbatches=3, pins={"2.linear": 1},
+                         optimizer=lambda p: Own(p, lr=0.1))
+losses = [pm.train_step(x, y).loss for _ in range(3)]
+optimizer = Own(model.parameters(), lr=0.1)
+expected = []
+for _ in range(3):
+    loss = loss_fn(model(x), y)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    expected.append(loss.item())
+print(json.dumps([losses, expected, len(pm.plan.stages)]))
+"""
+
+
+def test_a_plain_script_without_a_main_guard(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses, expected, stages = json.loads(done.stdout.splitlines()[-1])
+    assert losses == pytest.approx(expected, abs=1e-5) and stages == 2

@@ -1,0 +1,84 @@
+"""What `autopar check` measures: differences, what is switched off, and whole comparisons with real processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from zoo import TwoInputs, tiny_vit
+
+from autopar.batching import as_call
+from autopar.errors import UsageError
+from autopar.parity import compare, compared, default_loss, difference
+from autopar.randomness import quiet_copy, random_operations
+
+ONES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "ok"),
+    [
+        (ONES, ONES, True),
+        (ONES + 1e-4, ONES, True),
+        (ONES + 2e-4, ONES, False),
+        (ONES * 1e-6 * (1 + 5e-2), ONES * 1e-6, True),  # rounding noise of the size of 1e-7
+        (ONES * 1e-5 * 1.5, ONES * 1e-5, False),  # 5e-6 off, which an absolute 1e-5 would let pass
+        (torch.zeros(4), ONES * 1e-5, False),
+        (ONES.double(), ONES, False),
+        (torch.ones(5), ONES, False),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), False),
+        (torch.tensor([3]), torch.tensor([3]), True),
+        (torch.tensor([3]), torch.tensor([4]), False),
+        (torch.empty(0), torch.empty(0), True),
+    ],
+)
+def test_tolerance(actual, expected, ok):
+    assert (difference(actual, expected).excess <= 1) is ok
+
+
+def test_a_row_names_the_worst_tensor():
+    row = compared("weights", [("a", ONES), ("b", ONES + 1e-3)], [("a", ONES), ("b", ONES)])
+    assert (row.num_tensors, row.ok, row.bitwise, row.worst) == (2, False, False, "b")
+    assert row.max_absolute == pytest.approx(1e-3, rel=1e-3)
+    assert row.max_relative == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_missing_tensor_is_a_failure():
+    row = compared("gradients", [("a", ONES)], [("a", ONES), ("b", ONES)])
+    assert (row.ok, row.worst) == (False, "b: only in the model on one device")
+
+
+def test_dropout_and_drop_path_are_switched_off_in_a_copy():
+    model = tiny_vit(depth=2, drop_rate=0.1, drop_path_rate=0.2)
+    x = torch.randn(2, 3, 32, 32)
+    assert random_operations(model, as_call(model, x))
+    quiet, notes = quiet_copy(model)
+    assert not random_operations(quiet, as_call(quiet, x))
+    assert "2 × DropPath (0.2)" in notes[0] and "× Dropout (0.1)" in notes[0]
+    assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)  # type: ignore[union-attr,index]
+
+
+def test_the_loss_fits_the_output():
+    logits = nn.Linear(4, 3)
+    assert (
+        default_loss(logits, as_call(logits, torch.randn(5, 4)))[2] == "cross entropy with random labels of 3 classes"
+    )
+    single = nn.Linear(4, 1)  # whose cross entropy would be zero whatever it computes
+    assert default_loss(single, as_call(single, torch.randn(5, 4)))[2] == "mean of squares over all outputs"
+
+
+def test_two_inputs_and_a_dict_of_outputs_are_equal_on_two_devices():
+    x = {"image": torch.randn(5, 3, 16, 16), "text": torch.randn(5, 6)}
+    parity = compare(TwoInputs(), x, devices=2, steps=2, microbatches=2)
+    assert parity.ok
+    counts = {row.quantity: row.num_tensors for row in parity.rows}
+    assert counts["outputs, train mode"] == 6 and counts["loss"] == 2
+    assert counts["weights after 2 steps"] == 10 and counts["buffers after 2 steps"] == 1
+    assert counts["outputs, eval mode"] == 3
+
+
+def test_arguments_of_compare():
+    with pytest.raises(UsageError, match="steps=0 must be at least 1"):
+        compare(nn.Linear(2, 2), torch.ones(2, 2), steps=0)
+    with pytest.raises(UsageError, match="Pass both a target and a loss_fn"):
+        compare(nn.Linear(2, 2), torch.ones(2, 2), torch.ones(2))

@@ -1,0 +1,150 @@
+"""The printed plan, as text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.ir import (
+    Alternative,
+    HardwareInfo,
+    InputInfo,
+    Mesh,
+    ModelInfo,
+    Plan,
+    Prediction,
+    SolverInfo,
+    Stage,
+)
+from autopar.ir.table import microbatches_text, plan_text, stage_ends, wrapped
+from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
+
+GIB = 2**30
+
+
+def stage(first: str, last: str, rank: int, forward_ms: float, peak_gib: float, sends: int = 0) -> Stage:
+    return Stage(first, last, (rank,), 76_500_000, forward_ms * 1e-3, 2e-3 * forward_ms, sends, int(peak_gib * GIB))
+
+
+PLAN = Plan(
+    model=ModelInfo("vit_x", "0123", 153_000_000, (InputInfo("x", (64, 3, 224, 224), "float32"),), {"depth": 6}),
+    batch=64,
+    mesh=Mesh(2),
+    schedule="1f1b",
+    microbatches=8,
+    stages=(
+        stage("patch_embed.proj.conv2d", "blocks.1.mlp.fc1.linear", 0, 4.0, 12.5, 3 * 2**20),
+        stage("blocks.1.mlp.act.gelu", "head.linear", 1, 2.0, 1.25),
+    ),
+    prediction=Prediction(0.1234, 518.6, 0.1765, (int(12.5 * GIB), int(1.25 * GIB)), 0.3),
+    solver=SolverInfo("HiGHS", "optimal", 0.0012, 0.25),
+    hardware=HardwareInfo("test-box", "Test GPU", "wire", 16 * GIB),
+    exceptions={"side.linear": 1},
+    alternatives=(
+        Alternative("4 microbatches", 0.1543),
+        Alternative("uniform cuts", 0.1),
+        Alternative("one device", 0.5),
+        Alternative("1 microbatch", None, "does not fit: stage 0 needs 99.0 GiB"),
+    ),
+    bound_by="compute of stage 0",
+)
+
+PRINTED = """\
+model       vit_x(depth=6), 153.0 M parameters
+inputs      x float32[64, 3, 224, 224]
+batch       64 in 8 microbatches of 8
+devices     2 × Test GPU, 16.0 GiB each, over wire (cost model test-box)
+mesh        pp 2 × tp 1 × dp 1, schedule 1f1b, fp32, bubble 17.6 %
+
+stage  ranks  from … to                params  forward  backward  F █ B ░     peak memory     sends
+───────────────────────────────────────────────────────────────────────────────────────────────────
+    0      0  patch_embed.proj …       76.5 M  4.00 ms   8.00 ms  ███░░░░░  12.5 GiB 78 %  3.00 MiB
+              blocks.1.mlp.fc1
+    1      1  blocks.1.mlp.act … head  76.5 M  2.00 ms   4.00 ms  █░░░       1.2 GiB  8 %         –
+
+step        123.4 ms ±30 %, 518.6 samples/s ±30 % (predicted)
+bound by    compute of stage 0
+solver      HiGHS: optimal, certified gap 0.12 %, 0.25 s, balancing time
+exceptions  1 operation outside their range: side.linear on 1
+
+rejected            step  against this plan
+─────────────────────────────────────────────────────────────────────────────────
+4 microbatches  154.3 ms      25.0 % slower
+uniform cuts    100.0 ms      19.0 % faster
+one device      500.0 ms      4.1 × as long
+1 microbatch           –                  –  does not fit: stage 0 needs 99.0 GiB"""
+
+
+def test_plan_prints_all_of_it():
+    assert plan_text(PLAN) == PRINTED
+    assert str(PLAN) == PRINTED
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_no_line_is_longer_than_the_terminal(width):
+    assert max(map(len, plan_text(PLAN, width).splitlines())) <= width
+
+
+def test_color_only_adds_escape_codes():
+    colored = plan_text(PLAN, color=True)
+    assert "\x1b[" in colored
+    assert "\x1b[" not in plan_text(PLAN)
+
+
+def test_a_cut_inside_a_module_is_shown_by_its_operations():
+    stages = (stage("a.conv", "b.1.add", 0, 1, 1), stage("b.1.norm.layer_norm", "add_3", 1, 1, 1))
+    assert stage_ends(stages) == [("a", "b.1.add"), ("b.1.norm", "add_3")]
+    stages = (stage("a.conv", "b.mul", 0, 1, 1), stage("b.mul_1", "c.linear", 1, 1, 1))
+    assert stage_ends(stages) == [("a", "b.mul"), ("b.mul_1", "c")]
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "printed"),
+    [
+        (64, 16, "16 microbatches of 4"),
+        (7, 4, "3 microbatches of 2 and 1 of 1"),
+        (5, 1, "1 microbatch of 5"),
+        (9, 4, "3 microbatches of 3"),
+    ],
+)
+def test_microbatches_are_those_that_chunk_makes(batch, microbatches, printed):
+    assert microbatches_text(batch, microbatches) == printed
+
+
+def test_long_paths_break_after_dots():
+    assert wrapped("features.block1.relu … head", 16) == "features.block1.\nrelu … head"
+    assert wrapped("averyveryverylongname", 8) == "averyveryverylongname"
+
+
+def test_plan_without_alternatives_ends_with_the_solver():
+    assert plan_text(replace(PLAN, alternatives=(), exceptions={})).splitlines()[-1].startswith("solver")
+
+
+@pytest.mark.parametrize(
+    ("value", "scale", "printed"),
+    [
+        (0.00331, TIME, "3.31 ms"),
+        (0.1713, TIME, "171.3 ms"),
+        (12.0, TIME, "12.0 s"),
+        (4.2e-5, TIME, "42.0 µs"),
+        (0.0, TIME, "0.00 µs"),
+        (2508576256, BYTES, "2.34 GiB"),
+        (512, BYTES, "512 B"),
+        (304_326_632, COUNT, "304.3 M"),
+        (10, COUNT, "10"),
+    ],
+)
+def test_one_value_in_its_unit(value, scale, printed):
+    assert text(value, scale) == printed
+
+
+def test_a_column_has_one_unit():
+    assert column([0.0005, 0.02], TIME) == ["0.5 ms", "20.0 ms"]
+    assert column([], TIME) == []
+
+
+def test_percent_and_plural():
+    assert [percent(0.1656), percent(0.02, 0), plural(1, "stage"), plural(2, "batch", "es")] == [
+        "16.6 %", "2 %", "1 stage", "2 batches",
+    ]  # fmt: skip

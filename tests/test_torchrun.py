@@ -1,0 +1,105 @@
+"""The same calls under torchrun: every rank is a device and sees the same numbers as one device."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+sys.path.insert(0, os.environ["TESTS"])
+from handmade import plan_by_hand
+from reference import Reference, assert_all_close, assert_close
+from zoo import Tied
+import autopar
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+own_group = sys.argv[1] == "own"
+if own_group:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+truth = Tied()
+x, y = torch.randint(0, 32, (7, 5)), torch.randint(0, 32, (7,))
+model = Tied()
+if rank == 0:
+    model.load_state_dict(truth.state_dict())  # the other rank starts from other weights: rank 0's count
+adamw = lambda p: torch.optim.AdamW(p, lr=1e-2)
+plan = plan_by_hand(truth, x, 4, ["layers.1.1.linear"])
+
+try:
+    autopar.parallelize(model, 3, x, plan=plan)
+    raise SystemExit("devices=3 was accepted")
+except autopar.UsageError as error:
+    assert "devices=3, but torchrun started 2 processes. Pass devices=2 or --nproc-per-node 3." in str(error), error
+
+reference = Reference(truth, make_optimizer=adamw)
+for round in range(2):  # a second model in the same processes
+    with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
+        if round == 1:
+            pm.load_state_dict(reference.model.state_dict())
+            reference = Reference(reference.model, make_optimizer=adamw)
+        for _ in range(2):
+            loss = reference.forward_backward(x, y, 4)
+            result = pm.forward_backward(x, y, return_outputs=True)
+            assert abs(result.loss - loss) < 1e-5, (result.loss, loss)
+            assert_close(result.outputs, reference.forward(x, 4)[0], "outputs of a step")
+            assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+            reference.step()
+            pm.optimizer_step()
+        assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
+        pm.eval()
+        reference.model.eval()
+        assert_close(pm(x), reference.forward(x, 4)[0], "output")
+        reference.model.train()
+        assert pm.stats().keys() == {0, 1}
+    assert dist.is_initialized() == own_group
+    try:
+        pm(x)
+        raise SystemExit("a closed model answered")
+    except autopar.UsageError:
+        pass
+
+def loss_fn(output, target):
+    raise ArithmeticError("no loss today")
+
+if own_group:
+    dist.destroy_process_group()
+if sys.argv[1] == "fail":
+    autopar.parallelize(model, 2, x, loss_fn=loss_fn, plan=plan).forward_backward(x, y)
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    tests = str(Path(__file__).parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TESTS": tests}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "script.py",
+        mode,
+    ]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_every_rank_has_the_numbers_of_one_device(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "own")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(done.stdout.splitlines()[-2:]) == ["rank 0 agrees", "rank 1 agrees"]
+
+
+def test_autopar_makes_and_ends_its_own_group_and_an_exception_ends_the_run(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "fail")
+    assert done.returncode != 0 and "agrees" not in done.stdout
+    assert "ArithmeticError: no loss today" in done.stderr, done.stderr[-3000:]
+    assert "autopar: rank 1 (stage 1), in action 1F0" in done.stderr
