@@ -114,6 +114,8 @@ def test_microbatches_are_those_that_chunk_makes(batch, microbatches, printed):
 
 def test_long_paths_break_after_dots():
     assert wrapped("features.block1.relu … head", 16) == "features.block1.\nrelu … head"
+    assert wrapped("blocks.6.norm1 … blocks.11", 23) == "blocks.6.norm1 …\nblocks.11"
+    assert wrapped("blocks.6 … blocks.11", 20) == "blocks.6 … blocks.11"
     assert wrapped("averyveryverylongname", 8) == "averyveryverylongname"
 
 

@@ -195,13 +195,16 @@ def time_bar(stage: Stage, slowest_seconds: float) -> str:
 
 
 def wrapped(path: str, width: int) -> str:
-    """Module paths on as many lines as they need, broken at spaces and after dots."""
+    """Module paths on as many lines as they need, broken at spaces; one longer than a line after its dots too."""
     lines = [""]
-    for piece in re.findall(r"[^ .]+\.?| |\.", path):
-        if len(lines[-1]) + len(piece) > width and lines[-1]:
-            lines.append("")
-        lines[-1] += piece if lines[-1] or piece != " " else ""
-    return "\n".join(line.rstrip() for line in lines)
+    for word in path.split(" "):
+        for i, piece in enumerate([word] if len(word) <= width else re.findall(r"[^.]+\.?", word)):
+            joined = f"{lines[-1]} {piece}" if i == 0 and lines[-1] else lines[-1] + piece
+            if len(joined) > width and lines[-1]:
+                lines.append(piece)
+            else:
+                lines[-1] = joined
+    return "\n".join(lines)
 
 
 def compared(other: Alternative, best_seconds: float) -> str:

@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.ir import Edge, Program, Ref, Value
-from autopar.pytree import unflatten
+from autopar.pytree import tree_map, unflatten
 from autopar.runtime.transport import Receipt, Transport
 from autopar.schedule import Action
 
@@ -46,6 +46,8 @@ class StepData:
     targets: list[Any]
     shares: list[float]
 
+NO_DATA = StepData([], [], [])
+
 
 class BoundStep:
     """A schedule bound to one rank.
@@ -58,6 +60,7 @@ class BoundStep:
         actions: Sequence[Action],
         chunks: Sequence[Chunk],
         transport: Transport,
+        device: torch.device,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
         training: bool,
     ) -> None:
@@ -66,13 +69,15 @@ class BoundStep:
         Args:
             actions: this rank's schedule.
             chunks: the chunk to use for each microbatch (they differ in shape only).
+            device: where a microbatch's inputs and targets are taken when their turn comes.
             loss_fn: on the last stage of a training step.
             training: keep what backward needs; otherwise run without gradients.
         """
         self.transport = transport
+        self.device = device
         self.loss_fn = loss_fn
         self.training = training
-        self.data = StepData([], [], [])
+        self.data = NO_DATA
         self.held: list[Any] = [None] * len(chunks)
         self.losses: list[torch.Tensor | None] = [None] * len(chunks)
         self.outputs: list[list[Any]] = [[] for _ in chunks]
@@ -101,7 +106,11 @@ class BoundStep:
                 if k < last:
                     posted = following if following is not None else self.work[k + 1][1]()
             self.transport.flush()
-        self.current = None
+        self.data, self.current = NO_DATA, None
+
+    def here(self, leaf: Any) -> Any:
+        """A tensor on this rank's device; anything else as it is."""
+        return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
     def bind(self, action: Action, chunk: Chunk) -> tuple[Action, Callable[[], list[Receipt]], Callable[..., None]]:
         """The action, what posts its receives, and what computes it once they are there."""
@@ -149,7 +158,7 @@ class BoundStep:
             if self.training:
                 for tensor, wanted in zip(received, tracked, strict=True):
                     tensor.requires_grad_(wanted)
-            results = module(*self.data.inputs[i], *received)
+            results = module(*map(self.here, self.data.inputs[i]), *received)
             for k, order, dst, tag in sends:
                 self.transport.send(results[k].detach().permute(order).contiguous(), dst, tag)
             # Gradient edges, not tensors: once sent, an output's memory is not needed for backward.
@@ -167,7 +176,7 @@ class BoundStep:
         """On the last stage: the loss of one microbatch, and its outputs if they are wanted."""
         leaves = [results[place[leaf.name]] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
         if self.loss_fn is not None:
-            loss = self.loss_fn(unflatten(leaves, program.out_spec), self.data.targets[i])
+            loss = self.loss_fn(unflatten(leaves, program.out_spec), tree_map(self.here, self.data.targets[i]))
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
                 raise UsageError(

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from autopar.ir import Program, Weight
-from autopar.pytree import tree_map
+from autopar.pytree import leaves
 from autopar.runtime.executor import BoundStep, Chunk, Span, StepData
-from autopar.runtime.resident import peak_resident_bytes
+from autopar.runtime.resident import peak_resident_bytes, resident_bytes
 from autopar.runtime.transport import Transport
 from autopar.schedule import generate
 
@@ -67,8 +67,7 @@ class Work:
 class RankStats:
     """What a rank measured: seconds of compute per action and of the whole last step, and the most bytes ever in use.
 
-    ``peak_bytes`` is the process's resident memory on CPU, less what it held before its weights came, and the
-    allocator's on a GPU.
+    ``peak_bytes`` is the process's resident memory on CPU, less libraries and the batch itself, and the allocator's on a GPU.
     """
 
     spans: tuple[Span, ...]
@@ -79,15 +78,9 @@ class RankStats:
 class Rank:
     """Holds one rank's part of the model and runs its part of every step."""
 
-    def __init__(
-        self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], transport: Transport, base_bytes: int = 0
-    ) -> None:
-        """Take ``tensors``, this rank's weights by name: the caller gives them away.
-
-        Args:
-            base_bytes: what the process held before it was given anything, left out of what it reports.
-        """
-        self.spec, self.transport, self.base_bytes = spec, transport, base_bytes
+    def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], transport: Transport) -> None:
+        """Take ``tensors``, this rank's weights by name: the caller gives them away."""
+        self.spec, self.transport = spec, transport
         self.device = torch.device(spec.device)
         torch.manual_seed(spec.seed + spec.rank)
         self.weights: dict[str, torch.Tensor] = {}
@@ -103,6 +96,9 @@ class Rank:
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
         self.step_seconds = 0.0
+        self.data_bytes = 0
+        # Libraries are not the model's: torch.optim alone imports over 100 MB.
+        self.base_bytes = resident_bytes() - sum(t.nbytes for t in self.weights.values())
 
     def parameter(self, name: str) -> nn.Parameter:
         parameter = self.weights[name]
@@ -124,7 +120,7 @@ class Rank:
             last = self.spec.rank == self.spec.world - 1
             loss_fn = self.spec.loss_fn if last and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
-            self.bound[key] = BoundStep(actions, chunks, self.transport, loss_fn, work.training)
+            self.bound[key] = BoundStep(actions, chunks, self.transport, self.device, loss_fn, work.training)
         return self.bound[key]
 
     # -- steps -------------------------------------------------------------------------------------------------
@@ -145,14 +141,11 @@ class Rank:
     def execute(self, work: Work) -> BoundStep:
         start = time.perf_counter()
         self.running = self.step(work)
-        data = StepData(tree_map(self.here, work.data.inputs), tree_map(self.here, work.data.targets), work.data.shares)
-        self.running.run(data, work.keep_outputs)
+        given = leaves((work.data.inputs, work.data.targets))
+        self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
+        self.running.run(work.data, work.keep_outputs)
         self.step_seconds = time.perf_counter() - start
         return self.running
-
-    def here(self, leaf: Any) -> Any:
-        """A tensor on this rank's device; anything else as it is."""
-        return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
     def optimizer_step(self) -> float:
         """Clip, update, clear gradients; the global norm of the gradients before clipping."""
@@ -234,7 +227,7 @@ class Rank:
         )
 
     def peak_bytes(self) -> int:
-        """Most bytes in use so far, beyond the base."""
+        """Most bytes in use so far, beyond the base and the batch that was handed over."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return peak_resident_bytes() - self.base_bytes
+        return peak_resident_bytes() - self.base_bytes - self.data_bytes

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.runtime.rank import Rank, RankSpec
-from autopar.runtime.resident import resident_bytes, restart_peak
+from autopar.runtime.resident import restart_peak
 from autopar.runtime.settings import TorchSettings
 from autopar.runtime.transport import ProcessGroupTransport, TransportError, init_process_group
 from autopar.runtime.wire import receive, send
@@ -67,8 +67,6 @@ class Worker:
 
     def __init__(self, number: int, connection: Connection) -> None:
         self.number, self.connection = number, connection
-        restart_peak()
-        self.base_bytes = resident_bytes()
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.speaking = threading.Lock()
         self.rank: Rank | None = None
@@ -86,7 +84,7 @@ class Worker:
         """Carry out one command ("start" makes the rank); whether it went well, and its result or failure."""
         try:
             if name == "start":
-                self.rank = join(self.number, self.base_bytes, *arguments)
+                self.rank = join(self.number, *arguments)
                 return True, None
             return True, getattr(self.rank, name)(*arguments)
         except Exception as error:
@@ -118,7 +116,7 @@ class Worker:
         )
 
 
-def join(number: int, base_bytes: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
+def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     """Meet the other ranks and take this rank's weights."""
     torch.set_num_threads(start.num_threads)
     start.settings.apply()
@@ -132,7 +130,9 @@ def join(number: int, base_bytes: int, start: Start, tensors: dict[str, torch.Te
     store.wait([f"started/{rank}" for rank in range(spec.world)], timedelta(seconds=START_SECONDS))
     init_process_group(start.backend, number, spec.world, device, start.timeout_seconds, store)
     transport = ProcessGroupTransport(number, device, spec.edges, spec.shared, start.timeout_seconds)
-    return Rank(spec, tensors, transport, base_bytes)
+    rank = Rank(spec, tensors, transport)
+    restart_peak()
+    return rank
 
 
 def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
