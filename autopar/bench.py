@@ -27,19 +27,23 @@ optimizer_of = functools.partial(torch.optim.AdamW, lr=1e-4)
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted and measured peak of one rank, byte."""
+    """Peak memory of one rank, byte: predicted, in tensors, and of the whole process less libraries and batch.
+
+    On a GPU the last two are the same: what the allocator handed out.
+    """
 
     rank: int
     predicted_bytes: int
-    measured_bytes: int
+    tensor_bytes: int
+    resident_bytes: int
 
 
 @dataclass(frozen=True)
 class BenchResult:
     """Medians over the timed steps.
 
-    ``bound_seconds`` is the step time that the schedule would take if nothing cost time but the actions, each as long as
-    measured on its own rank.
+    ``bound_seconds`` is the step time that the schedule would take if nothing cost time but the actions, each as long
+    as measured on its own rank.
     """
 
     model: str
@@ -75,10 +79,10 @@ def run_bench(
     progress: Callable[[str], None] = lambda text: None,
     **constraints: Any,
 ) -> BenchResult:
-    """Measure a model's plan over ``devices``, over one device, and the plain loop on one device.
+    """A model's plan measured over ``devices``, over one device, and beside the plain loop on one device.
 
-    All do the same microbatches with AdamW in the same precision; the two single-device runs take turns, so that drift of
-    the machine's clock falls on both.
+    All do the same microbatches with AdamW in the same precision; the two single-device runs take turns, so that drift
+    of the machine's clock falls on both.
 
     Args:
         x, y: images and class indices at the global batch.
@@ -90,9 +94,10 @@ def run_bench(
     with parallelize(model, devices, example_inputs=x, optimizer=optimizer_of, **constraints) as pm:
         plan, machine = pm.plan, pm.machine
         seconds, bounds = timed(pm, x, y, steps)
-        memory = tuple(
-            RankMemory(rank, plan.prediction.peak_bytes[rank], stats.peak_bytes) for rank, stats in pm.stats().items()
-        )
+        resident = {rank: stats.peak_bytes for rank, stats in pm.stats().items()}
+        tensors = pm.measure_memory(x, y)
+        predicted = plan.prediction.peak_bytes
+        memory = tuple(RankMemory(r, predicted[r], tensors[r], resident[r]) for r in sorted(resident))
     progress("one device, in turns with the plain loop")
     torch.set_num_threads(machine.num_threads)
     device = torch.device(machine.device_of(0))
@@ -146,5 +151,6 @@ def bubble_bound_seconds(plan: Plan, spans: dict[int, tuple[Span, ...]]) -> floa
 
 def machine_text(device_type: str, num_threads: int) -> str:
     """Hardware and versions, for a record."""
-    device = torch.cuda.get_device_name() if device_type == "cuda" else f"{platform.machine()} CPU, {num_threads} thread each"
+    cpu = f"{platform.machine()} CPU, {num_threads} thread{'s' * (num_threads > 1)} a process"
+    device = torch.cuda.get_device_name() if device_type == "cuda" else cpu
     return f"{device}, torch {torch.__version__}, Python {platform.python_version()}"

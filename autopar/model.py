@@ -243,6 +243,12 @@ class ParallelModel:
         """What each rank measured in its last step."""
         return self._call("stats")
 
+    def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
+        """Most bytes in tensors at once on each rank during a training step, which is done; slower than a plain one."""
+        call = as_call(self._model, x)
+        work, _, _ = self._work(call.args, call.kwargs, (y,), self.plan.schedule, keep_outputs=False)
+        return self._ranks.call("tensor_peak", [(w,) for w in work])
+
     # -- end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:

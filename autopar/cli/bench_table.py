@@ -48,9 +48,15 @@ def time_table(result: BenchResult) -> Table:
 def memory_table(result: BenchResult) -> Table:
     """Predicted and measured peak memory of each rank."""
     table = plain_table()
-    for title in ("rank", "predicted peak", "measured peak", "measured / predicted"):
+    for title in ("rank", "predicted peak", "in tensors", "against prediction", "of the process"):
         table.add_column(title, justify="right", no_wrap=True)
     for row in result.memory:
-        share = row.measured_bytes / row.predicted_bytes
-        table.add_row(str(row.rank), text(row.predicted_bytes, BYTES), text(row.measured_bytes, BYTES), f"{share:.2f}")
+        error = row.tensor_bytes / row.predicted_bytes - 1
+        table.add_row(
+            str(row.rank),
+            text(row.predicted_bytes, BYTES),
+            text(row.tensor_bytes, BYTES),
+            f"{100 * error:+.1f} %",
+            text(row.resident_bytes, BYTES),
+        )
     return table

@@ -76,7 +76,9 @@ class CostGraph:
     def __post_init__(self) -> None:
         n = len(self.groups)
         for flow in self.flows:
-            assert flow.consumers and all(flow.producer < c < n for c in flow.consumers), f"flow {flow.value} runs backwards"
+            assert flow.consumers and all(flow.producer < c < n for c in flow.consumers), (
+                f"flow {flow.value} runs backwards"
+            )
         for holding in (*self.weights, *self.saved):
             assert holding.groups and all(0 <= g < n for g in holding.groups), f"{holding.name} is held by no group"
 

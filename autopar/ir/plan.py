@@ -238,7 +238,9 @@ class Plan:
         for i, stage in enumerate(self.stages):
             for name in ("first", "last"):
                 if getattr(stage, name) not in position:
-                    raise PlanError(f"Plan field stages.{i}.{name}: the model has no operation {getattr(stage, name)!r}.")
+                    raise PlanError(
+                        f"Plan field stages.{i}.{name}: the model has no operation {getattr(stage, name)!r}."
+                    )
         bounds = [(position[s.first], position[s.last]) for s in self.stages]
         if bounds[0][0] != 0 or bounds[-1][1] != len(graph.ops) - 1:
             raise PlanError("Plan field stages: the first stage must start at the model's first operation "

@@ -75,9 +75,9 @@ def price(
         optimizer_state_bytes_per_param: 8 for Adam in float32.
     Raises:
         HardwareError: the machine has no peak for a dtype the model computes in.
-    Error: ``hardware.error`` for seconds. Saved bytes equal what torch 2.15 saves on CPU to 0.1 % for most timm families;
-        of those compared it keeps 2.5 times as much for an LSTM (Sequencer), and less where the model's own in-place
-        activation was traced into one that is not in place (TResNet, 16 %). On GPUs kernels may add workspaces.
+    Error: ``hardware.error`` for seconds. Saved bytes equal what torch 2.15 saves on CPU to 0.1 % for most timm
+        families. Of those compared, an LSTM (Sequencer) keeps 2.5 times as much, and a model whose own in-place
+        activation was traced into one that is not in place keeps less (TResNet, 16 %). GPU kernels may add workspaces.
     """
     pricing = Pricing(graph, facts, hardware, batch)
     costs = {op.name: op_cost(op, pricing) for op in graph.ops}

@@ -46,6 +46,7 @@ class StepData:
     targets: list[Any]
     shares: list[float]
 
+
 NO_DATA = StepData([], [], [])
 
 

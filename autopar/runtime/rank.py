@@ -13,7 +13,7 @@ from torch import nn
 from autopar.ir import Program, Weight
 from autopar.pytree import leaves
 from autopar.runtime.executor import BoundStep, Chunk, Span, StepData
-from autopar.runtime.resident import peak_resident_bytes, resident_bytes
+from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.transport import Transport
 from autopar.schedule import generate
 
@@ -67,7 +67,8 @@ class Work:
 class RankStats:
     """What a rank measured: seconds of compute per action and of the whole last step, and the most bytes ever in use.
 
-    ``peak_bytes`` is the process's resident memory on CPU, less libraries and the batch itself, and the allocator's on a GPU.
+    ``peak_bytes`` is the process's resident memory on CPU, less libraries and the batch itself, and the allocator's on
+    a GPU.
     """
 
     spans: tuple[Span, ...]
@@ -158,6 +159,26 @@ class Rank:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         return norm.item()
+
+    def tensor_peak(self, work: Work) -> int:
+        """Most bytes in tensors at once during a training step, the batch itself not counted on CPU."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.train_step(work)
+            return torch.cuda.max_memory_allocated(self.device)
+        standing = self.standing_bytes()
+        with TensorPeak() as peak:
+            self.train_step(work)
+        return standing + peak.bytes
+
+    def train_step(self, work: Work) -> None:
+        self.forward_backward(work)
+        self.optimizer_step()
+
+    def standing_bytes(self) -> int:
+        """Bytes that stay between steps: weights and the optimizer's state."""
+        states = leaves(self.optimizer.state_dict()["state"]) if self.optimizer else []
+        return sum(t.nbytes for t in (*self.weights.values(), *states) if isinstance(t, torch.Tensor))
 
     def zero_grad(self) -> None:
         for parameter in self.trainable.values():

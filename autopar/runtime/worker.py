@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
+from autopar.runtime.memory import restart_peak
 from autopar.runtime.rank import Rank, RankSpec
-from autopar.runtime.resident import restart_peak
 from autopar.runtime.settings import TorchSettings
 from autopar.runtime.transport import ProcessGroupTransport, TransportError, init_process_group
 from autopar.runtime.wire import receive, send
