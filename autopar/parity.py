@@ -137,7 +137,7 @@ def trained(pm: ParallelModel, reference: Reference, call: Call, x: Any, y: Any,
         gradients[1].extend(in_step(step, reference.gradients()))
         pm.optimizer_step()
         reference.optimizer_step()
-    state, own = pm.state_dict(), reference.model.state_dict()
+    state, own = pm.state_dict(), {name: tensor.cpu() for name, tensor in reference.model.state_dict().items()}
     parameters = {name for name, _ in reference.model.named_parameters(remove_duplicate=False)}
     rows = [
         compared("outputs, train mode", *outputs),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +12,7 @@ from torch import nn
 from autopar.errors import UsageError
 from autopar.ir import Edge, Program, Ref, Value
 from autopar.pytree import tree_map, unflatten
+from autopar.runtime.stopwatch import Stopwatch
 from autopar.runtime.transport import Receipt, Transport
 from autopar.schedule import Action
 
@@ -27,7 +27,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Span:
-    """Measured compute of one action, without waiting for its inputs; seconds on this rank's clock."""
+    """Measured compute of one action, without waiting for its inputs; seconds since the rank's first action."""
 
     action: Action
     start_seconds: float
@@ -84,7 +84,8 @@ class BoundStep:
         self.outputs: list[list[Any]] = [[] for _ in chunks]
         self.current: Action | None = None
         self.computing = False
-        self.spans: list[Span] = []
+        self.stopwatch = Stopwatch(device)
+        self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.work = [self.bind(action, chunks[action.microbatch]) for action in actions]
 
@@ -92,7 +93,7 @@ class BoundStep:
         """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
-        self.spans.clear()
+        self.marks.clear()
         early, last = self.transport.posts_early, len(self.work) - 1
         posted = self.work[0][1]() if self.work else []
         with torch.set_grad_enabled(self.training):
@@ -100,14 +101,21 @@ class BoundStep:
                 self.current = action
                 following = self.work[k + 1][1]() if early and k < last else None
                 received = [receipt() for receipt in posted]
-                self.computing, start = True, time.perf_counter()
+                self.computing, start = True, self.stopwatch.mark()
                 compute(received)
                 self.computing = False
-                self.spans.append(Span(action, start, time.perf_counter()))
+                self.marks.append((action, start, self.stopwatch.mark()))
                 if k < last:
                     posted = following if following is not None else self.work[k + 1][1]()
             self.transport.flush()
         self.data, self.current = NO_DATA, None
+
+    def spans(self) -> tuple[Span, ...]:
+        """What each action of the last run took, in order; times count from the first action's start."""
+        seconds = self.stopwatch.seconds
+        return tuple(
+            Span(a, seconds(self.marks[0][1], start), seconds(self.marks[0][1], end)) for a, start, end in self.marks
+        )
 
     def here(self, leaf: Any) -> Any:
         """A tensor on this rank's device; anything else as it is."""

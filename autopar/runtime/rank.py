@@ -240,9 +240,8 @@ class Rank:
 
     def stats(self) -> RankStats:
         """Measurements of the last step."""
-        spans = self.running.spans if self.running else []
         return RankStats(
-            tuple(spans),
+            self.running.spans() if self.running else (),
             self.step_seconds,
             self.peak_bytes(),
         )

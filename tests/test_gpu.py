@@ -1,0 +1,100 @@
+"""NCCL on two GPUs against one: numbers, and faults that must not hang. Skips itself where there are fewer."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from handmade import even_firsts, plan_by_hand
+from reference import Reference, assert_all_close, assert_close
+from torch import nn
+from zoo import Tied, UNet, resnet18, tiny_vit
+
+import autopar
+from autopar import WorkerError
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+# A larger eps than the default: parameters whose true gradient is zero would amplify the order of atomic sums.
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+FAULT_SECONDS = 15.0
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "y", "microbatches", "loss_fn"),
+    [
+        (tiny_vit, (7, 3, 32, 32), (7,), 4, F.cross_entropy),
+        (resnet18, (16, 3, 64, 64), (16,), 4, F.cross_entropy),
+        (UNet, (8, 3, 8, 8), (8, 1, 8, 8), 5, F.mse_loss),
+        (Tied, (8, 5), (8,), 4, F.cross_entropy),
+    ],
+)
+def test_equals_one_gpu(model: Any, x: tuple, y: tuple, microbatches: int, loss_fn: Any) -> None:
+    torch.manual_seed(0)
+    built: nn.Module = model()
+    inputs = torch.randint(0, 32, x) if len(x) == 2 else torch.randn(x)
+    targets = torch.rand(y) if len(y) > 1 else torch.randint(0, 10, y)
+    plan = plan_by_hand(built, inputs, microbatches, even_firsts(built, inputs, 2))
+    reference = Reference(copy.deepcopy(built).cuda(), loss_fn, ADAMW)
+    with autopar.parallelize(built, 2, inputs, loss_fn=loss_fn, optimizer=ADAMW, plan=plan) as pm:
+        assert pm.machine.backend == "nccl"
+        for _ in range(3):
+            loss = reference.forward_backward(inputs.cuda(), targets.cuda(), microbatches)
+            assert pm.forward_backward(inputs, targets).loss == pytest.approx(loss, abs=1e-5)
+            assert_all_close(pm.gradients(), on_cpu(reference.gradients()), "gradient")
+            reference.step()
+            pm.optimizer_step()
+        assert_all_close(pm.state_dict(), on_cpu(reference.model.state_dict()), "state")
+        pm.eval()
+        reference.model.eval()
+        assert_close(pm(inputs).cpu(), reference.forward(inputs.cuda(), microbatches)[0].cpu(), "eval output")
+
+
+def test_killed_rank_ends_the_others() -> None:
+    def slow(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        time.sleep(2)
+        return F.cross_entropy(output, target)
+
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    pm = autopar.parallelize(tiny_vit(), 2, x, microbatches=4, loss_fn=slow, optimizer=ADAMW)
+    first = min(child.pid for child in psutil.Process().children() if "autopar.runtime" in child.cmdline())
+    threading.Timer(1.0, os.kill, (first, signal.SIGKILL)).start()
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"Rank 0 .*SIGKILL"):
+        pm.train_step(x, y)
+    assert time.monotonic() - start < FAULT_SECONDS
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_exception_ends_all_with_its_cause() -> None:
+    def broken(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise ValueError("no loss today")
+
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    pm = autopar.parallelize(tiny_vit(), 2, x, microbatches=4, loss_fn=broken, optimizer=ADAMW)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"Rank 1 .*1F0.*no loss today"):
+        pm.train_step(x, y)
+    assert time.monotonic() - start < FAULT_SECONDS
+    assert not psutil.Process().children(recursive=True)
