@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -86,6 +87,8 @@ def make_plan(
         for v in graph.inputs
     )
     info = ModelInfo(name, graph.fingerprint, graph.num_params, inputs, dict(kwargs))
+    if options.memory is not None:
+        hardware = replace(hardware, memory_bytes=options.memory)
     constraints = Constraints(
         devices=devices,
         batch=batch,
