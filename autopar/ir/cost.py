@@ -123,11 +123,14 @@ class CostGraph:
         return tuple((i, crossing[i]) for i in range(self.loss))
 
     def __str__(self) -> str:
+        """A row per group; ``|`` marks those that every path goes through, and the bytes are what a cut behind sends."""
         rows = [f"{self.model}: {len(self.groups)} groups, {len(self.flows)} flows, microbatch of {self.batch}"]
+        crossing, narrow = dict(self.cut_candidates), set(self.dominators)
         for i, g in enumerate(self.groups):
-            reads = sorted({f.producer for f in self.flows if i in f.consumers})
+            reads = ", ".join(map(str, sorted(self.digraph.predecessors(i))))
+            cut = f", a cut behind sends {crossing[i] / 2**20:.2f} MiB" if i in crossing else ""
             rows.append(
-                f"  {i:4d} {g.name}: F {g.forward_seconds * 1e3:.3f} ms, B {g.backward_seconds * 1e3:.3f} ms, "
-                f"saves {g.saved_bytes / 2**20:.2f} MiB, reads {reads}"
+                f"{i:4d} {'|' if i in narrow else ' '} {g.name}: F {g.forward_seconds * 1e3:.3f} ms, "
+                f"B {g.backward_seconds * 1e3:.3f} ms, saves {g.saved_bytes / 2**20:.2f} MiB, reads [{reads}]{cut}"
             )
         return "\n".join(rows)
