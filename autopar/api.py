@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.batching import Call, as_call, microbatch_sizes
+from autopar.batching import Call, as_call
 from autopar.codegen import graph_module
 from autopar.errors import UsageError
 from autopar.hardware import Hardware, load_hardware
-from autopar.ir import Graph, InputInfo, ModelInfo, Plan, Weight
+from autopar.ir import Graph, InputInfo, ModelInfo, Plan, Precision, Weight
 from autopar.machine import Machine, default_hardware_name, this_machine
 from autopar.model import ParallelModel
 from autopar.options import Options
@@ -28,6 +29,8 @@ from autopar.trace import trace, weight_tensors
 from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
+RUN_SETTINGS = frozenset({"backend", "timeout", "clip_grad_norm"})  # constraints that a plan says nothing of
+PRECISIONS: Mapping[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 # Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
 # He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
 LEAST_BATCH_NORM_SAMPLES = 8
@@ -58,6 +61,7 @@ def plan(
     options = Options.of(constraints)
     source = ModelSource(model) if isinstance(model, str) else model
     built = source.build("meta") if isinstance(source, ModelSource) else source
+    check_model(built)
     name = source.name if isinstance(source, ModelSource) else type(built).__name__
     kwargs = source.kwargs if isinstance(source, ModelSource) else {}
     shape = source.input_shape if isinstance(source, ModelSource) else None
@@ -102,7 +106,26 @@ def make_plan(
         least_samples=LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1,
         time_limit_seconds=options.solver_seconds,
     )
-    return search(lambda size: price(graph, facts, hardware, size), graph, hardware, constraints, info), graph
+    found = search(lambda size: price(graph, facts, hardware, size), graph, hardware, constraints, info)
+    return replace(found, precision=precision_of(graph, options.precision)), graph
+
+
+def precision_of(graph: Graph, wanted: str | None) -> Precision:
+    """The precision that most of the model's parameters have, which is what it computes in.
+
+    Raises:
+        UsageError: another one is wanted.
+    """
+    numel = Counter({"float32": 0})
+    for weight in graph.weights:
+        numel[weight.dtype] += weight.numel if weight.kind == "parameter" and weight.dtype in PRECISIONS else 0
+    own = PRECISIONS[numel.most_common(1)[0][0]]
+    if wanted not in (None, own):
+        raise UsageError(
+            f"precision={wanted!r}, but the parameters of {graph.model} are {own}. This version computes in the "
+            "model's own precision: convert the model, or leave precision out."
+        )
+    return own
 
 
 def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, shape: tuple[int, ...] | None) -> Call:
@@ -159,6 +182,7 @@ def parallelize(
     """
     options = Options.of(constraints)
     check_devices(devices)
+    check_model(model)
     machine = this_machine(devices, options.backend)
     call = example_call(model, example_inputs, batch_size, None)
     if any(p.is_meta for p in model.parameters()):
@@ -166,11 +190,11 @@ def parallelize(
     if plan is None:
         hardware = load_hardware(options.hardware or default_hardware_name(machine))
         if options.hardware is None and options.memory is None and machine.device_type == "cpu":
-            options = Options.of(vars(options) | {"memory": psutil.virtual_memory().total // devices})
+            options = replace(options, memory=psutil.virtual_memory().total // machine.local_devices(devices))
         chosen, graph = make_plan(model, call, devices, options, hardware, type(model).__name__, {})
     else:
         chosen, graph = plan if isinstance(plan, Plan) else Plan.load(plan), None
-        check_given(chosen, devices, options)
+        check_given(chosen, devices, constraints)
     programs = Programs(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
     loss_fn = loss_fn or F.cross_entropy
     specs = rank_specs(programs, machine, loss_fn, optimizer, lr_scheduler, options.clip_grad_norm, seed)
@@ -184,7 +208,16 @@ def check_devices(devices: int) -> None:
         raise UsageError(f"devices={devices!r} must be a whole number of at least 1.")
 
 
-def check_given(plan: Plan, devices: int, options: Options) -> None:
+def check_model(model: Any) -> None:
+    """Raise a UsageError unless ``model`` is a module."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"The model is a {type(model).__name__}; it must be a torch.nn.Module. "
+            "autopar.plan also takes names, such as vit_small_patch16_224."
+        )
+
+
+def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> None:
     """Compare a given plan with the other arguments.
 
     Raises:
@@ -194,9 +227,8 @@ def check_given(plan: Plan, devices: int, options: Options) -> None:
     plan.validate()
     if plan.mesh.devices != devices:
         raise UsageError(f"The plan is for {plan.mesh.devices} devices, parallelize was asked for {devices}.")
-    for name in ("pp", "microbatches", "microbatch_size", "memory"):
-        if getattr(options, name) is not None:
-            raise UsageError(f"Both plan= and {name}= are given; the plan decides already. Leave {name} out.")
+    for name in constraints.keys() - RUN_SETTINGS:
+        raise UsageError(f"Both plan= and {name}= are given; the plan decides already. Leave {name} out.")
 
 
 def rank_specs(
@@ -239,12 +271,9 @@ def start(
     specs: list[RankSpec], tensors: Mapping[str, torch.Tensor], machine: Machine, timeout_seconds: float
 ) -> LocalRanks | TorchrunRanks | WorkerPool:
     """The ranks, running: this process's own under torchrun or alone, worker processes otherwise."""
-    if machine.launched is not None and machine.launched.world > 1:
+    if machine.launched is not None:
         return TorchrunRanks(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds)
     if len(specs) == 1:
         return LocalRanks(specs[0], tensors)
     own = [{w.name: tensors[w.name] for w in spec.weights} for spec in specs]
     return WorkerPool(specs, own, machine.backend, timeout_seconds, machine.num_threads)
-
-
-__all__ = ["microbatch_sizes", "parallelize", "plan"]

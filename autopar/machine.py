@@ -25,6 +25,10 @@ class Machine:
     num_threads: int
     launched: Launched | None
 
+    def local_devices(self, devices: int) -> int:
+        """How many of the devices share this host."""
+        return self.launched.local_world if self.launched else devices
+
     def device_of(self, rank: int) -> str:
         """The torch device of a rank."""
         if self.device_type == "cpu":
@@ -39,7 +43,7 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
         UsageError: too few GPUs, a backend that is not here, or a count that disagrees with torchrun's.
     """
     launch = launched()
-    if launch is not None and devices is not None and launch.world not in (1, devices):
+    if launch is not None and devices is not None and launch.world != devices:
         raise UsageError(
             f"devices={devices}, but torchrun started {launch.world} processes. "
             f"Pass devices={launch.world} or --nproc-per-node {devices}."

@@ -33,7 +33,7 @@ class Options:
     balance: Balance = "time"
     pins: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None
-    precision: str = "fp32"
+    precision: str | None = None
     recompute: str = "none"
     hardware: str | None = None
     backend: str | None = None
@@ -46,15 +46,19 @@ class Options:
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or number < 1):
                 raise UsageError(f"{name}={number!r} must be a whole number of at least 1.")
-        for name, only in (("tp", 1), ("dp", 1), ("chunks", 1), ("precision", "fp32"), ("recompute", "none")):
+        for name, only in (("tp", 1), ("dp", 1), ("chunks", 1), ("recompute", "none")):
             if getattr(self, name) != only:
                 raise UsageError(
                     f"{name}={getattr(self, name)!r} is not available in this version, which splits models into "
-                    f"pipeline stages in float32. Leave it out, or pass {name}={only!r}."
+                    f"pipeline stages only. Leave it out, or pass {name}={only!r}."
                 )
         for name, known in (("schedule", ("1f1b", "gpipe")), ("balance", ("time", "params", "flops", "uniform"))):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown. It is one of {', '.join(known)}.")
+        for name in ("memory", "clip_grad_norm", "solver_seconds", "timeout"):
+            number = getattr(self, name)
+            if number is not None and (not isinstance(number, int | float) or isinstance(number, bool) or number <= 0):
+                raise UsageError(f"{name}={number!r} must be a number above 0.")
         if self.backend not in (None, "gloo", "nccl"):
             raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
         if self.microbatches is not None and self.microbatch_size is not None:
@@ -74,8 +78,11 @@ class Options:
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise UsageError(f"Unknown argument {name!r}.{hint} Known: {', '.join(known)}.")
         values = dict(given)
-        if isinstance(values.get("memory"), str):
-            values["memory"] = parse_bytes(values["memory"])
+        memory = values.get("memory")
+        if isinstance(memory, str):
+            values["memory"] = parse_bytes(memory)
+        elif isinstance(memory, float):
+            values["memory"] = int(memory)
         return Options(**values)
 
 
@@ -83,10 +90,10 @@ def parse_bytes(text: str) -> int:
     """A size such as ``24GiB`` or ``80 GB``, in byte.
 
     Raises:
-        UsageError: no number, or an unknown unit.
+        UsageError: no number, no unit, or an unknown one.
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", text)
-    unit = (match[2] or "B").upper() if match else ""
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]+)\s*", text)
+    unit = match[2].upper() if match else ""
     if match is None or unit not in BYTE_UNITS or float(match[1]) <= 0:
         raise UsageError(f"Cannot read {text!r} as a memory size. Write a number and a unit, such as 24GiB or 80GB.")
     return int(float(match[1]) * BYTE_UNITS[unit])

@@ -11,6 +11,7 @@ from autopar.ir.plan import (
     Mesh,
     ModelInfo,
     Plan,
+    Precision,
     Prediction,
     ScheduleName,
     SolverInfo,
@@ -20,6 +21,7 @@ from autopar.ir.program import Edge, Program
 
 __all__ = [
     "DTYPE_BYTES", "SCHEMA_VERSION", "Alternative", "Balance", "CostGraph", "Edge", "Flow", "Graph", "Group",
-    "HardwareInfo", "Holding", "InputInfo", "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Plan", "Prediction",
+    "HardwareInfo", "Holding", "InputInfo", "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Plan", "Precision",
+    "Prediction",
     "Program", "Ref", "ScheduleName", "SolverInfo", "Stage", "Value", "Weight", "refs",
 ]  # fmt: skip

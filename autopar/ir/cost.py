@@ -123,7 +123,7 @@ class CostGraph:
         return tuple((i, crossing[i]) for i in range(self.loss))
 
     def __str__(self) -> str:
-        """A row per group; ``|`` marks those that every path goes through, and the bytes are what a cut behind sends."""
+        """A row per group; ``|`` marks those that every path goes through, the bytes are what a cut behind sends."""
         rows = [f"{self.model}: {len(self.groups)} groups, {len(self.flows)} flows, microbatch of {self.batch}"]
         crossing, narrow = dict(self.cut_candidates), set(self.dominators)
         for i, g in enumerate(self.groups):

@@ -16,9 +16,10 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 
 SCHEMA_VERSION = 1
-STRICT = ConfigDict(extra="forbid")
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 ScheduleName = Literal["forward-only", "gpipe", "1f1b"]
+Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Balance = Literal["time", "params", "flops", "uniform"]
 
 
@@ -141,7 +142,7 @@ class Plan:
     solver: SolverInfo
     hardware: HardwareInfo
     chunks: Literal[1] = 1
-    precision: Literal["fp32"] = "fp32"
+    precision: Precision = "fp32"
     exceptions: Mapping[str, int] = field(default_factory=dict)
     shardings: Mapping[str, str] = field(default_factory=dict)
     alternatives: tuple[Alternative, ...] = ()
@@ -169,6 +170,8 @@ class Plan:
             text = Path(path).read_text()
         except OSError as error:
             raise PlanError(f"Cannot read plan file {path}: {error.strerror}.") from error
+        except UnicodeDecodeError as error:
+            raise PlanError(f"Plan file {path} is not text: {error.reason} at byte {error.start}.") from error
         return Plan.from_json(text, str(path))
 
     @staticmethod
@@ -213,9 +216,20 @@ class Plan:
             fail("mesh", f"tp={self.mesh.tp}, dp={self.mesh.dp}: this version runs pipeline stages only (tp=1, dp=1).")
         if len(self.stages) != num_stages:
             fail("stages", f"has {len(self.stages)} entries, mesh.pp × chunks asks for {num_stages}.")
+        if self.schedule == "forward-only":
+            fail("schedule", "is forward-only, which has no training step; use 1f1b or gpipe.")
+        if self.shardings:
+            fail("shardings", "must be empty while tp is 1.")
+        if len(self.prediction.peak_bytes) != num_stages:
+            fail("prediction.peak_bytes", f"has {len(self.prediction.peak_bytes)} entries for {num_stages} stages.")
+        if self.prediction.step_seconds <= 0:
+            fail("prediction.step_seconds", f"is {self.prediction.step_seconds}, must be above 0.")
         if self.microbatches > self.batch:
             fail("microbatches", f"{self.microbatches} microbatches of a batch of {self.batch}.")
         for i, stage in enumerate(self.stages):
+            for name in ("params", "forward_seconds", "backward_seconds", "send_bytes", "peak_bytes"):
+                if getattr(stage, name) < 0:
+                    fail(f"stages.{i}.{name}", f"is {getattr(stage, name)}, must not be negative.")
             if stage.ranks != (i % self.mesh.pp,):
                 fail(f"stages.{i}.ranks", f"is {list(stage.ranks)}, must be [{i % self.mesh.pp}].")
         for name, stage_number in self.exceptions.items():

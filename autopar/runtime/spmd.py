@@ -32,14 +32,17 @@ class Launched:
     rank: int
     world: int
     local_rank: int
+    local_world: int
 
 
 def launched() -> Launched | None:
     """What torchrun's environment says of this process, or None in a plain script."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
         return None
     rank = int(os.environ["RANK"])
-    return Launched(rank, int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", rank)))
+    world = int(os.environ["WORLD_SIZE"])
+    local_rank, local_world = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", world)
+    return Launched(rank, world, int(local_rank), int(local_world))
 
 
 class LocalRanks:

@@ -19,6 +19,7 @@ from autopar.ir import (
     SolverInfo,
     Stage,
 )
+from autopar.ir.units import plural
 from autopar.schedule import Timeline, generate, simulate
 from autopar.solve.constraints import microbatch_factors
 from autopar.solve.evaluate import StageCost, stage_costs
@@ -171,7 +172,8 @@ def bound_by(problem: CutProblem, stage_of: Sequence[int], timeline: Timeline, f
     if own.transfer_seconds > own.forward_seconds + own.backward_seconds:
         what = f"transfers behind {where}, {100 * own.transfer_seconds / own.seconds:.0f} % of its time"
     elif bubble > 0.5:
-        what = f"bubble of {problem.stages} stages with {problem.microbatches} microbatches; compute of {where}"
+        microbatches = plural(problem.microbatches, "microbatch", "es")
+        what = f"bubble of {problem.stages} stages with {microbatches}; compute of {where}"
     else:
         what = f"compute of {where}"
     if problem.stages > 1:

@@ -98,7 +98,7 @@ def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
     remedies = ["more devices"]
     if problem.cost.batch > 1 and costs[stage].weight_bytes <= capacity:
         remedies.append(f"more (smaller) microbatches than {problem.microbatches}")
-    remedies.append(f'devices with memory="{whole_gib(need)}" (--memory {whole_gib(need)})')
+    remedies.append(f'devices with memory="{memory_argument(need)}" (--memory {memory_argument(need)})')
     stages = f"these {problem.stages} stages" if problem.stages > 1 else "one stage"
     return (
         f"No plan fits: stage {stage} needs {gib(need)}, rank {stage} has {gib(capacity)}. Largest: {largest}. "
@@ -106,9 +106,10 @@ def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
     )
 
 
-def whole_gib(num_bytes: int) -> str:
-    """The size in whole GiB that is at least this."""
-    return f"{-(-num_bytes // 2**30)}GiB"
+def memory_argument(num_bytes: int) -> str:
+    """What to write for a device's memory so that this many bytes fit: whole GiB, or MiB or KiB below one."""
+    unit, size = next((u for u in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= u[1]), ("KiB", 2**10))
+    return f"{-(-num_bytes // size)}{unit}"
 
 
 def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tuple[Part, ...]:

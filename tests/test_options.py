@@ -1,0 +1,79 @@
+"""Constraints, checked once; and what may stand beside a given plan."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from handmade import plan_by_hand
+from torch import nn
+
+import autopar
+from autopar import UsageError
+from autopar.api import precision_of
+from autopar.options import Options, parse_bytes
+from autopar.trace import trace
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"timeout": -1}, "timeout=-1 must be a number above 0"),
+        ({"clip_grad_norm": 0.0}, "clip_grad_norm=0.0 must be"),
+        ({"memory": True}, "memory=True must be"),
+        ({"memory": "24"}, "Write a number and a unit"),
+        ({"microbatches": 2.5}, "whole number"),
+        ({"tp": 2}, "tp=2 is not available in this version"),
+        ({"schedule": "zigzag"}, "It is one of 1f1b, gpipe"),
+        ({"microbatch": 4}, "Did you mean microbatches"),
+        ({"microbatches": 2, "microbatch_size": 2}, "not both"),
+    ],
+)
+def test_impossible_options(given: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Options.of(given)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_bytes"), [("24GiB", 24 * 2**30), ("80 GB", 80 * 10**9), ("1.5KiB", 1536), ("7B", 7)]
+)
+def test_bytes(text: str, num_bytes: int) -> None:
+    assert parse_bytes(text) == num_bytes
+    assert Options.of({"memory": text}).memory == num_bytes
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+
+
+@pytest.mark.parametrize("constraint", [{"schedule": "gpipe"}, {"pins": {"0": 0}}, {"hardware": "cpu-generic"}])
+def test_nothing_that_the_plan_decides_stands_beside_it(constraint: dict) -> None:
+    x = torch.randn(4, 8)
+    plan = plan_by_hand(mlp(), x, 2, [])
+    with pytest.raises(UsageError, match=f"Both plan= and {next(iter(constraint))}= are given"):
+        autopar.parallelize(mlp(), 1, x, plan=plan, **constraint)
+    with autopar.parallelize(mlp(), 1, x, plan=plan, timeout=30.0) as pm:
+        assert pm(x).shape == (4, 4)
+
+
+@pytest.mark.parametrize("model", ["vit_tiny_patch16_224", 3, lambda x: x])
+def test_only_modules_are_parallelized(model: object) -> None:
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module"):
+        autopar.parallelize(model, 2, torch.randn(4, 8))  # type: ignore[arg-type]
+
+
+def test_precision_is_the_models_own() -> None:
+    graph = trace(mlp().double(), (torch.randn(2, 8, dtype=torch.float64),))
+    assert precision_of(graph, None) == precision_of(graph, "fp64") == "fp64"
+    with pytest.raises(UsageError, match=r"precision='bf16', but the parameters of Sequential are fp64"):
+        precision_of(graph, "bf16")
+
+
+def test_a_single_process_of_a_launcher_is_a_plain_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    from autopar.runtime import launched
+
+    assert launched() is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    found = launched()
+    assert found is not None and (found.rank, found.world, found.local_world) == (0, 4, 4)
