@@ -312,7 +312,7 @@ def test_weights_that_do_not_fit_say_how_many_devices_would_do() -> None:
         plan_for(blocks(8), Constraints(devices=2, batch=8, memory_bytes=40 * GIB), weight=6.0, saved=0.5)
     assert str(caught.value) == (
         "No plan fits: stage 0 needs 56.0 GiB, rank 0 has 40.0 GiB. Largest: weights with gradients and optimizer "
-        "state (48.0 GiB), activations of 2 microbatches in flight (8.0 GiB, 2.0 GiB of them in blocks.0). The "
+        "state (48.0 GiB), activations of 2 microbatches in flight (8.00 GiB, 2.00 GiB of them in blocks.0). The "
         "smallest memory that holds these 2 stages is 56.0 GiB per device. Use more devices, or devices with "
         'memory="56GiB" (--memory 56GiB). With 3 devices it fits.'
     )

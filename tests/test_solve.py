@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 
+import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from autopar.solve.contiguous import contiguous_cuts, interval_sums
 from autopar.solve.evaluate import objective_seconds, stage_costs
 from autopar.solve.ilp import memory_program, time_program
 from autopar.solve.ranges import Ranges, slowest_limit, stage_ranges
-from autopar.solve.solver import SolverName, solve
+from autopar.solve.solver import SolverName, default_solver, solve
 
 MIB = 2**20
 NVLINK = Link(27e-6, 250e9)
@@ -402,14 +403,14 @@ def test_too_little_memory_names_the_stage_what_fills_it_and_what_would_fit() ->
     problem = chain_problem(vit_like(8), 4, capacity_bytes=1 * 2**30)
     text = message(problem, InfeasibleError)
     assert text == (
-        "No plan fits: stage 1 needs 1.7 GiB, rank 1 has 1.0 GiB. Largest: activations of 3 microbatches in flight "
-        "(1.1 GiB, 666.0 MiB of them in blocks.1), weights with gradients and optimizer state (480.0 MiB). The "
-        "smallest memory that holds these 4 stages is 1.7 GiB per device. Use more devices, or more (smaller) "
+        "No plan fits: stage 1 needs 1.67 GiB, rank 1 has 1.00 GiB. Largest: activations of 3 microbatches in flight "
+        "(1.12 GiB, 666.0 MiB of them in blocks.1), weights with gradients and optimizer state (480.0 MiB). The "
+        "smallest memory that holds these 4 stages is 1.67 GiB per device. Use more devices, or more (smaller) "
         'microbatches than 8, or devices with memory="2GiB" (--memory 2GiB).'
     )
     enough = replace(problem, capacity_bytes=int(1.75 * 2**30))
     assert max(memory(enough, solve_cuts(enough).stage_of)) <= 1.75 * 2**30
-    assert "needs 1.7 GiB, rank 1 has 1.6 GiB" in message(
+    assert "needs 1.67 GiB, rank 1 has 1.62 GiB" in message(
         replace(problem, capacity_bytes=int(1.62 * 2**30)), InfeasibleError
     )
 
@@ -434,3 +435,12 @@ def test_pins_against_shared_state() -> None:
         "Pins contradict each other: blocks.0.qkv is pinned to stage 0 and blocks.0.attend to stage 1, but they update "
         "the same state and must share a stage. Pin both to one stage."
     )
+
+
+def test_cbc_stands_in_where_highs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert default_solver() == "HiGHS"
+    monkeypatch.setattr(pulp.HiGHS, "available", lambda self: False)
+    assert default_solver() == "CBC"
+    monkeypatch.setattr(pulp.PULP_CBC_CMD, "available", lambda self: False)
+    with pytest.raises(UsageError, match="No integer-programming solver is installed"):
+        default_solver()

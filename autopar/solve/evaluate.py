@@ -52,8 +52,10 @@ def holders(holding: Holding, stage_of: Sequence[int]) -> set[int]:
 def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
     """The cost of every stage under the given assignment of groups to stages.
 
-    A tensor is counted at every boundary it crosses. A received tensor stays in its buffer until its backward, beside
-    whatever the stage's own operations save.
+    A tensor is counted at every boundary it crosses, in time and in memory.
+
+    Error: memory is too high by what crosses, per microbatch in flight, where a stage's operation saves the very tensor
+    that it received, and on stages that a skip only passes (it travels straight past them).
     """
     cost, stages = problem.cost, range(problem.stages)
     members = [[g for g, s in enumerate(stage_of) if s == stage] for stage in stages]

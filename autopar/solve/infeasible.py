@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir import Group
+from autopar.ir.units import BYTES, text
 from autopar.solve.contiguous import least_memory_cuts
 from autopar.solve.evaluate import stage_costs
 from autopar.solve.ilp import memory_program
@@ -28,14 +29,6 @@ class Part:
 
     num_bytes: int
     text: str
-
-
-def gib(num_bytes: float) -> str:
-    """Bytes for people, with one decimal."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:,.1f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def check_num_stages(problem: CutProblem) -> None:
@@ -101,8 +94,9 @@ def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
     remedies.append(f'devices with memory="{memory_argument(need)}" (--memory {memory_argument(need)})')
     stages = f"these {problem.stages} stages" if problem.stages > 1 else "one stage"
     return (
-        f"No plan fits: stage {stage} needs {gib(need)}, rank {stage} has {gib(capacity)}. Largest: {largest}. "
-        f"The smallest memory that holds {stages} is {gib(need)} per device. Use {', or '.join(remedies)}."
+        f"No plan fits: stage {stage} needs {text(need, BYTES)}, rank {stage} has {text(capacity, BYTES)}. "
+        f"Largest: {largest}. "
+        f"The smallest memory that holds {stages} is {text(need, BYTES)} per device. Use {', or '.join(remedies)}."
     )
 
 
@@ -128,10 +122,12 @@ def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tu
     saved, received = own.in_flight * own.saved_bytes, own.in_flight * own.received_bytes
     batches = "1 microbatch" if own.in_flight == 1 else f"{own.in_flight} microbatches"
     return (
-        Part(own.weight_bytes, f"weights with gradients and optimizer state ({gib(own.weight_bytes)})"),
-        Part(saved, f"activations of {batches} in flight ({gib(saved)}, {gib(most)} of them in {block})"),
-        Part(received, f"received tensors ({gib(received)})"),
-        Part(own.transient_bytes, f"the working set of one operation ({gib(own.transient_bytes)})"),
+        Part(own.weight_bytes, f"weights with gradients and optimizer state ({text(own.weight_bytes, BYTES)})"),
+        Part(
+            saved, f"activations of {batches} in flight ({text(saved, BYTES)}, {text(most, BYTES)} of them in {block})"
+        ),
+        Part(received, f"received tensors ({text(received, BYTES)})"),
+        Part(own.transient_bytes, f"the working set of one operation ({text(own.transient_bytes, BYTES)})"),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError
 from autopar.hardware import Hardware
 from autopar.ir import Alternative, Balance, CostGraph, Graph, ModelInfo, Plan
+from autopar.ir.units import BYTES, text
 from autopar.schedule import max_in_flight
 from autopar.solve.assemble import Setting, bound_by, make_plan, simulated, step_seconds
 from autopar.solve.constraints import (
@@ -21,7 +22,6 @@ from autopar.solve.constraints import (
 from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts import solve_cuts
 from autopar.solve.evaluate import stage_costs
-from autopar.solve.infeasible import gib
 from autopar.solve.merge import merge
 from autopar.solve.problem import CutProblem
 
@@ -123,7 +123,9 @@ def evaluated(setting: Setting, problem: CutProblem, limit_bytes: int) -> Candid
     costs = stage_costs(merged.problem, fullest)
     full = max(range(problem.stages), key=lambda s: costs[s].memory_bytes)
     if units is None or costs[full].memory_bytes > limit_bytes:
-        return Candidate(problem, None, None, f"does not fit: stage {full} needs {gib(costs[full].memory_bytes)}")
+        return Candidate(
+            problem, None, None, f"does not fit: stage {full} needs {text(costs[full].memory_bytes, BYTES)}"
+        )
     stage_of = merged.expand(units)
     return Candidate(problem, stage_of, step_seconds(simulated(setting, problem, stage_of), costs))
 
