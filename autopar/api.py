@@ -50,6 +50,8 @@ def plan(
             ``package.module:factory``.
         devices: how many; each becomes a rank.
         example_inputs: a tensor, or a tuple or dict of tensors, at the global batch; derived for timm and torchvision.
+            The first dim of the first tensor is the batch. Every tensor with the same first size is cut into
+            microbatches along that dim, whatever it means there; all others go whole to each microbatch.
         batch_size: global batch, where the inputs are derived (default 64).
         constraints: the fields of `autopar.options.Options`.
 
@@ -199,7 +201,8 @@ def parallelize(
     loss_fn = loss_fn or F.cross_entropy
     specs = rank_specs(programs, machine, loss_fn, optimizer, lr_scheduler, options.clip_grad_norm, seed)
     tensors = weight_tensors(model, programs.example)
-    return ParallelModel(model, chosen, programs, start(specs, tensors, machine, options.timeout), machine, specs[0])
+    ranks = start(specs, tensors, machine, options.timeout, chosen.decision)
+    return ParallelModel(model, chosen, programs, ranks, machine, specs[0])
 
 
 def check_devices(devices: int) -> None:
@@ -268,11 +271,11 @@ def rank_specs(
 
 
 def start(
-    specs: list[RankSpec], tensors: Mapping[str, torch.Tensor], machine: Machine, timeout_seconds: float
+    specs: list[RankSpec], tensors: Mapping[str, torch.Tensor], machine: Machine, timeout_seconds: float, decision: str
 ) -> LocalRanks | TorchrunRanks | WorkerPool:
     """The ranks, running: this process's own under torchrun or alone, worker processes otherwise."""
     if machine.launched is not None:
-        return TorchrunRanks(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds)
+        return TorchrunRanks(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds, decision)
     if len(specs) == 1:
         return LocalRanks(specs[0], tensors)
     own = [{w.name: tensors[w.name] for w in spec.weights} for spec in specs]

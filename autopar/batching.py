@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from autopar.errors import UsageError
-from autopar.ir import Graph, Ref
+from autopar.ir import Graph, Ref, Value, refs
 from autopar.pytree import Spec, flatten, unflatten
+
+Join = Literal["concatenate", "mean", "first"]
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,11 @@ class Call:
 
 
 def as_call(model: nn.Module, inputs: Any) -> Call:
-    """Inputs as a call: a tensor is the only argument, a tuple or list the positional ones, a dict the keyword ones."""
+    """Inputs as a call: a tensor is the only argument, a tuple or list the positional ones, a dict the keyword ones.
+
+    Every tensor in it whose first size equals that of the first tensor counts as batched and will be cut into
+    microbatches, whatever that dim means; all others are handed whole to each microbatch.
+    """
     if isinstance(inputs, dict):
         return bind(model, (), inputs)
     return bind(model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {})
@@ -148,18 +154,74 @@ def is_batched(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == batch
 
 
-def join_outputs(parts: Sequence[Sequence[Any]], sizes: Sequence[int], spec: Spec) -> Any:
-    """The model's output for the batch from its flattened outputs per microbatch.
+def batched_outputs(graph: Graph) -> tuple[bool, ...]:
+    """Whether each of a graph's flattened outputs depends on the batch: on an input whose first size it is."""
+    fed = {v.name for v in graph.inputs if v.shape[:1] == (graph.batch,)}
+    for op in graph.ops:
+        if fed.isdisjoint(op.reads):
+            continue
+        fed.update(op.mutates, (v.name for v in op.outputs))
+        if not op.outputs:  # an update in place: of what it reads, and of everything that shares that memory
+            sharing = {name for names in graph.together if op.name in names for name in names}
+            fed.update(refs(op.args), (v.name for o in graph.ops if o.name in sharing for v in o.outputs))
+    return tuple(isinstance(output, Ref) and output.name in fed for output in graph.outputs)
 
-    Batched tensors are concatenated. A number per microbatch (an auxiliary loss) becomes the mean over the samples;
-    anything else is the same in every microbatch and taken from the first.
+
+@dataclass(frozen=True)
+class Outputs:
+    """How a model's output for a batch is made of its flattened outputs for the microbatches."""
+
+    sizes: tuple[int, ...]
+    joins: tuple[Join, ...]
+    spec: Spec
+
+    def join(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """The model's output, from the flattened outputs of each microbatch."""
+        joined = []
+        for how, column in zip(self.joins, zip(*parts, strict=True), strict=True):
+            if how == "concatenate":
+                joined.append(torch.cat(column))
+            elif how == "mean":
+                batch = sum(self.sizes)
+                joined.append(sum(leaf * (size / batch) for leaf, size in zip(column, self.sizes, strict=True)))
+            else:
+                joined.append(column[0])
+        return unflatten(joined, self.spec)
+
+
+def join_outputs(graphs: Sequence[Graph], batched: Sequence[bool]) -> Outputs:
+    """How to join the outputs of microbatches with these graphs.
+
+    A tensor that grows with the batch is concatenated, a number per microbatch (an auxiliary loss) becomes the mean
+    over the samples, and what does not depend on the batch is taken from the first microbatch.
+
+    Args:
+        graphs: of each microbatch.
+        batched: `batched_outputs` of one of them.
+
+    Raises:
+        UsageError: an output depends on the batch and is neither.
     """
-    joined = []
-    for column in zip(*parts, strict=True):
-        if all(is_batched(leaf, size) for leaf, size in zip(column, sizes, strict=True)):
-            joined.append(torch.cat(column))
-        elif isinstance(column[0], torch.Tensor) and column[0].ndim == 0 and column[0].is_floating_point():
-            joined.append(sum(leaf * (size / sum(sizes)) for leaf, size in zip(column, sizes, strict=True)))
-        else:
-            joined.append(column[0])
-    return unflatten(joined, spec)
+    sizes = tuple(graph.batch for graph in graphs)
+    joins: list[Join] = ["first"] * len(batched)
+    for i, depends in enumerate(batched):
+        if depends and len(graphs) > 1:
+            joins[i] = join_of(i, [graph.values[graph.outputs[i].name] for graph in graphs], sizes)
+    return Outputs(sizes, tuple(joins), graphs[-1].out_spec)
+
+
+def join_of(number: int, values: Sequence[Value], sizes: Sequence[int]) -> Join:
+    """How one output that depends on the batch is joined; errors as `join_outputs`."""
+    value = values[0]
+    if not value.shape and getattr(torch, value.dtype).is_floating_point:
+        return "mean"
+    if value.shape and value.shape[0] % sizes[0] == 0:
+        ratio = value.shape[0] // sizes[0]
+        if all(v.shape[0] == ratio * size for v, size in zip(values, sizes, strict=True)):
+            return "concatenate"
+    shapes = " and ".join(dict.fromkeys(f"{v.dtype}{list(v.shape)}" for v in values))
+    raise UsageError(
+        f"Output {number} of the model is {shapes} for microbatches of {list(dict.fromkeys(sizes))} samples: it "
+        "depends on the batch, but its first dim is no multiple of the samples, so the outputs of "
+        f"{len(sizes)} microbatches cannot be joined. Return one row per sample, or plan with microbatches=1."
+    )

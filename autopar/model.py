@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.batching import as_call, join_outputs, microbatch_sizes, split_leaves, split_targets
+from autopar.batching import Outputs, as_call, join_outputs, microbatch_sizes, split_leaves, split_targets
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir import Mode, Plan, Ref
 from autopar.machine import Machine
@@ -81,17 +81,23 @@ class ParallelModel:
     # -- steps -------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs for a batch, in order and without gradients, in the current mode."""
-        work, sizes, last = self._work(args, kwargs, None, "forward-only", keep_outputs=True)
+        """The model's outputs for a batch, in order and without gradients, in the current mode.
+
+        Raises:
+            UsageError: as `forward_backward`, or an output depends on the batch and cannot be joined from microbatches.
+        """
+        work, outputs = self._work(args, kwargs, None, "forward-only", keep_outputs=True)
         results = self._ranks.call("forward", [(w,) for w in work])
-        return join_outputs(results[max(results)], sizes, last.graph.out_spec)
+        assert outputs is not None
+        return outputs.join(results[max(results)])
 
     def forward_backward(self, x: Any, y: Any, return_outputs: bool = False) -> StepResult:
         """Loss and gradients of a batch; gradients add to those that are there.
 
         Args:
-            x: the model's input: a tensor, a tuple of positional inputs or a dict of keyword inputs; the first dim of
-                every batched tensor is the batch.
+            x: the model's input: a tensor, a tuple of positional inputs or a dict of keyword inputs. The first dim of
+                the first tensor is the batch. Every tensor with the same first size is cut into microbatches along
+                that dim, whatever it means there; all others go whole to each microbatch.
             y: the target of ``loss_fn``; tensors in it have the batch as their first dim.
 
         Raises:
@@ -102,12 +108,12 @@ class ParallelModel:
 
     def _forward_backward(self, x: Any, y: Any, return_outputs: bool) -> StepResult:
         call = as_call(self._model, x)
-        work, sizes, last = self._work(call.args, call.kwargs, (y,), self.plan.schedule, return_outputs)
+        work, outputs = self._work(call.args, call.kwargs, (y,), self.plan.schedule, return_outputs)
         results = self._ranks.call("forward_backward", [(w,) for w in work])
         losses, parts = results[max(results)]
-        outputs = join_outputs(parts, sizes, last.graph.out_spec) if return_outputs else None
+        joined = outputs.join(parts) if outputs is not None else None
         self._report_non_finite(losses)
-        return StepResult(sum(losses), self._ranks.call_seconds, outputs=outputs)
+        return StepResult(sum(losses), self._ranks.call_seconds, outputs=joined)
 
     def optimizer_step(self) -> float:
         """Clip, update the weights, clear the gradients; the global gradient norm before clipping.
@@ -136,14 +142,16 @@ class ParallelModel:
 
     def _work(
         self, args: tuple, kwargs: Mapping[str, Any], target: tuple | None, schedule: str, keep_outputs: bool
-    ) -> tuple[list[Work], list[int], Variant]:
-        """Each rank's part of a call, the microbatch sizes, and the last microbatch's variant."""
+    ) -> tuple[list[Work], Outputs | None]:
+        """Each rank's part of a call, and how to join the outputs where they are kept."""
         call = self._programs.call(args, kwargs)
         batch = call.batch
         sizes = microbatch_sizes(batch, self.plan.microbatches)
         parts = list(self._programs.microbatches(self._mode, call, split_leaves(call.leaves, batch, sizes)))
         targets = split_targets(target[0], batch, sizes) if target is not None else []
         variants = [variant for variant, _ in parts]
+        # Before anything runs, so that outputs that cannot be joined leave no gradients behind.
+        outputs = join_outputs([v.graph for v in variants], variants[-1].batched) if keep_outputs else None
         self._send_programs(variants)
         self._check_schedule(schedule, variants)
         shares = [size / batch for size in sizes]
@@ -154,7 +162,7 @@ class ParallelModel:
             inputs = [inputs_of(variant, rank, leaves) for variant, leaves in parts]
             data = StepData(inputs, targets if last else [], shares)
             work.append(Work(schedule, numbers, data, target is not None, keep_outputs and last))
-        return work, sizes, variants[-1]
+        return work, outputs
 
     def _send_programs(self, variants: list[Variant]) -> None:
         for variant in variants:
@@ -246,7 +254,7 @@ class ParallelModel:
     def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
         """Most bytes in tensors at once on each rank during a training step, which is done; slower than a plain one."""
         call = as_call(self._model, x)
-        work, _, _ = self._work(call.args, call.kwargs, (y,), self.plan.schedule, keep_outputs=False)
+        work, _ = self._work(call.args, call.kwargs, (y,), self.plan.schedule, keep_outputs=False)
         return self._ranks.call("tensor_peak", [(w,) for w in work])
 
     # -- end ---------------------------------------------------------------------------------------------------

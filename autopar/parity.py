@@ -18,12 +18,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.api import parallelize
-from autopar.batching import Call, as_call, join_outputs, microbatch_sizes, split_leaves, split_targets
+from autopar.batching import Call, as_call, microbatch_sizes, split_leaves, split_targets
 from autopar.errors import UsageError
-from autopar.ir import Plan
+from autopar.ir import Mode, Plan
 from autopar.model import ParallelModel
+from autopar.programs import enter
 from autopar.pytree import flatten, leaves, unflatten
-from autopar.randomness import quiet_copy, random_operations
+from autopar.randomness import LEAST_SAMPLES, quiet_copy, random_operations
 
 ABSOLUTE, RELATIVE = 1e-5, 1e-4
 # Below this 2-norm, 1e-5 would hide a wrong tensor: the absolute tolerance becomes 1e-4 of the norm, at least 1e-7.
@@ -31,7 +32,7 @@ SMALL_NORM, LEAST_ABSOLUTE = 0.1, 1e-7
 LEARNING_RATE = 1e-3
 # AdamW divides a gradient by its own size plus this. Where the true gradient is zero (the key bias of attention) only
 # rounding noise is left, about 1e-9, and the usual 1e-8 would blow it up to a full step.
-EPSILON = 1e-6
+EPSILON = 1e-4
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
@@ -115,7 +116,7 @@ def compare(
         parallelize(quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, **constraints) as pm,
         threads(pm.machine.num_threads),
     ):
-        reference = Reference(quiet, loss_fn, optimizer, pm)
+        reference = Reference(quiet, loss_fn, optimizer, pm, call)
         rows = [] if random else trained(pm, reference, call, x, y, steps)
         rows.append(evaluated(pm, reference, call))
     return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes))
@@ -174,32 +175,42 @@ class Reference:
         loss_fn: LossFunction,
         optimizer: Callable[..., torch.optim.Optimizer],
         pm: ParallelModel,
+        call: Call,
     ) -> None:
+        """Copy the model; ``call`` is like all that will follow."""
         self.device = torch.device(pm.machine.device_of(0))
         self.model = copy.deepcopy(model).to(self.device)
+        self.modes = {module: module.training for module in self.model.modules()}
+        here = self.parts_of(call, [call.batch])[0]
+        modes: tuple[Mode, ...] = ("train", "eval")
+        self.whole = {mode: shapes_of(output_in(self.model, here, mode)) for mode in modes}
         self.loss_fn, self.microbatches = loss_fn, pm.plan.microbatches
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def parts(self, call: Call) -> tuple[list[Call], list[int]]:
         """The call of each microbatch, and its samples."""
         sizes = microbatch_sizes(call.batch, self.microbatches)
+        return self.parts_of(call, sizes), sizes
+
+    def parts_of(self, call: Call, sizes: list[int]) -> list[Call]:
+        """The call cut into parts, on the model's device."""
         calls = []
         for part in split_leaves(call.leaves, call.batch, sizes):
             here = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part]
             calls.append(Call(*unflatten(here, call.spec)))
-        return calls, sizes
+        return calls
 
     def outputs(self, call: Call) -> Named:
         """What the model returns in eval mode for a batch, by name."""
-        self.model.eval()
+        enter(self.model, self.modes, "eval")
         calls, sizes = self.parts(call)
         with torch.no_grad():
             outputs = [self.model(*part.args, **part.kwargs) for part in calls]
-        return named_outputs(joined(outputs, sizes))
+        return named_outputs(joined(outputs, sizes, self.whole["eval"]))
 
     def forward_backward(self, call: Call, y: Any) -> StepOutcome:
         """Accumulate the gradients of a batch, microbatch by microbatch."""
-        self.model.train()
+        enter(self.model, self.modes, "train")
         calls, sizes = self.parts(call)
         total, outputs = 0.0, []
         for part, target, size in zip(calls, split_targets(y, call.batch, sizes), sizes, strict=True):
@@ -210,7 +221,7 @@ class Reference:
             loss.backward()
             total += loss.item()
             outputs.append(output)
-        return StepOutcome(total, named_outputs(joined(outputs, sizes)))
+        return StepOutcome(total, named_outputs(joined(outputs, sizes, self.whole["train"])))
 
     def gradients(self) -> Named:
         return [(n, p.grad.detach().cpu().clone()) for n, p in self.model.named_parameters() if p.grad is not None]
@@ -220,9 +231,38 @@ class Reference:
         self.optimizer.zero_grad()
 
 
-def joined(outputs: list[Any], sizes: list[int]) -> Any:
-    """The output for the batch from those of its microbatches."""
-    return join_outputs([leaves(o) for o in outputs], sizes, flatten(outputs[-1])[1])
+def output_in(model: nn.Module, call: Call, mode: Mode) -> Any:
+    """What a copy of the model returns in a mode; the model's statistics and the random numbers to come stay."""
+    twin = copy.deepcopy(model)
+    enter(twin, {module: module.training for module in twin.modules()}, mode)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return twin(*call.args, **call.kwargs)
+
+
+def shapes_of(output: Any) -> list[torch.Size | None]:
+    """The shape of each leaf of an output, None for what is not a tensor."""
+    return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves(output)]
+
+
+def joined(outputs: list[Any], sizes: list[int], whole: list[torch.Size | None]) -> list[Any]:
+    """The leaves of the output for the batch from those of its microbatches.
+
+    Args:
+        whole: shapes of what the model returns for the batch at once. They tell what grows with the batch, and so this
+            does not rely on the traced graph, which tells the parallel model.
+    """
+    result = []
+    for shape, *column in zip(whole, *map(leaves, outputs), strict=True):
+        first = column[0]
+        if shape is not None and shape != first.shape:
+            result.append(torch.cat(column))
+        elif shape is not None and first.is_floating_point() and not shape:
+            equal = all(torch.equal(first, leaf) for leaf in column)
+            mean = sum(leaf * (size / sum(sizes)) for leaf, size in zip(column, sizes, strict=True))
+            result.append(first if equal else mean)
+        else:
+            result.append(first)
+    return result
 
 
 def named_outputs(output: Any) -> Named:
@@ -251,16 +291,20 @@ def threads(number: int) -> Iterator[None]:
 
 def default_loss(model: nn.Module, call: Call) -> tuple[LossFunction, Any, str]:
     """A loss for any output, its target, and what it is called."""
-    part = call.first(1)
-    was_training = model.training
-    with torch.no_grad():
-        output = model.eval()(*part.args, **part.kwargs)
-    model.train(was_training)
-    if isinstance(output, torch.Tensor) and output.is_floating_point() and output.ndim == 2 and output.shape[1] > 1:
+    part = call.first(min(LEAST_SAMPLES, call.batch))
+    output = output_in(model, part, "train")  # some return more in training than in evaluation
+    if is_logits(output, part.batch):
         generator = torch.Generator().manual_seed(0)
         labels = torch.randint(output.shape[1], (call.batch,), generator=generator)
         return F.cross_entropy, labels, f"cross entropy with random labels of {output.shape[1]} classes"
     return mean_of_squares, torch.zeros(call.batch), "mean of squares over all outputs"
+
+
+def is_logits(output: Any, batch: int) -> bool:
+    """Whether an output is a row of numbers for each sample."""
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.ndim != 2:
+        return False
+    return output.shape[0] == batch and output.shape[1] > 1
 
 
 def mean_of_squares(output: Any, target: Any) -> torch.Tensor:

@@ -9,20 +9,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.batching import Call, bind, check_call
+from autopar.batching import Call, batched_outputs, bind, check_call
 from autopar.codegen import follow, holders, split
 from autopar.errors import TraceError, UsageError
 from autopar.ir import Graph, Mode, Plan, Program
 from autopar.pytree import unflatten
-from autopar.trace import trace
+from autopar.trace import ADVICE, trace
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One mode and microbatch shape: its number, and a program per stage."""
+    """One mode and microbatch shape: its number, a program per stage, and which outputs depend on the batch."""
 
     number: int
     graph: Graph
+    batched: tuple[bool, ...]
     programs: tuple[Program, ...]
 
 
@@ -67,7 +68,7 @@ class Programs:
             set_modes(now)
 
     def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Variant:
-        variant = Variant(len(self.known), graph, programs)
+        variant = Variant(len(self.known), graph, batched_outputs(graph), programs)
         self.known[mode, signature(microbatch.leaves)] = variant
         return variant
 
@@ -86,7 +87,7 @@ class Programs:
         except TraceError as error:
             raise UsageError(
                 f"{self.plan.model.name} does not take inputs of shape {shapes(microbatch.leaves)} (one microbatch); "
-                f"it was planned for {shapes(self.example.inputs)}. {error}"
+                f"it was planned for {shapes(self.example.inputs)}. {str(error).removesuffix(ADVICE).rstrip()}"
             ) from error
         programs = split(graph, follow(graph, self.train_stage_of, self.holders), self.num_stages)
         for program in programs:
@@ -121,6 +122,13 @@ def set_modes(modes: Mapping[nn.Module, bool]) -> None:
     """Put each module into its mode, leaving its submodules alone."""
     for module, training in modes.items():
         module.training = training
+
+
+def enter(model: nn.Module, modes: Mapping[nn.Module, bool], mode: Mode) -> None:
+    """Put a model that was handed over with ``modes`` into a mode as `trace` does: what is frozen in it stays so."""
+    set_modes(modes)
+    if model.training != (mode == "train"):
+        model.train(mode == "train")
 
 
 def signature(leaves: Sequence[Any]) -> tuple:

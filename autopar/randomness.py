@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.batching import Call
-from autopar.codegen.module import aten
+from autopar.codegen import aten
 from autopar.ir import Op
 from autopar.trace import trace
 

@@ -59,6 +59,24 @@ class Drifting(nn.Module):
         return self.second(torch.relu(self.first(x))) * self.calls
 
 
+class Mixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.words, self.out = nn.Linear(6, 8), nn.Embedding(9, 8), nn.Linear(8, 3)
+
+    def forward(self, image, *, Tokens, scale=1.0):
+        return self.out(torch.relu(self.image(image)) * scale + self.words(Tokens).mean(1))
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, *xs):
+        return self.second(torch.relu(self.first(sum(xs))))
+
+
 def linear(width=4):
     return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 2))
 
@@ -141,6 +159,10 @@ def test_flags_reach_the_plan(user_models):
         ([*TINY, "--batch", "4", "--microbatches", "8"], 2, "microbatches=8 of a batch of 4"),
         ([*TINY, "--tp", "2"], 2, "tp=2 is not available in this version"),
         ([*TINY, "--schedule", "zigzag"], 2, "schedule='zigzag' is unknown"),
+        (["m", "--input", "8,3", "--input", "a=8,3"], 2, r"--input is given with names \(a\) and without"),
+        (["m", "--input", "a=8,3", "--input", "a=8,3"], 2, "--input a is given 2 times. Give each input once"),
+        (["m", "--input", "1a=8,3"], 2, "Cannot read --input '1a=8,3': '1a' is no argument's name"),
+        (["m", "--input", "a=8,3:float"], 2, "Cannot read --input 'a=8,3:float': 'float' is no dtype. .* int64"),
         (["vit_tiny_patch16_224", "--input", "8,3,a,b"], 2, "Cannot read --input '8,3,a,b' as a shape"),
         ([*TINY, "--input", "8,3,32,32"], 2, "Both --input and --img-size are given"),
         ([*TINY, "--model-kwargs", "img_size=64"], 2, "--img-size 32 and --model-kwargs img_size=64 disagree"),
@@ -271,6 +293,38 @@ def test_check_fails_where_the_numbers_differ(user_models):
     assert code == 1, error
     assert re.search(r"outputs, train mode +1 .* FAILED +output 0, step 1", out), out
     assert "FAILED: outputs, train mode, loss, gradients" in out
+
+
+MIXED = ["own_models:Mixed", "--input", "image=4,6", "--input", "Tokens=4x5:int64", "--devices", "2"]
+
+
+def test_several_inputs_are_planned_checked_and_printed(user_models):
+    code, _, error = invoke("plan", *MIXED, "--batch", "6", "--hardware", "cpu-generic", "-o", "plan.json")
+    assert code == 0, error
+    inputs = autopar.Plan.load("plan.json").model.inputs
+    assert [(i.name, i.shape, i.dtype) for i in inputs] == [("image", (6, 6), "float32"), ("tokens", (6, 5), "int64")]
+    code, out, error = invoke("codegen", "plan.json", "--rank", "0")
+    assert code == 0 and "# input   image: float32[" in out, error
+    code, out, error = invoke("check", *MIXED, "--steps", "1")
+    assert code == 0 and "4 in 2 microbatches of 2" in out and "Everything is equal" in out, out + error
+
+
+def test_inputs_by_position_are_planned_but_cannot_be_rebuilt(user_models):
+    shapes = ["--input", "4,4", "--input", "4,4"]
+    code, _, error = invoke("plan", "own_models:Several", *shapes, "--devices", "2", "-o", "plan.json")
+    assert code == 0, error
+    code, _, error = invoke("codegen", "plan.json", "--rank", "0")
+    assert code == 2
+    assert re.search(
+        r"Cannot call Several\.forward\(\*xs\) with .* field model\.inputs: xs_0, xs_1\. .*\*args", error
+    ), error
+
+
+def test_inputs_that_forward_does_not_take(user_models):
+    code, _, error = invoke("plan", "own_models:Mixed", "--input", "picture=4,6", "--devices", "2")
+    assert code == 2 and "do not fit Mixed.forward" in error
+    code, _, error = invoke("bench", *MIXED)
+    assert code == 2 and "bench feeds a model random images" in error
 
 
 # -- all together ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from handmade import run_in_one_process
 from torch import nn
 from zoo import Tied, TwoInputs, UNet, Updating, tiny_vit
 
-from autopar.codegen import follow, graph_module, holders, source, split
+import autopar
+from autopar.codegen import aten, follow, graph_module, holders, source, split
 from autopar.errors import TraceError
 from autopar.ir import Graph, Op, Program, Ref, Value, Weight
 from autopar.trace import trace, weight_tensors
@@ -124,6 +127,44 @@ def test_the_printed_source_of_a_stage() -> None:
         "_2_linear = torch.ops.aten.linear.default(_1_relu, _2_weight, _2_bias);  _1_relu = _2_weight = _2_bias = None",
         "return (_2_linear,)",
     ]
+
+
+class Named(nn.Module):
+    """Names that are no identifiers, or the same one, all of them sent over a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"a-b": nn.Linear(4, 4), "a b": nn.Linear(4, 4), "über": nn.Linear(4, 4)})
+        self.a = nn.ModuleDict({"b": nn.Linear(4, 4)})
+        self.a_b = nn.Linear(4, 4)
+
+    def forward(self, torch: Any, device: Any) -> Any:
+        made = [m(torch) for m in (*self.parts.values(), self.a["b"], self.a_b)]
+        return sum(m * i for i, m in enumerate(made, 1)) + device
+
+
+def test_names_that_are_no_identifiers_or_collide() -> None:
+    model, args = Named(), (torch.randn(2, 4), torch.randn(2, 4))
+    traced = trace(model, args)
+    programs = split(traced, {o.name: int(not o.name.endswith("linear")) for o in traced.ops}, 2)
+    assert programs[0].results == (
+        "parts.a-b.linear", "parts.a b.linear", "parts.über.linear", "a.b.linear", "a_b.linear",
+    )  # fmt: skip
+    header = next(line for line in source(programs[1]).splitlines() if line.startswith("def"))
+    assert header == (
+        "def forward(self, device_1, parts_a_b_linear, parts_a_b_linear_1, parts__ber_linear, "
+        "a_b_linear, a_b_linear_1):"
+    )
+    assert torch.equal(run_in_one_process(traced, programs, weight_tensors(model, traced), *args)[0], model(*args))
+
+
+def test_others_use_the_public_side_of_codegen() -> None:
+    assert aten("aten.add.Tensor") is torch.ops.aten.add.Tensor
+    package = Path(autopar.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.parent.name != "codegen":
+            found = [n.module or "" for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.ImportFrom)]
+            assert not [name for name in found if name.startswith("autopar.codegen.")], path
 
 
 def test_stages_hold_their_own_parameters_and_nothing_else() -> None:

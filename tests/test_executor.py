@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import resource
+import sys
 import weakref
 from collections.abc import Callable, Mapping
+from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +22,11 @@ from zoo import SharedModule, Tied, TwoInputs, UNet, Updating
 from autopar.codegen import graph_module
 from autopar.ir import Program, Value
 from autopar.pytree import leaves
+from autopar.runtime import memory
 from autopar.runtime.executor import inverse, memory_order
-from autopar.schedule import max_in_flight
+from autopar.runtime.settle import settled
+from autopar.schedule import Action, generate, max_in_flight
+from autopar.schedule.order import Links, progress
 
 
 def two_input_loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
@@ -141,6 +148,103 @@ def test_activations_are_freed_as_the_schedule_says(schedule: str, expected: lis
     assert [max(a) for a in alive] == expected == [max_in_flight(schedule, r, 4, 6) for r in range(4)]
     gc.collect()
     assert [len(t) for t in tokens] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "forward-only"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
+def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, ranks: int) -> None:
+    links = Links.of(list(combinations(range(ranks), 2)), ranks)  # every skip there can be
+    for microbatches in (1, 2, 3, 5, 8, 13):
+        rows = generate(schedule, ranks, microbatches)
+
+        def waits(action: Action, rows: Any = rows) -> list[tuple[int, Action]]:
+            before = [a.chunk for a in links.before(action)]
+            return settled(action, rows, before, links.targets[action.chunk])
+
+        def needs(action: Action, waits: Any = waits) -> list[Action]:
+            return [*links.needs(action), *(Action(own.kind, peer, own.microbatch) for peer, own in waits(action))]
+
+        assert progress(rows, needs).stuck == {}
+        for row in rows:
+            under_way: set[tuple[int, Action]] = set()
+            most = 0
+            for action in row:
+                gone = waits(action)
+                assert len(set(gone)) == len(gone) and under_way >= set(gone)
+                under_way -= set(gone)
+                under_way |= {(taker.chunk, action) for taker in links.after(action)}
+                most = max(most, *(sum(to == peer for to, _ in under_way) for peer in range(ranks)))
+            # Activations of the microbatches in flight and of one more, or as many gradients.
+            assert most <= (microbatches if schedule == "gpipe" else ranks + 1)
+
+
+class TwoHeads(nn.Module):
+    """A head that the loss may not read, behind a tensor of its own that crosses cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.middle, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        side = torch.tanh(self.side(x))
+        main = torch.relu(self.middle(torch.relu(self.first(x))))
+        return {"main": self.head(main), "other": self.other(side)}
+
+
+def main_loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output["main"], target)
+
+
+def loss_of_some(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    """Reads the other head too where the first target is 0."""
+    loss = main_loss(output, target)
+    return loss + F.cross_entropy(output["other"], target) if target[0] == 0 else loss
+
+
+@pytest.mark.parametrize("loss_fn", [main_loss, loss_of_some])
+@pytest.mark.parametrize("stages", [1, 2, 3, 5])
+def test_what_the_loss_does_not_depend_on_stays_untouched(stages: int, loss_fn: Any) -> None:
+    torch.manual_seed(0)
+    model = TwoHeads()
+    decaying = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)  # noqa: E731
+    x = torch.randn(6, 8)
+    plan = plan_by_hand(model, x, 3, even_firsts(model, x, stages))
+    pm = in_threads(model, plan, x, loss_fn, optimizer=decaying)
+    reference = Reference(model, loss_fn, decaying)
+    for y in ([1] * 6, [1, 1, 0, 1, 1, 1], [2] * 6):
+        reference.forward_backward(x, torch.tensor(y), 3)
+        pm.forward_backward(x, torch.tensor(y))
+        assert ("side.weight" in pm.gradients()) == (loss_fn is loss_of_some and 0 in y)
+        assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+        pm.optimizer_step()
+        reference.step()
+        assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
+
+
+def test_an_update_clears_the_gradients_of_parameters_that_it_leaves_alone() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    x, y = tied(6)
+    some = lambda parameters: torch.optim.SGD(parameters[-1:], lr=0.0)  # noqa: E731
+    plan = plan_by_hand(model, x, 3, ["layers.1.0.layer_norm", "head.linear"])
+    pm = in_threads(model, plan, x, F.cross_entropy, optimizer=some)
+    norms = [pm.train_step(x, y).grad_norm for _ in range(2)]
+    assert pm.gradients() == {}
+    assert norms[0] == pytest.approx(norms[1])
+
+
+@pytest.mark.parametrize("status", [None, "Name: python\n"])
+def test_peak_memory_without_the_files_of_linux(
+    status: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "STATUS", tmp_path / "status")
+    monkeypatch.setattr(memory, "CLEAR", tmp_path / "missing" / "clear_refs")
+    if status is not None:
+        (tmp_path / "status").write_text(status)
+    memory.restart_peak()
+    unit = 1 if sys.platform == "darwin" else 1024
+    assert memory.peak_resident_bytes() == resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def test_inference_keeps_nothing() -> None:

@@ -70,6 +70,12 @@ def start(stages: int, loss_fn: Any, **options: Any) -> autopar.ParallelModel:
     return autopar.parallelize(mlp(), stages, X, loss_fn=loss_fn, plan=plan, **options)
 
 
+def goes_on() -> None:
+    """The same process starts a second model and trains it."""
+    with start(2, F.cross_entropy) as again:
+        assert again.forward_backward(X, Y).loss > 0
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left_behind() -> Iterator[None]:
     before = set(Path("/dev/shm").iterdir())
@@ -103,8 +109,7 @@ def test_a_killed_worker_ends_the_step_with_one_error(victim: int, tmp_path: Pat
     with pytest.raises(UsageError, match=f"workers are gone: Rank {victim} .*parallelize again"):
         pm.forward_backward(X, Y)
     if victim == 0:
-        with start(2, F.cross_entropy) as again:  # the same process goes on
-            assert again.forward_backward(X, Y).loss > 0
+        goes_on()
 
 
 def test_a_hang_says_where_every_rank_is(tmp_path: Path) -> None:
@@ -118,6 +123,7 @@ def test_a_hang_says_where_every_rank_is(tmp_path: Path) -> None:
     assert "Rank 0, in action 0B0: " in message and "Rank 1, in action 1B0: " in message
     assert "time.sleep(60)" in message  # where in the user's code
     assert not any(map(alive, pids.values()))
+    goes_on()
 
 
 def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
@@ -132,6 +138,61 @@ def test_an_exception_on_one_rank_ends_all(tmp_path: Path) -> None:
         pm.forward_backward(X, Y)
     assert "Traceback" in str(error.value) and 'raise ArithmeticError("no loss today")' in str(error.value)
     assert not any(map(alive, pids.values()))
+    goes_on()
+
+
+class Unreadable:
+    """Pickles, and raises an OSError when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return open, ("/nowhere/to/be/found",)
+
+
+def test_an_argument_that_cannot_be_pickled_is_named_and_harms_nothing() -> None:
+    with start(2, lambda output, target: F.cross_entropy(output, target["y"])) as pm:
+        before = workers()
+        with pytest.raises(UsageError, match=r"cannot send .*targets\[0\]\['lock'\], a lock, to the worker processes"):
+            pm.forward_backward(X, {"y": Y, "lock": threading.Lock()})
+        assert workers() == before
+        assert pm.forward_backward(X, {"y": Y}).loss > 0
+
+
+def test_a_callable_that_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return F.cross_entropy(output, target)
+
+    with pytest.raises(UsageError, match="parallelize cannot send loss_fn, a function, to the worker processes"):
+        start(2, loss_fn)
+
+
+def test_an_argument_that_a_worker_cannot_read_is_a_failure() -> None:
+    pm = start(2, lambda output, target: F.cross_entropy(output, target["y"]))
+    pids = workers()
+    with pytest.raises(WorkerError, match=r"Rank 1 \(stage 1\) failed during forward_backward: FileNotFoundError"):
+        pm.forward_backward(X, {"y": Y, "unreadable": Unreadable()})
+    assert not any(map(alive, pids.values()))
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (
+            threading.Lock,
+            r"failed during forward_backward in action 1F0: TypeError: cannot pickle '_thread.lock' object",
+        ),
+        (Unreadable, r"failed during forward_backward: its reply cannot be read: FileNotFoundError"),
+    ],
+)
+def test_a_reply_that_cannot_travel_is_a_failure(make: Callable[[], Any], expected: str) -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        raise UsageError(make())
+
+    pm = start(2, loss_fn)
+    with pytest.raises(WorkerError, match=rf"Rank 1 \(stage 1\) {expected}"):
+        pm.forward_backward(X, Y)
 
 
 def test_an_optimizer_that_cannot_be_made_fails_the_start() -> None:

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import plan_by_hand
+from handmade import in_threads, plan_by_hand
 from torch import nn
-from zoo import TwoInputs, tiny_vit
+from zoo import ManyOutputs, TwoInputs, tiny_vit
 
 import autopar
 from autopar import NonFiniteLossWarning, ParallelModel, PlanError, UsageError, WorkerError
+from autopar.batching import batched_outputs
+from autopar.trace import trace
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
@@ -81,6 +83,13 @@ def test_inputs_that_do_not_fit(vit: ParallelModel, x: Any, y: Any, message: str
     assert vit.forward_backward(IMAGES, LABELS).loss > 0  # it still works
 
 
+def test_a_wrong_shape_brings_no_advice_on_tracing(vit: ParallelModel) -> None:
+    with pytest.raises(UsageError) as error:
+        vit.forward_backward(torch.randn(4, 3, 24, 24), LABELS)
+    assert "torch.export says: AssertionError: Input height (24) doesn't match model (32)." in str(error.value)
+    assert "branch on tensor values" not in str(error.value)
+
+
 def test_keyword_inputs_that_do_not_fit(two: ParallelModel) -> None:
     image, text = torch.randn(4, 3, 8, 8), torch.randn(4, 6)
     for inputs, message in (
@@ -114,6 +123,54 @@ def test_state_dicts_that_do_not_fit(vit: ParallelModel) -> None:
         with pytest.raises(UsageError, match=message):
             vit.load_state_dict(wrong)
     assert all(torch.equal(t, state[n]) for n, t in vit.state_dict().items())
+
+
+# -- outputs of microbatches -----------------------------------------------------------------------------------------
+
+
+def of_rows(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return output["rows"].square().mean()
+
+
+@pytest.mark.parametrize("batch", [8, 7])
+def test_outputs_of_microbatches_are_joined_as_the_model_would(batch: int) -> None:
+    model, x = ManyOutputs(), torch.randn(batch, 8)
+    expected = model(x)
+    with in_threads(model, plan_by_hand(model, x, 2, ["second.linear"]), x, of_rows) as pm:
+        actual = pm(x)
+        assert pm.forward_backward(x, x, return_outputs=True).outputs["rows"].shape == (2 * batch, 4)
+    assert expected["rows"].shape == (2 * batch, 4) and expected["table"].shape == (4, 3)
+    for name in ("rows", "table", "penalty"):
+        torch.testing.assert_close(actual[name], expected[name], msg=name)
+    assert actual["number"] == 3
+
+
+def test_an_output_that_cannot_be_joined_is_refused_before_anything_runs() -> None:
+    model, x = ManyOutputs(pooled=True), torch.randn(8, 8)
+    with in_threads(model, plan_by_hand(model, x, 2, ["second.linear"]), x, of_rows) as pm:
+        assert pm.forward_backward(x, x).loss > 0
+        pm.zero_grad()
+        with pytest.raises(
+            UsageError, match=r"Output 4 of the model is float32\[10\] for microbatches of \[4\] samples"
+        ):
+            pm.forward_backward(x, x, return_outputs=True)
+        assert pm.gradients() == {}
+    with in_threads(model, plan_by_hand(model, x, 1, ["second.linear"]), x, of_rows) as pm:
+        torch.testing.assert_close(pm(x), model(x))
+
+
+class Filled(nn.Module):
+    """Tensors that depend on the batch through updates in place only, beside ones that do not at all."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        filled, left = torch.zeros(len(x), 3), torch.zeros(len(x), 3)
+        filled[:, 1:] += x[:, :2]
+        left[:, 1:] += 1.0
+        return filled, left, filled[0], x
+
+
+def test_updates_in_place_carry_the_batch() -> None:
+    assert batched_outputs(trace(Filled(), (torch.randn(5, 8),))) == (True, False, True, True)
 
 
 # -- loss functions --------------------------------------------------------------------------------------------------

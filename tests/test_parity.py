@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from handmade import plan_by_hand
 from reference import Reference, assert_all_close, assert_close
+from test_executor import TwoHeads
 from torch import nn
 from zoo import Tied, TwoInputs, UNet, resnet18, tiny_vit
 
@@ -163,6 +164,48 @@ def test_one_device_needs_no_process() -> None:
         for _ in range(2):
             step_agrees(pm, reference, x, y, times=2)
         outputs_agree(pm, reference, x)
+        state_agrees(pm, reference, model)
+
+
+def test_memory_does_not_grow_with_the_number_of_microbatches() -> None:
+    model = nn.Sequential(nn.Linear(16, 8192), nn.Linear(8192, 16), nn.Linear(16, 16))
+    crossing = 16 * 8192 * 4  # bytes of the activation, and of its gradient
+    peaks = []
+    for microbatches in (6, 18):
+        x = torch.randn(16 * microbatches, 16)
+        plan = plan_by_hand(model, x, microbatches, ["1.linear", "2.linear"])
+        with autopar.parallelize(model, 3, x, loss_fn=F.mse_loss, optimizer=ADAMW, plan=plan) as pm:
+            peaks.append(pm.measure_memory(x, x))
+    for rank in range(3):
+        assert peaks[1][rank] - peaks[0][rank] < crossing / 4, f"rank {rank}: {peaks}"
+
+
+def test_the_caller_and_a_model_in_its_process_draw_apart() -> None:
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4))
+    x, y = torch.randn(4, 8), labels(4, 4)
+    torch.manual_seed(1)
+    expected = torch.rand(4)
+    losses = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        with autopar.parallelize(model, 1, x, plan=plan_by_hand(model, x, 2, [])) as pm:
+            first = pm.forward_backward(x, y).loss
+            assert torch.equal(torch.rand(4), expected)
+            losses.append((first, pm.forward_backward(x, y).loss))
+    assert losses[0] == losses[1]  # of one seed
+    assert losses[0][0] != losses[0][1]
+
+
+def test_a_head_that_the_loss_does_not_read_is_not_decayed() -> None:
+    torch.manual_seed(0)
+    model, x, y = TwoHeads(), torch.randn(6, 8), labels(6, 4)
+    decaying = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.5)
+    read_one = lambda output, target: F.cross_entropy(output["main"], target)  # noqa: E731
+    reference = Reference(model, read_one, decaying)
+    plan = plan_by_hand(model, x, 3, ["middle.linear"])
+    with autopar.parallelize(model, 2, x, loss_fn=read_one, optimizer=decaying, plan=plan) as pm:
+        for _ in range(2):
+            step_agrees(pm, reference, x, y)
         state_agrees(pm, reference, model)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
-from zoo import TwoInputs, tiny_vit
+from zoo import ManyOutputs, TwoInputs, tiny_vit
 
 from autopar.batching import as_call
 from autopar.errors import UsageError
@@ -65,6 +68,47 @@ def test_the_loss_fits_the_output():
     )
     single = nn.Linear(4, 1)  # whose cross entropy would be zero whatever it computes
     assert default_loss(single, as_call(single, torch.randn(5, 4)))[2] == "mean of squares over all outputs"
+
+
+class Auxiliary(nn.Module):
+    """A second output in training only, with batch norm, as in torchvision's GoogLeNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = torch.relu(self.norm(self.first(x)))
+        return (self.second(h), h.mean(1)) if self.training else self.second(h)
+
+
+@pytest.mark.parametrize(
+    "model", [Auxiliary(), nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Flatten(0, 1))]
+)
+def test_the_loss_fits_what_is_returned_in_training(model):
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loss_fn, target, name = default_loss(model, as_call(model, torch.randn(5, 4)))
+    assert name == "mean of squares over all outputs"
+    assert loss_fn(model(torch.randn(5, 4)), target).item() > 0
+    model = model.eval()
+    assert default_loss(model, as_call(model, torch.randn(5, 4)))[2] == name and not model.training
+    assert Auxiliary().norm.num_batches_tracked == state.get("norm.num_batches_tracked", 0)
+
+
+def test_frozen_submodules_stay_frozen_in_both():
+    norm = nn.BatchNorm1d(6).eval()
+    model = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Linear(6, 3))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    parity = compare(model, x, y, loss_fn=F.cross_entropy, devices=2, steps=2, microbatches=2)
+    assert parity.ok, parity.rows
+    default_loss(model, as_call(model, x))
+    assert model.training and not norm.training
+
+
+def test_outputs_that_grow_otherwise_are_equal_on_two_devices():
+    parity = compare(ManyOutputs(), torch.randn(8, 8), devices=2, steps=1, microbatches=2)
+    assert parity.ok, parity.rows
+    assert {row.quantity: row.num_tensors for row in parity.rows}["outputs, eval mode"] == 3
 
 
 def test_two_inputs_and_a_dict_of_outputs_are_equal_on_two_devices():

@@ -76,8 +76,8 @@ print(f"rank {rank} agrees", flush=True)
 """
 
 
-def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
-    (folder / "script.py").write_text(SCRIPT)
+def torchrun(folder: Path, mode: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(script)
     tests = str(Path(__file__).parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TESTS": tests}
     command = [
@@ -105,3 +105,17 @@ def test_autopar_makes_and_ends_its_own_group_and_an_exception_ends_the_run(tmp_
     assert done.returncode != 0 and "agrees" not in done.stdout
     assert "ArithmeticError: no loss today" in done.stderr, done.stderr[-3000:]
     assert "autopar: rank 1 (stage 1), in action 1F0" in done.stderr
+
+
+DISAGREEING = """
+import os, torch, autopar
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+autopar.parallelize(model, 2, torch.randn(8, 8), microbatches=2 if os.environ["RANK"] == "0" else 4)
+"""
+
+
+def test_ranks_that_planned_differently_are_told(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "", DISAGREEING)
+    assert done.returncode != 0
+    assert "The 2 ranks do not run the same plan" in done.stderr and "4 microbatches" in done.stderr

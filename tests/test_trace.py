@@ -427,6 +427,26 @@ def test_a_backward_of_the_users_own_is_refused_not_dropped() -> None:
     assert [op.name for op in trace(model, (X,), mode="eval").ops] == ["lin.linear", "mul"]
 
 
+class Shadowed(nn.Module):
+    """Parameters called like the arguments of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.x_1, self.z = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, *, z: torch.Tensor) -> torch.Tensor:
+        return (x * self.x + self.x_1) * (z - self.z)
+
+
+def test_an_input_with_the_name_of_a_parameter() -> None:
+    model, z = Shadowed(), X + 3
+    graph = trace(model, (X,), {"z": z})
+    assert [v.name for v in graph.inputs] == ["x_2", "z_1"] and graph.leaves == (Ref("x_2"), Ref("z_1"))
+    assert calls(graph)[0] == "mul = aten.mul.Tensor(%x_2, %x)"
+    programs = split(graph, {op.name: i // 2 for i, op in enumerate(graph.ops)}, 2)
+    assert torch.equal(run_in_one_process(graph, programs, weight_tensors(model, graph), X, z)[0], model(X, z=z))
+
+
 # -- the traced graph computes what the model computes ---------------------------------------------------------------
 
 

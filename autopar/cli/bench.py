@@ -37,15 +37,21 @@ def bench(
     from autopar.api import example_call
     from autopar.bench import run_bench
     from autopar.cli.bench_table import bench_parts
+    from autopar.cli.inputs import parse_inputs
     from autopar.cli.models import model_source
     from autopar.cli.output import show
     from autopar.errors import UsageError
 
     source = model_source(model, model_flags, batch or DEFAULT_BATCH)
+    inputs = parse_inputs(model_flags.inputs, batch)
+    if len(inputs) > 1 or any(i.dtype != torch.float32 for i in inputs):
+        raise UsageError("bench feeds a model random images: --input takes one shape of float32 there.")
     torch.manual_seed(seed)
     built = source.build("cpu")
-    default = None if source.input_shape is not None else DEFAULT_BATCH
-    shape = example_call(built, None, batch or default, source.input_shape).leaves[0].shape
+    if inputs:
+        shape = torch.Size(inputs[0].shape)
+    else:
+        shape = example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape
     with torch.no_grad():
         logits = built.eval()(torch.zeros(1, *shape[1:]))
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2:

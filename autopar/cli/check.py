@@ -31,20 +31,25 @@ def check(
     import torch
 
     from autopar.api import example_call
+    from autopar.batching import as_call
+    from autopar.cli.inputs import Input, example, parse_inputs
     from autopar.cli.models import model_source, named_plan
     from autopar.cli.output import show
     from autopar.cli.parity_table import parity_parts
     from autopar.parity import compare
 
     source = model_source(model, model_flags, batch or DEFAULT_BATCH)
+    inputs = parse_inputs(model_flags.inputs, batch)
     torch.manual_seed(seed)
     built = source.build("cpu")
-    default = None if source.input_shape is not None else DEFAULT_BATCH
-    shape = example_call(built, None, batch or default, source.input_shape).leaves[0].shape
+    x = example(inputs, Input.drawn)
+    if x is None:
+        x = torch.randn(example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape)
+    samples = as_call(built, x).batch
     if not {"microbatches", "microbatch_size"} & constraints.keys():
         # Several, so that the pipeline is filled, of at least two samples, which batch norm needs.
-        constraints["microbatches"] = min(devices, max(1, shape[0] // 2))
-    parity = compare(built, torch.randn(shape), devices=devices, steps=steps, **constraints)
+        constraints["microbatches"] = min(devices, max(1, samples // 2))
+    parity = compare(built, x, devices=devices, steps=steps, **constraints)
     show(parity_parts(parity, named_plan(parity.plan, source)))
     if not parity.ok:
         raise typer.Exit(1)

@@ -30,8 +30,14 @@ class BuildFlags:
 class ModelFlags(BuildFlags):
     """How the model is built and what it is fed."""
 
-    input_shape: Annotated[
-        str | None, Option("--input", help="Shape of the input with the batch, such as 8,3,64,64.", metavar="SHAPE")
+    inputs: Annotated[
+        list[str] | None,
+        Option(
+            "--input",
+            help="Shape of the input with the batch, such as 8,3,64,64; of several, each with its name: "
+            "--input image=8,3,64,64 --input tokens=8,16:int64.",
+            metavar="[NAME=]SHAPE[:DTYPE]",
+        ),
     ] = None
 
 

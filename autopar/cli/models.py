@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import replace
 
-from autopar.cli.flags import ModelFlags, parse_kwargs, parse_shape
+from autopar.cli.flags import ModelFlags, parse_kwargs
 from autopar.errors import UsageError
 from autopar.ir import Plan
 from autopar.zoo import ModelSource
@@ -22,10 +22,8 @@ def model_source(name: str, flags: ModelFlags, batch: int) -> ModelSource:
         UsageError: unknown model, or flags that contradict each other.
     """
     source = ModelSource(name, parse_kwargs(flags.model_kwargs))
-    if flags.input_shape is not None and flags.img_size is not None:
+    if flags.inputs and flags.img_size is not None:
         raise UsageError("Both --input and --img-size are given. Leave one out.")
-    if flags.input_shape is not None:
-        return replace(source, input_shape=parse_shape(flags.input_shape))
     if flags.img_size is None:
         return source
     shape = (batch, source.kwargs.get("in_chans", 3), flags.img_size, flags.img_size)

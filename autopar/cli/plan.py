@@ -27,11 +27,13 @@ def plan(
     """Find the best way to split MODEL; needs no GPU and no weights."""
     constraints = plan_flags.constraints()
     import autopar
+    from autopar.cli.inputs import Input, example, parse_inputs
     from autopar.cli.models import model_source
     from autopar.cli.output import save_plan, show_plan
 
     source = model_source(model, model_flags, batch or DEFAULT_BATCH)
-    found = autopar.plan(source, devices, batch_size=batch, **constraints)
+    inputs = example(parse_inputs(model_flags.inputs, batch), Input.empty)
+    found = autopar.plan(source, devices, inputs, batch_size=batch, **constraints)
     if output is not None:
         save_plan(found, output)
     if as_json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -50,9 +51,25 @@ def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None
 
 
 def planned_call(plan: Plan, model: nn.Module) -> Call:
-    """A call of the model with the plan's inputs, on the meta device."""
-    tensors = {i.name: torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta") for i in plan.model.inputs}
-    return as_call(model, next(iter(tensors.values())) if len(tensors) == 1 else tensors)
+    """A call of the model with the plan's inputs, on the meta device.
+
+    Raises:
+        PlanError: they are not the tensors that forward takes by name.
+    """
+    signature = inspect.signature(model.forward)
+    parameters = {name.lower(): name for name in signature.parameters}  # torch.export writes names in lower case
+    tensors = {
+        parameters.get(i.name, i.name): torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta")
+        for i in plan.model.inputs
+    }
+    try:
+        return as_call(model, tensors)
+    except UsageError as error:
+        raise PlanError(
+            f"Cannot call {type(model).__name__}.forward{signature} with the plan's inputs, field model.inputs: "
+            f"{', '.join(tensors)}. codegen needs every input to be an argument with a name: inputs in *args, in lists "
+            "or dicts, and ones with the name of a parameter of the model are not supported."
+        ) from error
 
 
 def dtype_of(name: str) -> torch.dtype:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import keyword
 import operator
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.ir import LocalDevice, Op, Program, Ref
+
+# What the code of an fx.GraphModule means by these names an argument must not hide.
+RESERVED = ("self", "torch", "device", "inf", "nan")
 
 
 def graph_module(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device) -> fx.GraphModule:
@@ -22,16 +26,18 @@ def graph_module(program: Program, weights: Mapping[str, torch.Tensor], device: 
     """
     own = {w.name: weights[w.name] for w in program.weights}
     graph = fx.Graph()
-    nodes: dict[str, fx.Node] = {name: graph.placeholder(identifier(name)) for name in program.arguments}
+    made = (name for op in program.ops for name in (op.name, *(v.name for v in op.outputs)))
+    names = identifiers([*program.arguments, *own, *made])
+    nodes: dict[str, fx.Node] = {name: graph.placeholder(names[name]) for name in program.arguments}
     for name in own:
-        nodes[name] = graph.create_node("get_attr", name, name=identifier(name))
+        nodes[name] = graph.create_node("get_attr", name, name=names[name])
     for op in program.ops:
-        emit(graph, op, nodes, device)
+        emit(graph, op, nodes, names, device)
     graph.output(tuple(nodes[name] for name in program.results))
     return fx.GraphModule(own, graph, class_name=f"Stage{program.stage}")
 
 
-def emit(graph: fx.Graph, op: Op, nodes: dict[str, fx.Node], device: torch.device) -> None:
+def emit(graph: fx.Graph, op: Op, nodes: dict[str, fx.Node], names: Mapping[str, str], device: torch.device) -> None:
     """Append one operation's node, and a node per output where it has several."""
 
     def localised(argument: Any) -> Any:
@@ -45,15 +51,13 @@ def emit(graph: fx.Graph, op: Op, nodes: dict[str, fx.Node], device: torch.devic
 
     args = tuple(localised(a) for a in op.args)
     kwargs = {k: localised(v) for k, v in op.kwargs}
-    node = graph.create_node("call_function", aten(op.target), args, kwargs, name=identifier(op.name))
+    node = graph.create_node("call_function", aten(op.target), args, kwargs, name=names[op.name])
     if op.outputs and op.outputs[0].name == op.name:
         nodes[op.name] = node
         return
     for value in op.outputs:
         index = int(value.name.rpartition(":")[2])
-        nodes[value.name] = graph.create_node(
-            "call_function", operator.getitem, (node, index), name=identifier(value.name)
-        )
+        nodes[value.name] = graph.create_node("call_function", operator.getitem, (node, index), name=names[value.name])
 
 
 def aten(target: str) -> Any:
@@ -62,9 +66,24 @@ def aten(target: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
 
+def identifiers(names: Iterable[str]) -> Mapping[str, str]:
+    """A Python name for each value, numbered where two would be equal."""
+    result: dict[str, str] = {}
+    taken: set[str] = set(RESERVED)
+    for name in dict.fromkeys(names):
+        plain = unique = identifier(name)
+        count = 0
+        while unique in taken:
+            count += 1
+            unique = f"{plain}_{count}"
+        taken.add(unique)
+        result[name] = unique
+    return result
+
+
 def identifier(name: str) -> str:
     """A Python name for a value: ``blocks_0_attn_qkv_linear``."""
-    plain = name.replace(".", "_").replace(":", "_")
+    plain = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"_{plain}" if plain[0].isdigit() or keyword.iskeyword(plain) else plain
 
 

@@ -149,6 +149,13 @@ class Plan:
     bound_by: str = ""
     schema_version: int = SCHEMA_VERSION
 
+    @property
+    def decision(self) -> str:
+        """What the plan makes ranks do, on one line; without what it predicts and how it was found."""
+        cuts = " | ".join(f"{stage.first} … {stage.last}" for stage in self.stages)
+        moved = "".join(f", {name} on {stage}" for name, stage in sorted(self.exceptions.items()))
+        return f"{self.model.fingerprint}: {cuts}{moved}; {self.schedule}, {self.microbatches} microbatches"
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 

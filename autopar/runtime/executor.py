@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,12 @@ from torch import nn
 from autopar.errors import UsageError
 from autopar.ir import Edge, Program, Ref, Value
 from autopar.pytree import tree_map, unflatten
+from autopar.runtime.settle import settled
 from autopar.runtime.stopwatch import Stopwatch
-from autopar.runtime.transport import Receipt, Transport
-from autopar.schedule import Action
+from autopar.runtime.transport import Delivery, Receipt, Transport
+from autopar.schedule import Action, Schedule
+
+FLAGS_NUMBER = (1 << 11) - 1  # in tags, past every edge of a pair
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class BoundStep:
 
     def __init__(
         self,
-        actions: Sequence[Action],
+        schedule: Schedule,
         chunks: Sequence[Chunk],
         transport: Transport,
         device: torch.device,
@@ -68,7 +72,7 @@ class BoundStep:
         """Bind.
 
         Args:
-            actions: this rank's schedule.
+            schedule: the actions of all ranks; those of the transport's rank are run.
             chunks: the chunk to use for each microbatch (they differ in shape only).
             device: where a microbatch's inputs and targets are taken when their turn comes.
             loss_fn: on the last stage of a training step.
@@ -87,13 +91,17 @@ class BoundStep:
         self.stopwatch = Stopwatch(device)
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
+        self.sent: dict[tuple[int, Action], list[Delivery]] = {}
+        actions = schedule[transport.rank]
         self.work = [self.bind(action, chunks[action.microbatch]) for action in actions]
+        self.settles = [self.bind_settle(action, chunks[action.microbatch].program, schedule) for action in actions]
 
     def run(self, data: StepData, keep_outputs: bool) -> None:
         """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks.clear()
+        self.sent.clear()
         early, last = self.transport.posts_early, len(self.work) - 1
         posted = self.work[0][1]() if self.work else []
         with torch.set_grad_enabled(self.training):
@@ -101,14 +109,29 @@ class BoundStep:
                 self.current = action
                 following = self.work[k + 1][1]() if early and k < last else None
                 received = [receipt() for receipt in posted]
+                self.settle(self.settles[k])
                 self.computing, start = True, self.stopwatch.mark()
                 compute(received)
                 self.computing = False
                 self.marks.append((action, start, self.stopwatch.mark()))
                 if k < last:
                     posted = following if following is not None else self.work[k + 1][1]()
-            self.transport.flush()
+            self.settle(list(self.sent))
         self.data, self.current = NO_DATA, None
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Send during an action; the tensor is freed once `settle` was told of that action and peer."""
+        self.keep(dst, self.transport.send(tensor.contiguous(), dst, tag))
+
+    def keep(self, dst: int, delivery: Delivery) -> None:
+        assert self.current is not None
+        self.sent.setdefault((dst, self.current), []).append(delivery)
+
+    def settle(self, messages: Sequence[tuple[int, Action]]) -> None:
+        """Wait for what was sent to each (peer, in an action), and let go of it."""
+        for message in messages:
+            for delivery in self.sent.pop(message, ()):
+                delivery()
 
     def spans(self) -> tuple[Span, ...]:
         """What each action of the last run took, in order; times count from the first action's start."""
@@ -125,10 +148,15 @@ class BoundStep:
         """The action, what posts its receives, and what computes it once they are there."""
         if action.kind == "F":
             return action, self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
-        sends = [e for e in chunk.program.sends if e.value.requires_grad]
-        return action, self.bind_receives(sends, action), self.bind_backward(chunk.program, action)
+        return action, self.bind_gradients(chunk.program, action), self.bind_backward(chunk.program, action)
+
+    def bind_settle(self, action: Action, program: Program, schedule: Schedule) -> list[tuple[int, Action]]:
+        """What may be waited for before the action."""
+        lower, higher = {e.src for e in program.receives}, {e.dst for e in program.sends}
+        return settled(action, schedule, sorted(lower if action.kind == "F" else higher), sorted(higher))
 
     def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[Receipt]]:
+        """What posts the receives of values, or of their gradients, one per edge."""
         backward = action.kind == "B"
         calls = [
             (
@@ -140,6 +168,13 @@ class BoundStep:
             for k, e in self.numbered(edges)
         ]
         return lambda: [self.transport.receive(*call) for call in calls]
+
+    def bind_gradients(self, program: Program, action: Action) -> Callable[[], list[Receipt]]:
+        """What posts the receives of gradients, one per edge, then of their flags, one per peer."""
+        edges = [e for e in program.sends if e.value.requires_grad]
+        gradients = self.bind_receives(edges, action)
+        flags = [(n, peer, tag_of(FLAGS_NUMBER, action)) for peer, n in Counter(e.dst for e in edges).items()]
+        return lambda: [*gradients(), *(self.transport.receive_flags(*call) for call in flags)]
 
     def numbered(self, edges: Sequence[Edge]) -> list[tuple[int, Edge]]:
         """Edges with their place among those of their directed pair: the same number at both ends."""
@@ -169,7 +204,7 @@ class BoundStep:
                     tensor.requires_grad_(wanted)
             results = module(*map(self.here, self.data.inputs[i]), *received)
             for k, order, dst, tag in sends:
-                self.transport.send(results[k].detach().permute(order).contiguous(), dst, tag)
+                self.send(results[k].detach().permute(order), dst, tag)
             # Gradient edges, not tensors: once sent, an output's memory is not needed for backward.
             edges = [gradient_edge(results[k]) for k in roots] if self.training else []
             if program.out_spec is not None:
@@ -207,27 +242,36 @@ class BoundStep:
         i = action.microbatch
         values = [v for v in unique_values(program.sends) if v.requires_grad]
         position = {v.name: k for k, v in enumerate(values)}
-        readers = [
-            (position[e.value.name], inverse(memory_order(e.value))) for e in program.sends if e.value.requires_grad
-        ]
+        edges_out = [e for e in program.sends if e.value.requires_grad]
+        readers = [(position[e.value.name], inverse(memory_order(e.value)), e.dst) for e in edges_out]
+        peers = list(Counter(e.dst for e in edges_out))
         tracked = [e for e in program.receives if e.value.requires_grad]
         back = [(memory_order(e.value), e.src, tag_of(k, action)) for k, e in self.numbered(tracked)]
+        flags_tag = tag_of(FLAGS_NUMBER, action)
 
         def backward(received: list[torch.Tensor]) -> None:
             inputs, edges = self.held[i]
             gradients: dict[int, torch.Tensor] = {}
-            for (k, order), tensor in zip(readers, received, strict=True):
-                gradient = tensor.permute(order)
-                gradients[k] = gradients[k] + gradient if k in gradients else gradient
+            exists = {p: iter(flags.tolist()) for p, flags in zip(peers, received[len(readers) :], strict=True)}
+            for (k, order, dst), tensor in zip(readers, received):
+                if next(exists[dst]):
+                    gradient = tensor.permute(order)
+                    gradients[k] = gradients[k] + gradient if k in gradients else gradient
             loss = self.losses[i]
             if loss is not None:
                 gradients[len(values)] = torch.ones_like(loss)
-            roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None]
+            roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
+            # Zeros fill the place of a gradient that there is none of; the flags keep them from counting as one, which
+            # would have weight decay change parameters that the loss does not depend on.
+            flags: dict[int, list[bool]] = {}
             for tensor, (order, src, tag) in zip(inputs, back, strict=True):
+                flags.setdefault(src, []).append(tensor.grad is not None)
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                self.transport.send(gradient.permute(order).contiguous(), src, tag)
+                self.send(gradient.permute(order), src, tag)
+            for src, own in flags.items():
+                self.keep(src, self.transport.send_flags(own, src, flags_tag))
             self.held[i] = None
 
         return backward

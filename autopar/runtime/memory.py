@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.pytree import leaves
 
-STATUS = Path("/proc/self/status")
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident_bytes() -> int:
@@ -24,19 +25,20 @@ def resident_bytes() -> int:
 
 def peak_resident_bytes() -> int:
     """Most bytes that were in memory at once since the process began or `restart_peak` was called."""
-    if STATUS.exists():
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
+    with suppress(OSError):  # not Linux, or a sandbox that hides the file
+        for line in STATUS.read_text().splitlines():
+            if line.startswith("VmHWM"):  # some sandboxes leave it out
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def restart_peak() -> None:
-    """Forget the peak so far, such as that of importing torch. Only Linux can; elsewhere the peak stays.
+    """Forget the peak so far, such as that of importing torch. Only Linux can; elsewhere the peak stays and counts.
 
     What getrusage reports is not reset by this, the status file is.
     """
-    if STATUS.exists():
-        Path("/proc/self/clear_refs").write_text("5")
+    with suppress(OSError):  # not Linux, or a sandbox that forbids it
+        CLEAR.write_text("5")
 
 
 class TensorPeak(TorchDispatchMode):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -51,6 +52,8 @@ class WorkerPool:
             timeout_seconds: longest wait for a peer inside a step.
             num_threads: of each worker, on CPU.
         """
+        settings = TorchSettings.current()
+        pickled = [pickled_spec(spec) for spec in specs]  # before any process starts
         self.failed: str | None = None
         self.timeout_seconds = timeout_seconds
         self.call_seconds = 0.0  # of the last call, transfer of its arguments and results included
@@ -77,10 +80,9 @@ class WorkerPool:
             )
             theirs.close()
             self.connections.append(ours)
-        settings = TorchSettings.current()
         starts = [
-            Start(cloudpickle.dumps(s), "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
-            for s in specs
+            Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
+            for spec in pickled
         ]
         self.call("start", [(start, dict(t)) for start, t in zip(starts, tensors, strict=True)])
 
@@ -89,15 +91,16 @@ class WorkerPool:
 
         Raises:
             WorkerError: a rank raised or died; all workers are ended.
-            UsageError: the workers are gone already.
+            UsageError: the workers are gone already, or an argument cannot be sent; then no worker was told anything.
         """
         if self.failed is not None:
             raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
         start = time.perf_counter()
+        messages = [encoded(name, own) for own in arguments]
         try:
-            for rank, (connection, own) in enumerate(zip(self.connections, arguments, strict=True)):
+            for rank, (connection, message) in enumerate(zip(self.connections, messages, strict=True)):
                 try:
-                    wire.send(connection, (name, own))
+                    wire.send(connection, message)
                 except OSError:
                     self.fail(name, {rank: None})
             results = self.collect(name)
@@ -129,9 +132,15 @@ class WorkerPool:
         for connection in wait(list(waiting), seconds):
             rank = waiting[connection]  # type: ignore[index]
             try:
-                come[rank] = wire.receive(self.connections[rank])
+                reply = wire.receive(self.connections[rank])
             except (EOFError, OSError):
                 come[rank] = (False, None)
+                continue
+            try:
+                come[rank] = wire.decode(reply)
+            except Exception as error:
+                details = "".join(traceback.format_exception(error))
+                come[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
         return come
 
     def reasons(self, failures: dict[int, Failure | None], silent: set[int]) -> dict[int, Failure | None]:
@@ -143,7 +152,7 @@ class WorkerPool:
         if all(f is not None and f.secondary for f in failures.values()):
             for rank in silent:
                 with suppress(OSError):  # one that died is noticed by its closed connection
-                    wire.send(self.connections[rank], WHERE)
+                    wire.send(self.connections[rank], wire.encode(WHERE))
             failures |= self.late_failures(silent)
             failures |= {r: Failure(r, "", "no reply, and it does not say where it is", "", False) for r in silent}
         return failures
@@ -193,6 +202,39 @@ class WorkerPool:
             self.failed = "closed."
         self._finalizer.detach()
         stop(self.processes, self.connections, patience_seconds)
+
+
+def pickled_spec(spec: RankSpec) -> bytes:
+    """A rank's spec with the user's callables.
+
+    Raises:
+        UsageError: one of them cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps(spec)
+    except Exception as error:
+        raise cannot_send("parallelize", spec, "", error) from error
+
+
+def encoded(name: str, own: tuple) -> wire.Encoded:
+    """One rank's message for a command.
+
+    Raises:
+        UsageError: an argument cannot be pickled.
+    """
+    try:
+        return wire.encode((name, own))
+    except Exception as error:
+        raise cannot_send(name, own, "arguments", error) from error
+
+
+def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageError:
+    """The error that names the part of an argument which cannot be pickled."""
+    where = wire.culprit(thing, name).removeprefix(".")
+    return UsageError(
+        f"{command} cannot send {where}, to the worker processes: {error}. The workers were told nothing. "
+        "Pass tensors and plain data, and open files, locks and connections inside the functions that use them."
+    )
 
 
 def stop(processes: list[subprocess.Popen[bytes]], connections: list[Connection], patience_seconds: float) -> None:

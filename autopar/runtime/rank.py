@@ -83,7 +83,6 @@ class Rank:
         """Take ``tensors``, this rank's weights by name: the caller gives them away."""
         self.spec, self.transport = spec, transport
         self.device = torch.device(spec.device)
-        torch.manual_seed(spec.seed + spec.rank)
         self.weights: dict[str, torch.Tensor] = {}
         for weight in spec.weights:
             tensor = tensors[weight.name].detach().to(self.device)
@@ -117,11 +116,11 @@ class Rank:
         """The bound schedule for a step, made at its first use."""
         key = (work.schedule, work.programs, work.training)
         if key not in self.bound:
-            actions = generate(work.schedule, self.spec.world, len(work.programs))[self.spec.rank]
+            schedule = generate(work.schedule, self.spec.world, len(work.programs))
             last = self.spec.rank == self.spec.world - 1
             loss_fn = self.spec.loss_fn if last and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
-            self.bound[key] = BoundStep(actions, chunks, self.transport, self.device, loss_fn, work.training)
+            self.bound[key] = BoundStep(schedule, chunks, self.transport, self.device, loss_fn, work.training)
         return self.bound[key]
 
     # -- steps -------------------------------------------------------------------------------------------------
@@ -157,7 +156,7 @@ class Rank:
             nn.utils.clip_grads_with_norm_(gradients, self.spec.clip_grad_norm, norm)
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+        self.zero_grad()  # all of them, also those that the optimizer was not made for
         return norm.item()
 
     def tensor_peak(self, work: Work) -> int:

@@ -6,7 +6,8 @@ import functools
 import itertools
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -45,6 +46,36 @@ def launched() -> Launched | None:
     return Launched(rank, world, int(local_rank), int(local_world))
 
 
+class RandomState:
+    """Random numbers of a rank that shares its process with the user's script: neither sees the other's draws."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.devices = [device] if self.on_gpu else []
+        with torch.random.fork_rng(self.devices):
+            torch.default_generator.manual_seed(seed)
+            if self.on_gpu:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            self.states = self.current()
+
+    def current(self) -> list[torch.Tensor]:
+        """The process's state: the CPU's, then the GPU's."""
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within ``with`` the process draws from this state, which goes on where it ended."""
+        with torch.random.fork_rng(self.devices):
+            torch.set_rng_state(self.states[0])
+            for state, device in zip(self.states[1:], self.devices):
+                torch.cuda.set_rng_state(state, device)
+            try:
+                yield
+            finally:
+                self.states = self.current()
+
+
 class LocalRanks:
     """A single rank in this process: no workers, no copies of inputs."""
 
@@ -53,13 +84,15 @@ class LocalRanks:
         self.call_seconds = 0.0  # of the last call
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self.rank = Rank(spec, copies, LocalTransport(spec.rank, Hub()))
+        self.random = RandomState(spec.seed, self.rank.device)
 
     def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
         """Run one command here."""
         if self.failed is not None:
             raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
         start = time.perf_counter()
-        result = carry_out(self.rank, name, arguments[0])
+        with self.random.active():
+            result = carry_out(self.rank, name, arguments[0])
         self.call_seconds = time.perf_counter() - start
         return {0: result}
 
@@ -74,9 +107,16 @@ class TorchrunRanks:
     """
 
     def __init__(
-        self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], backend: str, timeout_seconds: float
+        self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], backend: str, timeout_seconds: float, decision: str
     ) -> None:
-        """Join the process group (the caller's own if there is one) and take rank 0's weights."""
+        """Join the process group (the caller's own if there is one) and take rank 0's weights.
+
+        Args:
+            decision: what the ranks must agree on: each has planned for itself.
+
+        Raises:
+            UsageError: they do not.
+        """
         self.failed: str | None = None
         self.call_seconds = 0.0  # of the last call
         device = torch.device(spec.device)
@@ -86,6 +126,13 @@ class TorchrunRanks:
             init_process_group(backend, spec.rank, spec.world, device, timeout_seconds, store)
         # For objects, whatever carries the tensors.
         self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+        decisions: list[Any] = [None] * spec.world
+        dist.all_gather_object(decisions, decision, group=self.control)
+        if len(set(decisions)) > 1:
+            raise UsageError(
+                f"The {spec.world} ranks do not run the same plan: rank {spec.rank} has {decision}. Their models, "
+                "arguments or machines differ. Plan once with `autopar plan … -o plan.json` and pass plan= on each."
+            )
         own = {weight.name for weight in spec.weights}
         received = {}
         for name, tensor in sorted(tensors.items()):
@@ -96,6 +143,7 @@ class TorchrunRanks:
         self.rank = Rank(
             spec, received, ProcessGroupTransport(spec.rank, device, spec.edges, spec.shared, timeout_seconds)
         )
+        self.random = RandomState(spec.seed + spec.rank, device)
 
     def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
         """Run one command on this rank; the results of all ranks, or this one's where all have the same."""
@@ -103,7 +151,8 @@ class TorchrunRanks:
             raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
         number = self.rank.spec.rank
         start = time.perf_counter()
-        results = {number: carry_out(self.rank, name, arguments[number])}
+        with self.random.active():
+            results = {number: carry_out(self.rank, name, arguments[number])}
         if name not in REPLICATED:
             gathered: list[Any] = [None] * self.rank.spec.world
             dist.all_gather_object(gathered, results[number], group=self.control)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 Receipt = Callable[[], torch.Tensor]
+Delivery = Callable[[], None]
 
 
 class TransportError(RuntimeError):
@@ -30,16 +31,20 @@ class Transport(Protocol):
     rank: int
     posts_early: bool
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        """Start sending a contiguous tensor."""
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Delivery:
+        """Start sending a contiguous tensor; calling the delivery waits until it is sent, which keeps it until then."""
         ...
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int) -> Receipt:
         """Start receiving; calling the receipt waits and returns the tensor."""
         ...
 
-    def flush(self) -> None:
-        """Wait until all sends are done."""
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+        """Start sending what the host of ``dst`` must know, without waiting for any device."""
+        ...
+
+    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+        """Start receiving flags, as a tensor on the CPU."""
         ...
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Collection[int]) -> None:
@@ -76,12 +81,13 @@ class ProcessGroupTransport:
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
         self.posts_early = dist.get_backend() == "gloo"
-        self.pending: list[tuple[Any, torch.Tensor]] = []
         self.groups: dict[Collection[int], Any] = {
             ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(shared)
         }
         self.channels: dict[tuple[int, int], Any] = {}
+        self.hosts: Any = None  # the group for flags; the default one if that is Gloo
         if dist.get_backend() == "nccl":
+            self.hosts = dist.new_group(backend="gloo", timeout=timeout)
             self.channels = {edge: dist.new_group(list(edge), timeout=timeout) for edge in sorted(edges)}
             self.connect()
 
@@ -96,36 +102,18 @@ class ProcessGroupTransport:
         dist.all_reduce(token)
         torch.cuda.synchronize(self.device)
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        try:
-            work = dist.isend(tensor, dst, group=self.channels.get((self.rank, dst)), tag=tag)
-        except RuntimeError as error:
-            raise TransportError(f"sending to rank {dst}: {error}") from error
-        self.pending.append((work, tensor))
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Delivery:
+        return start_send(tensor, dst, tag, self.channels.get((self.rank, dst)))
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int) -> Receipt:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        try:
-            work = dist.irecv(buffer, src, group=self.channels.get((src, self.rank)), tag=tag)
-        except RuntimeError as error:
-            raise TransportError(f"receiving from rank {src}: {error}") from error
+        return start_receive(buffer, src, tag, self.channels.get((src, self.rank)))
 
-        def receipt() -> torch.Tensor:
-            try:
-                work.wait()  # type: ignore[union-attr]
-            except RuntimeError as error:
-                raise TransportError(f"waiting for rank {src}: {error}") from error
-            return buffer
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+        return start_send(torch.tensor(flags, dtype=torch.uint8), dst, tag, self.hosts)
 
-        return receipt
-
-    def flush(self) -> None:
-        for work, _ in self.pending:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise TransportError(f"a send did not finish: {error}") from error
-        self.pending.clear()
+    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+        return start_receive(torch.empty(count, dtype=torch.uint8), src, tag, self.hosts)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Collection[int]) -> None:
         try:
@@ -134,8 +122,41 @@ class ProcessGroupTransport:
             raise TransportError(f"all-reduce over ranks {list(ranks)}: {error}") from error
 
     def close(self) -> None:
-        for group in (*self.groups.values(), *self.channels.values()):
+        for group in (*self.groups.values(), *self.channels.values(), *([self.hosts] if self.hosts else [])):
             dist.destroy_process_group(group)
+
+
+def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> Delivery:
+    """Start a send; the delivery waits for it. Gloo keeps the tensor until then, whether or not it has arrived."""
+    try:
+        work = dist.isend(tensor, dst, group=group, tag=tag)
+    except RuntimeError as error:
+        raise TransportError(f"sending to rank {dst}: {error}") from error
+
+    def delivery(kept: torch.Tensor = tensor) -> None:
+        try:
+            work.wait()  # type: ignore[union-attr]
+        except RuntimeError as error:
+            raise TransportError(f"a send to rank {dst} did not finish: {error}") from error
+
+    return delivery
+
+
+def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> Receipt:
+    """Start a receive; the receipt waits for it and returns the buffer."""
+    try:
+        work = dist.irecv(buffer, src, group=group, tag=tag)
+    except RuntimeError as error:
+        raise TransportError(f"receiving from rank {src}: {error}") from error
+
+    def receipt() -> torch.Tensor:
+        try:
+            work.wait()  # type: ignore[union-attr]
+        except RuntimeError as error:
+            raise TransportError(f"waiting for rank {src}: {error}") from error
+        return buffer
+
+    return receipt
 
 
 def init_process_group(
@@ -182,8 +203,9 @@ class LocalTransport:
     def __init__(self, rank: int, hub: Hub) -> None:
         self.rank, self.hub = rank, hub
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Delivery:
         self.hub.box(self.rank, dst, tag).put(tensor.clone())
+        return lambda: None  # a send is a copy
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int) -> Receipt:
         box = self.hub.box(src, self.rank, tag)
@@ -198,8 +220,11 @@ class LocalTransport:
 
         return receipt
 
-    def flush(self) -> None:
-        """Nothing to wait for: a send is a copy."""
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+        return self.send(torch.tensor(flags, dtype=torch.uint8), dst, tag)
+
+    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+        return self.receive([count], torch.uint8, src, tag)
 
     def all_reduce(self, tensor: torch.Tensor, ranks: Collection[int]) -> None:
         if len(ranks) == 1:

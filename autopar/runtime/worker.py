@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from autopar.runtime.memory import restart_peak
 from autopar.runtime.rank import Rank, RankSpec
 from autopar.runtime.settings import TorchSettings
 from autopar.runtime.transport import ProcessGroupTransport, TransportError, init_process_group
-from autopar.runtime.wire import receive, send
+from autopar.runtime.wire import decode, encode, receive, send
 
 START_SECONDS = 300.0  # for all workers to import what they need
 WHERE = "where"  # the message that asks a worker for its position
@@ -77,8 +77,16 @@ class Worker:
             self.say(self.obey(*self.commands.get()))
 
     def say(self, reply: tuple[bool, Any]) -> None:
+        try:
+            encoded = encode(reply)
+        except Exception as error:
+            error.add_note("autopar: this happened while the result was pickled for the caller")
+            encoded = encode((False, failure(self.number, self.rank, error)))
         with self.speaking:
-            send(self.connection, reply)
+            try:
+                send(self.connection, encoded)
+            except OSError:
+                leave()
 
     def obey(self, name: str, arguments: tuple) -> tuple[bool, Any]:
         """Carry out one command ("start" makes the rank); whether it went well, and its result or failure."""
@@ -92,16 +100,20 @@ class Worker:
 
     def listen(self, main_thread: int) -> None:
         """Queue commands as they come; end the process at once when the caller is gone, whatever it is doing."""
-        try:
-            while True:
-                message = receive(self.connection)
-                if message == WHERE:
-                    self.say((False, self.position(main_thread)))
-                else:
-                    self.commands.put(message)
-        except (EOFError, OSError):
-            sys.stdout.flush()
-            os._exit(0)
+        while True:
+            try:
+                encoded = receive(self.connection)
+            except (EOFError, OSError):
+                leave()
+            try:
+                message = decode(encoded)
+            except Exception as error:
+                self.say((False, failure(self.number, self.rank, error)))
+                continue
+            if message == WHERE:
+                self.say((False, self.position(main_thread)))
+            else:
+                self.commands.put(message)
 
     def position(self, main_thread: int) -> Failure:
         """What this rank is doing, as the reason why it has not replied."""
@@ -114,6 +126,12 @@ class Worker:
             "".join(traceback.format_stack(sys._current_frames()[main_thread])),
             secondary=waiting,
         )
+
+
+def leave() -> NoReturn:
+    """End the process at once: the caller is gone."""
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
@@ -130,6 +148,7 @@ def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     store.wait([f"started/{rank}" for rank in range(spec.world)], timedelta(seconds=START_SECONDS))
     init_process_group(start.backend, number, spec.world, device, start.timeout_seconds, store)
     transport = ProcessGroupTransport(number, device, spec.edges, spec.shared, start.timeout_seconds)
+    torch.manual_seed(spec.seed + number)
     rank = Rank(spec, tensors, transport)
     restart_peak()
     return rank

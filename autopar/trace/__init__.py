@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from autopar.errors import TraceError
 from autopar.ir import Graph, Mode, Op, Ref, Value, Weight, refs
 from autopar.trace.convert import Converter, value_from
-from autopar.trace.export import export
+from autopar.trace.export import ADVICE, export
 
-__all__ = ["trace", "weight_tensors"]
+__all__ = ["ADVICE", "trace", "weight_tensors"]
 
 
 def trace(
@@ -46,12 +47,18 @@ def trace(
     input_leaves: list[Any] = []
     known: dict[Any, Value] = {}
     placeholders = program.graph.find_nodes(op="placeholder")
-    for node, spec in zip(placeholders, program.graph_signature.input_specs, strict=True):
+    specs = program.graph_signature.input_specs
+    targets = {known_as.get(spec.target, (spec.target,))[0] for spec in specs if spec.target is not None}
+    for node, spec in zip(placeholders, specs, strict=True):
         if isinstance(spec.arg, ConstantArgument):
             input_leaves.append(spec.arg.value)
         elif spec.kind is InputKind.USER_INPUT:
-            inputs.append(value_from(node.name, node.meta["val"]))
-            input_leaves.append(Ref(node.name))
+            inputs.append(
+                value_from(
+                    input_name(node.name, targets | {n.name for n in placeholders if n is not node}), node.meta["val"]
+                )
+            )
+            input_leaves.append(Ref(inputs[-1].name))
             known[node] = inputs[-1]
         elif spec.target is not None and isinstance(node.meta.get("val"), torch.Tensor):
             weight = weight_of(spec.kind, spec.target, node.meta["val"], known_as, model)
@@ -81,6 +88,12 @@ def trace(
         together=tuple(g for g in groups if len(g) > 1),
         constants={k: constants[k] for k in weights if k in constants and weights[k].kind == "constant"},
     )
+
+
+def input_name(name: str, taken: Set[str]) -> str:
+    """An input's name, numbered where it is taken: a parameter may be called like an argument of forward."""
+    numbered = (f"{name}_{count}" for count in itertools.count(1))
+    return next(n for n in itertools.chain([name], numbered) if n not in taken)
 
 
 def weight_tensors(model: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:

@@ -20,6 +20,10 @@ from autopar.pytree import leaves, tree_map
 
 TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
 OWN_DIR = str(Path(__file__).absolute().parent.parent) + os.sep
+ADVICE = (
+    "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
+    "use torch.where or torch.cond there, or hand autopar the part of the model that can be traced."
+)
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> torch.export.ExportedProgram:
@@ -81,9 +85,7 @@ def refusal(model: nn.Module, error: Exception, mode: Mode) -> str:
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
         f"Cannot trace {type(model).__name__} in {mode} mode{where}. torch.export says: "
-        f"{type(error).__name__}: {reason} "
-        "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
-        "use torch.where or torch.cond there, or hand autopar the part of the model that can be traced."
+        f"{type(error).__name__}: {reason} {ADVICE}"
     )
 
 
