@@ -113,6 +113,7 @@ def compare(
         loss_fn, y, loss_name = default_loss(quiet, call)
     optimizer = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
     with (
+        repeatable_kernels(),
         parallelize(quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, **constraints) as pm,
         threads(pm.machine.num_threads),
     ):
@@ -284,6 +285,18 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def repeatable_kernels() -> Iterator[None]:
+    """cuDNN without TF32 and without kernels whose sums differ from run to run; workers started inside follow."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.deterministic
+    cudnn.allow_tf32, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cudnn.deterministic = before
 
 
 # -- the loss that is taken where none is given -----------------------------------------------------------------------

@@ -21,6 +21,7 @@ from zoo import Tied, UNet, resnet18, tiny_vit
 
 import autopar
 from autopar import WorkerError
+from autopar.parity import compare
 
 pytestmark = [
     pytest.mark.gpu,
@@ -69,6 +70,12 @@ def test_equals_one_gpu(model: Any, x: tuple, y: tuple, microbatches: int, loss_
         pm.eval()
         reference.model.eval()
         assert_close(pm(inputs).cpu(), reference.forward(inputs.cuda(), microbatches)[0].cpu(), "eval output")
+
+
+def test_check_agrees_on_convolutions() -> None:
+    torch.manual_seed(0)
+    parity = compare(resnet18(), torch.randn(16, 3, 64, 64), devices=2, steps=2, microbatches=2)
+    assert parity.ok, parity.rows
 
 
 def test_killed_rank_ends_the_others() -> None:
