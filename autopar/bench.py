@@ -58,10 +58,6 @@ class BenchResult:
     machine: str
 
     @property
-    def samples_per_second(self) -> float:
-        return self.batch / self.step_seconds
-
-    @property
     def of_bound(self) -> float:
         """Share of the bubble bound that was reached."""
         return self.bound_seconds / self.step_seconds

@@ -13,6 +13,7 @@ from autopar.profile.facts import ATTENTION, Facts
 from autopar.profile.groups import Members, fed_by_inputs, group_ops
 
 LOSS = "loss"
+STATE_BYTES = 8  # of optimizer state per parameter: two moments of Adam in float32
 # A complex product is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
@@ -61,9 +62,7 @@ class Pricing:
         return root
 
 
-def price(
-    graph: Graph, facts: Facts, hardware: Hardware, batch: int, optimizer_state_bytes_per_param: int = 8
-) -> CostGraph:
+def price(graph: Graph, facts: Facts, hardware: Hardware, batch: int) -> CostGraph:
     """The cost graph of a traced model at one microbatch size.
 
     FLOPs and activation bytes are linear in the batch, weight bytes are not. A storage that is saved for the backward
@@ -72,7 +71,6 @@ def price(
     Args:
         facts: of this graph, from `op_facts`.
         batch: samples per microbatch.
-        optimizer_state_bytes_per_param: 8 for Adam in float32.
     Raises:
         HardwareError: the machine has no peak for a dtype the model computes in.
     Error: ``hardware.error`` for seconds. Saved bytes equal what torch 2.15 saves on CPU to 0.1 % for most timm
@@ -92,7 +90,7 @@ def price(
         batch=batch,
         groups=(*groups, Group(LOSS, (), "")),
         flows=tuple(flows(pricing, group_of, loss=len(groups))),
-        weights=tuple(weight_holdings(pricing, group_of, optimizer_state_bytes_per_param)),
+        weights=tuple(weight_holdings(pricing, group_of)),
         saved=shared_saved,
         together=tuple(dict.fromkeys(numbers for numbers in sets if len(numbers) > 1)),
     )
@@ -180,7 +178,7 @@ def flows(pricing: Pricing, group_of: Mapping[str, int], loss: int) -> Iterable[
                 yield Flow(value.name, here, consumers, pricing.num_bytes(value.name), made.requires_grad)
 
 
-def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], state_bytes: int) -> Iterable[Holding]:
+def weight_holdings(pricing: Pricing, group_of: Mapping[str, int]) -> Iterable[Holding]:
     """Weights with gradient and optimizer state. One that no operation reads is held by no group and left out."""
     reading = readers(pricing.graph, group_of, loss=-1)
     for weight in pricing.graph.weights:
@@ -190,16 +188,16 @@ def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], state_bytes: 
         trained = weight.kind == "parameter" and weight.requires_grad
         yield Holding(
             name=weight.name,
-            num_bytes=weight.num_bytes + (weight.num_bytes + state_bytes * weight.numel if trained else 0),
+            num_bytes=weight.num_bytes + (weight.num_bytes + STATE_BYTES * weight.numel if trained else 0),
             groups=groups,
             numel=weight.numel if weight.kind == "parameter" else 0,
-            optimizer_seconds=optimizer_seconds(weight, pricing.hardware, state_bytes) if trained else 0.0,
+            optimizer_seconds=optimizer_seconds(weight, pricing.hardware) if trained else 0.0,
         )
 
 
-def optimizer_seconds(weight: Weight, hardware: Hardware, state_bytes: int) -> float:
+def optimizer_seconds(weight: Weight, hardware: Hardware) -> float:
     """Time of one optimizer step on a weight: value, gradient and state are each read and written once."""
-    return hardware.traffic_seconds(2 * (2 * weight.num_bytes + state_bytes * weight.numel))
+    return hardware.traffic_seconds(2 * (2 * weight.num_bytes + STATE_BYTES * weight.numel))
 
 
 def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[Holding, ...]]:

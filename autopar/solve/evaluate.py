@@ -12,15 +12,14 @@ from autopar.solve.problem import CutProblem, group_loads, objective_of
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage's cost. Times, ``sent_bytes`` (both ways over the boundary behind it) and ``saved_bytes`` are per
-    microbatch; ``weight_bytes`` includes gradients and optimizer state."""
+    """One stage's cost. Times and ``saved_bytes`` are per microbatch; ``weight_bytes`` includes gradients and optimizer
+    state."""
 
     forward_seconds: float
     backward_seconds: float
     load_seconds: float
     transfer_seconds: float
     optimizer_seconds: float
-    sent_bytes: int
     weight_bytes: int
     saved_bytes: int
     received_bytes: int
@@ -74,7 +73,6 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
             load_seconds=sum(loads[g] for g in members[s]),
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
-            sent_bytes=forward[s] + backward[s],
             weight_bytes=sum(w.num_bytes for w in held[s]),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + sum(a.num_bytes for a in saved[s]),
             received_bytes=forward[s - 1] if s else 0,
