@@ -1,14 +1,30 @@
 """Every frozen type that crosses stages, its invariants and its printed form."""
 
+from autopar.ir.choices import Choice, ChoiceGraph, ChoiceGroup, Conversion
 from autopar.ir.cost import CostGraph, Flow, Group, Holding
 from autopar.ir.graph import DTYPE_BYTES, Graph, LocalDevice, Mode, Op, Ref, Value, Weight, refs
+from autopar.ir.layout import (
+    REPLICATED,
+    TP,
+    AxisSizes,
+    Layout,
+    Split,
+    broadcast_layout,
+    compressed,
+    look_up,
+    partial_layout,
+    pattern_of,
+    split_layout,
+)
+from autopar.ir.mesh import Mesh, Place
 from autopar.ir.plan import (
     SCHEMA_VERSION,
     Alternative,
     Balance,
+    BlockSharding,
+    Collective,
     HardwareInfo,
     InputInfo,
-    Mesh,
     ModelInfo,
     Plan,
     Precision,
@@ -20,8 +36,9 @@ from autopar.ir.plan import (
 from autopar.ir.program import Edge, Program
 
 __all__ = [
-    "DTYPE_BYTES", "SCHEMA_VERSION", "Alternative", "Balance", "CostGraph", "Edge", "Flow", "Graph", "Group",
-    "HardwareInfo", "Holding", "InputInfo", "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Plan", "Precision",
-    "Prediction",
-    "Program", "Ref", "ScheduleName", "SolverInfo", "Stage", "Value", "Weight", "refs",
+    "DTYPE_BYTES", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AxisSizes", "Balance", "BlockSharding",
+    "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion", "CostGraph", "Edge", "Flow", "Graph", "Group",
+    "HardwareInfo", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Place", "Plan",
+    "Precision", "Prediction", "Program", "Ref", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight",
+    "broadcast_layout", "compressed", "look_up", "partial_layout", "pattern_of", "refs", "split_layout",
 ]  # fmt: skip

@@ -46,8 +46,10 @@ class Flow:
 class Holding:
     """Bytes that every stage with one of ``groups`` must hold.
 
-    As a weight: its value, gradient and optimizer state. As a saved activation: one storage that several groups keep
-    for their backward, per microbatch.
+    As a weight: a rank's part of its value, gradient and optimizer state. As a saved activation: one storage that
+    several groups keep for their backward, per microbatch. ``reduce_seconds`` sum its gradient over the data-parallel
+    replicas, which the last backward can hide; ``optimizer_seconds`` are the update and what else nothing hides:
+    summing a gradient over shards, gathering updated weights under ZeRO-1.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Holding:
     groups: tuple[int, ...]
     numel: int = 0
     optimizer_seconds: float = 0.0
+    reduce_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -88,6 +88,7 @@ class Op:
 
     ``name`` is the module path with the operation's own name (``blocks.0.attn.qkv.linear``): the same in train and
     eval mode and at any batch size, which is what plans rely on. ``mutates`` lists the weights it updates in place.
+    ``home`` is set on a collective that sharding inserted: the traced operation whose stage it shares.
     """
 
     name: str
@@ -98,6 +99,7 @@ class Op:
     module: str
     source: str = ""
     mutates: tuple[str, ...] = ()
+    home: str = ""
 
     @cached_property
     def reads(self) -> tuple[str, ...]:

@@ -10,13 +10,14 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+from pydantic import TypeAdapter, ValidationError, with_config
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import STRICT, Mesh
 
-SCHEMA_VERSION = 1
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+SCHEMA_VERSION = 2
 
 ScheduleName = Literal["forward-only", "gpipe", "1f1b"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
@@ -47,24 +48,11 @@ class ModelInfo:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
-class Mesh:
-    """Sizes of the mesh axes: pipeline, tensor and data parallelism."""
-
-    pp: int
-    tp: int = 1
-    dp: int = 1
-
-    @property
-    def devices(self) -> int:
-        return self.pp * self.tp * self.dp
-
-
-@with_config(STRICT)
-@dataclass(frozen=True)
 class Stage:
     """One pipeline stage: every operation from ``first`` to ``last`` in execution order, on ``ranks``.
 
-    ``forward_seconds``, ``backward_seconds`` and ``send_bytes`` (forward, to later stages) are per microbatch.
+    ``forward_seconds``, ``backward_seconds`` (tensor-parallel collectives included) and ``send_bytes`` (forward, to
+    later stages) are of one rank and per microbatch. ``params`` counts whole parameters, however they are sharded.
     """
 
     first: str
@@ -81,13 +69,48 @@ class Stage:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted cost of one training step; ``error`` is the relative band of its times."""
+    """Predicted cost of one training step; ``error`` is the relative band of its times.
+
+    The step is the pipeline, then what of the gradients' reduction over replicas the last backward does not hide, then
+    the optimizer with what follows it. ``peak_bytes`` has an entry per rank.
+    """
 
     step_seconds: float
     samples_per_second: float
     bubble_fraction: float
     peak_bytes: tuple[int, ...]
     error: float
+    reduce_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Collective:
+    """A tensor-parallel collective of a repeated block, as often as it runs there for one microbatch.
+
+    ``op`` is the operation (as a pattern) that it belongs to.
+    """
+
+    op: str
+    kind: str
+    direction: Literal["forward", "backward"]
+    num_bytes: int
+    seconds: float
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class BlockSharding:
+    """How one block of the model is sharded, for people: ``name`` is a pattern that ``count`` blocks fit.
+
+    ``rows`` maps modules to what happens to them, such as ``rows by head / 2``.
+    """
+
+    name: str
+    count: int
+    rows: Mapping[str, str]
+    collectives: tuple[Collective, ...] = ()
 
 
 @with_config(STRICT)
@@ -129,7 +152,12 @@ class Plan:
     """A complete, runnable decision for one model, batch and machine.
 
     ``exceptions`` names operations that lie inside another stage's range in execution order (parallel branches).
-    ``shardings`` maps parameter names to tensor-parallel shardings; empty when tp is 1.
+    ``microbatches`` counts per data-parallel replica.
+
+    ``shardings`` maps weights to the layouts (`Layout.parse`) in which ranks hold them, ``strategies`` operations to
+    the factor that is split when they run (`autopar.rules`). In both, ``*`` stands for any number in a name, a full name
+    outranks a pattern, and what is not listed is replicated; both are empty when tp is 1. ``blocks`` says the same for
+    people. ``zero1``: each replica keeps the optimizer's state of a part of the parameters.
     """
 
     model: ModelInfo
@@ -145,6 +173,9 @@ class Plan:
     precision: Precision = "fp32"
     exceptions: Mapping[str, int] = field(default_factory=dict)
     shardings: Mapping[str, str] = field(default_factory=dict)
+    strategies: Mapping[str, str] = field(default_factory=dict)
+    zero1: bool = False
+    blocks: tuple[BlockSharding, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     bound_by: str = ""
     schema_version: int = SCHEMA_VERSION
@@ -154,7 +185,13 @@ class Plan:
         """What the plan makes ranks do, on one line; without what it predicts and how it was found."""
         cuts = " | ".join(f"{stage.first} … {stage.last}" for stage in self.stages)
         moved = "".join(f", {name} on {stage}" for name, stage in sorted(self.exceptions.items()))
-        return f"{self.model.fingerprint}: {cuts}{moved}; {self.schedule}, {self.microbatches} microbatches"
+        sharded = sorted([*self.shardings.items(), *self.strategies.items()])
+        split = f"; sharded {', '.join(f'{name} {text}' for name, text in sharded)}" if sharded else ""
+        zero1 = ", ZeRO-1" if self.zero1 else ""
+        return (
+            f"{self.model.fingerprint}: {self.mesh}{zero1}; {cuts}{moved}; {self.schedule}, "
+            f"{self.microbatches} microbatches{split}"
+        )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -216,29 +253,40 @@ class Plan:
             raise PlanError(f"{where}: field {name}: {problem}")
 
         num_stages = self.mesh.pp * self.chunks
-        for name, number in (("batch", self.batch), ("microbatches", self.microbatches), ("mesh.pp", self.mesh.pp)):
+        mesh = self.mesh
+        numbers = {"batch": self.batch, "microbatches": self.microbatches}
+        for name, number in (numbers | {"mesh.pp": mesh.pp, "mesh.tp": mesh.tp, "mesh.dp": mesh.dp}).items():
             if number < 1:
                 fail(name, f"is {number}, must be at least 1.")
-        if self.mesh.tp != 1 or self.mesh.dp != 1:
-            fail("mesh", f"tp={self.mesh.tp}, dp={self.mesh.dp}: this version runs pipeline stages only (tp=1, dp=1).")
         if len(self.stages) != num_stages:
             fail("stages", f"has {len(self.stages)} entries, mesh.pp × chunks asks for {num_stages}.")
         if self.schedule == "forward-only":
             fail("schedule", "is forward-only, which has no training step; use 1f1b or gpipe.")
-        if self.shardings:
-            fail("shardings", "must be empty while tp is 1.")
-        if len(self.prediction.peak_bytes) != num_stages:
-            fail("prediction.peak_bytes", f"has {len(self.prediction.peak_bytes)} entries for {num_stages} stages.")
+        for name, table in (("shardings", self.shardings), ("strategies", self.strategies)):
+            if table and mesh.tp == 1:
+                fail(name, "must be empty while mesh.tp is 1.")
+        for name, text in self.shardings.items():
+            try:
+                Layout.parse(text)
+            except ValueError as error:
+                fail(f"shardings.{name}", f"{error}.")
+        if self.zero1 and mesh.dp == 1:
+            fail("zero1", "needs replicas to share the optimizer's state; mesh.dp is 1.")
+        if len(self.prediction.peak_bytes) != mesh.devices:
+            fail("prediction.peak_bytes", f"has {len(self.prediction.peak_bytes)} entries for {mesh.devices} ranks.")
         if self.prediction.step_seconds <= 0:
             fail("prediction.step_seconds", f"is {self.prediction.step_seconds}, must be above 0.")
-        if self.microbatches > self.batch:
-            fail("microbatches", f"{self.microbatches} microbatches of a batch of {self.batch}.")
+        if self.batch % mesh.dp:
+            fail("mesh.dp", f"{mesh.dp} replicas cannot share a batch of {self.batch} evenly.")
+        if self.microbatches > self.batch // mesh.dp:
+            whose = "a replica's batch" if mesh.dp > 1 else "a batch"
+            fail("microbatches", f"{self.microbatches} microbatches of {whose} of {self.batch // mesh.dp}.")
         for i, stage in enumerate(self.stages):
             for name in ("params", "forward_seconds", "backward_seconds", "send_bytes", "peak_bytes"):
                 if getattr(stage, name) < 0:
                     fail(f"stages.{i}.{name}", f"is {getattr(stage, name)}, must not be negative.")
-            if stage.ranks != (i % self.mesh.pp,):
-                fail(f"stages.{i}.ranks", f"is {list(stage.ranks)}, must be [{i % self.mesh.pp}].")
+            if stage.ranks != (ranks := mesh.ranks(i % mesh.pp)):
+                fail(f"stages.{i}.ranks", f"is {list(stage.ranks)}, must be {ranks[0]} to {ranks[-1]}.")
         for name, stage_number in self.exceptions.items():
             if not 0 <= stage_number < num_stages:
                 fail(f"exceptions.{name}", f"names stage {stage_number} of {num_stages}.")

@@ -1,0 +1,131 @@
+"""How a tensor lies on the ranks of a mesh axis: split, replicated, or still to be summed.
+
+A split is kept per factor of a dim, not per dim: a dim of size D is read as (outer, ranks, rest), and a rank holds its
+part of the middle factor. ``outer`` 1 is a contiguous part; rows of a fused query, key and value weight [3·h·d, c] are
+split by heads with ``outer`` 3. Put otherwise, a split is one digit of the dim's index in mixed radix, so several axes
+can split one dim, each at a digit of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+TP = "tp"
+AxisSizes = Mapping[str, int]
+
+
+@dataclass(frozen=True, order=True)
+class Split:
+    """One mesh axis over one dim: rank i of n holds the indices j with (j // (D / (outer · n))) % n == i."""
+
+    dim: int
+    outer: int = 1
+    axis: str = TP
+
+    def fits(self, size: int, ranks: int) -> bool:
+        """Whether a dim of this size can be split so, evenly."""
+        return size % (self.outer * ranks) == 0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one tensor lies on the mesh axes that it is not replicated on.
+
+    ``partial`` axes hold summands: the tensor is the sum over their ranks. ``partial_gradient`` axes hold equal copies
+    whose gradients are summands: the tensor is read on each rank together with what only that rank has.
+    """
+
+    splits: tuple[Split, ...] = ()
+    partial: tuple[str, ...] = ()
+    partial_gradient: tuple[str, ...] = ()
+
+    def fits(self, shape: Sequence[int], ranks: AxisSizes) -> bool:
+        """Whether a tensor of this shape can lie so: every split is even."""
+        return all(s.dim < len(shape) and s.fits(shape[s.dim], ranks[s.axis]) for s in self.splits)
+
+    def local_shape(self, shape: Sequence[int], ranks: AxisSizes) -> tuple[int, ...]:
+        """The shape of a rank's part of a tensor of ``shape``."""
+        local = list(shape)
+        for split in self.splits:
+            assert local[split.dim] % ranks[split.axis] == 0, f"{self} of {list(shape)}"
+            local[split.dim] //= ranks[split.axis]
+        return tuple(local)
+
+    def on(self, axis: str) -> Layout:
+        """What it says of one axis alone."""
+        return Layout(
+            tuple(s for s in self.splits if s.axis == axis),
+            tuple(a for a in self.partial if a == axis),
+            tuple(a for a in self.partial_gradient if a == axis),
+        )
+
+    def __str__(self) -> str:
+        """As `Layout.parse` reads it: ``tp:0`` (dim 0), ``tp:0x3`` (dim 0 in 3 parts), ``tp:sum``, ``tp:gradient``."""
+        words = [f"{s.axis}:{s.dim}" + (f"x{s.outer}" if s.outer > 1 else "") for s in self.splits]
+        words += [f"{axis}:sum" for axis in self.partial] + [f"{axis}:gradient" for axis in self.partial_gradient]
+        return " ".join(words) or "replicated"
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """The layout in a text.
+
+        Raises:
+            ValueError: it is none.
+        """
+        splits, partial, gradient = [], [], []
+        for word in text.split() if text != "replicated" else ():
+            match = re.fullmatch(r"(\w+):(?:(\d+)(?:x([1-9]\d*))?|(sum|gradient))", word)
+            if match is None:
+                raise ValueError(f"{word!r} is no layout; write {TP}:DIM, {TP}:DIMxPARTS, {TP}:sum or {TP}:gradient")
+            axis, dim, outer, kind = match.groups()
+            if kind is None:
+                splits.append(Split(int(dim), int(outer or 1), axis))
+            else:
+                (partial if kind == "sum" else gradient).append(axis)
+        return Layout(tuple(splits), tuple(partial), tuple(gradient))
+
+
+REPLICATED = Layout()
+
+
+def split_layout(dim: int, outer: int = 1, axis: str = TP) -> Layout:
+    """A tensor split over one axis."""
+    return Layout((Split(dim, outer, axis),))
+
+
+def partial_layout(axis: str = TP) -> Layout:
+    """A tensor that is the sum over one axis."""
+    return Layout(partial=(axis,))
+
+
+def broadcast_layout(axis: str = TP) -> Layout:
+    """A replicated tensor whose gradients are still to be summed over one axis."""
+    return Layout(partial_gradient=(axis,))
+
+
+def pattern_of(name: str) -> str:
+    """A name with ``*`` for every number in its path: the same for all repetitions of a block."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def look_up(table: Mapping[str, str], name: str) -> str | None:
+    """What a table of names and patterns says of a name; the name itself outranks its pattern."""
+    return table.get(name, table.get(pattern_of(name)))
+
+
+def compressed(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    """The same table with patterns where every one of ``names`` that fits the pattern has the same entry.
+
+    Args:
+        names: all names that the table can be asked for.
+    """
+    entries: dict[str, set[str | None]] = {}
+    for name in names:
+        entries.setdefault(pattern_of(name), set()).add(table.get(name))
+    short: dict[str, str] = {}
+    for name, text in table.items():
+        pattern = pattern_of(name)
+        short[pattern if len(entries[pattern]) == 1 else name] = text
+    return short

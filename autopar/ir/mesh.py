@@ -1,0 +1,53 @@
+"""The device mesh: sizes of its axes, and where each rank is in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pydantic import ConfigDict, with_config
+
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # of everything that a plan file holds
+
+
+@dataclass(frozen=True)
+class Place:
+    """Coordinates of a rank in the mesh: its stage, its data-parallel replica, its tensor-parallel shard."""
+
+    stage: int
+    replica: int = 0
+    shard: int = 0
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes of the mesh axes: pipeline, tensor and data parallelism.
+
+    Ranks are numbered with the tensor axis innermost, so that its groups lie inside a node, and the pipeline outermost.
+    """
+
+    pp: int
+    tp: int = 1
+    dp: int = 1
+
+    @property
+    def devices(self) -> int:
+        return self.pp * self.tp * self.dp
+
+    def rank(self, place: Place) -> int:
+        """The rank at a place."""
+        return (place.stage * self.dp + place.replica) * self.tp + place.shard
+
+    def place(self, rank: int) -> Place:
+        """The place of a rank."""
+        rest, shard = divmod(rank, self.tp)
+        stage, replica = divmod(rest, self.dp)
+        return Place(stage, replica, shard)
+
+    def ranks(self, stage: int) -> tuple[int, ...]:
+        """All ranks of one stage."""
+        width = self.tp * self.dp
+        return tuple(range(stage * width, (stage + 1) * width))
+
+    def __str__(self) -> str:
+        return f"pp {self.pp} × tp {self.tp} × dp {self.dp}"
