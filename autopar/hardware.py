@@ -6,32 +6,20 @@ Imports the standard library only, so that a cost model can be read where torch 
 from __future__ import annotations
 
 import difflib
-import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from datetime import date
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
+from autopar.cost_file import Table
 from autopar.errors import HardwareError
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution")
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-
-DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-BYTES = {f"{p}B": f for p, f in DECIMAL.items()} | {f"{p}iB": 1024.0**i for i, p in enumerate("KMGT", start=1)}
-# What each quantity may be written in, and the factor to its SI base unit.
-UNITS: Mapping[str, Mapping[str, float]] = {
-    "bytes": BYTES,
-    "bytes per second": {f"{u}/s": f for u, f in BYTES.items()} | {f"{p}bit/s": f / 8 for p, f in DECIMAL.items()},
-    "FLOPs": {f"{p}FLOP": f for p, f in DECIMAL.items()},
-    "FLOPs per second": {f"{p}FLOP/s": f for p, f in DECIMAL.items()},
-    "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
-    "share": {"1": 1.0, "%": 1e-2},
-}
 
 
 @dataclass(frozen=True)
@@ -44,6 +32,15 @@ class Link:
     def seconds(self, num_bytes: float) -> float:
         """Time of one point-to-point message, α + bytes/β."""
         return self.latency_seconds + num_bytes / self.bytes_per_second
+
+
+def traffic(kind: CollectiveKind, ranks: int) -> float:
+    """What each of n ranks sends in a collective, as a share of the whole tensor's bytes on one rank.
+
+    Source: rings, as in nccl-tests (PERFORMANCE.md): an all-reduce is a reduce-scatter and an all-gather.
+    """
+    once = (ranks - 1) / ranks
+    return {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once, "all_to_all": once / ranks}[kind]
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,9 @@ class Efficiency:
 class Hardware:
     """A machine as the planner sees it, in SI base units.
 
-    ``error`` is the largest relative error among its numbers: the band of every time predicted from them.
+    ``collective`` holds what collectives between the devices of a node take on top of nothing and send per second and
+    rank; between nodes it is the network itself. ``error`` is the largest relative error among all numbers: the band of
+    every time predicted from them.
     """
 
     name: str
@@ -77,6 +76,7 @@ class Hardware:
     link: Link
     link_name: str
     network: Link | None
+    collective: Link
     error: float
 
     def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str) -> float:
@@ -102,6 +102,33 @@ class Hardware:
             )
         return max(flops / (self.peak_flops[dtype] * self.efficiency[kind].at(flops)), traffic) + self.launch_seconds
 
+    def collective_seconds(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of one collective over a group of ranks at equal distances.
+
+        Args:
+            num_bytes: of the whole tensor on one rank: what an all-gather leaves there, what a reduce-scatter and an
+                all-reduce start from, and n times a rank's part in an all-to-all.
+            stride: from one rank of the group to the next.
+        Raises:
+            HardwareError: the group crosses nodes and the machine's file has no network.
+        Error: `error`, relative; on h200-nvlink 17 % at 1 MiB and 7 % from 8 to 256 MiB, four ranks.
+        Source: latency + traffic / bandwidth of a ring with one message's latency in all, as NVLink was measured.
+        """
+        if ranks == 1:
+            return 0.0
+        return self.group_link(ranks, stride).seconds(traffic(kind, ranks) * num_bytes)
+
+    def group_link(self, ranks: int, stride: int) -> Link:
+        """What a group of ranks at equal distances, starting with a node's first, communicates over.
+
+        Raises:
+            HardwareError: it crosses nodes and the machine's file has no network.
+        """
+        last = (ranks - 1) * stride
+        if last < self.devices_per_node:
+            return self.collective
+        return self.between_nodes(0, last)
+
     def traffic_seconds(self, num_bytes: float) -> float:
         """Time to move bytes between a device and its memory."""
         return num_bytes / (self.memory_bytes_per_second * self.memory_efficiency)
@@ -116,12 +143,16 @@ class Hardware:
             return 0.0
         if src_rank // self.devices_per_node == dst_rank // self.devices_per_node:
             return self.link.seconds(num_bytes)
+        return self.between_nodes(src_rank, dst_rank).seconds(num_bytes)
+
+    def between_nodes(self, src_rank: int, dst_rank: int) -> Link:
+        """The network; raises HardwareError where the machine's file has none."""
         if self.network is None:
             raise HardwareError(
                 f"Cost model {self.name} describes one node of {self.devices_per_node} devices and no network; ranks "
                 f"{src_rank} and {dst_rank} are on different nodes. Use fewer devices or add [network] to its file."
             )
-        return self.network.seconds(num_bytes)
+        return self.network
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -172,67 +203,6 @@ def find_file(name_or_path: str | PathLike[str]) -> Path:
     return cost_model_dir() / f"{name_or_path}.toml"
 
 
-@dataclass
-class Table:
-    """One TOML table while it is read: hands out its fields once, and knows what to call them in an error."""
-
-    path: Path
-    prefix: str
-    data: dict[str, Any]
-    errors: list[float] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
-
-    def fail(self, key: str, problem: str) -> HardwareError:
-        where = f"{self.prefix}.{key}" if self.prefix else key
-        return HardwareError(f"Cost model {self.path}: field {where} {problem}")
-
-    def get(self, key: str, kind: type | tuple[type, ...], what: str) -> Any:
-        self.seen.add(key)
-        if key not in self.data:
-            raise self.fail(key, f"is missing; it must be {what}.")
-        value = self.data[key]
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise self.fail(key, f"is {value!r}; it must be {what}.")
-        return value
-
-    def text(self, key: str) -> str:
-        return self.get(key, str, "a text")
-
-    def table(self, key: str) -> Table:
-        data = self.get(key, dict, "a table")
-        return Table(self.path, f"{self.prefix}.{key}" if self.prefix else key, data, self.errors)
-
-    def number(self, key: str, quantity: str, zero: bool = False) -> float:
-        """A number with unit, source, date and error, in SI base units; above 0, or from 0 where ``zero``."""
-        entry = self.table(key)
-        value = float(entry.get("value", (int, float), "a number"))
-        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
-            raise entry.fail("value", f"is {value:g}; it must be {'at least' if zero else 'above'} 0.")
-        unit, known = entry.text("unit"), UNITS[quantity]
-        if unit not in known:
-            raise entry.fail("unit", f"is {unit!r}; {quantity} are written in {', '.join(known)}.")
-        if quantity == "share" and value * known[unit] > 1:
-            raise entry.fail("value", f"is {value:g} {unit}; a share is at most 1.")
-        error = float(entry.get("error", (int, float), "a relative error such as 0.1"))
-        if not 0 <= error < math.inf:
-            raise entry.fail("error", f"is {error:g}; it must be a relative error such as 0.1.")
-        if not entry.text("source").strip():
-            raise entry.fail("source", "is empty; say which datasheet, command or assumption the number is from.")
-        entry.get("date", date, "a date such as 2026-11-20")
-        entry.finish()
-        self.errors.append(error)
-        return value * known[unit]
-
-    def finish(self) -> None:
-        """Refuse fields that nothing has read."""
-        for key in self.data:
-            if key not in self.seen:
-                near = difflib.get_close_matches(key, self.seen, 1)
-                raise self.fail(
-                    key, f"is unknown.{f' Did you mean {near[0]}?' if near else ''} Known: {sorted(self.seen)}."
-                )
-
-
 def read_hardware(file: Table) -> Hardware:
     """The machine in a parsed file; raises HardwareError with file and field."""
     memory, peaks, launch, kinds = (file.table(key) for key in ("memory", "peak_flops", "launch", "efficiency"))
@@ -253,6 +223,7 @@ def read_hardware(file: Table) -> Hardware:
         link=read_link(file.table("link")),
         link_name=file.text("link_name"),
         network=read_link(file.table("network")) if "network" in file.data else None,
+        collective=read_link(file.table("collective")),
         error=max(file.errors),
     )
     if "raw" in file.data:

@@ -1,7 +1,8 @@
-"""The programs of a model under a plan: traced once for each mode and microbatch shape, then reused."""
+"""The programs of a model under a plan: traced once for each mode and microbatch shape, sharded, split, then reused."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,15 +12,21 @@ from torch import nn
 
 from autopar.batching import Call, batched_outputs, bind, check_call
 from autopar.codegen import follow, holders, split
-from autopar.errors import TraceError, UsageError
-from autopar.ir import Graph, Mode, Plan, Program
+from autopar.errors import PlanError, TraceError, UsageError
+from autopar.ir import TP, Graph, Layout, Mode, Plan, Program, look_up, pattern_of
 from autopar.pytree import unflatten
+from autopar.rules.apply import shard_graph
+from autopar.rules.find import rule_of
+from autopar.rules.rule import strategy
 from autopar.trace import ADVICE, trace
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One mode and microbatch shape: its number, a program per stage, and which outputs depend on the batch."""
+    """One mode and microbatch shape: its number, a program per stage, and which outputs depend on the batch.
+
+    ``graph`` is that of the whole tensors; ``programs`` are what each rank of a stage runs on its parts.
+    """
 
     number: int
     graph: Graph
@@ -44,19 +51,30 @@ class Programs:
         self.model, self.plan = model, plan
         self.modes = {module: module.training for module in model.modules()}
         self.num_stages = len(plan.stages)
-        microbatch = example.first(-(-plan.batch // plan.microbatches))
+        microbatch = example.first(-(-plan.batch // (plan.mesh.dp * plan.microbatches)))
         if graph is None or graph.batch != microbatch.batch:
             graph = self.trace(microbatch, "train")
         self.train_stage_of = plan.stage_of(graph)
+        self.storage = storage_of(plan, graph)
+        check_strategies(plan, graph)
         self.known: dict[tuple, Variant] = {}
-        train = split(graph, self.train_stage_of, self.num_stages)
+        train = self.split(graph, self.train_stage_of)
         trained_on = holders([(graph, train)])
         evaluated = self.trace(microbatch, "eval")
-        evaluation = split(evaluated, follow(evaluated, self.train_stage_of, trained_on), self.num_stages)
+        evaluation = self.split(evaluated, follow(evaluated, self.train_stage_of, trained_on))
         self.holders = holders([(graph, train), (evaluated, evaluation)])
         self.example = graph
         self.add("train", microbatch, graph, train)
         self.add("eval", microbatch, evaluated, evaluation)
+
+    def split(self, graph: Graph, stage_of: Mapping[str, int]) -> tuple[Program, ...]:
+        """What each stage's ranks run of a graph of whole tensors."""
+        if self.plan.mesh.tp == 1:
+            return split(graph, stage_of, self.num_stages)
+        found = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
+        labels = {name: label for name, label in found.items() if label is not None}
+        local = shard_graph(graph, labels, self.storage, {TP: self.plan.mesh.tp}, stage_of).graph
+        return split(local, {op.name: stage_of[op.home or op.name] for op in local.ops}, self.num_stages)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
         """The model's graph, traced with its modules in the modes in which they were handed over."""
@@ -89,7 +107,7 @@ class Programs:
                 f"{self.plan.model.name} does not take inputs of shape {shapes(microbatch.leaves)} (one microbatch); "
                 f"it was planned for {shapes(self.example.inputs)}. {str(error).removesuffix(ADVICE).rstrip()}"
             ) from error
-        programs = split(graph, follow(graph, self.train_stage_of, self.holders), self.num_stages)
+        programs = self.split(graph, follow(graph, self.train_stage_of, self.holders))
         for program in programs:
             missing = [
                 w.name for w in program.weights if w.kind != "constant" and program.stage not in self.holders[w.name]
@@ -116,6 +134,61 @@ class Programs:
         bound = bind(self.model, args, dict(kwargs))
         check_call(bound, self.example, self.plan.model.name)
         return bound
+
+
+def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
+    """The layout of every weight that ranks do not simply hold whole.
+
+    Raises:
+        PlanError: the plan names a weight that the model does not have, or splits one that cannot be split so.
+    """
+    ranks = {TP: plan.mesh.tp}
+    check_names("shardings", plan.shardings, [w.name for w in graph.weights])
+    storage: dict[str, Layout] = {}
+    for weight in graph.weights:
+        text = look_up(plan.shardings, weight.name)
+        if text is None:
+            continue
+        layout = Layout.parse(text)
+        if layout.partial or not layout.fits(weight.shape, ranks):
+            raise PlanError(
+                f"Plan field shardings.{weight.name}: it has shape {list(weight.shape)} and cannot lie as {text!r} on "
+                f"{plan.mesh.tp} ranks. Split a dim whose size the ranks divide, or leave it out."
+            )
+        storage[weight.name] = layout
+    return storage
+
+
+def check_strategies(plan: Plan, graph: Graph) -> None:
+    """Refuse strategies that the planned graph's operations cannot run under.
+
+    Raises:
+        PlanError: names the field, and the factors that there are.
+    """
+    check_names("strategies", plan.strategies, [op.name for op in graph.ops])
+    shapes = {w.name: w.shape for w in graph.weights} | {name: v.shape for name, v in graph.values.items()}
+    for op in graph.ops:
+        label = look_up(plan.strategies, op.name)
+        if not label:
+            continue
+        rule = rule_of(op, shapes.__getitem__)
+        if rule is None or strategy(rule, label, plan.mesh.tp) is None:
+            free = {n: size for n, size in rule.sizes.items() if n not in rule.whole} if rule is not None else {}
+            raise PlanError(
+                f"Plan field strategies: {op.name} ({op.target}) cannot run split by {label!r} on {plan.mesh.tp} "
+                f"ranks. Its factors and their sizes: {free or 'none'}."
+            )
+
+
+def check_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> None:
+    """Refuse entries of a plan's table that fit nothing in the model."""
+    known = {*names, *map(pattern_of, names)}
+    for name in table:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            raise PlanError(
+                f"Plan field {field}: the model has no {name!r}.{f' Did you mean {near[0]}?' if near else ''}"
+            )
 
 
 def set_modes(modes: Mapping[nn.Module, bool]) -> None:

@@ -1,0 +1,86 @@
+"""A cost-model file while it is read: numbers with unit, source, date and error, checked field by field."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import HardwareError
+
+DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+BYTES = {f"{p}B": f for p, f in DECIMAL.items()} | {f"{p}iB": 1024.0**i for i, p in enumerate("KMGT", start=1)}
+# What each quantity may be written in, and the factor to its SI base unit.
+UNITS: Mapping[str, Mapping[str, float]] = {
+    "bytes": BYTES,
+    "bytes per second": {f"{u}/s": f for u, f in BYTES.items()} | {f"{p}bit/s": f / 8 for p, f in DECIMAL.items()},
+    "FLOPs": {f"{p}FLOP": f for p, f in DECIMAL.items()},
+    "FLOPs per second": {f"{p}FLOP/s": f for p, f in DECIMAL.items()},
+    "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
+    "share": {"1": 1.0, "%": 1e-2},
+}
+
+
+@dataclass
+class Table:
+    """One TOML table while it is read: hands out its fields once, and knows what to call them in an error."""
+
+    path: Path
+    prefix: str
+    data: dict[str, Any]
+    errors: list[float] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+    def fail(self, key: str, problem: str) -> HardwareError:
+        where = f"{self.prefix}.{key}" if self.prefix else key
+        return HardwareError(f"Cost model {self.path}: field {where} {problem}")
+
+    def get(self, key: str, kind: type | tuple[type, ...], what: str) -> Any:
+        self.seen.add(key)
+        if key not in self.data:
+            raise self.fail(key, f"is missing; it must be {what}.")
+        value = self.data[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self.fail(key, f"is {value!r}; it must be {what}.")
+        return value
+
+    def text(self, key: str) -> str:
+        return self.get(key, str, "a text")
+
+    def table(self, key: str) -> Table:
+        data = self.get(key, dict, "a table")
+        return Table(self.path, f"{self.prefix}.{key}" if self.prefix else key, data, self.errors)
+
+    def number(self, key: str, quantity: str, zero: bool = False) -> float:
+        """A number with unit, source, date and error, in SI base units; above 0, or from 0 where ``zero``."""
+        entry = self.table(key)
+        value = float(entry.get("value", (int, float), "a number"))
+        if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
+            raise entry.fail("value", f"is {value:g}; it must be {'at least' if zero else 'above'} 0.")
+        unit, known = entry.text("unit"), UNITS[quantity]
+        if unit not in known:
+            raise entry.fail("unit", f"is {unit!r}; {quantity} are written in {', '.join(known)}.")
+        if quantity == "share" and value * known[unit] > 1:
+            raise entry.fail("value", f"is {value:g} {unit}; a share is at most 1.")
+        error = float(entry.get("error", (int, float), "a relative error such as 0.1"))
+        if not 0 <= error < math.inf:
+            raise entry.fail("error", f"is {error:g}; it must be a relative error such as 0.1.")
+        if not entry.text("source").strip():
+            raise entry.fail("source", "is empty; say which datasheet, command or assumption the number is from.")
+        entry.get("date", date, "a date such as 2026-11-20")
+        entry.finish()
+        self.errors.append(error)
+        return value * known[unit]
+
+    def finish(self) -> None:
+        """Refuse fields that nothing has read."""
+        for key in self.data:
+            if key not in self.seen:
+                near = difflib.get_close_matches(key, self.seen, 1)
+                raise self.fail(
+                    key, f"is unknown.{f' Did you mean {near[0]}?' if near else ''} Known: {sorted(self.seen)}."
+                )

@@ -1,0 +1,125 @@
+"""Run by torchrun: every model under every mesh of as many ranks as there are, compared with one device by rank 0.
+
+Arguments: the folder for results, a cost model, then models or nothing for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mesh_models import BATCH, MODELS, Case
+from reference import Reference
+from torch import nn
+
+import autopar
+from autopar.parity import EPSILON, difference
+from autopar.pytree import leaves
+
+MESHES = {
+    2: ((1, 2, 1), (1, 1, 2)),
+    4: ((1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2)),
+}  # (pp, tp, dp)
+MICROBATCHES = 2
+# As in autopar.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
+
+
+@dataclass
+class Result:
+    """What one model under one mesh was worth: the worst tensor of each quantity, 1 being the tolerance."""
+
+    worst: dict[str, tuple[float, str]]
+    weights: dict[str, list[int]]  # bytes of each weight on each rank
+    strategies: int
+    error: str = ""
+
+    def judge(self, quantity: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        if list(actual) != list(expected):
+            self.worst[quantity] = (float("inf"), f"names differ: {set(actual) ^ set(expected)}")
+        for name in actual.keys() & expected.keys():
+            excess = difference(actual[name], expected[name]).excess
+            if excess > self.worst.get(quantity, (-1.0, ""))[0]:
+                self.worst[quantity] = (excess, name)
+
+
+def named(output: object) -> dict[str, torch.Tensor]:
+    return {str(i): leaf.detach() for i, leaf in enumerate(leaves(output))}
+
+
+def part_of(tensor: torch.Tensor, pm: autopar.ParallelModel) -> torch.Tensor:
+    return tensor.chunk(pm.data_size)[pm.data_rank]
+
+
+def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> Result:
+    torch.manual_seed(0)
+    model, x = case.make().train(), case.x()
+    y = torch.randint(0, case.classes, (BATCH,))
+    pp, tp, dp = mesh
+    result = Result({}, {}, 0)
+    reference = Reference(model, case.loss_fn, ADAMW)
+    with autopar.parallelize(
+        model, pp * tp * dp, x, loss_fn=case.loss_fn, optimizer=ADAMW, hardware=hardware, pp=pp, tp=tp, dp=dp,
+        microbatches=MICROBATCHES, memory="64GiB", **({"zero1": zero1} if dp > 1 else {}),
+    ) as pm:  # fmt: skip
+        result.strategies = len(pm.plan.strategies)
+        parts, mine, target = dp * MICROBATCHES, part_of(x, pm), part_of(y, pm)
+        for step in range(3):
+            before = reference.forward(x, parts) if step == 0 else []
+            loss = reference.forward_backward(x, y, parts)
+            got = pm.forward_backward(mine, target, return_outputs=step == 0)
+            if step == 0:
+                result.judge("outputs", named(got.outputs), named([part_of(t, pm) for t in before]))
+            result.judge("loss", {"loss": torch.tensor(got.loss)}, {"loss": torch.tensor(loss)})
+            result.judge("gradients", pm.gradients(), reference.gradients())
+            norm = nn.utils.get_total_norm(reference.gradients().values())
+            result.judge("norm", {"norm": torch.tensor(pm.optimizer_step())}, {"norm": norm.detach()})
+            reference.step()
+        state = pm.state_dict()
+        expected = dict(reference.model.state_dict())
+        if dp > 1:  # each replica has batch statistics of its own; those of replica 0 are saved
+            expected |= {n: state[n] for n, _ in reference.model.named_buffers() if n in state}
+        result.judge("weights", state, expected)
+        model.load_state_dict(state)
+        pm.load_state_dict(state)
+        again = pm.state_dict()
+        result.judge("state", again, state)
+        if not all(torch.equal(again[n], state[n]) for n in state):
+            result.worst["state"] = (float("inf"), "not bitwise")
+        reference.model.load_state_dict(state)
+        reference.model.eval()
+        pm.eval()
+        result.judge("eval", named(pm(mine)), named([part_of(t, pm) for t in reference.forward(x, parts)]))
+        held: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(held, {n: t.nbytes for n, t in pm._ranks.rank.weights.items()})
+        result.weights = {n: [h.get(n, 0) for h in held] for h in held for n in h}
+    return result
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    folder, hardware, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    dist.init_process_group("gloo")
+    for name in names or MODELS:
+        for mesh in MESHES[dist.get_world_size()]:
+            try:
+                result = run(MODELS[name], mesh, hardware, zero1=name in ("vit", "resnet18", "tied"))
+            except Exception:
+                result = Result({}, {}, 0, traceback.format_exc())
+            if dist.get_rank() == 0 or result.error:
+                suffix = f"-rank{dist.get_rank()}" if result.error else ""
+                file = folder / f"{name}-{'-'.join(map(str, mesh))}{suffix}.json"
+                file.write_text(json.dumps(asdict(result)))
+            if result.error:
+                os._exit(1)
+    dist.destroy_process_group()
+
+
+main()

@@ -1,0 +1,79 @@
+"""Every model family under every mesh, with real processes, against one device.
+
+torchrun starts once for two and once for four ranks; the worker (`mesh_worker`) runs all models there and leaves one
+file per model and mesh.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mesh_models import MODELS
+
+from autopar.hardware import cost_model_dir
+
+MESHES = {2: ("1-2-1", "1-1-2"), 4: ("1-4-1", "2-2-1", "1-1-4", "2-1-2", "1-2-2")}
+TENSOR_PARALLEL = [mesh for meshes in MESHES.values() for mesh in meshes if mesh[2] != "1"]
+# An operation that is never split in these models would make the comparison worthless.
+QUANTITIES = {"outputs", "loss", "gradients", "norm", "weights", "state", "eval"}
+
+
+def slow_compute(folder: Path) -> Path:
+    """A cost model in which moving data costs nothing, so that the solver splits whatever can be split."""
+    text = (cost_model_dir() / "cpu-generic.toml").read_text()
+    head, *tables = re.split(r"(?m)^(?=\[(?:link|collective)\])", text)
+    free = [re.sub(r"(latency = \{ value = )[\d.e-]+", r"\g<1>0", t, count=1) for t in tables]
+    free = [re.sub(r"(bandwidth = \{ value = )[\d.e-]+(, unit = )\"[^\"]+\"", r'\g<1>1000\2"PB/s"', t, 1) for t in free]
+    file = folder / "slow-compute.toml"
+    file.write_text("".join([head, *free]))
+    return file
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict]:
+    folder = tmp_path_factory.mktemp("meshes")
+    hardware = slow_compute(folder)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    worker = str(Path(__file__).parent / "mesh_worker.py")
+    failures = []
+    for ranks in MESHES:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0"]
+        done = subprocess.run([*command, worker, str(folder), str(hardware)], env=environment, capture_output=True,
+                              text=True)  # fmt: skip
+        if done.returncode:
+            failures.append(done.stderr[-3000:])
+    read = {}
+    for file in sorted(folder.glob("*.json")):
+        data = json.loads(file.read_text())
+        if data["error"]:
+            failures.append(f"{file.stem}: {data['error']}")
+        name, mesh = file.stem[:-6], file.stem[-5:]
+        read[name, mesh] = data
+    assert not failures, "\n".join(failures)
+    return read
+
+
+@pytest.mark.parametrize("mesh", [mesh for meshes in MESHES.values() for mesh in meshes])
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_one_device(results: dict[tuple[str, str], dict], name: str, mesh: str) -> None:
+    worst = results[name, mesh]["worst"]
+    assert worst.keys() == QUANTITIES
+    for quantity, (excess, tensor) in worst.items():
+        assert excess <= 1, f"{quantity}: {tensor} is {excess:.2f} times its tolerance off"
+
+
+@pytest.mark.parametrize("mesh", TENSOR_PARALLEL)
+@pytest.mark.parametrize("name", MODELS)
+def test_each_rank_holds_only_its_shard(results: dict[tuple[str, str], dict], name: str, mesh: str) -> None:
+    tp = int(mesh[2])
+    weights = results[name, mesh]["weights"]
+    whole = {n: t.nbytes for n, t in MODELS[name].make().state_dict().items()}
+    for weight in MODELS[name].sharded:
+        held = [num_bytes for num_bytes in weights[weight] if num_bytes]
+        assert set(held) == {whole[weight] // tp}, f"{weight}: {held} of {whole[weight]} bytes"
