@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         HardwareError,
         InfeasibleError,
         NonFiniteLossWarning,
+        UnknownOpWarning,
         PlanError,
         TraceError,
         TrainingError,
@@ -32,7 +33,7 @@ __version__ = "0.1.0"
 _HOME = {
     "parallelize": "api", "plan": "api", "Plan": "ir", "ParallelModel": "model", "StepResult": "model",
     "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
-    "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
+    "NonFiniteLossWarning": "errors", "UnknownOpWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
     "UsageError": "errors", "WorkerError": "errors",
 }  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -15,15 +16,16 @@ from torch import nn
 
 from autopar.batching import Call, as_call
 from autopar.codegen import graph_module
-from autopar.errors import UsageError
+from autopar.errors import UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
-from autopar.ir import Graph, InputInfo, ModelInfo, Plan, Precision, Weight
+from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Precision, Weight
 from autopar.machine import Machine, default_hardware_name, this_machine
 from autopar.model import ParallelModel
 from autopar.options import Options
-from autopar.profile import op_facts, price
+from autopar.pricing import Costs
 from autopar.programs import Programs
-from autopar.runtime import LocalRanks, RankSpec, TorchrunRanks, WorkerPool
+from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, assigned
+from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import trace, weight_tensors
 from autopar.zoo import ModelSource, default_input_shape
@@ -84,10 +86,8 @@ def make_plan(
     """A plan, and the training graph that it was made from."""
     check_devices(devices)
     batch = call.batch
-    first_guess = options.microbatch_size or -(-batch // (options.microbatches or min(batch, 4 * devices)))
-    microbatch = call.first(max(1, min(first_guess, batch)))
+    microbatch = call.first(likely_microbatch_size(batch, devices, options))
     graph = trace(model, microbatch.args, microbatch.kwargs, "train", name)
-    facts = op_facts(graph)
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs
@@ -99,6 +99,9 @@ def make_plan(
         devices=devices,
         batch=batch,
         pp=options.pp,
+        tp=options.tp,
+        dp=options.dp,
+        zero1=options.zero1,
         microbatches=options.microbatches,
         microbatch_size=options.microbatch_size,
         schedule=options.schedule,
@@ -108,8 +111,36 @@ def make_plan(
         least_samples=LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1,
         time_limit_seconds=options.solver_seconds,
     )
-    found = search(lambda size: price(graph, facts, hardware, size), graph, hardware, constraints, info)
+    costs = Costs(graph, hardware)
+    found = search(costs, graph, hardware, constraints, info)
+    warn_of_unknown(found, costs)
     return replace(found, precision=precision_of(graph, options.precision)), graph
+
+
+def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
+    """Samples to trace with: as many as a microbatch will have, where that is given, or else a guess.
+
+    A guess is a multiple of 8 where the batch allows it, so that shardings that split the samples of a microbatch can be
+    considered.
+    """
+    share = max(1, batch // (options.dp or 1))
+    if options.microbatch_size or options.microbatches:
+        return min(share, options.microbatch_size or -(-share // (options.microbatches or 1)))
+    return min(share, 8 * max(1, share // (32 * devices)))
+
+
+def warn_of_unknown(plan: Plan, costs: Costs) -> None:
+    """Say which operations are replicated on all ranks of a tensor-parallel group because no rule says how to split."""
+    if plan.mesh.tp == 1:
+        return
+    targets = costs.unknown(plan.mesh.tp, plan.strategies)
+    if targets:
+        warnings.warn(
+            f"{plan.model.name} has operations that autopar has no sharding rule for: {', '.join(targets)}. Each of the "
+            f"{plan.mesh.tp} ranks of a tensor-parallel group runs them whole.",
+            UnknownOpWarning,
+            stacklevel=4,  # the caller of plan or parallelize
+        )
 
 
 def precision_of(graph: Graph, wanted: str | None) -> Precision:
@@ -154,7 +185,7 @@ def parallelize(
     example_inputs: Any = None,
     batch_size: int | None = None,
     loss_fn: Callable[[Any, Any], torch.Tensor] | None = None,
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None,
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     seed: int = 0,
@@ -171,10 +202,12 @@ def parallelize(
         example_inputs, batch_size: as in `plan`.
         loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default.
         optimizer: makes an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. It is
-            called once per rank with that rank's parameters.
+            called once per rank with the parameters (or parts of them) that this rank updates. The list also has
+            ``named_parameters()`` with the model's own names, to group parameters by name:
+            ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``.
         lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
         plan: a plan or the path of one; skips planning.
-        seed: of random operations (dropout), which draw independently on every rank.
+        seed: of random operations (dropout), which draw independently on every stage and data-parallel replica.
         constraints: the fields of `autopar.options.Options`.
 
     Raises:
@@ -238,35 +271,45 @@ def rank_specs(
     programs: Programs,
     machine: Machine,
     loss_fn: Callable[[Any, Any], torch.Tensor],
-    optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None,
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
     clip_grad_norm: float | None,
     seed: int,
 ) -> list[RankSpec]:
-    """What each rank is told; stage and rank numbers agree while stages are the only axis."""
-    shared = {name: on for name, on in programs.holders.items() if len(on) > 1}
+    """What each rank is told."""
+    mesh, stored = programs.plan.mesh, programs.storage
     weights: list[list[Weight]] = [[] for _ in range(programs.num_stages)]
     for weight in programs.example.weights:
-        for stage in programs.holders[weight.name] if weight.kind != "constant" else ():
-            weights[stage].append(weight)
+        if weight.kind != "constant":
+            layout = stored.get(weight.name, REPLICATED)
+            local = replace(weight, shape=layout.local_shape(weight.shape, {TP: mesh.tp}))
+            for stage in programs.holders[weight.name]:
+                weights[stage].append(local)
     pairs = {(e.src, e.dst) for v in programs.known.values() for p in v.programs for e in p.sends}
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
+    owners: Mapping[str, int] = {}
+    if programs.plan.zero1:
+        held = {weight.name: weight for own in weights for weight in own}
+        owners = assigned(held.values(), programs.holders, mesh.pp, mesh.dp)
+    first = RankSpec(
+        rank=0,
+        mesh=mesh,
+        device=machine.device_of(0),
+        build=graph_module,
+        weights=tuple(weights[0]),
+        holders={name: stages for name, stages in programs.holders.items() if len(stages) > 1},
+        edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        clip_grad_norm=clip_grad_norm,
+        seed=seed,
+        storage=stored,
+        owners=owners,
+    )
     return [
-        RankSpec(
-            rank=rank,
-            world=programs.num_stages,
-            device=machine.device_of(rank),
-            build=graph_module,
-            weights=tuple(weights[rank]),
-            holders=shared,
-            edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
-            loss_fn=loss_fn,
-            optimizer=optimizer,
-            lr_scheduler=lr_scheduler,
-            clip_grad_norm=clip_grad_norm,
-            seed=seed,
-        )
-        for rank in range(programs.num_stages)
+        replace(first, rank=rank, device=machine.device_of(rank), weights=tuple(weights[mesh.place(rank).stage]))
+        for rank in range(mesh.devices)
     ]
 
 
@@ -278,5 +321,8 @@ def start(
         return TorchrunRanks(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds, decision)
     if len(specs) == 1:
         return LocalRanks(specs[0], tensors)
-    own = [{w.name: tensors[w.name] for w in spec.weights} for spec in specs]
-    return WorkerPool(specs, own, machine.backend, timeout_seconds, machine.num_threads)
+    parts = [
+        {w.name: part(tensors[w.name], s.layout(w.name), {TP: s.mesh.tp}, {TP: s.place.shard}) for w in s.weights}
+        for s in specs
+    ]
+    return WorkerPool(specs, parts, machine.backend, timeout_seconds, machine.num_threads)

@@ -121,8 +121,48 @@ def outline(leaves: Sequence[Any], spec: Spec) -> str:
 
 def microbatch_sizes(batch: int, microbatches: int) -> list[int]:
     """Samples of each microbatch, as `torch.chunk` splits: equal but for the last, and maybe fewer than asked for."""
-    size = -(-batch // microbatches)
+    size = max(1, -(-batch // microbatches))
     return [min(size, batch - start) for start in range(0, batch, size)]
+
+
+def replica_sizes(batch: int, replicas: int) -> list[int]:
+    """Samples of each data-parallel replica, which take contiguous parts: equal, or the first ones get one more."""
+    size, more = divmod(batch, replicas)
+    return [size + (replica < more) for replica in range(replicas)]
+
+
+def partition(batch: int, replicas: int, microbatches: int) -> list[int]:
+    """Samples of all microbatches in the order of the batch: each replica's part cut into ``microbatches``."""
+    return [size for own in replica_sizes(batch, replicas) for size in microbatch_sizes(own, microbatches)]
+
+
+def check_shares(batch: int, replicas: int) -> None:
+    """Compare a batch to train on with the number of replicas that it is for.
+
+    Raises:
+        UsageError: they cannot share it evenly.
+    """
+    if batch % replicas:
+        near = " or ".join(str(b) for b in (batch - batch % replicas, batch - batch % replicas + replicas) if b)
+        raise UsageError(
+            f"A batch of {batch} cannot be trained on by {replicas} data-parallel replicas in equal parts. "
+            f"Pass {near} samples, or parallelize with a dp that divides {batch}."
+        )
+
+
+def check_parts(batches: Sequence[tuple[int, int]], data_size: int) -> None:
+    """Compare the batches that ranks were given, as (data rank, samples), where each gives a part of the global batch.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if len({size for _, size in batches}) > 1:
+        listed = ", ".join(f"{size} on data rank {number}" for number, size in sorted(set(batches)))
+        raise UsageError(
+            f"The ranks were given batches of different sizes: {listed}. Each call takes an equal part of the global "
+            f"batch on every data rank (pm.data_rank of pm.data_size={data_size}), and the same part on all ranks that "
+            "share a data rank."
+        )
 
 
 def split_leaves(leaves: Sequence[Any], batch: int, sizes: Sequence[int]) -> list[list[Any]]:
@@ -223,5 +263,5 @@ def join_of(number: int, values: Sequence[Value], sizes: Sequence[int]) -> Join:
     raise UsageError(
         f"Output {number} of the model is {shapes} for microbatches of {list(dict.fromkeys(sizes))} samples: it "
         "depends on the batch, but its first dim is no multiple of the samples, so the outputs of "
-        f"{len(sizes)} microbatches cannot be joined. Return one row per sample, or plan with microbatches=1."
+        f"{len(sizes)} microbatches cannot be joined. Return one row per sample, or plan with microbatches=1 and dp=1."
     )

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.api import parallelize
-from autopar.batching import microbatch_sizes
+from autopar.batching import microbatch_sizes, partition
 from autopar.ir import Plan
 from autopar.model import ParallelModel
 from autopar.runtime import Span
@@ -97,14 +97,14 @@ def run_bench(
     progress("one device, in turns with the plain loop")
     torch.set_num_threads(machine.num_threads)
     device = torch.device(machine.device_of(0))
-    sizes = microbatch_sizes(plan.batch, plan.microbatches)
+    sizes = partition(plan.batch, plan.mesh.dp, plan.microbatches)
     cut = list(zip(x.to(device).split(sizes), y.to(device).split(sizes)))
     plain_model = model.train().to(device)
     optimizer = optimizer_of(plain_model.parameters())
     single: list[float] = []
     plain: list[float] = []
     microbatches = plan.microbatches
-    with parallelize(model, 1, example_inputs=x, optimizer=optimizer_of, microbatches=microbatches) as pm:
+    with parallelize(model, 1, example_inputs=x, optimizer=optimizer_of, microbatches=len(sizes)) as pm:
         for _ in range(WARMUP_STEPS + steps):
             single.append(pm.train_step(x, y).step_seconds)
             plain.append(plain_step_seconds(plain_model, optimizer, nn.functional.cross_entropy, cut))
@@ -134,14 +134,16 @@ def timed(pm: ParallelModel, x: torch.Tensor, y: torch.Tensor, steps: int) -> tu
 
 
 def bubble_bound_seconds(plan: Plan, spans: dict[int, tuple[Span, ...]]) -> float:
-    """Simulated step with each stage's measured forward and backward and free transfers."""
+    """Simulated step with the measured forward and backward of each stage's slowest rank, and free transfers."""
 
     def per_action(rank: int, kind: str) -> float:
         return mean(s.end_seconds - s.start_seconds for s in spans[rank] if s.action.kind == kind)
 
-    forward = [per_action(rank, "F") for rank in sorted(spans)]
-    backward = [per_action(rank, "B") for rank in sorted(spans)]
-    count = len(microbatch_sizes(plan.batch, plan.microbatches))
+    forward, backward = (
+        [max(per_action(rank, kind) for rank in plan.mesh.ranks(stage)) for stage in range(plan.mesh.pp)]
+        for kind in ("F", "B")
+    )
+    count = len(microbatch_sizes(plan.batch // plan.mesh.dp, plan.microbatches))
     return simulate(generate(plan.schedule, plan.mesh.pp, count), forward, backward).step_seconds
 
 

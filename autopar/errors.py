@@ -55,3 +55,7 @@ class TrainingError(AutoparError):
 
 class NonFiniteLossWarning(UserWarning):
     """The loss of a step is NaN or infinite."""
+
+
+class UnknownOpWarning(UserWarning):
+    """An operation has no sharding rule: every rank of a tensor-parallel group runs it whole."""

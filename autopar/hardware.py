@@ -18,7 +18,7 @@ from autopar.errors import HardwareError
 
 Kind = Literal["matmul", "attention", "convolution", "memory"]
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution")
-CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -34,13 +34,13 @@ class Link:
         return self.latency_seconds + num_bytes / self.bytes_per_second
 
 
-def traffic(kind: CollectiveKind, ranks: int) -> float:
+def ring_share(kind: CollectiveKind, ranks: int) -> float:
     """What each of n ranks sends in a collective, as a share of the whole tensor's bytes on one rank.
 
     Source: rings, as in nccl-tests (PERFORMANCE.md): an all-reduce is a reduce-scatter and an all-gather.
     """
     once = (ranks - 1) / ranks
-    return {"all_reduce": 2 * once, "all_gather": once, "reduce_scatter": once, "all_to_all": once / ranks}[kind]
+    return {"all-reduce": 2 * once, "all-gather": once, "reduce-scatter": once, "all-to-all": once / ranks}[kind]
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,8 @@ class Efficiency:
 class Hardware:
     """A machine as the planner sees it, in SI base units.
 
-    ``collective`` holds what collectives between the devices of a node take on top of nothing and send per second and
-    rank; between nodes it is the network itself. ``error`` is the largest relative error among all numbers: the band of
-    every time predicted from them.
+    ``collective`` is what a rank of a collective within one node sends over; between nodes that is ``network``.
+    ``error`` is the largest relative error among all numbers: the band of every time predicted from them.
     """
 
     name: str
@@ -116,7 +115,7 @@ class Hardware:
         """
         if ranks == 1:
             return 0.0
-        return self.group_link(ranks, stride).seconds(traffic(kind, ranks) * num_bytes)
+        return self.group_link(ranks, stride).seconds(ring_share(kind, ranks) * num_bytes)
 
     def group_link(self, ranks: int, stride: int) -> Link:
         """What a group of ranks at equal distances, starting with a node's first, communicates over.

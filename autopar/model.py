@@ -5,19 +5,32 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.batching import Outputs, as_call, join_outputs, microbatch_sizes, split_leaves, split_targets
+from autopar.batching import (
+    Call,
+    Outputs,
+    as_call,
+    check_parts,
+    check_shares,
+    join_outputs,
+    microbatch_sizes,
+    replica_sizes,
+    split_leaves,
+    split_targets,
+)
 from autopar.errors import NonFiniteLossWarning, UsageError
-from autopar.ir import Mode, Plan, Ref
+from autopar.ir import TP, Mode, Place, Plan, Ref
 from autopar.machine import Machine
 from autopar.programs import Programs, Variant
-from autopar.runtime import LocalRanks, RankSpec, RankStats, StepData, TorchrunRanks, Work, WorkerPool
+from autopar.runtime import LocalRanks, RankSpec, RankStats, StepData, StepOutcome, TorchrunRanks, Work, WorkerPool
 from autopar.schedule import check, generate, max_in_flight
+from autopar.shards import assembled, part, summed
 
 
 @dataclass(frozen=True)
@@ -39,6 +52,12 @@ class ParallelModel:
 
     Between calls it behaves like the model with its optimizer on one device: gradients accumulate until
     `optimizer_step`, state dicts have the original names and full tensors.
+
+    With data parallelism each replica trains on an equal contiguous part of the global batch. In a plain script
+    ``data_size`` is 1, and inputs, targets and outputs are those of the global batch. Under torchrun they are those of
+    part ``data_rank`` of ``data_size``, the rank's own, and all parts are of one size; losses, gradients and state are
+    of the whole in both cases. Batch norm uses the statistics of a replica's microbatches in training; running
+    statistics are the first replica's, in evaluation and state dicts alike.
     """
 
     def __init__(
@@ -56,6 +75,9 @@ class ParallelModel:
         self._spec = spec
         self.lr_scheduler = SchedulerHandle(self)
         self._model, self._programs, self._ranks = model, programs, ranks
+        apart = isinstance(ranks, TorchrunRanks)
+        self.data_size = plan.mesh.dp if apart else 1
+        self.data_rank = plan.mesh.place(ranks.numbers[0]).replica if apart else 0
         self._mode: Mode = "train"
         self._sent: set[int] = set()
         self._checked: set[tuple[str, int]] = set()
@@ -86,10 +108,11 @@ class ParallelModel:
         Raises:
             UsageError: as `forward_backward`, or an output depends on the batch and cannot be joined from microbatches.
         """
-        work, outputs = self._work(args, kwargs, None, "forward-only", keep_outputs=True)
-        results = self._ranks.call("forward", [(w,) for w in work])
+        call = self._programs.call(args, kwargs)
+        work, outputs = self._work(call, None, "forward-only", keep_outputs=True)
+        results = self._ranks.call("forward", work)
         assert outputs is not None
-        return outputs.join(results[max(results)])
+        return outputs.join(self._ordered(results))
 
     def forward_backward(self, x: Any, y: Any, return_outputs: bool = False) -> StepResult:
         """Loss and gradients of a batch; gradients add to those that are there.
@@ -101,19 +124,32 @@ class ParallelModel:
             y: the target of ``loss_fn``; tensors in it have the batch as their first dim.
 
         Raises:
-            UsageError: inputs of another structure, dtype or shape than the model takes.
+            UsageError: inputs of another structure, dtype or shape than the model takes, or a batch that the
+                data-parallel replicas cannot share evenly.
             WorkerError: a rank failed; all are ended.
         """
-        return self._forward_backward(x, y, return_outputs)
+        return self._train("forward_backward", x, y, return_outputs)
 
-    def _forward_backward(self, x: Any, y: Any, return_outputs: bool) -> StepResult:
+    def _train(self, command: str, x: Any, y: Any, return_outputs: bool) -> StepResult:
         call = as_call(self._model, x)
-        work, outputs = self._work(call.args, call.kwargs, (y,), self.plan.schedule, return_outputs)
-        results = self._ranks.call("forward_backward", [(w,) for w in work])
-        losses, parts = results[max(results)]
-        joined = outputs.join(parts) if outputs is not None else None
-        self._report_non_finite(losses)
-        return StepResult(sum(losses), self._ranks.call_seconds, outputs=joined)
+        call = self._programs.call(call.args, call.kwargs)
+        work, outputs = self._work(call, (y,), self.plan.schedule, return_outputs)
+        results: dict[int, StepOutcome] = self._ranks.call(command, work)
+        seconds = self._ranks.call_seconds
+        outcome = results[max(results)]
+        joined = None
+        if outputs is not None:
+            joined = outputs.join(self._ordered({rank: own.outputs for rank, own in results.items()}))
+        step = self._num_steps
+        self._num_steps += outcome.grad_norm is not None
+        self._report_non_finite(outcome.losses, step)
+        return StepResult(sum(outcome.losses), seconds, outcome.grad_norm, joined)
+
+    def _ordered(self, results: Mapping[int, list[list[Any]]]) -> list[list[Any]]:
+        """The outputs of all microbatches of the caller's batch, in order, from those that each rank kept."""
+        mesh = self.plan.mesh
+        replicas = range(mesh.dp) if self.data_size == 1 else [self.data_rank]
+        return [parts for r in replicas for parts in results[mesh.rank(Place(mesh.pp - 1, r))]]
 
     def optimizer_step(self) -> float:
         """Clip, update the weights, clear the gradients; the global gradient norm before clipping.
@@ -121,64 +157,82 @@ class ParallelModel:
         Raises:
             UsageError: parallelize was given no optimizer.
         """
+        self._check_optimizer()
+        norms = self._call("optimizer_step")
+        self._num_steps += 1
+        return norms[max(norms)]
+
+    def _check_optimizer(self) -> None:
         if self._spec.optimizer is None:
             raise UsageError(
                 f"{self.plan.model.name} cannot be updated: parallelize was given no optimizer. "
                 "Pass optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)."
             )
-        norms = self._call("optimizer_step")
-        self._num_steps += 1
-        return norms[max(norms)]
 
     def train_step(self, x: Any, y: Any, return_outputs: bool = False) -> StepResult:
-        """`forward_backward` and `optimizer_step`; arguments and errors as there."""
-        result = self._forward_backward(x, y, return_outputs)
-        norm = self.optimizer_step()
-        return StepResult(result.loss, result.step_seconds + self._ranks.call_seconds, norm, result.outputs)
+        """`forward_backward` and `optimizer_step`; arguments and errors as there.
+
+        With data parallelism it is the faster way: gradients are summed over the replicas while the last ones are still
+        computed.
+        """
+        self._check_optimizer()
+        return self._train("train_step", x, y, return_outputs)
 
     def zero_grad(self) -> None:
         """Drop accumulated gradients."""
         self._call("zero_grad")
 
     def _work(
-        self, args: tuple, kwargs: Mapping[str, Any], target: tuple | None, schedule: str, keep_outputs: bool
-    ) -> tuple[list[Work], Outputs | None]:
+        self, call: Call, target: tuple | None, schedule: str, keep_outputs: bool
+    ) -> tuple[dict[int, tuple[Work]], Outputs | None]:
         """Each rank's part of a call, and how to join the outputs where they are kept."""
-        call = self._programs.call(args, kwargs)
-        batch = call.batch
-        sizes = microbatch_sizes(batch, self.plan.microbatches)
+        mesh, batch, training = self.plan.mesh, call.batch, target is not None
+        if isinstance(self._ranks, TorchrunRanks) and mesh.dp > 1:
+            batches = enumerate(self._ranks.gathered(batch))
+            check_parts([(mesh.place(rank).replica, own) for rank, own in batches], self.data_size)
+        replicas = mesh.dp // self.data_size  # that share the caller's batch
+        if training:
+            check_shares(batch, replicas)
+        cuts = [microbatch_sizes(own, self.plan.microbatches) for own in replica_sizes(batch, replicas)]
+        sizes = [size for cut in cuts for size in cut]
         parts = list(self._programs.microbatches(self._mode, call, split_leaves(call.leaves, batch, sizes)))
         targets = split_targets(target[0], batch, sizes) if target is not None else []
         variants = [variant for variant, _ in parts]
         # Before anything runs, so that outputs that cannot be joined leave no gradients behind.
         outputs = join_outputs([v.graph for v in variants], variants[-1].batched) if keep_outputs else None
         self._send_programs(variants)
-        self._check_schedule(schedule, variants)
-        shares = [size / batch for size in sizes]
-        numbers = tuple(v.number for v in variants)
-        work = []
-        for rank in range(self._programs.num_stages):
-            last = rank == self._programs.num_stages - 1
-            inputs = [inputs_of(variant, rank, leaves) for variant, leaves in parts]
-            data = StepData(inputs, targets if last else [], shares)
-            work.append(Work(schedule, numbers, data, target is not None, keep_outputs and last))
+        for cut in cuts:
+            self._check_schedule(schedule, variants, len(cut))
+        shares = [size / (batch * self.data_size) for size in sizes]
+        ends = list(accumulate(map(len, cuts), initial=0))
+        work: dict[int, tuple[Work]] = {}
+        for rank in self._ranks.numbers:
+            place = mesh.place(rank)
+            own = slice(*ends[place.replica % replicas :][:2])
+            last = place.stage == mesh.pp - 1
+            inputs = [inputs_of(variant, place.stage, leaves) for variant, leaves in parts[own]]
+            data = StepData(inputs, targets[own] if last else [], shares[own])
+            numbers = tuple(v.number for v in variants[own])
+            keeps = keep_outputs and last and place.shard == 0
+            work[rank] = (Work(self._mode, schedule, numbers, data, training, keeps),)
         return work, outputs
 
     def _send_programs(self, variants: list[Variant]) -> None:
         for variant in variants:
             if variant.number in self._sent:
                 continue
-            arguments = []
-            for program in variant.programs:
+            arguments = {}
+            for rank in self._ranks.numbers:
+                program = variant.programs[self.plan.mesh.place(rank).stage]
                 constants = {w.name: variant.graph.constants[w.name] for w in program.weights if w.kind == "constant"}
-                arguments.append((variant.number, program, constants))
+                arguments[rank] = (variant.number, program, constants)
             self._ranks.call("add_program", arguments)
             self._sent.add(variant.number)
 
-    def _check_schedule(self, name: str, variants: list[Variant]) -> None:
+    def _check_schedule(self, name: str, variants: list[Variant], count: int) -> None:
         """Prove the schedule for this number of microbatches before its first run."""
-        count, stages = len(variants), self._programs.num_stages
-        if (name, count) in self._checked:
+        stages = self._programs.num_stages
+        if (name, count) in self._checked or count == 0:
             return
         edges = {(e.src, e.dst) for v in variants for p in v.programs for e in p.sends}
         training = name != "forward-only"
@@ -192,11 +246,11 @@ class ParallelModel:
         )
         self._checked.add((name, count))
 
-    def _report_non_finite(self, losses: list[float]) -> None:
+    def _report_non_finite(self, losses: list[float], step: int) -> None:
         bad = [i for i, loss in enumerate(losses) if not isfinite(loss)]
         if bad:
             warnings.warn(
-                f"The loss of step {self._num_steps} is {sum(losses)}: microbatches {bad} of {len(losses)}. "
+                f"The loss of step {step} is {sum(losses)}: microbatches {bad} of {len(losses)}. "
                 "Gradients are not finite either; lower the learning rate or check the inputs.",
                 NonFiniteLossWarning,
                 stacklevel=4,  # the caller of forward_backward or train_step
@@ -206,9 +260,7 @@ class ParallelModel:
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """Full tensors on CPU under the original names: loads into the unmodified model."""
-        merged: dict[str, torch.Tensor] = {}
-        for part in self._call("state").values():
-            merged |= part
+        merged = assembled(self._call("state"), self._spec.storage, self.plan.mesh)
         return {name: merged[self._aliases[name]] for name in self._state_names}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -230,17 +282,17 @@ class ParallelModel:
             if expected != got:
                 raise UsageError(f"{name} in the state dict has shape {list(got)}, the model's is {list(expected)}.")
         by_weight = {self._aliases[n]: state[n] for n in self._state_names}
-        arguments = []
-        for rank in range(self._programs.num_stages):
-            arguments.append(({n: t for n, t in by_weight.items() if rank in self._programs.holders[n]},))
+        arguments = {}
+        for rank in self._ranks.numbers:
+            place = self.plan.mesh.place(rank)
+            held = [name for name in by_weight if place.stage in self._programs.holders[name]]
+            index, sizes = {TP: place.shard}, {TP: self.plan.mesh.tp}
+            arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
         self._ranks.call("load", arguments)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
-        total: dict[str, torch.Tensor] = {}
-        for part in self._call("gradients").values():
-            for name, gradient in part.items():
-                total[name] = total[name] + gradient if name in total else gradient
+        total = summed(self._call("gradients"), self._spec.storage, self.plan.mesh)
         return {w.name: total[w.name] for w in self._programs.example.weights if w.name in total}
 
     def learning_rates(self) -> list[float]:
@@ -254,8 +306,9 @@ class ParallelModel:
     def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
         """Most bytes in tensors at once on each rank during a training step, which is done; slower than a plain one."""
         call = as_call(self._model, x)
-        work, _ = self._work(call.args, call.kwargs, (y,), self.plan.schedule, keep_outputs=False)
-        return self._ranks.call("tensor_peak", [(w,) for w in work])
+        call = self._programs.call(call.args, call.kwargs)
+        work, _ = self._work(call, (y,), self.plan.schedule, keep_outputs=False)
+        return self._ranks.call("tensor_peak", work)
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -270,7 +323,7 @@ class ParallelModel:
         self.close()
 
     def _call(self, name: str, *arguments: Any) -> dict[int, Any]:
-        return self._ranks.call(name, [arguments] * self._programs.num_stages)
+        return self._ranks.call(name, dict.fromkeys(self._ranks.numbers, arguments))
 
 
 class SchedulerHandle:
@@ -294,7 +347,7 @@ class SchedulerHandle:
         return self._owner.learning_rates()
 
 
-def inputs_of(variant: Variant, rank: int, leaves: list[Any]) -> list[torch.Tensor]:
-    """The tensors among a microbatch's leaves that a rank's program reads, in its order."""
+def inputs_of(variant: Variant, stage: int, leaves: list[Any]) -> list[torch.Tensor]:
+    """The tensors among a microbatch's leaves that a stage's program reads, in its order."""
     by_name = {leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)}
-    return [by_name[value.name] for value in variant.programs[rank].inputs]
+    return [by_name[value.name] for value in variant.programs[stage].inputs]

@@ -20,12 +20,15 @@ BYTE_UNITS: Mapping[str, int] = {
 class Options:
     """Constraints on the plan and settings of the run; None leaves a choice to the planner.
 
-    ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second.
+    ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second. ``pp``, ``tp`` and
+    ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica; ``zero1`` shares the
+    optimizer's state among replicas.
     """
 
     pp: int | None = None
-    tp: int = 1
-    dp: int = 1
+    tp: int | None = None
+    dp: int | None = None
+    zero1: bool | None = None
     chunks: int = 1
     microbatches: int | None = None
     microbatch_size: int | None = None
@@ -42,15 +45,17 @@ class Options:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("pp", "microbatches", "microbatch_size"):
+        for name in ("pp", "tp", "dp", "microbatches", "microbatch_size"):
             number = getattr(self, name)
-            if number is not None and (not isinstance(number, int) or number < 1):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise UsageError(f"{name}={number!r} must be a whole number of at least 1.")
-        for name, only in (("tp", 1), ("dp", 1), ("chunks", 1), ("recompute", "none")):
+        if self.zero1 not in (None, True, False):
+            raise UsageError(f"zero1={self.zero1!r} must be True or False; leave it out to have it chosen.")
+        for name, only, has in (("chunks", 1, "one chunk per rank"), ("recompute", "none", "no recomputation")):
             if getattr(self, name) != only:
                 raise UsageError(
-                    f"{name}={getattr(self, name)!r} is not available in this version, which splits models into "
-                    f"pipeline stages only. Leave it out, or pass {name}={only!r}."
+                    f"{name}={getattr(self, name)!r} is not available in this version, which has {has}. Leave it out, "
+                    f"or pass {name}={only!r}."
                 )
         for name, known in (("schedule", ("1f1b", "gpipe")), ("balance", ("time", "params", "flops", "uniform"))):
             if getattr(self, name) not in known:

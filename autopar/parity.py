@@ -1,7 +1,7 @@
 """Proof that a plan computes what one device computes: the same steps twice, every tensor compared.
 
 The reference is the unmodified model in this process, doing the plan's microbatches with gradient accumulation. Batch
-norm uses microbatch statistics in both.
+norm uses microbatch statistics in both; running statistics are those of the first data-parallel replica.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autopar.api import parallelize
-from autopar.batching import Call, as_call, microbatch_sizes, split_leaves, split_targets
+from autopar.batching import Call, as_call, partition, split_leaves, split_targets
 from autopar.errors import UsageError
 from autopar.ir import Mode, Plan
 from autopar.model import ParallelModel
@@ -185,12 +185,13 @@ class Reference:
         here = self.parts_of(call, [call.batch])[0]
         modes: tuple[Mode, ...] = ("train", "eval")
         self.whole = {mode: shapes_of(output_in(self.model, here, mode)) for mode in modes}
-        self.loss_fn, self.microbatches = loss_fn, pm.plan.microbatches
+        self.loss_fn, self.microbatches, self.replicas = loss_fn, pm.plan.microbatches, pm.plan.mesh.dp
+        self.buffers: list[list[torch.Tensor]] = []  # of each replica, where training has moved them apart
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def parts(self, call: Call) -> tuple[list[Call], list[int]]:
-        """The call of each microbatch, and its samples."""
-        sizes = microbatch_sizes(call.batch, self.microbatches)
+        """The call of each microbatch of each replica, and its samples."""
+        sizes = partition(call.batch, self.replicas, self.microbatches)
         return self.parts_of(call, sizes), sizes
 
     def parts_of(self, call: Call, sizes: list[int]) -> list[Call]:
@@ -213,16 +214,32 @@ class Reference:
         """Accumulate the gradients of a batch, microbatch by microbatch."""
         enter(self.model, self.modes, "train")
         calls, sizes = self.parts(call)
+        targets = split_targets(y, call.batch, sizes)
+        count = len(sizes) // self.replicas
         total, outputs = 0.0, []
-        for part, target, size in zip(calls, split_targets(y, call.batch, sizes), sizes, strict=True):
+        for i, (part, target, size) in enumerate(zip(calls, targets, sizes, strict=True)):
             here, spec = flatten(target)
             moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in here]
-            output = self.model(*part.args, **part.kwargs)
-            loss = self.loss_fn(output, unflatten(moved, spec)) * (size / call.batch)
-            loss.backward()
+            with self.replica(i // count):
+                output = self.model(*part.args, **part.kwargs)
+                loss = self.loss_fn(output, unflatten(moved, spec)) * (size / call.batch)
+                loss.backward()
             total += loss.item()
             outputs.append(output)
         return StepOutcome(total, named_outputs(joined(outputs, sizes, self.whole["train"])))
+
+    @contextmanager
+    def replica(self, number: int) -> Iterator[None]:
+        """Within ``with`` the model has the buffers of a replica, outside those of the first one."""
+        own = list(self.model.buffers())
+        if not self.buffers:
+            self.buffers = [[buffer.clone() for buffer in own] for _ in range(self.replicas)]
+        for buffer, kept in zip(own, self.buffers[number], strict=True):
+            buffer.data.copy_(kept)
+        yield
+        self.buffers[number] = [buffer.detach().clone() for buffer in own]
+        for buffer, kept in zip(own, self.buffers[0], strict=True):
+            buffer.data.copy_(kept)
 
     def gradients(self) -> Named:
         return [(n, p.grad.detach().cpu().clone()) for n, p in self.model.named_parameters() if p.grad is not None]

@@ -13,7 +13,7 @@ from torch import nn
 from autopar.batching import Call, batched_outputs, bind, check_call
 from autopar.codegen import follow, holders, split
 from autopar.errors import PlanError, TraceError, UsageError
-from autopar.ir import TP, Graph, Layout, Mode, Plan, Program, look_up, pattern_of
+from autopar.ir import REPLICATED, TP, Graph, Layout, Mode, Plan, Program, look_up, pattern_of
 from autopar.pytree import unflatten
 from autopar.rules.apply import shard_graph
 from autopar.rules.find import rule_of
@@ -73,7 +73,8 @@ class Programs:
             return split(graph, stage_of, self.num_stages)
         found = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
         labels = {name: label for name, label in found.items() if label is not None}
-        local = shard_graph(graph, labels, self.storage, {TP: self.plan.mesh.tp}, stage_of).graph
+        storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
+        local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of).graph
         return split(local, {op.name: stage_of[op.home or op.name] for op in local.ops}, self.num_stages)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
@@ -147,9 +148,7 @@ def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
     storage: dict[str, Layout] = {}
     for weight in graph.weights:
         text = look_up(plan.shardings, weight.name)
-        if text is None:
-            continue
-        layout = Layout.parse(text)
+        layout = Layout.parse(text) if text is not None else REPLICATED
         if layout.partial or not layout.fits(weight.shape, ranks):
             raise PlanError(
                 f"Plan field shardings.{weight.name}: it has shape {list(weight.shape)} and cannot lie as {text!r} on "

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from autopar.batching import Call
-from autopar.codegen import aten
 from autopar.ir import Op
+from autopar.operators import operator
 from autopar.trace import trace
 
 # Modules that draw random numbers in training, and the attribute that holds the probability; by class name because some
@@ -52,7 +52,7 @@ def random_operations(model: nn.Module, call: Call) -> list[str]:
 
 def draws(op: Op) -> bool:
     """Whether an operation draws random numbers with these arguments."""
-    target = aten(op.target)
+    target = operator(op.target)
     if torch.Tag.nondeterministic_seeded not in target.tags:
         return False
     schema = [argument.name for argument in target._schema.arguments]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,28 +36,46 @@ from autopar.runtime.rank import Rank
 from autopar.runtime.transport import Hub, LocalTransport
 from autopar.trace import trace, weight_tensors
 
+NOTHING: Mapping[str, str] = MappingProxyType({})
 
-def plan_by_hand(model: nn.Module, x: Any, microbatches: int, firsts: Sequence[str], schedule: str = "1f1b") -> Plan:
+
+def plan_by_hand(
+    model: nn.Module,
+    x: Any,
+    microbatches: int,
+    firsts: Sequence[str],
+    schedule: str = "1f1b",
+    dp: int = 1,
+    zero1: bool = False,
+    tp: int = 1,
+    strategies: Mapping[str, str] = NOTHING,
+    shardings: Mapping[str, str] = NOTHING,
+) -> Plan:
     """A plan whose stages start at the model's first operation and at each operation of ``firsts``."""
     call = as_call(model, x)
-    microbatch = call.first(-(-call.batch // microbatches))
+    microbatch = call.first(-(-(call.batch // dp) // microbatches))
     graph = trace(model, microbatch.args, microbatch.kwargs)
     names = [op.name for op in graph.ops]
     starts = [0, *(names.index(first) for first in firsts), len(names)]
+    mesh = Mesh(len(starts) - 1, tp, dp)
     stages = tuple(
-        Stage(names[low], names[high - 1], (i,), 0, 1.0, 2.0, 0, 0) for i, (low, high) in enumerate(pairwise(starts))
+        Stage(names[low], names[high - 1], mesh.ranks(i), 0, 1.0, 2.0, 0, 0)
+        for i, (low, high) in enumerate(pairwise(starts))
     )
     inputs = tuple(InputInfo(v.name, (call.batch, *v.shape[1:]), v.dtype) for v in graph.inputs)
     return Plan(
         model=ModelInfo(type(model).__name__, graph.fingerprint, graph.num_params, inputs),
         batch=call.batch,
-        mesh=Mesh(len(stages)),
+        mesh=mesh,
         schedule=schedule,  # type: ignore[arg-type]
         microbatches=microbatches,
         stages=stages,
-        prediction=Prediction(1.0, 1.0, 0.0, (0,) * len(stages), 1.0),
+        prediction=Prediction(1.0, 1.0, 0.0, (0,) * mesh.devices, 1.0),
         solver=SolverInfo("by hand", "by hand", 0.0, 0.0),
         hardware=HardwareInfo("none", "none", "none", 1),
+        zero1=zero1,
+        strategies=dict(strategies),
+        shardings=dict(shardings),
     )
 
 
@@ -86,11 +105,12 @@ class ThreadRanks:
         hub = Hub(timeout_seconds)
         copies = [{w.name: tensors[w.name].detach().clone() for w in spec.weights} for spec in specs]
         self.ranks = [Rank(spec, own, LocalTransport(spec.rank, hub)) for spec, own in zip(specs, copies)]
+        self.numbers = range(len(self.ranks))
         self.call_seconds = 0.0
 
-    def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         with ThreadPoolExecutor(len(self.ranks)) as threads:
-            running = [threads.submit(getattr(r, name), *own) for r, own in zip(self.ranks, arguments, strict=True)]
+            running = [threads.submit(getattr(rank, name), *arguments[i]) for i, rank in enumerate(self.ranks)]
             return {rank: future.result() for rank, future in enumerate(running)}
 
     def close(self) -> None:
@@ -102,7 +122,7 @@ def in_threads(
 ) -> ParallelModel:
     """``autopar.parallelize`` for a given plan, with threads for ranks."""
     programs = Programs(model, plan, as_call(model, x))
-    machine = this_machine(plan.mesh.pp, "gloo")
+    machine = this_machine(plan.mesh.devices, "gloo")
     given = {"optimizer": None, "lr_scheduler": None, "clip_grad_norm": None, "seed": 0} | options
     specs = [replace(spec, build=build) for spec in rank_specs(programs, machine, loss_fn, **given)]
     ranks: Any = ThreadRanks(specs, weight_tensors(model, programs.example))

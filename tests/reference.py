@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,10 +21,10 @@ def call(model: nn.Module, x: Any) -> Any:
     return model(*x) if isinstance(x, tuple) else model(x)
 
 
-def chunks(tree: Any, microbatches: int) -> list[Any]:
+def chunks(tree: Any, count: int, cut_tensor: Any = torch.chunk) -> list[Any]:
     """The tree for each microbatch, every tensor cut as torch.chunk does."""
     leaves, spec = pytree.tree_flatten(tree)
-    cut = [leaf.chunk(microbatches) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    cut = [cut_tensor(leaf, count) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     count = len(next(c for c in cut if c is not None))
     return [
         pytree.tree_unflatten([c[i] if c is not None else leaf for c, leaf in zip(cut, leaves)], spec)
@@ -37,29 +38,56 @@ def samples(tree: Any) -> int:
 
 @dataclass
 class Reference:
-    """A deep copy of a model, trained plainly."""
+    """A deep copy of a model, trained plainly.
+
+    It plays all replicas, one after the other. Each has its own buffers while it trains; what is left in the model, and
+    evaluated, are those of the first.
+    """
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], torch.Tensor] = torch.nn.functional.cross_entropy
     make_optimizer: Callable[[Any], torch.optim.Optimizer] = lambda p: torch.optim.AdamW(p, lr=1e-2)
     optimizer: torch.optim.Optimizer = field(init=False)
+    buffers: dict[int, list[torch.Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.model = copy.deepcopy(self.model)
         self.optimizer = self.make_optimizer([p for p in self.model.parameters() if p.requires_grad])
 
-    def forward(self, x: Any, microbatches: int) -> list[torch.Tensor]:
+    def forward(self, x: Any, microbatches: int, replicas: int = 1) -> list[torch.Tensor]:
+        outputs = []
         with torch.no_grad():
-            outputs = [pytree.tree_leaves(call(self.model, part)) for part in chunks(x, microbatches)]
+            for replica, parts in enumerate(self.replica_parts(x, microbatches, replicas)):
+                with self.as_replica(replica, replicas):
+                    outputs += [pytree.tree_leaves(call(self.model, part)) for part in parts]
         return [torch.cat(column) for column in zip(*outputs)]
 
-    def forward_backward(self, x: Any, y: Any, microbatches: int) -> float:
+    def forward_backward(self, x: Any, y: Any, microbatches: int, replicas: int = 1) -> float:
         total = 0.0
-        for part, target in zip(chunks(x, microbatches), chunks(y, microbatches), strict=True):
-            loss = self.loss_fn(call(self.model, part), target) * (samples(part) / samples(x))
-            loss.backward()
-            total += loss.item()
+        both = self.replica_parts((x, y), microbatches, replicas)
+        for replica, parts in enumerate(both):
+            with self.as_replica(replica, replicas):
+                for part, target in parts:
+                    loss = self.loss_fn(call(self.model, part), target) * (samples(part) / samples(x))
+                    loss.backward()
+                    total += loss.item()
         return total
+
+    def replica_parts(self, tree: Any, microbatches: int, replicas: int) -> list[list[Any]]:
+        return [chunks(own, microbatches) for own in chunks(tree, replicas, torch.tensor_split)]
+
+    @contextmanager
+    def as_replica(self, number: int, replicas: int) -> Iterator[None]:
+        """Within, the model has a replica's own buffers; evaluation starts from the first one's."""
+        own = list(self.model.buffers())
+        if number == 0 and (not self.model.training or not self.buffers):
+            self.buffers = {r: [b.clone() for b in own] for r in range(replicas)}
+        for buffer, kept in zip(own, self.buffers[number]):
+            buffer.data.copy_(kept)
+        yield
+        self.buffers[number] = [b.clone() for b in own]
+        for buffer, kept in zip(own, self.buffers[0]):
+            buffer.data.copy_(kept)
 
     def step(self) -> None:
         self.optimizer.step()

@@ -97,7 +97,7 @@ def tiny_plan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plan file of a small ViT on two devices."""
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     code, _, error = invoke(
-        "plan", *TINY, "--devices", "2", "--batch", "8", "--hardware", "cpu-generic", "-o", str(path)
+        "plan", *TINY, "--devices", "2", "--pp", "2", "--batch", "8", "--hardware", "cpu-generic", "-o", str(path)
     )
     assert code == 0, error
     return path
@@ -154,10 +154,16 @@ def test_flags_reach_the_plan(user_models):
         ([*TINY, "--pin", "blocks.1"], 2, "Cannot read --pin 'blocks.1'. Write NAME=STAGE"),
         ([*TINY, "--pin", "=1"], 2, "Cannot read --pin '=1'"),
         ([*TINY, "--pin", "blocks.1=0", "--pin", "blocks.1=1"], 2, "gives blocks.1 two stages, 0 and 1"),
-        ([*TINY, "--pin", "blocks.7=1"], 2, "Cannot pin 'blocks.7'"),
-        ([*TINY, "--pin", "blocks.1=5"], 2, "blocks.1 is pinned to stage 5, stages are 0 to 1"),
+        ([*TINY, "--pp", "2", "--pin", "blocks.7=1"], 2, "Cannot pin 'blocks.7'"),
+        ([*TINY, "--pp", "2", "--pin", "blocks.1=5"], 2, "blocks.1 is pinned to stage 5, stages are 0 to 1"),
         ([*TINY, "--batch", "4", "--microbatches", "8"], 2, "microbatches=8 of a batch of 4"),
-        ([*TINY, "--tp", "2"], 2, "tp=2 is not available in this version"),
+        ([*TINY, "--chunks", "2"], 2, "chunks=2 is not available in this version, which has one chunk per rank"),
+        ([*TINY, "--tp", "2", "--pp", "2"], 2, "pp=2 × tp=2 make 4 devices, not 2. Use devices=4 or pp=1 or tp=1"),
+        ([*TINY, "--dp", "2", "--batch", "5"], 2, "dp=2: 2 replicas cannot share a batch of 5 samples evenly"),
+        ([*TINY, "--dp", "2", "--batch", "8", "--microbatches", "8"], 2, "each of 2 replicas has 4 samples"),
+        ([*TINY, "--zero1", "--dp", "1"], 2, "zero1=True with dp=1: there are no replicas"),
+        ([*TINY, "--tp", "7", "--devices", "7"], 2, "tp=7: nothing in .* can be split 7 ways: .*3 heads.* Use tp=1"),
+        ([*TINY, "--tp", "4", "--devices", "16", "--hardware", "h200-nvlink", "--dp", "3"], 2, "dp=3"),
         ([*TINY, "--schedule", "zigzag"], 2, "schedule='zigzag' is unknown"),
         (["m", "--input", "8,3", "--input", "a=8,3"], 2, r"--input is given with names \(a\) and without"),
         (["m", "--input", "a=8,3", "--input", "a=8,3"], 2, "--input a is given 2 times. Give each input once"),
@@ -185,7 +191,7 @@ def test_bad_arguments_of_plan(args, code, message):
 
 def test_more_stages_than_pieces_is_infeasible(user_models):
     code, _, error = invoke(
-        "plan", "own_models:linear", "--input", "4,4", "--devices", "6", "--hardware", "cpu-generic"
+        "plan", "own_models:linear", "--input", "4,4", "--devices", "6", "--pp", "6", "--hardware", "cpu-generic"
     )
     assert code == 3
     assert re.search(r"No plan has 6 stages: own_models:linear can be cut into \d pieces at most", error)
@@ -209,6 +215,18 @@ def test_user_factories_that_cannot_be_planned(user_models, name, message):
     code, _, error = invoke("plan", name, "--devices", "2")
     assert code == 2
     assert re.search(message, error), error
+
+
+def test_mesh_flags_reach_the_plan():
+    code, out, error = invoke(
+        "plan", *TINY, "--devices", "4", "--batch", "16", "--dp", "2", "--tp", "2", "--zero1", "--microbatches", "2",
+        "--hardware", "a100-nvlink", "--json",
+    )  # fmt: skip
+    assert code == 0, error
+    plan = autopar.Plan.from_json(out)
+    assert (str(plan.mesh), plan.zero1, plan.microbatches) == ("pp 1 × tp 2 × dp 2", True, 2)
+    assert plan.strategies and plan.blocks
+    assert plan.stages[0].ranks == (0, 1, 2, 3) and plan.solver.method == "shardings then cuts"
 
 
 # -- codegen -----------------------------------------------------------------------------------------------------------
@@ -242,7 +260,7 @@ def test_bad_plan_files(tiny_plan, tmp_path):
     for path, message in (
         (tmp_path / "none.json", "Cannot read plan file .*none.json"),
         (tmp_path / "cut.json", "cut.json is not a complete JSON file: .* line "),
-        (broken(tiny_plan, tmp_path, schema_version=99), "field schema_version is 99, this autopar reads 1"),
+        (broken(tiny_plan, tmp_path, schema_version=99), "field schema_version is 99, this autopar reads 2"),
     ):
         code, _, error = invoke("codegen", str(path), "--rank", "0")
         assert code == 2
@@ -305,7 +323,7 @@ def test_several_inputs_are_planned_checked_and_printed(user_models):
     assert [(i.name, i.shape, i.dtype) for i in inputs] == [("image", (6, 6), "float32"), ("tokens", (6, 5), "int64")]
     code, out, error = invoke("codegen", "plan.json", "--rank", "0")
     assert code == 0 and "# input   image: float32[" in out, error
-    code, out, error = invoke("check", *MIXED, "--steps", "1")
+    code, out, error = invoke("check", *MIXED, "--pp", "2", "--steps", "1")
     assert code == 0 and "4 in 2 microbatches of 2" in out and "Everything is equal" in out, out + error
 
 

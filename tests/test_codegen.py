@@ -13,9 +13,10 @@ from torch import nn
 from zoo import Tied, TwoInputs, UNet, Updating, tiny_vit
 
 import autopar
-from autopar.codegen import aten, follow, graph_module, holders, source, split
+from autopar.codegen import follow, graph_module, holders, source, split
 from autopar.errors import TraceError
 from autopar.ir import Graph, Op, Program, Ref, Value, Weight
+from autopar.operators import operator
 from autopar.trace import trace, weight_tensors
 
 
@@ -159,7 +160,7 @@ def test_names_that_are_no_identifiers_or_collide() -> None:
 
 
 def test_others_use_the_public_side_of_codegen() -> None:
-    assert aten("aten.add.Tensor") is torch.ops.aten.add.Tensor
+    assert operator("aten.add.Tensor") is torch.ops.aten.add.Tensor
     package = Path(autopar.__file__).parent
     for path in package.rglob("*.py"):
         if path.parent.name != "codegen":

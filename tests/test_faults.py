@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -112,6 +113,34 @@ def test_a_killed_worker_ends_the_step_with_one_error(victim: int, tmp_path: Pat
         goes_on()
 
 
+@pytest.mark.parametrize(("pp", "victim", "name"), [(1, 1, "replica 1"), (2, 2, "stage 1, replica 0")])
+def test_a_killed_replica_ends_the_step(pp: int, victim: int, name: str) -> None:
+    plan = plan_by_hand(mlp(), X, 3, ["2.linear"][: pp - 1], dp=2)
+    adam = functools.partial(torch.optim.Adam, lr=1e-3)
+    pm = autopar.parallelize(mlp(), 2 * pp, X, loss_fn=F.cross_entropy, optimizer=adam, plan=plan)
+    pids = workers()
+    assert pm.train_step(X, Y).loss > 0
+    os.kill(pids[victim], signal.SIGSTOP)  # the other replica waits for its gradients
+    threading.Timer(1.0, os.kill, (pids[victim], signal.SIGKILL)).start()
+    start_seconds = time.monotonic()
+    with pytest.raises(WorkerError, match=rf"Rank {victim} \({name}\) died during train_step: killed by SIGKILL"):
+        pm.train_step(X, Y)
+    assert time.monotonic() - start_seconds < FAULT_SECONDS
+    assert not any(map(alive, pids.values()))
+
+
+def test_a_replica_that_raises_is_named() -> None:
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if 3 in target:
+            raise ArithmeticError("no loss today")
+        return F.cross_entropy(output, target)
+
+    plan = plan_by_hand(mlp(), X, 3, ["2.linear"], dp=2)
+    pm = autopar.parallelize(mlp(), 4, X, loss_fn=loss_fn, plan=plan)
+    with pytest.raises(WorkerError, match=r"Rank 3 \(stage 1, replica 1\) failed .* in action 1F1: ArithmeticError"):
+        pm.forward_backward(X, torch.tensor([0, 0, 0, 0, 3, 0]))
+
+
 def test_a_hang_says_where_every_rank_is(tmp_path: Path) -> None:
     pm = start(3, sleeping_loss(tmp_path / "reached"), timeout=2.0)
     pids = workers()
@@ -216,7 +245,7 @@ def loss_fn(output, target):
         time.sleep(60)
     return nn.functional.cross_entropy(output, target)
 
-pm = autopar.parallelize(model, 2, x, loss_fn=loss_fn, microbatches=3, pins={"2.linear": 1})
+pm = autopar.parallelize(model, 2, x, loss_fn=loss_fn, microbatches=3, pp=2, pins={"2.linear": 1})
 pm.forward_backward(x, y)
 print("reached", flush=True)
 

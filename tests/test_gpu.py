@@ -72,6 +72,22 @@ def test_equals_one_gpu(model: Any, x: tuple, y: tuple, microbatches: int, loss_
         assert_close(pm(inputs).cpu(), reference.forward(inputs.cuda(), microbatches)[0].cpu(), "eval output")
 
 
+@pytest.mark.parametrize("zero1", [False, True])
+def test_two_replicas_equal_one_gpu(zero1: bool) -> None:
+    torch.manual_seed(0)
+    model, x, y = tiny_vit(), torch.randn(14, 3, 32, 32), torch.randint(0, 10, (14,))
+    plan = plan_by_hand(model, x, 4, [], dp=2, zero1=zero1)
+    reference = Reference(copy.deepcopy(model).cuda(), F.cross_entropy, ADAMW)
+    with autopar.parallelize(model, 2, x, optimizer=ADAMW, plan=plan) as pm:
+        for _ in range(3):
+            loss = reference.forward_backward(x.cuda(), y.cuda(), 4, 2)
+            norm = nn.utils.get_total_norm(reference.gradients().values()).item()
+            reference.step()
+            result = pm.train_step(x, y)
+            assert (result.loss, result.grad_norm) == (pytest.approx(loss, abs=1e-5), pytest.approx(norm, rel=1e-3))
+        assert_all_close(pm.state_dict(), on_cpu(reference.model.state_dict()), "state")
+
+
 def test_check_agrees_on_convolutions() -> None:
     torch.manual_seed(0)
     parity = compare(resnet18(), torch.randn(16, 3, 64, 64), devices=2, steps=2, microbatches=2)

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ MACHINE = Hardware(
     link=Link(1e-5, 1e10),
     link_name="wire",
     network=Link(1e-4, 1e9),
+    collective=Link(2e-5, 1e8),
     error=0.1,
 )
 
@@ -46,7 +48,7 @@ def test_the_shipped_machines():
 def test_every_shipped_number_says_where_it_is_from(name: str):
     assert load_hardware(name).name == name
     entries = dict(numbers(tomllib.loads((cost_model_dir() / f"{name}.toml").read_text())))
-    assert len(entries) >= 16
+    assert len(entries) >= 18
     for path, entry in entries.items():
         assert entry["source"].startswith(("datasheet: ", "measured: ", "assumption: ")), path
         assert entry["source"].startswith("datasheet: ") == (entry["error"] == 0), path
@@ -106,6 +108,45 @@ def test_transfer_without_a_network():
         cpu.transfer_seconds(1, 0, 64)
 
 
+@pytest.mark.parametrize(
+    ("kind", "ranks", "stride", "seconds"),
+    [
+        ("all-reduce", 2, 1, 2e-5 + 2 / 2 * 1e-2),
+        ("all-reduce", 4, 1, 2e-5 + 6 / 4 * 1e-2),
+        ("all-gather", 4, 1, 2e-5 + 3 / 4 * 1e-2),
+        ("reduce-scatter", 4, 1, 2e-5 + 3 / 4 * 1e-2),
+        ("all-to-all", 4, 1, 2e-5 + 3 / 16 * 1e-2),
+        ("all-reduce", 2, 3, 2e-5 + 1e-2),  # ranks 0 and 3 of a node of 4
+        ("all-reduce", 2, 4, 1e-4 + 1e-3),  # ranks 0 and 4 are on two
+        ("all-gather", 8, 1, 1e-4 + 7 / 8 * 1e-3),
+        ("all-reduce", 1, 8, 0.0),
+    ],
+)
+def test_collective_seconds(kind, ranks, stride, seconds):
+    assert MACHINE.collective_seconds(kind, 10**6, ranks, stride) == pytest.approx(seconds)
+
+
+def test_a_collective_without_a_network():
+    cpu = load_hardware("cpu-generic")
+    assert cpu.collective_seconds("all-reduce", 0, 64) == pytest.approx(2.5e-3)
+    with pytest.raises(HardwareError, match=r"one node of 64 devices and no network; ranks 0 and 96 are on"):
+        cpu.collective_seconds("all-reduce", 0, 4, 32)
+
+
+def test_measured_collectives_reproduce_their_measurements():
+    raw = tomllib.loads((cost_model_dir() / "h200-nvlink.toml").read_text())["raw"]["all_reduce"]
+    h200 = load_hardware("h200-nvlink")
+    measured = list(zip(raw["bytes"], raw["seconds"], strict=True))
+
+    def errors(rate: float) -> list[float]:
+        machine = replace(h200, collective=replace(h200.collective, bytes_per_second=rate))
+        return [machine.collective_seconds("all-reduce", b, raw["ranks"]) / s - 1 for b, s in measured]
+
+    best = min(range(200, 500), key=lambda gigabytes: sum(e * e for e in errors(gigabytes * 1e9)))
+    assert h200.collective.bytes_per_second == pytest.approx(best * 1e9, rel=0.005)
+    assert [round(e, 2) for e in errors(h200.collective.bytes_per_second)] == [0.17, -0.06, -0.02, 0.02]
+
+
 def test_unknown_name_offers_near_matches():
     with pytest.raises(HardwareError, match=r"'h200'\. Did you mean h200-nvlink.* There are a100-nvlink, cpu-generic"):
         load_hardware("h200")
@@ -131,6 +172,12 @@ BROKEN = [
         r"field link.latency.unit is 'GB/s'; seconds are written in",
     ),
     ("[link]", "[lnk]", r"field link is missing"),
+    ("[collective]", "[colective]", r"field collective is missing"),
+    (
+        'value = 2.5, unit = "ms"',
+        'value = 2.5, unit = "MB"',
+        r"field collective.latency.unit is 'MB'; seconds are written in",
+    ),
     ("[launch]", "speed = 3\n[launch]", r"field peak_flops.speed is unknown"),
     ("[efficiency.attention]", "[efficiency.atention]", r"field efficiency.attention is missing"),
     ("[memory]", "[memory", r"is not valid TOML: .* \(at line \d+"),

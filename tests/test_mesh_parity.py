@@ -43,7 +43,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     worker = str(Path(__file__).parent / "mesh_worker.py")
     failures = []
     for ranks in MESHES:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0"]
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
         done = subprocess.run([*command, worker, str(folder), str(hardware)], env=environment, capture_output=True,
                               text=True)  # fmt: skip
         if done.returncode:

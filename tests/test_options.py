@@ -22,7 +22,11 @@ from autopar.trace import trace
         ({"memory": True}, "memory=True must be"),
         ({"memory": "24"}, "Write a number and a unit"),
         ({"microbatches": 2.5}, "whole number"),
-        ({"tp": 2}, "tp=2 is not available in this version"),
+        ({"tp": 0}, "tp=0 must be a whole number of at least 1"),
+        ({"dp": True}, "dp=True must be a whole number"),
+        ({"zero1": "yes"}, "zero1='yes' must be True or False"),
+        ({"chunks": 2}, "chunks=2 is not available in this version, which has one chunk per rank"),
+        ({"recompute": "auto"}, "recompute='auto' is not available in this version, which has no recomputation"),
         ({"schedule": "zigzag"}, "It is one of 1f1b, gpipe"),
         ({"microbatch": 4}, "Did you mean microbatches"),
         ({"microbatches": 2, "microbatch_size": 2}, "not both"),
@@ -31,6 +35,11 @@ from autopar.trace import trace
 def test_impossible_options(given: dict, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Options.of(given)
+
+
+def test_the_mesh_is_left_to_the_planner() -> None:
+    assert (Options().pp, Options().tp, Options().dp, Options().zero1) == (None,) * 4
+    assert Options.of({"tp": 2, "dp": 4, "zero1": False}) == Options(tp=2, dp=4, zero1=False)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from handmade import plan_by_hand
 from torch import nn
 
 from autopar import Plan, PlanError
+from autopar.ir import BlockSharding, Collective, Mesh
 
 
 def plan() -> Plan:
@@ -44,21 +46,56 @@ def test_round_trip(tmp_path: Path) -> None:
         ("schedule", "zigzag", "Field schedule"),
         ("batch", 0, "field batch: is 0"),
         ("microbatches", 9, "field microbatches: 9 microbatches of a batch of 4"),
-        ("mesh.tp", 2, "field mesh: tp=2"),
+        ("mesh.tp", 0, r"field mesh\.tp: is 0, must be at least 1"),
+        ("mesh.tp", 2, r"field prediction\.peak_bytes: has 2 entries for 4 ranks"),
+        ("mesh.dp", 3, r"field prediction\.peak_bytes: has 2 entries for 6 ranks"),
+        ("zero1", True, r"field zero1: needs replicas to share the optimizer's state; mesh\.dp is 1"),
+        ("strategies", {"0.linear": "n"}, r"field strategies: must be empty while mesh\.tp is 1"),
         ("mesh.pp", 3, "field stages: has 2 entries"),
         ("stages.1.params", -1, r"field stages\.1\.params: is -1"),
         ("stages.0.forward_seconds", float("nan"), r"Field stages\.0\.forward_seconds"),
         ("stages.0.ranks", [1], r"field stages\.0\.ranks"),
         ("stages.0.extra", 1, r"stages\.0\.extra"),
-        ("prediction.peak_bytes", [1], r"field prediction\.peak_bytes: has 1 entries for 2 stages"),
+        ("prediction.peak_bytes", [1], r"field prediction\.peak_bytes: has 1 entries for 2 ranks"),
         ("prediction.step_seconds", 0.0, r"field prediction\.step_seconds"),
-        ("shardings", {"0.weight": "rows"}, "field shardings: must be empty"),
+        ("shardings", {"0.weight": "rows"}, r"field shardings: must be empty while mesh\.tp is 1"),
         ("exceptions", {"0.linear": 7}, r"field exceptions\.0\.linear: names stage 7"),
     ],
 )
 def test_wrong_fields_are_named(path: str, value: Any, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Plan.from_json(changed(path, value))
+
+
+def wide(**changes: Any) -> str:
+    """The JSON of a plan for 8 ranks, sharded, with fields replaced."""
+    base = plan()
+    stages = tuple(replace(s, ranks=tuple(range(4 * i, 4 * i + 4))) for i, s in enumerate(base.stages))
+    made = replace(
+        base, mesh=Mesh(2, 2, 2), stages=stages, prediction=replace(base.prediction, peak_bytes=(0,) * 8),
+        shardings={"*.weight": "tp:0"}, strategies={"*.linear": "n"}, zero1=True,
+        blocks=(BlockSharding("*", 2, {"linear": "rows / 2"}, (Collective("*", "all-reduce", "forward", 4, 1e-6),)),),
+    )  # fmt: skip
+    return replace(made, **changes).to_json()
+
+
+def test_sharded_plans_round_trip() -> None:
+    assert Plan.from_json(wide()).blocks[0].collectives[0].kind == "all-reduce"
+    assert Plan.from_json(wide()).mesh.ranks(1) == (4, 5, 6, 7)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shardings": {"*.weight": "rows"}}, r"field shardings\.\*\.weight: 'rows' is no layout; write tp:DIM"),
+        ({"batch": 5}, r"field mesh\.dp: 2 replicas cannot share a batch of 5 evenly"),
+        ({"microbatches": 3}, "field microbatches: 3 microbatches of a replica's batch of 2"),
+        ({"stages": plan().stages}, r"field stages\.0\.ranks: is \[0\], must be 0 to 3"),
+    ],
+)
+def test_wrong_fields_of_sharded_plans_are_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(wide(**changes))
 
 
 def test_files_that_are_no_plan(tmp_path: Path) -> None:

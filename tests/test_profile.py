@@ -1,87 +1,21 @@
-"""Facts, groups and prices: tables on hand-made graphs, properties on random ones, torch itself as oracle on models."""
+"""Facts of operations, and prices of models: tables on hand-made graphs, torch itself as oracle on models."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import timm
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from graphs import MACHINE, H, X, buffer, graph, op, parameter, value
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.errors import HardwareError, TraceError
-from autopar.hardware import Efficiency, Hardware, Link
-from autopar.ir import Graph, LocalDevice, Op, Ref, Value, Weight
+from autopar.errors import TraceError
+from autopar.ir import CostGraph, Graph, LocalDevice, Value
 from autopar.profile import op_facts, price
 from autopar.trace import trace
 
-MACHINE = Hardware(
-    name="toy",
-    device="toy",
-    memory_bytes=2**30,
-    peak_flops={"float32": 1e6},
-    memory_bytes_per_second=1e9,
-    launch_seconds=0.0,
-    efficiency={kind: Efficiency(1.0, 0.0) for kind in ("matmul", "attention", "convolution")},
-    memory_efficiency=1.0,
-    devices_per_node=4,
-    link=Link(0.0, 1e9),
-    link_name="wire",
-    network=None,
-    error=0.0,
-)
 
-
-# -- hand-made graphs ------------------------------------------------------------------------------------------------
-
-
-def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
-
-
-def value(name: str, *shape: int, grad: bool = True, dtype: str = "float32") -> Value:
-    return Value(name, shape, dtype, strides(shape), grad)
-
-
-def parameter(name: str, *shape: int) -> Weight:
-    return Weight(name, "parameter", shape, "float32", True, (name,))
-
-
-def buffer(name: str, *shape: int, dtype: str = "float32") -> Weight:
-    return Weight(name, "buffer", shape, dtype, False, (name,))
-
-
-def op(
-    target: str, args: tuple[Any, ...], *outputs: Value, module: str = "", mutates: tuple[str, ...] = (), **kw: Any
-) -> Op:
-    """An operation named after its first output; texts that start with % are references."""
-
-    def convert(tree: Any) -> Any:
-        if isinstance(tree, str) and tree.startswith("%"):
-            return Ref(tree[1:])
-        return tuple(map(convert, tree)) if isinstance(tree, tuple) else tree
-
-    kwargs = tuple((k, convert(v)) for k, v in kw.items())
-    name = outputs[0].name.removesuffix(":0") if outputs else f"{module}.update"
-    return Op(name, target, convert(args), kwargs, outputs, module, "model.py:7: forward", mutates)
-
-
-def graph(inputs: tuple[Value, ...], weights: tuple[Weight, ...], *ops: Op, outputs: str = "", **more: Any) -> Graph:
-    results = tuple(map(Ref, outputs.split())) or (Ref(ops[-1].outputs[0].name),)
-    leaves = tuple(Ref(v.name) for v in inputs)
-    return Graph("toy", "train", inputs[0].shape[0], inputs, weights, ops, results, leaves, None, None, **more)
-
-
-X = value("x", 2, 4, grad=False)
-H = value("h", 2, 4)
-MLP = graph(
-    (X,),
-    (parameter("fc1.weight", 8, 4), parameter("fc1.bias", 8), parameter("fc2.weight", 3, 8)),
-    op("aten.linear.default", ("%x", "%fc1.weight", "%fc1.bias"), value("fc1", 2, 8), module="fc1"),
-    op("aten.gelu.default", ("%fc1",), value("act", 2, 8), module="act"),
-    op("aten.linear.default", ("%act", "%fc2.weight"), value("fc2", 2, 3), module="fc2"),
-)
+def priced(model: Graph) -> CostGraph:
+    return price(model, op_facts(model), MACHINE, 2)
 
 
 # -- facts -----------------------------------------------------------------------------------------------------------
@@ -218,147 +152,6 @@ def test_an_operation_that_meta_tensors_cannot_run():
         TraceError, match=r"Cannot price y \(aten.nonzero.default of float32\[2, 4\]\) at model.py:7: forward"
     ):
         op_facts(odd)
-
-
-# -- prices ----------------------------------------------------------------------------------------------------------
-
-
-def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
-    return price(model, op_facts(model), machine, batch)
-
-
-def test_the_printed_cost_graph():
-    assert str(priced(MLP)).splitlines() == [
-        "toy: 3 groups, 2 flows, microbatch of 2",
-        "   0 | fc1: F 0.128 ms, B 0.128 ms, saves 0.00 MiB, reads [], a cut behind sends 0.00 MiB",
-        "   1 | fc2: F 0.096 ms, B 0.192 ms, saves 0.00 MiB, reads [0], a cut behind sends 0.00 MiB",
-        "   2 | loss: F 0.000 ms, B 0.000 ms, saves 0.00 MiB, reads [1]",
-    ]
-
-
-def test_seconds_are_the_larger_of_arithmetic_and_traffic():
-    first, second, loss = priced(MLP).groups
-    assert (first.ops, second.ops, loss.ops) == (("fc1", "act"), ("fc2",), ())
-    # fc1 is bound by 128 FLOPs; gelu by bytes: x and y, in the backward their gradients and the saved x
-    assert first.forward_seconds == pytest.approx(128e-6 + 128e-9)
-    assert first.backward_seconds == pytest.approx(128e-6 + 192e-9)
-    # a machine without arithmetic cost: fc2 moves y, w and x; then the gradients of all three and the saved x
-    free = priced(MLP, machine=replace(MACHINE, peak_flops={"float32": 1e15})).groups[2]
-    assert free.name == "fc2"
-    assert free.forward_seconds == pytest.approx((24 + 96 + 64) * 1e-9)
-    assert free.backward_seconds == pytest.approx((24 + 96 + 64 + 64 + 96) * 1e-9)
-    assert first.flops == 128
-    # bytes of x and y; in the backward gradients of y, w and b
-    assert first.transient_bytes == 64 + 128 + 32
-    assert loss.seconds == 0
-
-
-def test_activations_scale_with_the_batch_and_weights_do_not():
-    small, large = priced(MLP, batch=2), priced(MLP, batch=6)
-    assert large.groups[1].flops == 3 * small.groups[1].flops
-    assert [f.num_bytes for f in large.flows] == [3 * f.num_bytes for f in small.flows] == [192, 72]
-    assert [g.saved_bytes for g in large.groups] == [3 * g.saved_bytes for g in small.groups]
-    assert large.weights == small.weights
-    fast = replace(MACHINE, peak_flops={"float32": 1e15})
-    assert priced(MLP, batch=6, machine=fast).groups[2].forward_seconds == pytest.approx((72 + 96 + 192) * 1e-9)
-
-
-def test_flows_name_producer_consumers_and_gradient():
-    skip = graph(
-        (X,),
-        (parameter("a", 4, 4), parameter("b", 4, 4), parameter("c", 4, 4)),
-        op("aten.linear.default", ("%x", "%a"), value("one", 2, 4)),
-        op("aten.linear.default", ("%one", "%b"), value("two", 2, 4)),
-        op("aten.linear.default", ("%two", "%c"), value("three", 2, 4)),
-        op("aten.add.Tensor", ("%three", "%one"), value("sum", 2, 4)),
-        outputs="sum two",
-    )
-    assert [(f.value, f.producer, f.consumers, f.num_bytes, f.requires_grad) for f in priced(skip).flows] == [
-        ("one", 0, (1, 2), 32, True),
-        ("two", 1, (2, 3), 32, True),
-        ("sum", 2, (3,), 32, True),
-    ]
-
-
-def test_weights_hold_value_gradient_and_optimizer_state():
-    holdings = {h.name: h for h in priced(MLP).weights}
-    assert (holdings["fc1.weight"].num_bytes, holdings["fc1.weight"].numel) == (32 * 16, 32)
-    assert holdings["fc1.weight"].groups == (0,)
-    assert holdings["fc1.weight"].optimizer_seconds == pytest.approx(2 * 32 * 16 * 1e-9)
-    frozen = replace(MLP, weights=tuple(replace(w, requires_grad=False) for w in MLP.weights))
-    assert [(h.num_bytes, h.optimizer_seconds) for h in priced(frozen).weights] == [(128, 0), (32, 0), (96, 0)]
-
-
-def test_a_tied_weight_is_held_by_each_group_that_reads_it():
-    tied = graph(
-        (X,),
-        (parameter("w", 4, 4), parameter("unread", 4)),
-        op("aten.linear.default", ("%x", "%w"), value("one", 2, 4)),
-        op("aten.linear.default", ("%one", "%w"), value("two", 2, 4)),
-    )
-    assert [(h.name, h.groups) for h in priced(tied).weights] == [("w", (0, 1))]
-
-
-def test_a_storage_counts_once_for_the_groups_that_save_it():
-    # both linears save the memory of `one`, the second through a view; the image x is saved by the first alone
-    shared = graph(
-        (X,),
-        (parameter("a", 4, 4), parameter("b", 4, 4), parameter("c", 3, 8)),
-        op("aten.linear.default", ("%x", "%a"), value("one", 2, 4)),
-        op("aten.view.default", ("%one", (1, 8)), value("flat", 1, 8)),
-        op("aten.linear.default", ("%one", "%b"), value("two", 2, 4)),
-        op("aten.linear.default", ("%flat", "%c"), value("three", 1, 3)),
-        outputs="two three",
-    )
-    cost = priced(shared)
-    assert [g.saved_bytes for g in cost.groups] == [32, 0, 0, 0]
-    assert [(h.name, h.num_bytes, h.groups) for h in cost.saved] == [("one", 32, (1, 2))]
-
-
-def test_constants_wait_for_their_reader_and_counters_stay_with_their_module():
-    positions = value("positions", 4, grad=False)
-    model = graph(
-        (X,),
-        (parameter("a", 4, 4), parameter("b", 4, 4), parameter("token", 1, 4), buffer("count", dtype="int64")),
-        op("aten.arange.default", (4,), positions, dtype=torch.float32, device=LocalDevice()),
-        op("aten.expand.default", ("%token", (2, 4)), value("expanded", 2, 4)),
-        op("aten.mul.Tensor", ("%x", 2.0), value("scaled", 2, 4, grad=False)),
-        op("aten.linear.default", ("%scaled", "%a"), value("one", 2, 4), module="one"),
-        op("aten.add_.Tensor", ("%count", 1), module="two", mutates=("count",)),
-        op("aten.linear.default", ("%one", "%b"), value("two", 2, 4), module="two"),
-        op("aten.add.Tensor", ("%two", "%expanded"), value("sum", 2, 4)),
-        op("aten.add.Tensor", ("%sum", "%positions"), value("out", 2, 4)),
-        together=(("two.update", "two"), ("one", "two")),
-    )
-    cost = priced(model)
-    assert [g.ops for g in cost.groups] == [
-        ("scaled", "one"), ("positions", "expanded", "two.update", "two", "sum", "out"), (),
-    ]  # fmt: skip
-    assert [g.name for g in cost.groups] == ["one", "two", "loss"]
-    assert cost.together == ((0, 1),)
-    assert [(h.name, h.num_bytes, h.numel) for h in cost.weights if h.name == "count"] == [("count", 8, 0)]
-
-
-def test_a_dtype_without_peak():
-    with pytest.raises(HardwareError, match=r"toy has no peak FLOP/s for float32, which a matmul"):
-        priced(MLP, machine=replace(MACHINE, peak_flops={"bfloat16": 1e9}))
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.data())
-def test_groups_of_random_graphs_cover_every_operation_once_and_in_order(data: st.DataObject):
-    names, ops = ["x", "w"], []
-    for i in range(data.draw(st.integers(1, 12))):
-        one, two = data.draw(st.sampled_from(names)), data.draw(st.sampled_from(names))
-        target = data.draw(st.sampled_from(["mm.default", "add.Tensor", "t.default"]))
-        args = (f"%{one}",) if target == "t.default" else (f"%{one}", f"%{two}")
-        ops.append(op(f"aten.{target}", args, value(f"v{i}", 3, 3)))
-        names.append(f"v{i}")
-    model = graph((value("x", 3, 3),), (parameter("w", 3, 3),), *ops)
-    cost = priced(model, batch=3)  # its invariant: every flow goes from a lower to a higher group
-    assert sorted(name for g in cost.groups for name in g.ops) == sorted(o.name for o in ops)
-    saved = sum(g.saved_bytes for g in cost.groups) + sum(h.num_bytes for h in cost.saved)
-    assert saved <= 36 * (1 + len(ops))
 
 
 # -- models ------------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import combinations, product
 from typing import Any
 
@@ -14,11 +14,28 @@ from hypothesis import strategies as st
 
 from autopar.errors import HardwareError, InfeasibleError, UsageError
 from autopar.hardware import Hardware, Link, load_hardware
-from autopar.ir import CostGraph, Flow, Graph, Group, Holding, ModelInfo, Op, Plan, Ref, Value, Weight
+from autopar.ir import (
+    BlockSharding,
+    Collective,
+    CostGraph,
+    Flow,
+    Graph,
+    Group,
+    Holding,
+    Layout,
+    Mesh,
+    ModelInfo,
+    Op,
+    Plan,
+    Ref,
+    Value,
+    Weight,
+)
 from autopar.schedule import one_f_one_b_seconds
-from autopar.solve import Constraints, search
-from autopar.solve.assemble import op_ranges
+from autopar.solve import Constraints, Priced, Refine, search
+from autopar.solve.assemble import Decision, op_ranges
 from autopar.solve.constraints import boundary_links, microbatch_factors, microbatch_size, num_microbatches
+from autopar.solve.evaluate import StageCost
 
 GIB = 2**30
 MACHINE = replace(load_hardware("h200-nvlink"), memory_bytes=100 * GIB, link=Link(1e-4, 1e11))
@@ -99,10 +116,30 @@ def blocks(count: int) -> Graph:
     return graph_of(ops)
 
 
+@dataclass(frozen=True)
+class Unsharded:
+    """Prices of a model whose operations nobody splits and whose replicas reduce gradients in no time."""
+
+    cost_at: Callable[[int], CostGraph]
+
+    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+        cost = self.cost_at(size)
+        seconds = sum(g.seconds for g in cost.groups)
+        return Priced(cost, seconds, notes=("attention has 3 heads", "197 tokens")) if memory_level == 0 else None
+
+    def floor_seconds(self, tp: int, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups) / tp
+
+
+def pipeline(cost_at: Callable[[int], CostGraph], graph: Graph, hardware: Hardware, asked: Constraints) -> Plan:
+    """The plan with a stage on every device."""
+    return search(Unsharded(cost_at), graph, hardware, replace(asked, pp=asked.devices), model_of(graph))
+
+
 def plan_for(graph: Graph, constraints: Constraints, hardware: Hardware = MACHINE, **memory: float) -> Plan:
     groups = [[i] for i in range(len(graph.ops))]
     times = [1.0] * len(groups)
-    return search(lambda b: priced(graph, groups, times, b, **memory), graph, hardware, constraints, model_of(graph))
+    return pipeline(lambda b: priced(graph, groups, times, b, **memory), graph, hardware, constraints)
 
 
 # -- plans reproduce their assignment ------------------------------------------------------------------------------
@@ -143,7 +180,7 @@ def test_a_plan_survives_its_file_and_reproduces_the_assignment(
     graph, groups, times = drawn
     constraints = Constraints(devices=devices, batch=batch)
     try:
-        plan = search(lambda b: priced(graph, groups, times, b), graph, MACHINE, constraints, model_of(graph))
+        plan = pipeline(lambda b: priced(graph, groups, times, b), graph, MACHINE, constraints)
     except InfeasibleError as error:
         assert "can be cut into" in str(error) and len(groups) - bool(graph.together) < devices + 3
         return
@@ -189,17 +226,7 @@ def test_the_number_of_microbatches_is_chosen_and_the_others_are_listed() -> Non
     asked = Constraints(devices=4, batch=24, memory_bytes=30 * GIB)
     plan = plan_for(blocks(4), asked, saved=1.0, weight=1.0)
     assert plan.microbatches == 24
-    listed = [(a.label, a.step_seconds and round(a.step_seconds * 1e3), a.note) for a in plan.alternatives]
-    assert listed == [
-        ("1 microbatch", None, "does not fit: stage 1 needs 50.0 GiB"),
-        ("2 microbatches", None, "does not fit: stage 2 needs 50.0 GiB"),
-        ("3 microbatches", None, "does not fit: stage 3 needs 36.0 GiB"),
-        ("4 microbatches", 365, ""),
-        ("6 microbatches", 280, ""),
-        ("8 microbatches", 202, ""),
-        ("12 microbatches", 184, ""),
-        ("one device", 584, ""),
-    ]
+    assert listed(plan) == [("12 microbatches", 184, "bubble 21 %"), ("one device", 584, "")]
     assert round(plan.prediction.step_seconds * 1e3) == 168
     assert plan.bound_by == ("compute of stage 0 (blocks.0.attn … blocks.0.mlp), 0.8 % over the mean; bubble 13 %")
 
@@ -228,12 +255,12 @@ def test_a_number_that_chunk_cannot_make_becomes_the_one_that_runs() -> None:
     ("arguments", "text"),
     [
         ({"devices": 0}, "devices=0: must be at least 1."),
-        ({"pp": 2}, "pp=2 on 4 devices: this version splits a model into pipeline stages only, one per device. "
-                    "Use devices=2 or leave pp out."),
         ({"microbatches": 9}, "microbatches=9 of a batch of 8. Use microbatches=8 or less."),
         ({"microbatches": 4, "microbatch_size": 1},
-         "microbatches=4 and microbatch_size=1 contradict each other: a batch of 8 makes 8 microbatches of that size. "
-         "Give only one."),
+         "Both microbatches=4 and microbatch_size=1 are given; one follows from the other. Give only one."),
+        ({"dp": 1, "zero1": True},
+         "zero1=True with dp=1: there are no replicas to share the optimizer's state. Use dp=2 or more, or leave zero1 "
+         "out."),
         ({"schedule": "forward-only"},
          'schedule="forward-only" has no training step to plan. Use "1f1b" or "gpipe".'),
     ],
@@ -290,8 +317,8 @@ def test_wrong_pins_are_refused(pins: Mapping[str, int], text: str) -> None:
 def test_two_pins_for_one_group_are_refused() -> None:
     graph = graph_of([op("a.one", ["x"]), op("b.two", ["a.one:out"]), op("c.three", ["b.two:out"])])
     with pytest.raises(UsageError) as caught:
-        search(lambda b: priced(graph, [[0, 1], [2]], [1.0, 1.0], b), graph, MACHINE,
-               Constraints(devices=2, batch=8, pins={"a": 0, "b": 1}), model_of(graph))  # fmt: skip
+        pipeline(lambda b: priced(graph, [[0, 1], [2]], [1.0, 1.0], b), graph, MACHINE,
+                 Constraints(devices=2, batch=8, pins={"a": 0, "b": 1}))  # fmt: skip
     assert str(caught.value) == (
         "Pins contradict each other: a is pinned to stage 0 and b to stage 1, but both reach a.one, which cannot be "
         "divided. Pin both to one stage."
@@ -339,13 +366,13 @@ def test_other_balances_are_alternatives() -> None:
         return priced(graph, [[i] for i in range(8)], times, batch)
 
     asked = Constraints(devices=2, batch=8, microbatches=8)
-    plan = search(cost_at, graph, MACHINE, asked, model_of(graph))
+    plan = pipeline(cost_at, graph, MACHINE, asked)
     assert [s.last for s in plan.stages] == ["blocks.0.attn.linear", "blocks.3.mlp.linear"]
-    listed = {a.label: a.step_seconds for a in plan.alternatives}
-    assert list(listed) == ["uniform cuts", "equal parameters", "one device"]
-    uniform = search(cost_at, graph, MACHINE, replace(asked, balance="uniform"), model_of(graph))
+    times_of = {a.label: a.step_seconds for a in plan.alternatives}
+    assert list(times_of) == ["uniform cuts", "equal parameters", "one device"]
+    uniform = pipeline(cost_at, graph, MACHINE, replace(asked, balance="uniform"))
     assert [s.last for s in uniform.stages] == ["blocks.1.mlp.linear", "blocks.3.mlp.linear"]
-    assert uniform.prediction.step_seconds == pytest.approx(listed["uniform cuts"])
+    assert uniform.prediction.step_seconds == pytest.approx(times_of["uniform cuts"])
     assert uniform.solver.balance == "uniform"
     assert [a.label for a in uniform.alternatives] == ["equal time", "equal FLOPs", "one device"]
 
@@ -358,6 +385,200 @@ def test_a_slow_link_is_what_bounds_a_plan() -> None:
     )
 
 
+# -- meshes --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Splittable:
+    """Prices in which ``tp`` ranks share all work but ``overhead`` of it, unless ``unsplit`` says why they cannot.
+
+    The gradients of replicas take ``reduce`` seconds in all. Each memory level halves what weights take, and adds the
+    overhead once more.
+    """
+
+    cost_at: Callable[[int], CostGraph]
+    overhead: float = 0.1
+    reduce: float = 0.0
+    levels: int = 1
+    able: tuple[int, ...] = (2, 4, 8)
+
+    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+        if memory_level >= (self.levels if tp > 1 else 1):
+            return None
+        whole = self.cost_at(size)
+        if tp > 1 and tp not in self.able:
+            return Priced(whole, sum(g.seconds for g in whole.groups), notes=("attention has 4 heads", "197 tokens"))
+        extra = self.overhead * (memory_level + 1) * (tp > 1)
+        groups = tuple(
+            replace(g, forward_seconds=(1 + extra) * g.forward_seconds / tp,
+                    backward_seconds=(1 + extra) * g.backward_seconds / tp, saved_bytes=g.saved_bytes // tp)
+            for g in whole.groups
+        )  # fmt: skip
+        share = tp * 2**memory_level * (2 if zero1 else 1)
+        weights = tuple(
+            replace(w, num_bytes=w.num_bytes // share, optimizer_seconds=w.optimizer_seconds / tp / (dp if zero1 else 1),
+                    reduce_seconds=self.reduce / len(whole.weights) / tp * (dp > 1))
+            for w in whole.weights
+        )  # fmt: skip
+        half = extra * sum(g.seconds for g in whole.groups) / tp / 2
+        collectives = tuple(Collective("fc", "all-reduce", way, 2**20, half) for way in ("forward", "backward"))
+        return Priced(
+            cost=replace(whole, groups=groups, weights=weights),
+            bound_seconds=sum(g.seconds for g in whole.groups) / tp,
+            strategies={whole.groups[0].name: "n"} if tp > 1 else {},
+            storage={whole.weights[0].name: Layout.parse("tp:0")} if tp > 1 else {},
+            blocks=(BlockSharding("blocks.*", 1, {"attn": f"rows / {tp}"}, collectives),) if tp > 1 else (),
+        )
+
+    def floor_seconds(self, tp: int, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups) / tp
+
+
+def meshed(asked: Constraints, hardware: Hardware = MACHINE, depth: int = 4, memory: Mapping[str, float] = {},
+           refine: Refine | None = None, **costs: Any) -> Plan:  # fmt: skip
+    """The plan for a chain of blocks under the prices of `Splittable`."""
+    graph = blocks(depth)
+    groups = [[i] for i in range(len(graph.ops))]
+
+    def cost_at(batch: int) -> CostGraph:
+        return priced(graph, groups, [1.0] * len(groups), batch, **memory)
+
+    return search(Splittable(cost_at, **costs), graph, hardware, asked, model_of(graph), refine)
+
+
+def listed(plan: Plan) -> list[tuple[str, int | None, str]]:
+    return [(a.label, a.step_seconds and round(a.step_seconds * 1e3), a.note) for a in plan.alternatives]
+
+
+def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() -> None:
+    plan = meshed(Constraints(devices=4, batch=32), reduce=40e-3)
+    assert (str(plan.mesh), plan.microbatches) == ("pp 1 × tp 4 × dp 1", 1)
+    assert listed(plan) == [
+        ("pp 4 × tp 1 × dp 1, m 32", 217, "bubble 11 %"),
+        ("pp 2 × tp 2 × dp 1, m 32", 223, "bubble 4 %"),
+        ("pp 2 × tp 1 × dp 2, m 16, ZeRO-1", 228, "reduction 20.0 ms exposed, bubble 7 %"),
+        ("pp 1 × tp 2 × dp 2, m 1, ZeRO-1", 233, "reduction 20.0 ms exposed"),
+        ("pp 1 × tp 1 × dp 4, m 1, ZeRO-1", 234, "reduction 40.0 ms exposed"),
+        ("2 microbatches", 213, ""),
+        ("one device", 776, ""),
+    ]
+    assert plan.bound_by == "compute of stage 0 (blocks.0.attn … blocks.3.mlp); collectives 9 % of the step"
+    assert plan.strategies == {"blocks.0.attn.linear": "n"} and plan.shardings == {"w_0a": "tp:0"}
+    assert [b.rows for b in plan.blocks] == [{"attn": "rows / 4"}]
+    assert (plan.solver.method, plan.solver.status) == ("shardings then cuts", "optimal for the cuts")
+    # Of 213.2 ms the bound over all shardings leaves out the collectives and the optimizer, 19.2 and 2 ms.
+    assert plan.solver.gap == pytest.approx(21.2 / 213.2)
+
+
+@pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (40e-3, 0.4), (10e-3, 0.02)])
+def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> None:
+    """The search finds what trying every mesh, number of microbatches and ZeRO-1 one by one finds."""
+    every = [
+        meshed(Constraints(4, 8, pp, tp, 4 // pp // tp, zero1, microbatches), reduce=reduce, overhead=overhead)
+        for pp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
+        for zero1 in ((False, True) if pp * tp < 4 else (False,))
+        for microbatches in (1, 2, 4, 8)
+        if microbatches <= 8 // (4 // pp // tp)
+    ]
+    found = meshed(Constraints(4, 8), reduce=reduce, overhead=overhead)
+    assert found.prediction.step_seconds == pytest.approx(min(p.prediction.step_seconds for p in every))
+
+
+@pytest.mark.parametrize(
+    ("backward", "reduce", "mebibytes", "exposed"),
+    [(50, 40, 100, 10), (50, 40, 10, 40), (30, 40, 200, 10), (30, 40, 100, 10), (10, 40, 1000, 30), (10, 0, 100, 0)],
+)
+def test_a_reduction_is_hidden_by_the_last_backward_but_for_its_last_bucket(
+    backward: float, reduce: float, mebibytes: int, exposed: float
+) -> None:
+    stage = StageCost(0.0, backward, 0.0, 0.0, 0.0, reduce, mebibytes * 2**18, 0, 0, 0, 0, 1)
+    assert stage.exposed_seconds == exposed
+
+
+def test_the_step_ends_with_the_stage_that_is_last_with_reduction_and_optimizer() -> None:
+    plan = meshed(Constraints(devices=2, batch=16, dp=2, zero1=False, microbatches=8), reduce=40e-3)
+    assert plan.prediction.reduce_seconds == pytest.approx(40e-3)
+    assert plan.prediction.optimizer_seconds == pytest.approx(8e-3)
+    assert plan.prediction.step_seconds == pytest.approx(8 * 24e-3 + 48e-3)
+
+
+def test_zero1_is_taken_where_it_saves_time_and_where_memory_asks_for_it() -> None:
+    asked = Constraints(devices=2, batch=16, dp=2)
+    assert meshed(asked).zero1 and not meshed(replace(asked, zero1=False)).zero1
+    assert meshed(replace(asked, zero1=True)).decision.count("ZeRO-1") == 1
+    with pytest.raises(InfeasibleError):
+        meshed(replace(asked, zero1=False, memory_bytes=30 * GIB), memory={"weight": 6.0})
+    plan = meshed(replace(asked, memory_bytes=30 * GIB), memory={"weight": 6.0})
+    assert plan.zero1 and set(plan.prediction.peak_bytes) == {24 * GIB}
+    assert ("1 microbatch, no ZeRO-1", None, "does not fit: over 48.0 GiB") in listed(plan)
+
+
+def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
+    asked = Constraints(devices=4, batch=32, tp=4, memory_bytes=10 * GIB)
+    plan = meshed(asked, memory={"weight": 8.0, "saved": 0.2}, levels=3)
+    assert max(plan.prediction.peak_bytes) <= 10 * GIB
+    assert "collectives 17 % of the step" in plan.bound_by
+    with pytest.raises(InfeasibleError) as caught:
+        meshed(replace(asked, tp=None), memory={"weight": 16.0, "saved": 0.2}, levels=1)
+    assert str(caught.value) == (
+        "No plan fits: stage 0 needs 32.4 GiB, ranks 0–3 have 10.0 GiB. Largest: weights with gradients and optimizer "
+        "state (32.0 GiB). The smallest memory that holds one stage is 32.4 GiB per device. Use more devices, or "
+        'devices with memory="33GiB" (--memory 33GiB). Of all meshes pp 1 × tp 4 × dp 1 needs least. With 16 devices '
+        "it fits."
+    )
+
+
+def test_a_tp_that_nothing_can_use_says_what_limits_it() -> None:
+    with pytest.raises(UsageError) as caught:
+        meshed(Constraints(devices=6, batch=32, tp=3))
+    assert str(caught.value) == (
+        "tp=3: nothing in net can be split 3 ways: attention has 4 heads, 197 tokens. Use tp=2."
+    )
+    refused = [row for row in listed(meshed(Constraints(devices=3, batch=8))) if row[1] is None]
+    assert refused == [
+        ("pp 1 × tp 1 × dp 3", None, "3 replicas cannot share a batch of 8 evenly"),
+        ("pp 1 × tp 3 × dp 1", None, "nothing can be split 3 ways"),
+    ]
+
+
+def test_devices_that_no_mesh_can_use() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        meshed(Constraints(devices=7, batch=10), depth=3)
+    assert str(caught.value) == (
+        "No mesh of 7 devices works for net and a batch of 10. pp 7 × tp 1 × dp 1: can be cut into 6 pieces at most; "
+        "pp 1 × tp 1 × dp 7: 7 replicas cannot share a batch of 10 evenly; pp 1 × tp 7 × dp 1: nothing can be split 7 "
+        "ways. Use another number of devices or another batch."
+    )
+
+
+def test_a_sharding_refined_for_its_stages_is_kept_where_it_is_faster() -> None:
+    asked = Constraints(devices=4, batch=32, pp=2, tp=2)
+
+    def scaled(factor: float) -> Refine:
+        def refine(decision: Decision) -> Priced:
+            groups = tuple(
+                replace(g, forward_seconds=factor * g.forward_seconds, backward_seconds=factor * g.backward_seconds)
+                for g in decision.priced.cost.groups
+            )
+            return replace(decision.priced, cost=replace(decision.priced.cost, groups=groups))
+
+        return refine
+
+    plain, worse, better = (meshed(asked, refine=r) for r in (None, scaled(1.1), scaled(0.95)))
+    assert worse.prediction == plain.prediction
+    assert worse.solver.method == plain.solver.method == "shardings then cuts"
+    assert better.solver.method == "joint" and better.solver.gap < plain.solver.gap
+    assert better.prediction.step_seconds < plain.prediction.step_seconds
+
+
+def test_replicas_win_where_reduction_is_free() -> None:
+    plan = meshed(Constraints(devices=4, batch=32))
+    assert (str(plan.mesh), plan.microbatches, plan.zero1) == ("pp 1 × tp 1 × dp 4", 1, True)
+    assert plan.stages[0].ranks == (0, 1, 2, 3) and len(plan.prediction.peak_bytes) == 4
+    assert plan.blocks == () and plan.strategies == {} and plan.shardings == {}
+    assert Plan.from_json(plan.to_json()) == plan
+
+
 def test_nodes_without_a_network_are_refused() -> None:
     machine = replace(MACHINE, devices_per_node=2, network=None)
     with pytest.raises(HardwareError, match="no network"):
@@ -366,6 +587,10 @@ def test_nodes_without_a_network_are_refused() -> None:
 
 def test_the_network_carries_what_leaves_a_node() -> None:
     machine = replace(MACHINE, devices_per_node=2, network=Link(1e-3, 1e9))
-    links = boundary_links(machine, 4)
+    links = boundary_links(machine, Mesh(4))
     assert [round(link.latency_seconds, 6) for link in links] == [1e-4, 1e-3, 1e-4]
     assert [link.bytes_per_second for link in links] == pytest.approx([1e11, 1e9, 1e11])
+    # Rank 2s + r talks to rank 2(s + 1) + r: from every second stage to another node.
+    wide = boundary_links(replace(machine, devices_per_node=4), Mesh(4, 2))
+    assert [round(link.latency_seconds, 6) for link in wide] == [1e-4, 1e-3, 1e-4]
+    assert [link.latency_seconds for link in boundary_links(machine, Mesh(2, 2, 2))] == pytest.approx([1e-3])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 
 from autopar.ir import (
     Alternative,
+    BlockSharding,
+    Collective,
     HardwareInfo,
     InputInfo,
     Mesh,
@@ -17,7 +20,8 @@ from autopar.ir import (
     SolverInfo,
     Stage,
 )
-from autopar.ir.table import microbatches_text, plan_text, stage_ends, wrapped
+from autopar.ir.table import microbatches_text, plan_text, stage_ends
+from autopar.ir.text import wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 
 GIB = 2**30
@@ -74,6 +78,81 @@ rejected            step  against this plan
 uniform cuts    100.0 ms      19.0 % faster
 one device      500.0 ms      4.1 × as long
 1 microbatch           –                  –  does not fit: stage 0 needs 99.0 GiB"""
+
+
+def all_reduce(op: str, direction: Literal["forward", "backward"]) -> Collective:
+    return Collective(op, "all-reduce", direction, int(38.5 * 2**20), 3.1e-5)
+
+
+SHARDED = replace(
+    PLAN,
+    mesh=Mesh(2, 2, 4),
+    zero1=True,
+    stages=tuple(replace(s, ranks=tuple(range(8 * i, 8 * i + 8))) for i, s in enumerate(PLAN.stages)),
+    prediction=replace(PLAN.prediction, reduce_seconds=0.009, optimizer_seconds=0.0041),
+    solver=replace(PLAN.solver, method="shardings then cuts"),
+    exceptions={},
+    blocks=(
+        BlockSharding(
+            "blocks.*",
+            24,
+            {"attn.q": "rows by head / 2", "attn.k": "rows by head / 2", "attn.proj": "columns / 2 → all-reduce"},
+            (all_reduce("a", "forward"), all_reduce("b", "forward"), all_reduce("c", "backward")),
+        ),
+        BlockSharding("head", 1, {"head": "rows / 2"}, (Collective("h", "all-gather", "forward", 2**20, 5e-6),)),
+    ),
+    alternatives=(
+        Alternative("pp 4 × tp 2 × dp 2, m 16, ZeRO-1", 0.15, "bubble 43 %"),
+        Alternative("pp 1 × tp 16 × dp 1", None, "groups of 16 ranks cross nodes of 8 devices"),
+    ),
+)
+
+PRINTED_SHARDED = """\
+batch       64 in 8 microbatches of 2 on each of 4 replicas
+devices     16 × Test GPU, 16.0 GiB each, over wire (cost model test-box)
+mesh        pp 2 × tp 2 × dp 4, ZeRO-1, schedule 1f1b, fp32, bubble 17.6 %
+
+stage  ranks  from … to                params  forward  backward  F █ B ░     peak memory     sends
+───────────────────────────────────────────────────────────────────────────────────────────────────
+    0    0–7  patch_embed.proj …       76.5 M  4.00 ms   8.00 ms  ███░░░░░  12.5 GiB 78 %  3.00 MiB
+              blocks.1.mlp.fc1
+    1   8–15  blocks.1.mlp.act … head  76.5 M  2.00 ms   4.00 ms  █░░░       1.2 GiB  8 %         –
+
+sharded        module          over 2 ranks
+───────────────────────────────────────────────────────
+24 × blocks.*  attn.q, attn.k  rows by head / 2
+               attn.proj       columns / 2 → all-reduce
+head           head            rows / 2
+
+collectives    direction  of one block and microbatch             time
+──────────────────────────────────────────────────────────────────────
+24 × blocks.*  forward    2 × all-reduce of 38.5 MiB           62.0 µs
+               backward   all-reduce of 38.5 MiB               31.0 µs
+head           forward    all-gather of 1.00 MiB               5.00 µs
+all                       of one microbatch, 12 % of its time  2.24 ms
+
+step        123.4 ms ±30 %, 518.6 samples/s ±30 % (predicted)
+            pipeline 110.3 ms + reduction 9.00 ms + optimizer 4.10 ms
+bound by    compute of stage 0
+solver      HiGHS: optimal, certified gap 0.12 %, 0.25 s, shardings then cuts, balancing time
+
+rejected                              step  against this plan
+────────────────────────────────────────────────────────────────────────────────────────────────────
+pp 4 × tp 2 × dp 2, m 16, ZeRO-1  150.0 ms      21.6 % slower  bubble 43 %
+pp 1 × tp 16 × dp 1                      –                  –  groups of 16 ranks cross nodes of 8
+                                                               devices"""
+
+
+def test_a_sharded_plan_prints_its_blocks_and_collectives():
+    printed = plan_text(SHARDED)
+    assert printed[printed.index("batch ") :] == PRINTED_SHARDED
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_a_sharded_plan_fits_the_terminal(width):
+    printed = plan_text(SHARDED, width).splitlines()
+    assert max(map(len, printed)) <= width
+    assert any("█" in line for line in printed) == (width == 100)
 
 
 def test_plan_prints_all_of_it():

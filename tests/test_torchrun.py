@@ -107,6 +107,56 @@ def test_autopar_makes_and_ends_its_own_group_and_an_exception_ends_the_run(tmp_
     assert "autopar: rank 1 (stage 1), in action 1F0" in done.stderr
 
 
+REPLICAS = """
+import os, sys
+import torch
+sys.path.insert(0, os.environ["TESTS"])
+from handmade import plan_by_hand
+from reference import Reference, assert_all_close, assert_close
+from zoo import Tied
+import autopar
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = Tied()
+x, y = torch.randint(0, 32, (10, 5)), torch.randint(0, 32, (10,))
+adamw = lambda p: torch.optim.AdamW(p, lr=1e-2)
+reference = Reference(model, make_optimizer=adamw)
+plan = plan_by_hand(model, x, 2, [], dp=2, zero1=True)
+with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
+    assert (pm.data_rank, pm.data_size) == (rank, 2)
+    own = slice(5 * rank, 5 * rank + 5)
+    for _ in range(2):
+        loss = reference.forward_backward(x, y, 2, 2)
+        result = pm.forward_backward(x[own], y[own], return_outputs=True)
+        assert abs(result.loss - loss) < 1e-5, (result.loss, loss)
+        assert_close(result.outputs, reference.forward(x, 2, 2)[0][own], "outputs of a step")
+        assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+        reference.step()
+        pm.optimizer_step()
+    try:
+        pm.train_step(x[: 4 + rank], y[: 4 + rank])
+        raise SystemExit("unequal parts were accepted")
+    except autopar.UsageError as error:
+        assert "different sizes: 4 on data rank 0, 5 on data rank 1. Each call takes an equal part" in str(error), error
+    loss = reference.forward_backward(x[:6], y[:6], 2, 2)
+    reference.step()
+    assert abs(pm.train_step(x[3 * rank : 3 * rank + 3], y[3 * rank : 3 * rank + 3]).loss - loss) < 1e-5
+    assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
+    pm.load_state_dict(model.state_dict())
+    assert_all_close(pm.state_dict(), dict(model.state_dict()), "state")
+    assert_close(pm.eval()(x[own]), model.eval()(x).detach()[own], "output")
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def test_each_replica_is_given_its_own_part(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "", REPLICAS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+
+
 DISAGREEING = """
 import os, torch, autopar
 from torch import nn

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.bench import BenchResult
-from autopar.ir.table import labelled, plain_table
+from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import BYTES, TIME, percent, plural, text
 
 

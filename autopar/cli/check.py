@@ -48,7 +48,7 @@ def check(
     samples = as_call(built, x).batch
     if not {"microbatches", "microbatch_size"} & constraints.keys():
         # Several, so that the pipeline is filled, of at least two samples, which batch norm needs.
-        constraints["microbatches"] = min(devices, max(1, samples // 2))
+        constraints["microbatch_size"] = min(samples, max(2, -(-samples // devices)))
     parity = compare(built, x, devices=devices, steps=steps, **constraints)
     show(parity_parts(parity, named_plan(parity.plan, source)))
     if not parity.ok:

@@ -50,9 +50,12 @@ class PlanFlags:
         str | None, Option(help="Cost model to plan with: a name or a TOML file.", metavar="NAME|FILE")
     ] = None
     pp: Annotated[int | None, Option(help="Pipeline stages.", metavar="N")] = None
-    tp: Annotated[int | None, Option(help="Tensor-parallel size; 1 in this version.", metavar="N")] = None
-    dp: Annotated[int | None, Option(help="Data-parallel size; 1 in this version.", metavar="N")] = None
-    microbatches: Annotated[int | None, Option(help="Microbatches per step.", metavar="N")] = None
+    tp: Annotated[int | None, Option(help="Ranks that share each operation (tensor parallelism).", metavar="N")] = None
+    dp: Annotated[int | None, Option(help="Replicas that share the batch (data parallelism).", metavar="N")] = None
+    zero1: Annotated[
+        bool | None, Option("--zero1/--no-zero1", help="Share the optimizer's state among replicas; chosen by default.")
+    ] = None
+    microbatches: Annotated[int | None, Option(help="Microbatches per replica and step.", metavar="N")] = None
     microbatch_size: Annotated[int | None, Option(help="Samples per microbatch.", metavar="N")] = None
     chunks: Annotated[int | None, Option(help="Stages per rank; 1 in this version.", metavar="N")] = None
     schedule: Annotated[str | None, Option(help="1f1b (default) or gpipe.", metavar="NAME")] = None

@@ -10,7 +10,8 @@ from rich.console import Console, RenderableType
 
 from autopar.errors import UsageError
 from autopar.ir import Plan
-from autopar.ir.table import plan_text, rendered
+from autopar.ir.table import plan_text
+from autopar.ir.text import rendered
 
 PIPE_WIDTH, MAX_WIDTH = 100, 120
 

@@ -8,7 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.ir import Plan
-from autopar.ir.table import labelled, microbatches_text, plain_table, stage_ends
+from autopar.ir.table import batch_text, stage_ends
+from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import COUNT, plural, text
 from autopar.parity import ABSOLUTE, EPSILON, LEARNING_RATE, RELATIVE, SMALL_NORM, Parity, Row
 
@@ -21,7 +22,7 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
     lines = [
         ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters"),
         ("compared", f"a: on {devices}; b: the unmodified model on one device, with the same microbatches"),
-        ("batch", f"{plan.batch:,} in {microbatches_text(plan.batch, plan.microbatches)}, schedule {plan.schedule}"),
+        ("batch", f"{batch_text(plan)}, schedule {plan.schedule}"),
         ("stages", stages),
         ("training", f"{trained}{parity.loss}" if parity.steps else "not compared"),
         (

@@ -31,8 +31,8 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     model = planned_model(plan, name, kwargs)
     call = planned_call(plan, model)
     programs = Programs(model, plan, call)
-    microbatch = call.first(-(-plan.batch // plan.microbatches))
-    return source(programs.variant(mode, microbatch).programs[rank])
+    microbatch = call.first(-(-plan.batch // (plan.mesh.dp * plan.microbatches)))
+    return source(programs.variant(mode, microbatch).programs[plan.mesh.place(rank).stage])
 
 
 def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None) -> nn.Module:

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import keyword
-import operator
 import re
 from collections.abc import Iterable, Mapping
+from operator import getitem
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
 
 from autopar.ir import LocalDevice, Op, Program, Ref
+from autopar.operators import operator
 
 # What the code of an fx.GraphModule means by these names an argument must not hide.
 RESERVED = ("self", "torch", "device", "inf", "nan")
+SAME_KEYS: Mapping[str, str] = MappingProxyType({})
 
 
-def graph_module(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device) -> fx.GraphModule:
+def graph_module(
+    program: Program,
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    axes: Mapping[str, str] = SAME_KEYS,
+) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
 
     Args:
         weights: at least the program's own, by name; used as they are, so several modules can share them.
         device: replaces every device that tracing baked in.
+        axes: for each mesh axis the key of its communicator in `autopar.collectives`; its name where it is not listed.
     """
     own = {w.name: weights[w.name] for w in program.weights}
     graph = fx.Graph()
@@ -32,38 +41,42 @@ def graph_module(program: Program, weights: Mapping[str, torch.Tensor], device: 
     for name in own:
         nodes[name] = graph.create_node("get_attr", name, name=names[name])
     for op in program.ops:
-        emit(graph, op, nodes, names, device)
+        emit(graph, op, nodes, names, device, axes)
     graph.output(tuple(nodes[name] for name in program.results))
     return fx.GraphModule(own, graph, class_name=f"Stage{program.stage}")
 
 
-def emit(graph: fx.Graph, op: Op, nodes: dict[str, fx.Node], names: Mapping[str, str], device: torch.device) -> None:
+def emit(
+    graph: fx.Graph,
+    op: Op,
+    nodes: dict[str, fx.Node],
+    names: Mapping[str, str],
+    device: torch.device,
+    axes: Mapping[str, str],
+) -> None:
     """Append one operation's node, and a node per output where it has several."""
+    collective = op.target.startswith("autopar.")
 
     def localised(argument: Any) -> Any:
         if isinstance(argument, Ref):
             return nodes[argument.name]
         if isinstance(argument, LocalDevice):
             return device
+        if collective and isinstance(argument, str):
+            return axes.get(argument, argument)
         if isinstance(argument, tuple):
             return [localised(a) for a in argument]
         return argument
 
     args = tuple(localised(a) for a in op.args)
     kwargs = {k: localised(v) for k, v in op.kwargs}
-    node = graph.create_node("call_function", aten(op.target), args, kwargs, name=names[op.name])
+    node = graph.create_node("call_function", operator(op.target), args, kwargs, name=names[op.name])
     if op.outputs and op.outputs[0].name == op.name:
         nodes[op.name] = node
         return
     for value in op.outputs:
         index = int(value.name.rpartition(":")[2])
-        nodes[value.name] = graph.create_node("call_function", operator.getitem, (node, index), name=names[value.name])
-
-
-def aten(target: str) -> Any:
-    """The torch operator behind ``namespace.name.overload``."""
-    namespace, name, overload = target.split(".")
-    return getattr(getattr(getattr(torch.ops, namespace), name), overload)
+        nodes[value.name] = graph.create_node("call_function", getitem, (node, index), name=names[value.name])
 
 
 def identifiers(names: Iterable[str]) -> Mapping[str, str]:

@@ -15,9 +15,11 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
     stages that read them; the model's outputs are gathered on the last stage.
 
     Args:
-        stage_of: stage of every operation in ``graph``; never lower than that of an operation it reads from.
+        stage_of: stage of every traced operation in ``graph``, never lower than that of an operation it reads from;
+            an operation that sharding inserted goes to its home's.
     """
     last = num_stages - 1
+    stage_of = {op.name: stage_of[op.home or op.name] for op in graph.ops}
     readers: dict[str, set[int]] = {}
     for op in graph.ops:
         for name in op.reads:

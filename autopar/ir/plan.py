@@ -116,13 +116,17 @@ class BlockSharding:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SolverInfo:
-    """How the cuts were found. ``gap`` is certified: (found − bound) / found of the solver's own model."""
+    """How the plan was found. ``gap`` is certified: (found − bound) / found of the solver's own model.
+
+    ``method`` says what was solved for: cuts alone, shardings and then cuts, or both at once.
+    """
 
     name: str
     status: str
     gap: float
     seconds: float
     balance: Balance = "time"
+    method: str = "cuts"
 
 
 @with_config(STRICT)
@@ -156,8 +160,8 @@ class Plan:
 
     ``shardings`` maps weights to the layouts (`Layout.parse`) in which ranks hold them, ``strategies`` operations to
     the factor that is split when they run (`autopar.rules`). In both, ``*`` stands for any number in a name, a full name
-    outranks a pattern, and what is not listed is replicated; both are empty when tp is 1. ``blocks`` says the same for
-    people. ``zero1``: each replica keeps the optimizer's state of a part of the parameters.
+    outranks a pattern; a weight that is not listed is replicated, an operation follows what it reads. Both are empty
+    when tp is 1. ``blocks`` says the same for people. ``zero1``: each replica keeps the optimizer's state of a part of the parameters.
     """
 
     model: ModelInfo

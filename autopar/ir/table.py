@@ -2,48 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from io import StringIO
 
-from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
-from rich.text import Text
 
 from autopar.ir.plan import Alternative, Plan, Stage
+from autopar.ir.sharding_table import sharding_parts
+from autopar.ir.text import labelled, plain_table, rendered, wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 
-BAR_CELLS, LABEL_CELLS = 8, 10
+BAR_CELLS = 8
 GAP = 2  # columns between two cells
-MIN_ROOM = 12  # columns for module names, however narrow the terminal is
+MIN_ROOM, WANTED_ROOM = 12, 18  # columns for module names: however narrow the terminal is, and before there are bars
 NEARLY_FULL = 0.9  # share of a device's memory from which a stage is marked
-LEFT = ("F █ B ░",)
-STYLES = {"F █ B ░": "cyan"}
+NOTABLE = 0.01  # share of a step from which its end is told apart from the pipeline
+LEFT = "F █ B ░"
+STYLES = {LEFT: "cyan"}
 
 
 def plan_text(plan: Plan, width: int = 100, color: bool = False) -> str:
     """The plan as a table for people, ``width`` columns wide, with terminal colours where asked for."""
-    parts: list[RenderableType] = [header(plan), "", stage_table(plan, width), "", footer(plan)]
+    parts: list[RenderableType] = [header(plan), "", stage_table(plan, width), ""]
+    if plan.blocks:
+        parts += [*sharding_parts(plan), ""]
+    parts.append(footer(plan))
     if plan.alternatives:
         parts += ["", alternative_table(plan)]
     return rendered(parts, width, color)
-
-
-def rendered(parts: Sequence[RenderableType], width: int, color: bool) -> str:
-    """What rich makes of the parts, one below the other, without spaces at line ends."""
-    console = Console(
-        file=StringIO(),
-        width=width,
-        force_terminal=color,
-        color_system="standard" if color else None,
-        highlight=False,
-        legacy_windows=False,
-        record=True,
-    )
-    for part in parts:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in console.export_text(styles=color).rstrip().splitlines())
 
 
 def header(plan: Plan) -> Table:
@@ -56,7 +42,7 @@ def header(plan: Plan) -> Table:
         [
             ("model", f"{name}, {text(model.num_params, COUNT)} parameters"),
             ("inputs", inputs),
-            ("batch", f"{plan.batch:,} in {microbatches_text(plan.batch, plan.microbatches)}"),
+            ("batch", batch_text(plan)),
             (
                 "devices",
                 f"{mesh.devices} × {hardware.device}, {text(hardware.memory_bytes, BYTES)} each, over {hardware.link} "
@@ -64,7 +50,7 @@ def header(plan: Plan) -> Table:
             ),
             (
                 "mesh",
-                f"pp {mesh.pp} × tp {mesh.tp} × dp {mesh.dp}, schedule {plan.schedule}, {plan.precision}, "
+                f"{mesh}{', ZeRO-1' if plan.zero1 else ''}, schedule {plan.schedule}, {plan.precision}, "
                 f"bubble {percent(plan.prediction.bubble_fraction)}",
             ),
         ]
@@ -85,14 +71,21 @@ def stage_table(plan: Plan, width: int) -> Table:
         "params": column([s.params for s in stages], COUNT),
         "forward": column([s.forward_seconds for s in stages], TIME),
         "backward": column([s.backward_seconds for s in stages], TIME),
-        "F █ B ░": [time_bar(s, slowest) for s in stages],
+        LEFT: [time_bar(s, slowest) for s in stages],
         "peak memory": [f"{peak} {share:>{max(map(len, shares))}}" for peak, share in zip(peaks, shares)],
         "sends": [sent if s.send_bytes else "–" for s, sent in zip(stages, sends)],
     }
-    room = width - sum(GAP + max(map(len, (title, *cells))) for title, cells in numbers.items())
+
+    def left() -> int:
+        """Columns for the modules' names."""
+        return width - sum(GAP + max(map(len, (title, *cells))) for title, cells in numbers.items())
+
+    if left() < WANTED_ROOM:
+        del numbers[LEFT]
+    room = left()
     table = plain_table()
     for title in numbers:
-        table.add_column(title, justify="left" if title in LEFT else "right", no_wrap=True, style=STYLES.get(title, ""))
+        table.add_column(title, justify="left" if title == LEFT else "right", no_wrap=True, style=STYLES.get(title, ""))
         if title == "ranks":
             table.add_column("from … to")
     for i, (first, last) in enumerate(stage_ends(stages)):
@@ -108,13 +101,18 @@ def footer(plan: Plan) -> Table:
     seconds, rate, error = prediction.step_seconds, prediction.samples_per_second, prediction.error
     band = f"±{percent(error, 0)}"
     rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
+    ends = {"reduction": prediction.reduce_seconds, "optimizer": prediction.optimizer_seconds}
+    if sum(ends.values()) >= NOTABLE * seconds:
+        pipeline = {"pipeline": seconds - sum(ends.values())}
+        rows.append(("", " + ".join(f"{name} {text(t, TIME)}" for name, t in (pipeline | ends).items() if t)))
     if plan.bound_by:
         rows.append(("bound by", plan.bound_by))
     rows.append(
         (
             "solver",
             f"{solver.name}: {solver.status}, certified gap {percent(solver.gap, 2)}, {solver.seconds:,.2f} s, "
-            f"balancing {solver.balance}",
+            + (f"{solver.method}, " if plan.mesh.tp > 1 else "")
+            + f"balancing {solver.balance}",
         )
     )
     if plan.exceptions:
@@ -127,7 +125,7 @@ def footer(plan: Plan) -> Table:
 def alternative_table(plan: Plan) -> Table:
     """The plans that were considered and not chosen."""
     table = plain_table()
-    table.add_column("rejected")
+    table.add_column("rejected", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("against this plan", justify="right")
     table.add_column("")
@@ -138,19 +136,11 @@ def alternative_table(plan: Plan) -> Table:
     return table
 
 
-def plain_table() -> Table:
-    """An empty table with a line below its header and two spaces between columns."""
-    return Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
-
-
-def labelled(rows: Sequence[tuple[str, str]]) -> Table:
-    """Lines of label and text, the texts in one column."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", min_width=LABEL_CELLS)
-    table.add_column(overflow="fold")
-    for label, content in rows:
-        table.add_row(label, Text(content))
-    return table
+def batch_text(plan: Plan) -> str:
+    """How the batch is cut: ``64 in 8 microbatches of 8``, of each replica where there are several."""
+    dp = plan.mesh.dp
+    cut = microbatches_text(plan.batch // dp, plan.microbatches)
+    return f"{plan.batch:,} in {cut}" + (f" on each of {dp} replicas" if dp > 1 else "")
 
 
 def microbatches_text(batch: int, microbatches: int) -> str:
@@ -192,19 +182,6 @@ def time_bar(stage: Stage, slowest_seconds: float) -> str:
     both = round((stage.forward_seconds + stage.backward_seconds) * share)
     forward = min(both, round(stage.forward_seconds * share))
     return ("█" * forward + "░" * (both - forward)).ljust(BAR_CELLS)
-
-
-def wrapped(path: str, width: int) -> str:
-    """Module paths on as many lines as they need, broken at spaces; one longer than a line after its dots too."""
-    lines = [""]
-    for word in path.split(" "):
-        for i, piece in enumerate([word] if len(word) <= width else re.findall(r"[^.]+\.?", word)):
-            joined = f"{lines[-1]} {piece}" if i == 0 and lines[-1] else lines[-1] + piece
-            if len(joined) > width and lines[-1]:
-                lines.append(piece)
-            else:
-                lines[-1] = joined
-    return "\n".join(lines)
 
 
 def compared(other: Alternative, best_seconds: float) -> str:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import TraceError
 from autopar.ir import Graph, LocalDevice, Op, Ref
+from autopar.operators import operator
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 META = torch.device("meta")
@@ -117,7 +118,7 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpFacts:
     with torch.enable_grad():
         # autograd refuses to write into a leaf
         tensors = tuple(t.clone() if in_place and t.requires_grad else t for t in leaves)
-        call = functools.partial(resolve(op.target), *fill(args, tensors), **fill(kwargs, tensors))
+        call = functools.partial(operator(op.target), *fill(args, tensors), **fill(kwargs, tensors))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False) as forward:
             returned = call()
     results = [t for t in (returned if isinstance(returned, list | tuple) else (returned,)) if isinstance(t, Tensor)]
@@ -275,11 +276,6 @@ def fill(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
     if isinstance(tree, dict):
         return {name: fill(value, tensors) for name, value in tree.items()}
     return tuple(fill(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
-
-
-def resolve(target: str) -> Any:
-    """The operation behind a name such as ``aten.linear.default``."""
-    return functools.reduce(getattr, target.split("."), torch.ops)
 
 
 def meta_tensor(operand: Operand) -> Tensor:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.hardware import Hardware, Kind
-from autopar.ir import CostGraph, Flow, Graph, Group, Holding, Op, Weight, refs
+from autopar.ir import CostGraph, Flow, Graph, Group, Holding, Op, refs
+from autopar.profile.collectives import is_collective, step_of, step_seconds, whole_bytes
 from autopar.profile.facts import ATTENTION, Facts
-from autopar.profile.groups import Members, fed_by_inputs, group_ops
+from autopar.profile.groups import Members, fed_by_inputs, group_ops, regrouped
+from autopar.profile.holding import ALONE, Sharing, held
 
 LOSS = "loss"
-STATE_BYTES = 8  # of optimizer state per parameter: two moments of Adam in float32
 # A complex product is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
@@ -36,6 +37,7 @@ class Pricing:
     facts: Facts
     hardware: Hardware
     batch: int
+    ranks: int = 1
 
     @cached_property
     def fed(self) -> frozenset[str]:
@@ -62,35 +64,47 @@ class Pricing:
         return root
 
 
-def price(graph: Graph, facts: Facts, hardware: Hardware, batch: int) -> CostGraph:
-    """The cost graph of a traced model at one microbatch size.
+def price(
+    graph: Graph,
+    facts: Facts,
+    hardware: Hardware,
+    batch: int,
+    sharing: Sharing = ALONE,
+    groups: tuple[Group, ...] | None = None,
+) -> CostGraph:
+    """The cost graph of a traced model, or of what each rank runs of a sharded one, at one microbatch size.
 
     FLOPs and activation bytes are linear in the batch, weight bytes are not. A storage that is saved for the backward
     counts for the groups that save it, each storage once, whoever made it.
 
     Args:
         facts: of this graph, from `op_facts`.
-        batch: samples per microbatch.
+        batch: samples per microbatch, of all ranks of a tensor-parallel group together.
+        sharing: what the ranks that hold the same weights have divided among them.
+        groups: of the whole graph, to be kept in the sharded one; found anew where none are given.
     Raises:
         HardwareError: the machine has no peak for a dtype the model computes in.
     Error: ``hardware.error`` for seconds. Saved bytes equal what torch 2.15 saves on CPU to 0.1 % for most timm
         families. Of those compared, an LSTM (Sequencer) keeps 2.5 times as much, and a model whose own in-place
         activation was traced into one that is not in place keeps less (TResNet, 16 %). GPU kernels may add workspaces.
     """
-    pricing = Pricing(graph, facts, hardware, batch)
+    pricing = Pricing(graph, facts, hardware, batch, sharing.tp)
     costs = {op.name: op_cost(op, pricing) for op in graph.ops}
-    seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
-    members = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
+    if groups is None:
+        seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
+        members = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
+    else:
+        members = regrouped(graph, [group for group in groups if group.ops])
     group_of = {op.name: i for i, m in enumerate(members) for op in m.ops}
     own_saved, shared_saved = saved_memory(pricing, group_of)
-    groups = [group_of_members(m, [costs[op.name] for op in m.ops], own_saved[i]) for i, m in enumerate(members)]
+    priced = [group_of_members(m, [costs[op.name] for op in m.ops], own_saved[i]) for i, m in enumerate(members)]
     sets = (tuple(sorted({group_of[name] for name in names})) for names in graph.together)
     return CostGraph(
         model=graph.model,
         batch=batch,
-        groups=(*groups, Group(LOSS, (), "")),
-        flows=tuple(flows(pricing, group_of, loss=len(groups))),
-        weights=tuple(weight_holdings(pricing, group_of)),
+        groups=(*priced, Group(LOSS, (), "")),
+        flows=tuple(flows(pricing, group_of, loss=len(priced))),
+        weights=tuple(weight_holdings(pricing, group_of, sharing)),
         saved=shared_saved,
         together=tuple(dict.fromkeys(numbers for numbers in sets if len(numbers) > 1)),
     )
@@ -110,9 +124,19 @@ def kind_of(target: str, flops: float) -> Kind:
 
 def op_cost(op: Op, pricing: Pricing) -> OpCost:
     """Seconds of one operation; 0 for views, whose backward may still copy (a slice's fills a whole tensor)."""
-    facts, num_bytes = pricing.facts.ops[op.name], pricing.num_bytes
-    flops = pricing.scaled(facts.forward_flops, op.name)
-    backward_flops = pricing.scaled(facts.backward_flops, op.name)
+    return collective_cost(op, pricing) if is_collective(op) else part_cost(op, pricing, pricing.num_bytes)
+
+
+def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: int = 1) -> OpCost:
+    """Seconds of a rank's part of an operation.
+
+    Args:
+        num_bytes: what a rank has of a value or weight.
+        parts: how many ranks divide its arithmetic.
+    """
+    facts = pricing.facts.ops[op.name]
+    flops = pricing.scaled(facts.forward_flops, op.name) / parts
+    backward_flops = pricing.scaled(facts.backward_flops, op.name) / parts
     operands = sum(map(num_bytes, op.reads))
     outputs = sum(num_bytes(v.name) for v in op.outputs)
     dtype = compute_dtype(op, pricing.graph)
@@ -120,14 +144,25 @@ def op_cost(op: Op, pricing: Pricing) -> OpCost:
     forward = pricing.hardware.op_seconds(kind, flops, operands + outputs, dtype) if facts.moves_data else 0.0
     arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
     written = sum(num_bytes(op.reads[i]) for i in facts.gradients)
-    kept = sum(num_bytes(op.reads[i]) for i in facts.saved_operands) + pricing.scaled(facts.saved_bytes, op.name)
+    kept = sum(num_bytes(op.reads[i]) for i in facts.saved_operands)
+    kept += pricing.scaled(facts.saved_bytes, op.name) / parts
     kept += sum(num_bytes(op.outputs[j].name) for j in facts.saved_outputs)
     backward = 0.0
     if facts.gradients:
         backward = pricing.hardware.op_seconds(kind, backward_flops, arriving + written + kept, dtype)
     activations = sum(num_bytes(r) for r in op.reads if r not in pricing.graph.weight)
-    working_set = max(activations + outputs if facts.moves_data else 0, arriving + written if facts.gradients else 0)
+    forward_set = round(activations + outputs) if facts.moves_data else 0
+    working_set = max(forward_set, round(arriving + written) if facts.gradients else 0)
     return OpCost(forward, backward, flops, working_set)
+
+
+def collective_cost(op: Op, pricing: Pricing) -> OpCost:
+    """Seconds of an operation that sharding has inserted; backward only where a gradient comes back."""
+    source, made = pricing.num_bytes(op.reads[0]), pricing.num_bytes(op.outputs[0].name)
+    step, trained = step_of(op), pricing.facts.ops[op.name].outputs[0].requires_grad
+    whole = whole_bytes(step, source, made, pricing.ranks)
+    time = step_seconds(step, whole, trained, pricing.hardware, pricing.ranks)
+    return OpCost(time.forward_seconds, time.backward_seconds, 0.0, source + made)
 
 
 def compute_dtype(op: Op, graph: Graph) -> str:
@@ -178,26 +213,13 @@ def flows(pricing: Pricing, group_of: Mapping[str, int], loss: int) -> Iterable[
                 yield Flow(value.name, here, consumers, pricing.num_bytes(value.name), made.requires_grad)
 
 
-def weight_holdings(pricing: Pricing, group_of: Mapping[str, int]) -> Iterable[Holding]:
+def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[Holding]:
     """Weights with gradient and optimizer state. One that no operation reads is held by no group and left out."""
     reading = readers(pricing.graph, group_of, loss=-1)
     for weight in pricing.graph.weights:
         groups = tuple(sorted(reading[weight.name] - {-1}))
-        if not groups:
-            continue
-        trained = weight.kind == "parameter" and weight.requires_grad
-        yield Holding(
-            name=weight.name,
-            num_bytes=weight.num_bytes + (weight.num_bytes + STATE_BYTES * weight.numel if trained else 0),
-            groups=groups,
-            numel=weight.numel if weight.kind == "parameter" else 0,
-            optimizer_seconds=optimizer_seconds(weight, pricing.hardware) if trained else 0.0,
-        )
-
-
-def optimizer_seconds(weight: Weight, hardware: Hardware) -> float:
-    """Time of one optimizer step on a weight: value, gradient and state are each read and written once."""
-    return hardware.traffic_seconds(2 * (2 * weight.num_bytes + STATE_BYTES * weight.numel))
+        if groups:
+            yield held(weight, groups, sharing, pricing.hardware)
 
 
 def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[Holding, ...]]:

@@ -2,10 +2,11 @@
 
 from autopar.runtime.executor import Span, StepData
 from autopar.runtime.pool import WorkerPool
-from autopar.runtime.rank import RankSpec, RankStats, Work
+from autopar.runtime.reduce import assigned
+from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, Work
 from autopar.runtime.spmd import Launched, LocalRanks, TorchrunRanks, launched
 
 __all__ = [
-    "Launched", "LocalRanks", "RankSpec", "RankStats", "Span", "StepData", "TorchrunRanks", "Work", "WorkerPool",
-    "launched",
+    "Launched", "LocalRanks", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome", "TorchrunRanks",
+    "Work", "WorkerPool", "assigned", "launched",
 ]  # fmt: skip

@@ -63,6 +63,8 @@ class BoundStep:
     def __init__(
         self,
         schedule: Schedule,
+        stage: int,
+        ranks: Sequence[int],
         chunks: Sequence[Chunk],
         transport: Transport,
         device: torch.device,
@@ -72,13 +74,14 @@ class BoundStep:
         """Bind.
 
         Args:
-            schedule: the actions of all ranks; those of the transport's rank are run.
+            schedule: the actions of all stages; those of ``stage`` are run.
+            ranks: the rank of each stage to exchange tensors with.
             chunks: the chunk to use for each microbatch (they differ in shape only).
             device: where a microbatch's inputs and targets are taken when their turn comes.
             loss_fn: on the last stage of a training step.
             training: keep what backward needs; otherwise run without gradients.
         """
-        self.transport = transport
+        self.ranks, self.transport = ranks, transport
         self.device = device
         self.loss_fn = loss_fn
         self.training = training
@@ -92,11 +95,12 @@ class BoundStep:
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.sent: dict[tuple[int, Action], list[Delivery]] = {}
-        actions = schedule[transport.rank]
+        actions = schedule[stage]
+        self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
         self.work = [self.bind(action, chunks[action.microbatch]) for action in actions]
         self.settles = [self.bind_settle(action, chunks[action.microbatch].program, schedule) for action in actions]
 
-    def run(self, data: StepData, keep_outputs: bool) -> None:
+    def run(self, data: StepData, keep_outputs: bool, before_last_backward: Callable[[], None] | None = None) -> None:
         """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
@@ -110,6 +114,8 @@ class BoundStep:
                 following = self.work[k + 1][1]() if early and k < last else None
                 received = [receipt() for receipt in posted]
                 self.settle(self.settles[k])
+                if before_last_backward is not None and k == self.last_backward:
+                    before_last_backward()
                 self.computing, start = True, self.stopwatch.mark()
                 compute(received)
                 self.computing = False
@@ -120,15 +126,15 @@ class BoundStep:
         self.data, self.current = NO_DATA, None
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        """Send during an action; the tensor is freed once `settle` was told of that action and peer."""
-        self.keep(dst, self.transport.send(tensor.contiguous(), dst, tag))
+        """Send to a stage during an action; the tensor is freed once `settle` was told of that action and stage."""
+        self.keep(dst, self.transport.send(tensor.contiguous(), self.ranks[dst], tag))
 
     def keep(self, dst: int, delivery: Delivery) -> None:
         assert self.current is not None
         self.sent.setdefault((dst, self.current), []).append(delivery)
 
     def settle(self, messages: Sequence[tuple[int, Action]]) -> None:
-        """Wait for what was sent to each (peer, in an action), and let go of it."""
+        """Wait for what was sent to each (stage, in an action), and let go of it."""
         for message in messages:
             for delivery in self.sent.pop(message, ()):
                 delivery()
@@ -162,7 +168,7 @@ class BoundStep:
             (
                 [e.value.shape[d] for d in memory_order(e.value)],
                 getattr(torch, e.value.dtype),
-                e.dst if backward else e.src,
+                self.ranks[e.dst if backward else e.src],
                 tag_of(k, action),
             )
             for k, e in self.numbered(edges)
@@ -173,7 +179,9 @@ class BoundStep:
         """What posts the receives of gradients, one per edge, then of their flags, one per peer."""
         edges = [e for e in program.sends if e.value.requires_grad]
         gradients = self.bind_receives(edges, action)
-        flags = [(n, peer, tag_of(FLAGS_NUMBER, action)) for peer, n in Counter(e.dst for e in edges).items()]
+        flags = [
+            (n, self.ranks[peer], tag_of(FLAGS_NUMBER, action)) for peer, n in Counter(e.dst for e in edges).items()
+        ]
         return lambda: [*gradients(), *(self.transport.receive_flags(*call) for call in flags)]
 
     def numbered(self, edges: Sequence[Edge]) -> list[tuple[int, Edge]]:
@@ -271,7 +279,7 @@ class BoundStep:
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self.send(gradient.permute(order), src, tag)
             for src, own in flags.items():
-                self.keep(src, self.transport.send_flags(own, src, flags_tag))
+                self.keep(src, self.transport.send_flags(own, self.ranks[src], flags_tag))
             self.held[i] = None
 
         return backward

@@ -22,8 +22,8 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
 from autopar.runtime import wire
-from autopar.runtime.rank import RankSpec
 from autopar.runtime.settings import TorchSettings
+from autopar.runtime.spec import RankSpec, rank_text
 from autopar.runtime.worker import START_SECONDS, WHERE, Failure, Start
 
 GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
@@ -53,6 +53,8 @@ class WorkerPool:
             num_threads: of each worker, on CPU.
         """
         settings = TorchSettings.current()
+        self.mesh = specs[0].mesh
+        self.numbers: Sequence[int] = range(len(specs))  # all ranks: this process drives them
         pickled = [pickled_spec(spec) for spec in specs]  # before any process starts
         self.failed: str | None = None
         self.timeout_seconds = timeout_seconds
@@ -84,9 +86,11 @@ class WorkerPool:
             Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
             for spec in pickled
         ]
-        self.call("start", [(start, dict(t)) for start, t in zip(starts, tensors, strict=True)])
+        self.call(
+            "start", {rank: (start, dict(t)) for rank, (start, t) in enumerate(zip(starts, tensors, strict=True))}
+        )
 
-    def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on every rank, with its own arguments; the results by rank.
 
         Raises:
@@ -96,7 +100,7 @@ class WorkerPool:
         if self.failed is not None:
             raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
         start = time.perf_counter()
-        messages = [encoded(name, own) for own in arguments]
+        messages = [encoded(name, arguments[rank]) for rank in self.numbers]
         try:
             for rank, (connection, message) in enumerate(zip(self.connections, messages, strict=True)):
                 try:
@@ -173,7 +177,9 @@ class WorkerPool:
         dead = [r for r, f in failures.items() if f is None]
         if dead:
             code = self.exit_code(dead[0])
-            self.failed = f"Rank {dead[0]} (stage {dead[0]}) died during {name}: {code}. All other ranks were ended."
+            self.failed = (
+                f"{rank_text(self.mesh, dead[0]).capitalize()} died during {name}: {code}. All other ranks were ended."
+            )
             raise WorkerError(
                 f"{self.failed} If nobody killed it, the system may have run out of memory: "
                 "use more microbatches or more devices."
@@ -184,7 +190,7 @@ class WorkerPool:
             self.failed = str(first.user_error)
             raise first.user_error
         where = f" in action {first.action}" if first.action else ""
-        self.failed = f"Rank {first.rank} (stage {first.rank}) failed during {name}{where}: {first.error}."
+        self.failed = f"{rank_text(self.mesh, first.rank).capitalize()} failed during {name}{where}: {first.error}."
         others = "".join(f"\nRank {f.rank}, in action {f.action or name}: {f.error}" for f in told[1:])
         raise WorkerError(f"{self.failed} All other ranks were ended.\n\n{first.details.rstrip()}{others}")
 

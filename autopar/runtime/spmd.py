@@ -16,8 +16,12 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.runtime.rank import Rank, RankSpec
-from autopar.runtime.transport import Hub, LocalTransport, ProcessGroupTransport, init_process_group
+from autopar.ir import TP
+from autopar.runtime.connect import ConnectedRank, init_process_group
+from autopar.runtime.rank import Rank
+from autopar.runtime.spec import RankSpec, rank_text
+from autopar.runtime.transport import Hub, LocalTransport
+from autopar.shards import part
 
 # Commands whose result every rank already has, so that nothing needs to be gathered after a step.
 REPLICATED = frozenset({"add_program", "optimizer_step", "zero_grad", "scheduler_step", "load"})
@@ -82,11 +86,12 @@ class LocalRanks:
     def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         self.failed: str | None = None
         self.call_seconds = 0.0  # of the last call
+        self.numbers: Sequence[int] = (0,)
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self.rank = Rank(spec, copies, LocalTransport(spec.rank, Hub()))
-        self.random = RandomState(spec.seed, self.rank.device)
+        self.random = RandomState(spec.rank_seed, self.rank.device)
 
-    def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
+    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command here."""
         if self.failed is not None:
             raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
@@ -112,6 +117,7 @@ class TorchrunRanks:
         """Join the process group (the caller's own if there is one) and take rank 0's weights.
 
         Args:
+            tensors: whole weights; all ranks have the same names.
             decision: what the ranks must agree on: each has planned for itself.
 
         Raises:
@@ -119,18 +125,17 @@ class TorchrunRanks:
         """
         self.failed: str | None = None
         self.call_seconds = 0.0  # of the last call
-        device = torch.device(spec.device)
+        self.numbers: Sequence[int] = (spec.rank,)
+        device, world = torch.device(spec.device), spec.mesh.devices
         self.joined = not dist.is_initialized()
         if self.joined:
-            store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(spec.rank, spec.world))
-            init_process_group(backend, spec.rank, spec.world, device, timeout_seconds, store)
+            store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(spec.rank, world))
+            init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
         # For objects, whatever carries the tensors.
         self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        decisions: list[Any] = [None] * spec.world
-        dist.all_gather_object(decisions, decision, group=self.control)
-        if len(set(decisions)) > 1:
+        if len(set(self.gathered(decision))) > 1:
             raise UsageError(
-                f"The {spec.world} ranks do not run the same plan: rank {spec.rank} has {decision}. Their models, "
+                f"The {world} ranks do not run the same plan: rank {spec.rank} has {decision}. Their models, "
                 "arguments or machines differ. Plan once with `autopar plan … -o plan.json` and pass plan= on each."
             )
         own = {weight.name for weight in spec.weights}
@@ -139,13 +144,18 @@ class TorchrunRanks:
             copy = tensor.detach().cpu().contiguous().clone()
             dist.broadcast(copy, 0, group=self.control)
             if name in own:
-                received[name] = copy
-        self.rank = Rank(
-            spec, received, ProcessGroupTransport(spec.rank, device, spec.edges, spec.shared, timeout_seconds)
-        )
-        self.random = RandomState(spec.seed + spec.rank, device)
+                received[name] = part(copy, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard})
+        self.connected = ConnectedRank(spec, received, timeout_seconds)
+        self.rank = self.connected.rank
+        self.random = RandomState(spec.rank_seed, device)
 
-    def call(self, name: str, arguments: Sequence[tuple]) -> dict[int, Any]:
+    def gathered(self, thing: Any) -> list[Any]:
+        """What each rank passes here, by rank; all of them make the call."""
+        things: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(things, thing, group=self.control)
+        return things
+
+    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on this rank; the results of all ranks, or this one's where all have the same."""
         if self.failed is not None:
             raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
@@ -154,9 +164,7 @@ class TorchrunRanks:
         with self.random.active():
             results = {number: carry_out(self.rank, name, arguments[number])}
         if name not in REPLICATED:
-            gathered: list[Any] = [None] * self.rank.spec.world
-            dist.all_gather_object(gathered, results[number], group=self.control)
-            results = dict(enumerate(gathered))
+            results = dict(enumerate(self.gathered(results[number])))
         self.call_seconds = time.perf_counter() - start
         return results
 
@@ -165,7 +173,7 @@ class TorchrunRanks:
             return
         self.failed = "close() was called."
         if dist.is_initialized():
-            self.rank.transport.close()
+            self.connected.close()
             dist.destroy_process_group(self.control)
         if self.joined and dist.is_initialized():
             dist.destroy_process_group()
@@ -184,6 +192,5 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
         return getattr(rank, name)(*arguments)
     except Exception as error:
         action = rank.running.current if rank.running else None
-        number = rank.spec.rank
-        error.add_note(f"autopar: rank {number} (stage {number})" + (f", in action {action}" if action else ""))
+        error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))
         raise

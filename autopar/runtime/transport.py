@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
@@ -47,8 +47,20 @@ class Transport(Protocol):
         """Start receiving flags, as a tensor on the CPU."""
         ...
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: Collection[int]) -> None:
-        """Sum a tensor over ``ranks`` in place; every one of them makes the same calls in the same order."""
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+        """Start summing a contiguous tensor over ``ranks`` in place, on all of them or only on ``root``, whose peers
+        are left with anything; calling the delivery waits for it.
+
+        Every one of the ranks makes the same calls (of all collectives) in the same order.
+        """
+        ...
+
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+        """Start copying a contiguous tensor from ``root`` over those of the other ranks."""
+        ...
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        """On how many of the ranks each flag is set; their hosts wait for each other, not for any device."""
         ...
 
     def close(self) -> None:
@@ -69,37 +81,45 @@ class ProcessGroupTransport:
         device: torch.device,
         edges: Collection[tuple[int, int]],
         shared: Collection[tuple[int, ...]],
+        made: Mapping[tuple[int, ...], Any],
         timeout_seconds: float,
     ) -> None:
-        """Connect all pairs.
+        """Connect all pairs and groups.
 
         Args:
             edges: (src, dst) ranks of every directed pair that will ever exchange tensors; equal on all ranks.
-            shared: the rank sets that all-reduce; equal on all ranks.
+            shared: the rank sets that sum or broadcast; equal on all ranks.
+            made: rank sets that have a process group already, and that group where this rank is in it; equal sets in
+                equal order on all ranks.
             timeout_seconds: longest wait for a peer.
         """
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
         self.posts_early = dist.get_backend() == "gloo"
-        self.groups: dict[Collection[int], Any] = {
-            ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in sorted(shared)
-        }
+        alone = sorted(set(shared) - set(made))
+        self.own: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
+        self.groups: dict[tuple[int, ...], Any] = {**made, **self.own}
         self.channels: dict[tuple[int, int], Any] = {}
-        self.hosts: Any = None  # the group for flags; the default one if that is Gloo
+        # What only hosts must know travels in other groups where those for tensors are not Gloo's.
+        self.hosts: Any = None
+        self.host_groups: Mapping[tuple[int, ...], Any] = self.groups
         if dist.get_backend() == "nccl":
             self.hosts = dist.new_group(backend="gloo", timeout=timeout)
+            self.host_groups = {r: dist.new_group(list(r), backend="gloo", timeout=timeout) for r in sorted(shared)}
             self.channels = {edge: dist.new_group(list(edge), timeout=timeout) for edge in sorted(edges)}
             self.connect()
 
     def connect(self) -> None:
-        """Exchange one number over every channel."""
+        """Exchange one number in every group and over every channel."""
         token = torch.zeros(1, device=self.device)
+        for ranks, group in self.groups.items():
+            if self.rank in ranks:
+                dist.all_reduce(token, group=group)
         for (src, dst), group in self.channels.items():
             if self.rank == src:
                 dist.send(token, dst, group=group)
             elif self.rank == dst:
                 dist.recv(token, src, group=group)
-        dist.all_reduce(token)
         torch.cuda.synchronize(self.device)
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Delivery:
@@ -115,15 +135,44 @@ class ProcessGroupTransport:
     def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
         return start_receive(torch.empty(count, dtype=torch.uint8), src, tag, self.hosts)
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: Collection[int]) -> None:
-        try:
-            dist.all_reduce(tensor, group=self.groups[tuple(ranks)])
-        except RuntimeError as error:
-            raise TransportError(f"all-reduce over ranks {list(ranks)}: {error}") from error
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+        group = self.groups[tuple(ranks)]
+        if root is None:
+            return started(lambda: dist.all_reduce(tensor, group=group, async_op=True), "a sum", ranks)
+        return started(lambda: dist.reduce(tensor, root, group=group, async_op=True), f"a sum on rank {root}", ranks)
+
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+        group = self.groups[tuple(ranks)]
+        return started(lambda: dist.broadcast(tensor, root, group=group, async_op=True), "a broadcast", ranks)
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        counts = torch.tensor(flags, dtype=torch.int32)
+        group = self.host_groups[tuple(ranks)]
+        started(lambda: dist.all_reduce(counts, group=group, async_op=True), "a sum of flags", ranks)()
+        return counts.tolist()
 
     def close(self) -> None:
-        for group in (*self.groups.values(), *self.channels.values(), *([self.hosts] if self.hosts else [])):
+        groups = [*self.own.values(), *self.channels.values()]
+        if self.hosts is not None:
+            groups += [self.hosts, *self.host_groups.values()]
+        for group in groups:
             dist.destroy_process_group(group)
+
+
+def started(call: Callable[[], Any], what: str, ranks: Sequence[int]) -> Delivery:
+    """A collective that was started; the delivery waits for it."""
+    try:
+        work = call()
+    except RuntimeError as error:
+        raise TransportError(f"{what} over ranks {list(ranks)}: {error}") from error
+
+    def delivery() -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"{what} over ranks {list(ranks)} did not finish: {error}") from error
+
+    return delivery
 
 
 def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> Delivery:
@@ -159,40 +208,17 @@ def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> Recei
     return receipt
 
 
-def init_process_group(
-    backend: str, rank: int, world: int, device: torch.device, timeout_seconds: float, store: dist.Store
-) -> None:
-    """Join the default process group; the ranks find each other in ``store``."""
-    # Each directed pair has a communicator of its own here, so what NCCL warns about cannot happen.
-    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    dist.init_process_group(
-        backend,
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=timedelta(seconds=timeout_seconds),
-        device_id=device if backend == "nccl" else None,
-    )
-
-
 @dataclass
 class Hub:
-    """What the ranks of one process share: mailboxes, and a meeting point for each set of ranks."""
+    """What the ranks of one process share: a mailbox for each sender, receiver and subject."""
 
     timeout_seconds: float = 60.0
-    boxes: dict[tuple[int, int, int], queue.SimpleQueue] = field(default_factory=dict)
-    barriers: dict[tuple[int, ...], threading.Barrier] = field(default_factory=dict)
-    sums: dict[tuple[int, ...], dict[int, torch.Tensor]] = field(default_factory=dict)
+    boxes: dict[tuple[int, int, Hashable], queue.SimpleQueue] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def box(self, src: int, dst: int, tag: int) -> queue.SimpleQueue:
+    def box(self, src: int, dst: int, subject: Hashable) -> queue.SimpleQueue:
         with self.lock:
-            return self.boxes.setdefault((src, dst, tag), queue.SimpleQueue())
-
-    def meeting(self, ranks: tuple[int, ...]) -> tuple[threading.Barrier, dict[int, torch.Tensor]]:
-        with self.lock:
-            barrier = self.barriers.setdefault(ranks, threading.Barrier(len(ranks)))
-            return barrier, self.sums.setdefault(ranks, {})
+            return self.boxes.setdefault((src, dst, subject), queue.SimpleQueue())
 
 
 class LocalTransport:
@@ -202,12 +228,18 @@ class LocalTransport:
 
     def __init__(self, rank: int, hub: Hub) -> None:
         self.rank, self.hub = rank, hub
+        self.calls: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Delivery:
+    def next_call(self, ranks: Sequence[int]) -> Hashable:
+        """What tells the messages of the next collective from those of all others."""
+        self.calls[tuple(ranks)] += 1
+        return tuple(ranks), self.calls[tuple(ranks)]
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable) -> Delivery:
         self.hub.box(self.rank, dst, tag).put(tensor.clone())
         return lambda: None  # a send is a copy
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable) -> Receipt:
         box = self.hub.box(src, self.rank, tag)
 
         def receipt() -> torch.Tensor:
@@ -226,15 +258,35 @@ class LocalTransport:
     def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
         return self.receive([count], torch.uint8, src, tag)
 
-    def all_reduce(self, tensor: torch.Tensor, ranks: Collection[int]) -> None:
-        if len(ranks) == 1:
-            return
-        barrier, parts = self.hub.meeting(tuple(ranks))
-        parts[self.rank] = tensor.clone()
-        barrier.wait(self.hub.timeout_seconds)
-        total = torch.stack([parts[r] for r in sorted(ranks)]).sum(0)
-        barrier.wait(self.hub.timeout_seconds)
-        tensor.copy_(total)
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+        subject = self.next_call(ranks)
+        for dst in ranks if root is None else [root]:
+            self.send(tensor, dst, subject)
+        if root not in (None, self.rank):
+            return lambda: None
+        receipts = [self.receive(tensor.shape, tensor.dtype, src, subject) for src in ranks]
+
+        def delivery() -> None:
+            tensor.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
+
+        return delivery
+
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+        subject = self.next_call(ranks)
+        if self.rank == root:
+            for dst in ranks:
+                self.send(tensor, dst, subject)
+        receipt = self.receive(tensor.shape, tensor.dtype, root, subject)
+
+        def delivery() -> None:
+            tensor.copy_(receipt())
+
+        return delivery
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        counts = torch.tensor(flags, dtype=torch.int32)
+        self.start_sum(counts, ranks)()
+        return counts.tolist()
 
     def close(self) -> None:
         """Nothing to release."""

@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
+from autopar.runtime.connect import ConnectedRank, init_process_group
 from autopar.runtime.memory import restart_peak
-from autopar.runtime.rank import Rank, RankSpec
+from autopar.runtime.rank import Rank
 from autopar.runtime.settings import TorchSettings
-from autopar.runtime.transport import ProcessGroupTransport, TransportError, init_process_group
+from autopar.runtime.spec import RankSpec
+from autopar.runtime.transport import TransportError
 from autopar.runtime.wire import decode, encode, receive, send
 
 START_SECONDS = 300.0  # for all workers to import what they need
@@ -142,16 +144,16 @@ def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     device = torch.device(spec.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.TCPStore(start.store_host, start.store_port, spec.world, is_master=False)
+    world = spec.mesh.devices
+    store = dist.TCPStore(start.store_host, start.store_port, world, is_master=False)
     # Processes start seconds apart, and the step's timeout may be shorter than that.
     store.set(f"started/{number}", "")
-    store.wait([f"started/{rank}" for rank in range(spec.world)], timedelta(seconds=START_SECONDS))
-    init_process_group(start.backend, number, spec.world, device, start.timeout_seconds, store)
-    transport = ProcessGroupTransport(number, device, spec.edges, spec.shared, start.timeout_seconds)
-    torch.manual_seed(spec.seed + number)
-    rank = Rank(spec, tensors, transport)
+    store.wait([f"started/{rank}" for rank in range(world)], timedelta(seconds=START_SECONDS))
+    init_process_group(start.backend, number, world, device, start.timeout_seconds, store)
+    torch.manual_seed(spec.rank_seed)
+    connected = ConnectedRank(spec, tensors, start.timeout_seconds)
     restart_peak()
-    return rank
+    return connected.rank
 
 
 def failure(number: int, rank: Rank | None, error: Exception) -> Failure:

@@ -5,8 +5,10 @@ from autopar.schedule.check import check, check_rendezvous
 from autopar.schedule.generate import RECIPES, Recipe, generate, max_in_flight
 from autopar.schedule.simulate import one_f_one_b_seconds, simulate
 from autopar.schedule.timeline import Span, Timeline
+from autopar.schedule.wavefront import pipeline_seconds
 
 __all__ = [
     "RECIPES", "Action", "Kind", "Recipe", "Schedule", "Span", "Timeline", "check", "check_rendezvous", "format_grid",
-    "format_schedule", "generate", "max_in_flight", "one_f_one_b_seconds", "parse_schedule", "simulate",
+    "format_schedule", "generate", "max_in_flight", "one_f_one_b_seconds", "parse_schedule", "pipeline_seconds",
+    "simulate",
 ]  # fmt: skip

@@ -1,4 +1,4 @@
-"""From an assignment of groups to a plan: ranges of operations, rows per stage, predicted step, what bounds it."""
+"""From an assignment of groups to a plan: ranges of operations, rows per stage, predicted step."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass
 
 from autopar.hardware import Hardware
 from autopar.ir import (
+    REPLICATED,
     Alternative,
     CostGraph,
     Graph,
     HardwareInfo,
-    Mesh,
     ModelInfo,
     Plan,
     Prediction,
-    ScheduleName,
     SolverInfo,
     Stage,
+    compressed,
 )
-from autopar.ir.units import plural
-from autopar.schedule import Timeline, generate, simulate
-from autopar.solve.constraints import microbatch_factors
-from autopar.solve.evaluate import StageCost, stage_costs
-from autopar.solve.problem import CutProblem
+from autopar.schedule import pipeline_seconds
+from autopar.solve.constraints import Constraints, hop_link, microbatch_factors
+from autopar.solve.evaluate import one_way_seconds, stage_costs
+from autopar.solve.problem import Costs, CutProblem, Priced
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,33 @@ class Setting:
     graph: Graph
     hardware: Hardware
     model: ModelInfo
-    batch: int
-    schedule: ScheduleName
+    constraints: Constraints
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Everything that a plan decides, and the prices it was decided on."""
+
+    problem: CutProblem
+    priced: Priced
+    zero1: bool
+    stage_of: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step: the pipeline, then of the stage for which that takes longest what of the reduction its last backward does
+    not hide, and its optimizer."""
+
+    pipeline_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+    bubble_fraction: float
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline_seconds + self.reduce_seconds + self.optimizer_seconds
 
 
 @dataclass(frozen=True)
@@ -47,49 +71,56 @@ class OpRanges:
 
 def make_plan(
     setting: Setting,
-    problem: CutProblem,
-    stage_of: Sequence[int],
+    decision: Decision,
     solver: SolverInfo,
     alternatives: tuple[Alternative, ...],
     bound_by: str,
 ) -> Plan:
     """The plan in which every group runs on its stage."""
+    problem, priced, stage_of = decision.problem, decision.priced, decision.stage_of
     ops, costs = setting.graph.ops, stage_costs(problem, stage_of)
     found = op_ranges(setting.graph, problem.cost, stage_of)
-    timeline = simulated(setting, problem, stage_of)
-    seconds = step_seconds(timeline, costs)
+    step = step_time(setting, problem, stage_of)
     ends = (*found.starts[1:], len(ops))
+    sent = messages(problem.cost, stage_of)
+    storage = {name: str(layout) for name, layout in priced.storage.items() if layout != REPLICATED}
     return Plan(
         model=setting.model,
-        batch=setting.batch,
-        mesh=Mesh(pp=problem.stages),
-        schedule=setting.schedule,
+        batch=setting.constraints.batch,
+        mesh=problem.mesh,
+        schedule=setting.constraints.schedule,
         microbatches=problem.microbatches,
         stages=tuple(
             Stage(
                 first=ops[found.starts[s]].name,
                 last=ops[ends[s] - 1].name,
-                ranks=(s,),
+                ranks=problem.mesh.ranks(s),
                 params=sum(w.numel for w in problem.cost.weights if any(stage_of[g] == s for g in w.groups)),
                 forward_seconds=c.forward_seconds,
                 backward_seconds=c.backward_seconds,
-                send_bytes=sum(sent for (src, dst), sent in messages(problem.cost, stage_of).items() if src == s < dst),
+                send_bytes=sum(num_bytes for (src, dst), num_bytes in sent.items() if src == s < dst),
                 peak_bytes=c.memory_bytes,
             )
             for s, c in enumerate(costs)
         ),
         prediction=Prediction(
-            step_seconds=seconds,
-            samples_per_second=setting.batch / seconds if seconds else 0.0,
-            bubble_fraction=timeline.bubble_fraction,
-            peak_bytes=tuple(c.memory_bytes for c in costs),
+            step_seconds=step.seconds,
+            samples_per_second=setting.constraints.batch / step.seconds if step.seconds else 0.0,
+            bubble_fraction=step.bubble_fraction,
+            peak_bytes=tuple(c.memory_bytes for s, c in enumerate(costs) for _ in problem.mesh.ranks(s)),
             error=setting.hardware.error,
+            reduce_seconds=step.reduce_seconds,
+            optimizer_seconds=step.optimizer_seconds,
         ),
         solver=solver,
         hardware=HardwareInfo(
             setting.hardware.name, setting.hardware.device, setting.hardware.link_name, setting.hardware.memory_bytes
         ),
         exceptions=found.exceptions,
+        shardings=compressed(storage, [w.name for w in setting.graph.weights]),
+        strategies=compressed(priced.strategies, [op.name for op in ops]),
+        zero1=decision.zero1,
+        blocks=priced.blocks,
         alternatives=alternatives,
         bound_by=bound_by,
     )
@@ -134,53 +165,20 @@ def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int
     return sent
 
 
-def simulated(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> Timeline:
-    """The step without the optimizer, simulated with the stages' own times and the batch's own microbatches."""
-    costs = stage_costs(problem, stage_of)
-    return simulate(
-        generate(setting.schedule, problem.stages, problem.microbatches),
+def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> StepTime:
+    """The whole step: the simulated pipeline, then the stage with the longest exposed reduction and optimizer.
+
+    The pipeline is simulated with the stages' own times and the batch's own microbatches; every replica's is alike.
+    """
+    costs, sent = stage_costs(problem, stage_of), messages(problem.cost, stage_of)
+    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    seconds = pipeline_seconds(
+        setting.constraints.schedule,
         [c.forward_seconds for c in costs],
         [c.backward_seconds for c in costs],
-        {
-            pair: setting.hardware.transfer_seconds(num_bytes, *pair)
-            for pair, num_bytes in messages(problem.cost, stage_of).items()
-        },
-        microbatch_factors(setting.batch, problem.microbatches),
+        {pair: one_way_seconds(n, hop_link(setting.hardware, problem.mesh, *pair)) for pair, n in sent.items()},
+        sizes,
     )
-
-
-def step_seconds(timeline: Timeline, costs: Sequence[StageCost]) -> float:
-    """Time of a whole step: the pipeline, then the slowest optimizer."""
-    return timeline.step_seconds + max(c.optimizer_seconds for c in costs)
-
-
-def bound_by(problem: CutProblem, stage_of: Sequence[int], timeline: Timeline, free_seconds: float | None) -> str:
-    """What keeps the step from being shorter, in one sentence.
-
-    Args:
-        free_seconds: the step of the best plan without a memory limit, if it is another one.
-    """
-    costs = stage_costs(problem, stage_of)
-    seconds = [c.seconds for c in costs]
-    slowest = max(range(problem.stages), key=seconds.__getitem__)
-    own = costs[slowest]
-    members = [g for g, s in enumerate(stage_of) if s == slowest and problem.cost.groups[g].ops]
-    first, last = (problem.cost.groups[g].module or problem.cost.groups[g].name for g in (members[0], members[-1]))
-    where = f"stage {slowest} ({first} … {last})" if first != last else f"stage {slowest} ({first})"
-    over = seconds[slowest] / (sum(seconds) / len(seconds)) - 1 if sum(seconds) else 0.0
-    bubble = timeline.bubble_fraction
-    if own.transfer_seconds > own.forward_seconds + own.backward_seconds:
-        what = f"transfers behind {where}, {100 * own.transfer_seconds / own.seconds:.0f} % of its time"
-    elif bubble > 0.5:
-        microbatches = plural(problem.microbatches, "microbatch", "es")
-        what = f"bubble of {problem.stages} stages with {microbatches}; compute of {where}"
-    else:
-        what = f"compute of {where}"
-    if problem.stages > 1:
-        what += f", {100 * over:.1f} % over the mean; bubble {100 * bubble:.0f} %"
-    if free_seconds is not None:
-        full = max(range(problem.stages), key=lambda s: costs[s].memory_bytes)
-        what = (
-            f"memory of stage {full}, without whose limit the step would take {free_seconds * 1e3:,.1f} ms; then {what}"
-        )
-    return what
+    busy = sum(c.forward_seconds + c.backward_seconds for c in costs) * sum(sizes) / problem.stages
+    last = max(costs, key=lambda c: c.exposed_seconds + c.optimizer_seconds)
+    return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, 1 - busy / seconds if seconds else 0.0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import UsageError
 from autopar.hardware import Hardware, Link
-from autopar.ir import Balance, CostGraph, Graph, ScheduleName
+from autopar.ir import Balance, CostGraph, Graph, Mesh, ScheduleName
 
 # Left to the device's context, the allocator's fragments and the collectives' buffers.
 USABLE_MEMORY = 0.95
@@ -18,9 +18,10 @@ USABLE_MEMORY = 0.95
 class Constraints:
     """What is given; None leaves it to the search.
 
-    ``batch`` is the global batch in samples, ``microbatch_size`` the most samples of a microbatch, ``memory_bytes`` a
-    device's (0.95 of the machine's by default). ``pins`` fixes operations or whole modules, by name, to stages.
-    ``least_samples`` is how few samples a microbatch may have where their number is left to the search.
+    ``batch`` is the global batch in samples, ``microbatches`` counts per data-parallel replica, ``microbatch_size`` is
+    the most samples of a microbatch, ``memory_bytes`` a device's (0.95 of the machine's by default). ``pins`` fixes
+    operations or whole modules, by name, to stages. ``least_samples`` is how few samples a microbatch may have where
+    their number is left to the search.
 
     Raises:
         UsageError: a number is out of range, or two of them contradict each other.
@@ -29,6 +30,9 @@ class Constraints:
     devices: int
     batch: int
     pp: int | None = None
+    tp: int | None = None
+    dp: int | None = None
+    zero1: bool | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
     schedule: ScheduleName = "1f1b"
@@ -39,32 +43,28 @@ class Constraints:
     time_limit_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        numbers = {"devices": self.devices, "batch": self.batch, "pp": self.pp, "microbatches": self.microbatches,
-                   "microbatch_size": self.microbatch_size, "memory": self.memory_bytes}  # fmt: skip
+        numbers = {"devices": self.devices, "batch": self.batch, "pp": self.pp, "tp": self.tp, "dp": self.dp,
+                   "microbatches": self.microbatches, "microbatch_size": self.microbatch_size,
+                   "memory": self.memory_bytes}  # fmt: skip
         for name, number in numbers.items():
             if number is not None and number < 1:
                 raise UsageError(f"{name}={number}: must be at least 1.")
-        if self.pp is not None and self.pp != self.devices:
-            raise UsageError(
-                f"pp={self.pp} on {self.devices} devices: this version splits a model into pipeline stages only, "
-                f"one per device. Use devices={self.pp} or leave pp out."
-            )
         if self.schedule == "forward-only":
             raise UsageError('schedule="forward-only" has no training step to plan. Use "1f1b" or "gpipe".')
         for name, number in (("microbatches", self.microbatches), ("microbatch_size", self.microbatch_size)):
             if number is not None and number > self.batch:
                 raise UsageError(f"{name}={number} of a batch of {self.batch}. Use {name}={self.batch} or less.")
         if self.microbatches is not None and self.microbatch_size is not None:
-            counts = num_microbatches(self.batch, -(-self.batch // self.microbatch_size))
-            if num_microbatches(self.batch, self.microbatches) != counts:
-                raise UsageError(
-                    f"microbatches={self.microbatches} and microbatch_size={self.microbatch_size} contradict "
-                    f"each other: a batch of {self.batch} makes {counts} microbatches of that size. Give only one."
-                )
-
-    @property
-    def stages(self) -> int:
-        return self.pp or self.devices
+            raise UsageError(
+                f"Both microbatches={self.microbatches} and microbatch_size={self.microbatch_size} are given; one "
+                "follows from the other. Give only one."
+            )
+        if self.zero1 and (self.dp == 1 or self.devices == 1):
+            alone = "dp=1" if self.dp == 1 else "1 device"
+            raise UsageError(
+                f"zero1=True with {alone}: there are no replicas to share the optimizer's state. Use dp=2 or more, or "
+                "leave zero1 out."
+            )
 
     def capacity_bytes(self, hardware: Hardware) -> int:
         """Memory that a stage may use."""
@@ -92,9 +92,13 @@ def microbatch_factors(batch: int, microbatches: int) -> tuple[float, ...]:
     return tuple(min(size, batch - start) / size for start in range(0, batch, size))
 
 
-def microbatch_candidates(constraints: Constraints) -> tuple[int, ...]:
-    """Numbers of microbatches to consider: those given, or powers of two and divisors of the batch."""
-    batch = constraints.batch
+def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:
+    """Numbers of microbatches of a replica to consider: those given, or powers of two and divisors of its batch.
+
+    Args:
+        dp: replicas that share the batch evenly; none has fewer samples than microbatches are given.
+    """
+    batch = constraints.batch // dp
     if constraints.microbatches is not None:
         asked = {constraints.microbatches}
     elif constraints.microbatch_size is not None:
@@ -105,22 +109,31 @@ def microbatch_candidates(constraints: Constraints) -> tuple[int, ...]:
     return tuple(sorted({num_microbatches(batch, m) for m in asked}))
 
 
-def boundary_links(hardware: Hardware, stages: int) -> tuple[Link, ...]:
-    """The link behind each stage but the last, rank s running stage s.
+def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> Link:
+    """The slowest link from a rank of one stage to its partner on another: the same replica and shard.
 
     Raises:
-        HardwareError: the stages span nodes and the machine has no network.
+        HardwareError: partners are on different nodes and the machine has no network.
     """
-    links = []
-    for s in range(stages - 1):
-        latency = hardware.transfer_seconds(0, s, s + 1)
-        bulk = hardware.transfer_seconds(BULK_BYTES, s, s + 1) - latency
-        links.append(Link(latency, BULK_BYTES / bulk))
-    return tuple(links)
+    width = mesh.tp * mesh.dp
+    # Where a stage fills a node or more, all partners are on other nodes.
+    links = [_link(hardware, src * width + i, dst * width + i) for i in range(min(width, hardware.devices_per_node))]
+    return max(links, key=lambda link: link.seconds(TYPICAL_BYTES))
 
 
-# Large enough for a bandwidth to be read off the machine's own transfer time.
-BULK_BYTES = 2**40
+def _link(hardware: Hardware, src_rank: int, dst_rank: int) -> Link:
+    """What the machine's transfer time between two ranks says of the link between them."""
+    latency = hardware.transfer_seconds(0, src_rank, dst_rank)
+    return Link(latency, BULK_BYTES / (hardware.transfer_seconds(BULK_BYTES, src_rank, dst_rank) - latency))
+
+
+def boundary_links(hardware: Hardware, mesh: Mesh) -> tuple[Link, ...]:
+    """The link behind each stage but the last. Raises as `hop_link`."""
+    return tuple(hop_link(hardware, mesh, s, s + 1) for s in range(mesh.pp - 1))
+
+
+# Large enough for a bandwidth to be read off the machine's own transfer time; and a message as stages send them.
+BULK_BYTES, TYPICAL_BYTES = 2**40, 2**22
 
 
 def pinned_groups(cost: CostGraph, graph: Graph, pins: Mapping[str, int], stages: int) -> Mapping[int, int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.hardware import Link
 from autopar.solve.evaluate import objective_seconds, one_way_seconds, stage_costs
-from autopar.solve.problem import CutProblem, group_loads, objective_of
+from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
 
 Matrix = NDArray[np.float64]
 
@@ -18,12 +20,11 @@ MAX_FRONTIER = 64
 
 
 @dataclass(frozen=True)
-class Intervals:
-    """Cost of every stage s if it ran the groups i … j − 1: element [i, j] of its matrix, infinite where forbidden."""
+class StageTimes:
+    """What every interval would take on one stage: infinite where forbidden."""
 
-    stage_seconds: tuple[Matrix, ...]
-    added_seconds: tuple[Matrix, ...]
-    memory_bytes: tuple[Matrix, ...]
+    stage_seconds: Matrix
+    added_seconds: Matrix
 
 
 def interval_sums(size: int, holdings: Iterable[tuple[float, Sequence[int]]]) -> Matrix:
@@ -39,89 +40,150 @@ def interval_sums(size: int, holdings: Iterable[tuple[float, Sequence[int]]]) ->
     return corners.cumsum(axis=0).cumsum(axis=1)[: size + 1, : size + 1]
 
 
+@dataclass(frozen=True)
+class Intervals:
+    """Cost of every stage if it ran any interval of the groups: element [j, i] is about the groups i … j − 1.
+
+    The best way to reach j is sought along a row, which takes half as long as along a column. Matrices are made when
+    asked for, one stage at a time, and kept where many stages share them: with 400 groups and 256 stages all of them
+    together would take 1 GiB.
+    """
+
+    problem: CutProblem
+    _times: dict[tuple[Link | None, int], StageTimes]
+
+    @property
+    def size(self) -> int:
+        return len(self.problem.cost.groups)
+
+    def sums(self, holdings: Iterable[tuple[float, Sequence[int]]]) -> Matrix:
+        return np.ascontiguousarray(interval_sums(self.size, holdings).T)
+
+    @cached_property
+    def crossing(self) -> tuple[Matrix, Matrix]:
+        """Bytes that cross behind the groups before j, forward and backward."""
+        forward, backward = np.zeros(self.size + 1), np.zeros(self.size + 1)
+        for flow in self.problem.cost.flows:
+            crossed = slice(flow.producer + 1, max(flow.consumers) + 1)
+            forward[crossed] += flow.num_bytes
+            backward[crossed] += flow.num_bytes * flow.requires_grad
+        return forward, backward
+
+    @cached_property
+    def load(self) -> Matrix:
+        loads = group_loads(self.problem.cost, self.problem.balance)
+        return self.sums((x, (g,)) for g, x in enumerate(loads))
+
+    @cached_property
+    def per_microbatch(self) -> Matrix:
+        """Bytes that each microbatch in flight keeps: what is saved for the backward, and what was received."""
+        cost = self.problem.cost
+        saved = self.sums((a.num_bytes, a.groups) for a in cost.saved)
+        saved += self.sums((g.saved_bytes, (i,)) for i, g in enumerate(cost.groups))
+        return saved + self.crossing[0][None, :]
+
+    @cached_property
+    def always(self) -> Matrix:
+        """Bytes that do not depend on the microbatches in flight: weights and working set."""
+        cost = self.problem.cost
+        held = self.sums((w.num_bytes, w.groups) for w in cost.weights)
+        for i in range(self.size):
+            held[i + 1 :, i] += np.maximum.accumulate([g.transient_bytes for g in cost.groups[i:]])
+        return held
+
+    def is_last(self, stage: int) -> bool:
+        return stage == self.problem.stages - 1
+
+    def memory_bytes(self, stage: int) -> Matrix:
+        """Of every interval on a stage; infinite where forbidden. The capacity is not applied."""
+        held = self.always + self.problem.in_flight[stage] * self.per_microbatch
+        return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)
+
+    def times(self, stage: int) -> StageTimes:
+        """Of every interval on a stage."""
+        # What pins forbid differs from stage to stage, what links take does not.
+        key = (None if self.is_last(stage) else self.problem.boundary[stage], stage if self.problem.pins else 0)
+        if key not in self._times:
+            self._times[key] = self._timed(stage, key[0])
+        return self._times[key]
+
+    def _timed(self, stage: int, link: Link | None) -> StageTimes:
+        o = objective_of(self.problem)
+        pairs = zip(*self.crossing)
+        transfer = np.array([sum(one_way_seconds(int(n), link) for n in pair) if link else 0.0 for pair in pairs])
+        forbidden = self._forbidden(stage)
+        seconds = self.load + o.transfer * transfer[:, None]
+        added = o.total * seconds + o.traffic * transfer[:, None]
+        return StageTimes(np.where(forbidden, np.inf, seconds), np.where(forbidden, np.inf, added))
+
+    def _forbidden(self, stage: int) -> NDArray[np.bool_]:
+        """Intervals that are empty, hold a group pinned elsewhere, or end with the model before the last stage."""
+        pinned = self.sums((1.0, (g,)) for g, s in self.problem.pins.items() if s != stage)
+        real = self.sums((1.0, (g,)) for g in range(self.problem.cost.loss))
+        forbidden = (real == 0) | (pinned > 0)
+        if not self.is_last(stage):
+            forbidden[self.size, :] = True
+        return forbidden
+
+
 def intervals_of(problem: CutProblem) -> Intervals:
-    """Time and memory of every interval on every stage; the capacity is not applied."""
-    cost, size = problem.cost, len(problem.cost.groups)
-    forward, backward = np.zeros(size + 1), np.zeros(size + 1)
-    for flow in cost.flows:
-        crossed = slice(flow.producer + 1, max(flow.consumers) + 1)
-        forward[crossed] += flow.num_bytes
-        backward[crossed] += flow.num_bytes * flow.requires_grad
-    load = interval_sums(size, ((x, (g,)) for g, x in enumerate(group_loads(cost, problem.balance))))
-    weights = interval_sums(size, ((w.num_bytes, w.groups) for w in cost.weights))
-    saved = interval_sums(size, ((a.num_bytes, a.groups) for a in cost.saved))
-    saved += interval_sums(size, ((g.saved_bytes, (i,)) for i, g in enumerate(cost.groups)))
-    transient = np.zeros((size + 1, size + 1))
-    for i in range(size):
-        transient[i, i + 1 :] = np.maximum.accumulate([g.transient_bytes for g in cost.groups[i:]])
-    o = objective_of(problem)
-    seconds, added, memory = [], [], []
-    for s in range(problem.stages):
-        last = s == problem.stages - 1
-        transfer = np.array([0.0 if last else sum(one_way_seconds(int(n), problem.boundary[s]) for n in pair)
-                             for pair in zip(forward, backward)])  # fmt: skip
-        forbidden = _forbidden(problem, s)
-        stage = load + o.transfer * transfer
-        seconds.append(np.where(forbidden, np.inf, stage))
-        added.append(np.where(forbidden, np.inf, o.total * stage + o.traffic * transfer))
-        held = weights + problem.in_flight[s] * (saved + forward[:, None]) + transient
-        memory.append(np.where(forbidden, np.inf, held))
-    return Intervals(tuple(seconds), tuple(added), tuple(memory))
-
-
-def _forbidden(problem: CutProblem, stage: int) -> NDArray[np.bool_]:
-    """Intervals that are empty, hold a group pinned elsewhere, or end with the model before the last stage."""
-    size = len(problem.cost.groups)
-    pinned = interval_sums(size, ((1.0, (g,)) for g, s in problem.pins.items() if s != stage))
-    real = interval_sums(size, ((1.0, (g,)) for g in range(problem.cost.loss)))
-    forbidden = (real == 0) | (pinned > 0)
-    if stage < problem.stages - 1:
-        forbidden[:, size] = True
-    return forbidden
+    """Time and memory of every interval on every stage."""
+    return Intervals(problem, {})
 
 
 def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The cheapest contiguous cuts within the capacity, or None where there are none.
 
-    Error: exact for contiguous cuts, but the optimizer's time only decides between the candidates that are looked at.
+    Error: exact for contiguous cuts, but the update's time only decides between the candidates that are looked at.
     """
+    if problem.stages > problem.cost.loss:
+        return None
     found = intervals_of(problem)
     limit = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
-    fits = [m <= limit for m in found.memory_bytes]
-    seconds = [np.where(ok, t, np.inf) for ok, t in zip(fits, found.stage_seconds)]
-    added = [np.where(ok, c, np.inf) for ok, c in zip(fits, found.added_seconds)]
-    balanced = _partition(seconds, np.maximum)
+    fits = [found.memory_bytes(s) <= limit for s in range(problem.stages)]
+
+    def seconds(s: int) -> Matrix:
+        return np.where(fits[s], found.times(s).stage_seconds, np.inf)
+
+    balanced = _partition(problem.stages, seconds, np.maximum)
     if balanced is None:
         return None
 
     def total(cuts: tuple[int, ...]) -> float:
-        return sum(float(added[s][i, j]) for s, (i, j) in enumerate(_pairs(cuts, problem)))
+        return sum(float(found.times(s).added_seconds[j, i]) for s, (i, j) in enumerate(_pairs(cuts, problem)))
 
     def slowest(cuts: tuple[int, ...]) -> float:
-        return max(float(seconds[s][i, j]) for s, (i, j) in enumerate(_pairs(cuts, problem)))
+        return max(float(found.times(s).stage_seconds[j, i]) for s, (i, j) in enumerate(_pairs(cuts, problem)))
+
+    def below(ceiling: float) -> Callable[[int], Matrix]:
+        return lambda s: np.where(
+            fits[s] & (found.times(s).stage_seconds < ceiling), found.times(s).added_seconds, np.inf
+        )
 
     o = objective_of(problem)
-    # What every solution pays beside its total: the fastest slowest stage, an even share of the optimizer.
-    optimizer = o.optimizer * sum(w.optimizer_seconds for w in problem.cost.weights) / problem.stages
-    floor = o.slowest * slowest(balanced) + optimizer
+    # What every solution pays beside its total: the fastest slowest stage, an even share of the update.
+    update = o.optimizer * sum(map(update_seconds, problem.cost.weights)) / problem.stages
+    floor = o.slowest * slowest(balanced) + update
     best, best_value = balanced, _value(problem, balanced)
     ceiling = np.inf
     for _ in range(MAX_FRONTIER):
-        cuts = _partition([np.where(t < ceiling, c, np.inf) for t, c in zip(seconds, added)], np.add)
+        cuts = _partition(problem.stages, below(ceiling), np.add)
         if cuts is None or floor + total(cuts) >= best_value:
             break
         value = _value(problem, cuts)
         if value < best_value:
             best, best_value = cuts, value
         # A slower slowest stage than this cannot be paid for by any saving in the total.
-        affordable = (best_value - total(cuts) - optimizer) / o.slowest if o.slowest else np.inf
+        affordable = (best_value - total(cuts) - update) / o.slowest if o.slowest else np.inf
         ceiling = min(slowest(cuts), affordable)
     return _stage_of(best, problem)
 
 
 def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The contiguous cuts whose fullest stage is emptiest, or None where the pins allow none."""
-    cuts = _partition(intervals_of(problem).memory_bytes, np.maximum)
+    if problem.stages > problem.cost.loss:
+        return None
+    cuts = _partition(problem.stages, intervals_of(problem).memory_bytes, np.maximum)
     return None if cuts is None else _stage_of(cuts, problem)
 
 
@@ -137,19 +199,22 @@ def _stage_of(cuts: tuple[int, ...], problem: CutProblem) -> tuple[int, ...]:
     return tuple(s for s, (i, j) in enumerate(_pairs(cuts, problem)) for _ in range(i, j))
 
 
-def _partition(costs: Sequence[Matrix], combine: Callable[[Matrix, Matrix], Matrix]) -> tuple[int, ...] | None:
+def _partition(
+    stages: int, cost: Callable[[int], Matrix], combine: Callable[[Matrix, Matrix], Matrix]
+) -> tuple[int, ...] | None:
     """Where to cut so that the combined cost of the intervals is least, or None if it is infinite."""
-    size = costs[0].shape[0]
-    best = np.full(size, np.inf)
-    best[0] = 0.0
+    best = np.array([0.0])
     choices = []
-    for cost in costs:
-        reached = combine(best[:, None], cost)
-        choices.append(reached.argmin(axis=0))
-        best = reached.min(axis=0)
+    for stage in range(stages):
+        matrix = cost(stage)
+        best = np.pad(best, (0, matrix.shape[0] - len(best)), constant_values=np.inf)
+        reached = combine(best[None, :], matrix)
+        choice = reached.argmin(axis=1)
+        best = reached[np.arange(len(choice)), choice]
+        choices.append(choice)
     if not np.isfinite(best[-1]):
         return None
-    cuts = [size - 1]
+    cuts = [len(best) - 1]
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
     return tuple(reversed(cuts[1:-1]))

@@ -32,7 +32,7 @@ def solve_cuts(problem: CutProblem, solver: SolverName | None = None) -> Cuts:
     Σ h·weights + n_s·(Σ w·saved + Σ h·shared   `add_memory`, n_s microbatches in flight,
     + Σ x[·, s−1]·bytes) + τ[s] <= capacity     τ[s] >= w[v, s]·transient_v
     T >= t[s] = Σ w·seconds + transfers[s]      `add_time_objective`
-    O >= Σ h[k, s]·optimizer seconds            `add_time_objective`
+    O >= Σ h[k, s]·(optimizer + reduction)      `add_time_objective`, stands for what the step ends with
     minimise (m − 1)·T + Σ t[s] + O             `add_time_objective`; other balances: max load + 0.001 · transfers
     ==========================================  ==============================================================
 

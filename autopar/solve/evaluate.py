@@ -7,19 +7,27 @@ from dataclasses import dataclass
 
 from autopar.hardware import Link
 from autopar.ir import Holding
-from autopar.solve.problem import CutProblem, group_loads, objective_of
+from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
+
+# Gradients of data-parallel replicas are reduced in pieces of this size, each as soon as its backward has run; the last
+# piece comes when nothing is left to hide it.
+BUCKET_BYTES = 25 * 2**20
+GRADIENT_BYTES = 4  # per element
 
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage's cost. Times and ``saved_bytes`` are per microbatch; ``weight_bytes`` includes gradients and optimizer
-    state."""
+    """One stage's cost on each of its ranks. Compute, transfers and ``saved_bytes`` are per microbatch, optimizer and
+    reduction per step; ``weight_bytes`` includes gradients and optimizer state, ``num_reduced`` counts the elements of
+    the gradients that replicas reduce."""
 
     forward_seconds: float
     backward_seconds: float
     load_seconds: float
     transfer_seconds: float
     optimizer_seconds: float
+    reduce_seconds: float
+    num_reduced: int
     weight_bytes: int
     saved_bytes: int
     received_bytes: int
@@ -30,6 +38,21 @@ class StageCost:
     def seconds(self) -> float:
         """Time of one microbatch, transfers to and from the next stage included."""
         return self.forward_seconds + self.backward_seconds + self.transfer_seconds
+
+    @property
+    def update_seconds(self) -> float:
+        """Optimizer and the whole reduction of gradients, once a step."""
+        return self.optimizer_seconds + self.reduce_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What of the reduction is left when the last backward ends: what is longer than it, at least the last bucket.
+
+        Error: a stage before the last one waits for others' backwards at the end of a step; that they hide its
+        reduction too is not counted.
+        """
+        buckets = max(1, round(self.num_reduced * GRADIENT_BYTES / BUCKET_BYTES))
+        return max(self.reduce_seconds - self.backward_seconds, self.reduce_seconds / buckets)
 
     @property
     def memory_bytes(self) -> int:
@@ -57,15 +80,23 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
     that it received, and on stages that a skip only passes (it travels straight past them).
     """
     cost, stages = problem.cost, range(problem.stages)
-    members = [[g for g, s in enumerate(stage_of) if s == stage] for stage in stages]
+    members: list[list[int]] = [[] for _ in stages]
+    for g, s in enumerate(stage_of):
+        members[s].append(g)
     forward, backward = [0] * problem.stages, [0] * problem.stages
     for flow in cost.flows:
         for s in range(stage_of[flow.producer], max(stage_of[c] for c in flow.consumers)):
             forward[s] += flow.num_bytes
             backward[s] += flow.num_bytes * flow.requires_grad
     loads = group_loads(cost, problem.balance)
-    held = [[w for w in cost.weights if s in holders(w, stage_of)] for s in stages]
-    saved = [[a for a in cost.saved if s in holders(a, stage_of)] for s in stages]
+    held: list[list[Holding]] = [[] for _ in stages]
+    for weight in cost.weights:
+        for s in holders(weight, stage_of):
+            held[s].append(weight)
+    saved = [0] * problem.stages
+    for activation in cost.saved:
+        for s in holders(activation, stage_of):
+            saved[s] += activation.num_bytes
     return tuple(
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),
@@ -73,8 +104,10 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
             load_seconds=sum(loads[g] for g in members[s]),
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
+            reduce_seconds=sum(w.reduce_seconds for w in held[s]),
+            num_reduced=sum(w.numel for w in held[s] if w.reduce_seconds) // problem.tp,
             weight_bytes=sum(w.num_bytes for w in held[s]),
-            saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + sum(a.num_bytes for a in saved[s]),
+            saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
             received_bytes=forward[s - 1] if s else 0,
             transient_bytes=max((cost.groups[g].transient_bytes for g in members[s]), default=0),
             in_flight=problem.in_flight[s],
@@ -84,12 +117,12 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
 
 
 def floor_seconds(problem: CutProblem) -> float:
-    """A lower bound of the objective that needs no solver: even shares of the load and of the optimizer's time."""
+    """A lower bound of the objective that needs no solver: even shares of the load and of the update."""
     o = objective_of(problem)
     loads = group_loads(problem.cost, problem.balance)
-    optimizer = sum(w.optimizer_seconds for w in problem.cost.weights) / problem.stages
+    update = sum(map(update_seconds, problem.cost.weights)) / problem.stages
     slowest = max(sum(loads) / problem.stages, *loads)
-    return o.slowest * slowest + o.total * sum(loads) + o.optimizer * optimizer
+    return o.slowest * slowest + o.total * sum(loads) + o.optimizer * update
 
 
 def objective_seconds(problem: CutProblem, costs: Sequence[StageCost]) -> float:
@@ -100,5 +133,5 @@ def objective_seconds(problem: CutProblem, costs: Sequence[StageCost]) -> float:
         o.slowest * max(stage)
         + o.total * sum(stage)
         + o.traffic * sum(c.transfer_seconds for c in costs)
-        + o.optimizer * max(c.optimizer_seconds for c in costs)
+        + o.optimizer * max(c.update_seconds for c in costs)
     )

@@ -9,7 +9,7 @@ import networkx as nx
 import pulp
 
 from autopar.ir import Flow, Holding
-from autopar.solve.problem import CutProblem, group_loads, objective_of
+from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
 from autopar.solve.ranges import Ranges, ancestors
 
 Expr = pulp.LpAffineExpression
@@ -202,9 +202,10 @@ def add_time_objective(
     weights: Sequence[Sequence[tuple[Holding, Expr]]],
     transfers: Sequence[Expr],
 ) -> None:
-    """Minimise A · T + B · Σ t_s + C · Σ x_s + D · O with T >= t_s and O >= optimizer seconds of every stage.
+    """Minimise A · T + B · Σ t_s + C · Σ x_s + D · O with T >= t_s and O >= Σ_k h[k, s] · update_k of every stage.
 
-    t_s = Σ_v w[v, s]·load_v + transfers behind s where the balance is time; coefficients: `objective_of`.
+    t_s = Σ_v w[v, s]·load_v + transfers behind s where the balance is time; coefficients: `objective_of`;
+    a weight's update is its optimizer and the reduction of its gradient.
     """
     o = objective_of(program.problem)
     loads = group_loads(program.problem.cost, program.problem.balance)
@@ -213,7 +214,7 @@ def add_time_objective(
         load = pulp.lpSum(loads[v] / program.seconds * program.inside(v, s) for v in program.candidates(s))
         program.require(load + o.transfer * transfers[s] - slowest)
         if o.optimizer:
-            steps = pulp.lpSum(w.optimizer_seconds / program.seconds * h for w, h in weights[s])
+            steps = pulp.lpSum(update_seconds(w) / program.seconds * h for w, h in weights[s])
             program.require(steps - optimizer)
     # Every group is on exactly one stage, so the loads sum to a constant.
     everything = sum(loads) / program.seconds * program.one + o.transfer * pulp.lpSum(transfers)

@@ -93,8 +93,10 @@ def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
         remedies.append(f"more (smaller) microbatches than {problem.microbatches}")
     remedies.append(f'devices with memory="{memory_argument(need)}" (--memory {memory_argument(need)})')
     stages = f"these {problem.stages} stages" if problem.stages > 1 else "one stage"
+    ranks = problem.mesh.ranks(stage)
+    have = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]} have"
     return (
-        f"No plan fits: stage {stage} needs {text(need, BYTES)}, rank {stage} has {text(capacity, BYTES)}. "
+        f"No plan fits: stage {stage} needs {text(need, BYTES)}, {have} {text(capacity, BYTES)}. "
         f"Largest: {largest}. "
         f"The smallest memory that holds {stages} is {text(need, BYTES)} per device. Use {', or '.join(remedies)}."
     )

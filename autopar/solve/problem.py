@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from autopar.hardware import Link
-from autopar.ir import Balance, CostGraph, SolverInfo
+from autopar.ir import Balance, BlockSharding, CostGraph, Holding, Layout, Mesh, SolverInfo
 
 # Weight of the traffic against the largest load when stages are balanced by something other than time: small enough to
 # decide between equal loads only, large enough to be above the solver's tolerances.
@@ -14,12 +15,58 @@ TIE_BREAK = 1e-3
 
 
 @dataclass(frozen=True)
+class Priced:
+    """A model sharded over tensor-parallel ranks and priced: ``cost`` is of one rank.
+
+    ``strategies`` maps operations, ``storage`` weights, to how they are split; ``blocks`` says it to people.
+    ``bound_seconds`` is a proven lower bound of what one microbatch takes under any sharding over as many ranks (asked
+    of the fastest sharding only), and ``gap`` how far the sharding may be from it. ``notes`` say what limits the ranks, such as ``attention has 3 heads``.
+    """
+
+    cost: CostGraph
+    bound_seconds: float
+    gap: float = 0.0
+    strategies: Mapping[str, str] = field(default_factory=dict)
+    storage: Mapping[str, Layout] = field(default_factory=dict)
+    blocks: tuple[BlockSharding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Time of one microbatch on all stages."""
+        return sum(group.seconds for group in self.cost.groups)
+
+    @property
+    def collective_seconds(self) -> float:
+        """What of it tensor-parallel collectives take."""
+        return sum(block.count * sum(c.seconds for c in block.collectives) for block in self.blocks)
+
+
+class Costs(Protocol):
+    """What the search asks of prices; answers are expected to be remembered."""
+
+    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+        """The model under one sharding, for ``size`` samples per microbatch.
+
+        Args:
+            memory_level: 0 for the fastest sharding, then ever smaller and slower ones.
+        Returns:
+            None where there is no smaller sharding.
+        """
+        ...
+
+    def floor_seconds(self, tp: int, size: int) -> float:
+        """A lower bound, quickly known, of what one microbatch takes on all stages of ``tp`` ranks."""
+        ...
+
+
+@dataclass(frozen=True)
 class CutProblem:
     """Which stage runs which group of ``cost``.
 
     ``boundary[s]`` is the link from stage s to s + 1 and ``in_flight[s]`` the number of microbatches whose activations
-    stage s holds at most. ``pins`` fixes groups to stages. ``gap`` is the relative distance from the optimum at which
-    the solver may stop.
+    stage s holds at most. Every stage has ``tp`` × ``dp`` ranks, each of which costs what ``cost`` says. ``pins`` fixes
+    groups to stages. ``gap`` is the relative distance from the optimum at which the solver may stop.
     """
 
     cost: CostGraph
@@ -32,6 +79,12 @@ class CutProblem:
     pins: Mapping[int, int] = field(default_factory=dict)
     time_limit_seconds: float = 60.0
     gap: float = 1e-3
+    tp: int = 1
+    dp: int = 1
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.stages, self.tp, self.dp)
 
     def __post_init__(self) -> None:
         assert self.stages >= 1 and self.microbatches >= 1
@@ -63,7 +116,7 @@ class Objective:
 
     With load_s the balanced quantity of stage s and x_s the transfer time of the boundary behind it:
     t_s = load_s + transfer · x_s, and the value is slowest · max t_s + total · Σ t_s + traffic · Σ x_s
-    + optimizer · max (optimizer seconds).
+    + optimizer · max (`update_seconds`).
     """
 
     slowest: float
@@ -103,3 +156,12 @@ def group_loads(cost: CostGraph, balance: Balance) -> tuple[float, ...]:
             raw[first] = 1.0
     scale = (sum(seconds) or 1.0) / (sum(raw) or 1.0)
     return tuple(scale * r for r in raw)
+
+
+def update_seconds(weight: Holding) -> float:
+    """What a weight adds to its stage's update: its optimizer and the whole reduction of its gradient.
+
+    Error: high by what of the reduction the last backward hides, which only a simulated step knows; as every stage has
+    a last backward of about the same length, stages compare as they would without it.
+    """
+    return weight.optimizer_seconds + weight.reduce_seconds

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from autopar.errors import UsageError
 from autopar.ir import CostGraph
-from autopar.solve.problem import CutProblem, group_loads, objective_of
+from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
 
 # Slack for rounding in sums of seconds, relative.
 ROUNDING = 1e-9
@@ -64,7 +64,7 @@ def slowest_limit(problem: CutProblem, value: float) -> float:
     if o.slowest == 0:
         return float("inf")
     rest = o.total * sum(group_loads(problem.cost, problem.balance))
-    rest += o.optimizer * sum(w.optimizer_seconds for w in problem.cost.weights) / problem.stages
+    rest += o.optimizer * sum(map(update_seconds, problem.cost.weights)) / problem.stages
     return (value - rest) / o.slowest
 
 

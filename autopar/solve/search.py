@@ -1,159 +1,282 @@
-"""From a priced model and the user's constraints to a plan: microbatches by enumeration, cuts by integer program."""
+"""From a priced model and the user's constraints to a plan: meshes and microbatches by enumeration with bounds, cuts by
+integer program."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware import Hardware
-from autopar.ir import Alternative, Balance, CostGraph, Graph, ModelInfo, Plan
-from autopar.ir.units import BYTES, text
-from autopar.schedule import max_in_flight
-from autopar.solve.assemble import Setting, bound_by, make_plan, simulated, step_seconds
-from autopar.solve.constraints import (
-    Constraints,
-    boundary_links,
-    microbatch_candidates,
-    microbatch_size,
-    pinned_groups,
+from autopar.ir import Graph, Mesh, ModelInfo, Plan, SolverInfo
+from autopar.solve.alternatives import MAX_MESHES, alternatives
+from autopar.solve.assemble import Decision, Setting, make_plan, step_time
+from autopar.solve.candidates import (
+    Candidate,
+    Floors,
+    Point,
+    does_not_fit,
+    evaluated,
+    even_share_bytes,
+    fullest_bytes,
+    points_of,
+    posed,
+    shardings_of,
 )
+from autopar.solve.constraints import Constraints
 from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
-from autopar.solve.cuts import solve_cuts
-from autopar.solve.evaluate import stage_costs
+from autopar.solve.cuts import SOLVER_TOLERANCE, solve_cuts
 from autopar.solve.merge import merge
-from autopar.solve.problem import CutProblem
+from autopar.solve.meshes import Meshes, divisors, nearest, no_mesh, possible_meshes
+from autopar.solve.problem import Costs, CutProblem, Cuts, Priced
+from autopar.solve.reasons import bound_by
 
-BALANCES: Mapping[Balance, str] = {
-    "time": "equal time", "uniform": "uniform cuts", "params": "equal parameters", "flops": "equal FLOPs"
-}  # fmt: skip
+# A mesh whose bound is that many times the best step is not worth a row.
+FAR = 2.0
 
-# The least relative gain of lifting the memory limit that makes memory what bounds a plan.
-NOTABLE = 0.01
+# Another sharding of a decision's problem that suits its stages better, or None; the joint model is one.
+Refine = Callable[[Decision], Priced | None]
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A problem with the best contiguous cuts found for it, or why there are none; the step as simulated."""
+class Explored:
+    """What was evaluated of every mesh, and the meshes that turned out to be none, with the reason."""
 
-    problem: CutProblem
-    stage_of: tuple[int, ...] | None
-    step_seconds: float | None
-    note: str = ""
+    by_mesh: Mapping[Mesh, list[Candidate]]
+    refused: Mapping[Mesh, str]
+
+    @property
+    def best(self) -> Candidate | None:
+        """The fastest that fits."""
+        fitting = [c for found in self.by_mesh.values() for c in found if c.step is not None]
+        return min(fitting, key=lambda c: c.seconds, default=None)
 
 
 def search(
-    cost_at: Callable[[int], CostGraph],
+    costs: Costs,
     graph: Graph,
     hardware: Hardware,
     constraints: Constraints,
     model: ModelInfo,
+    refine: Refine | None = None,
 ) -> Plan:
     """The fastest plan found, with the ones it was preferred to.
 
-    Every number of microbatches is tried with contiguous cuts and simulated; the integer program then cuts for the best
-    of them. The others, cuts by other balances and a single device are listed as alternatives.
+    Every mesh with every number of microbatches, with and without ZeRO-1, has a lower bound of its step. In the order
+    of these bounds each is priced, cut contiguously and simulated, until the next bound is above the best step: what
+    comes later cannot be better. The integer program then cuts for the best. Where its sharding is not the only one
+    that fits the stages, ``refine`` may give another.
 
     Args:
-        cost_at: the model priced at that many samples per microbatch.
+        costs: prices of one rank under any tp, dp and microbatch.
         graph: the training graph that the costs are of.
     Raises:
-        UsageError: pins that name nothing or contradict each other or the model.
+        UsageError: pins that name nothing or contradict each other or the model; mesh sizes that contradict the
+            devices, the batch or what the model can be split into.
+        HardwareError: the devices fill several nodes and the machine has no network.
         InfeasibleError: nothing fits; the message holds the smallest relaxation that would.
     """
-    setting = Setting(graph, hardware, model, constraints.batch, constraints.schedule)
-
-    limit_bytes = constraints.capacity_bytes(hardware)
-
-    def candidate(microbatches: int, stages: int) -> Candidate:
-        cost = cost_at(microbatch_size(constraints.batch, microbatches))
-        return evaluated(setting, posed(setting, constraints, cost, microbatches, stages), limit_bytes)
-
-    candidates = {m: candidate(m, constraints.stages) for m in microbatch_candidates(constraints)}
-    chosen = best_of(list(candidates.values()))
+    setting = Setting(graph, hardware, model, constraints, costs)
+    meshes = possible_meshes(constraints, hardware)
+    floors = Floors(setting, {})
+    explored = explore(setting, floors, meshes)
+    chosen = explored.best
+    if chosen is None:
+        check_pieces(setting, explored)
+        chosen = leanest(setting, explored)
     try:
         cuts = solve_cuts(chosen.problem)
     except InfeasibleError as error:
-        more = devices_that_fit(setting, constraints, chosen.problem)
-        raise InfeasibleError(f"{error} {more}" if more else str(error)) from error
-    microbatches = chosen.problem.microbatches
-    others = [
-        Alternative(f"{m} microbatch{'es' * (m > 1)}", c.step_seconds, c.note)
-        for m, c in candidates.items()
-        if m != microbatches
-    ]
-    for balance, label in BALANCES.items():
-        # Cuts by another balance stand for those made by hand, which look at no limit; it is judged afterwards.
-        other = evaluated(setting, replace(chosen.problem, balance=balance, capacity_bytes=None), limit_bytes)
-        if balance != constraints.balance and other.stage_of != cuts.stage_of and constraints.stages > 1:
-            others.append(Alternative(label, other.step_seconds, other.note))
-    if constraints.stages > 1:
-        alone = candidate(microbatches, 1)
-        others.append(Alternative("one device", alone.step_seconds, alone.note))
+        mesh, others = chosen.point.mesh, len(explored.by_mesh) - 1
+        which = f" Of all meshes {mesh} needs least." if others else ""
+        raise InfeasibleError(f"{error}{which}{devices_that_fit(setting, chosen)}") from error
+    decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
+    solver = certified(floors, decision, cuts)
+    if refine is not None and chosen.problem.tp > 1 and chosen.problem.stages > 1:
+        decision, solver = refined(setting, floors, decision, solver, refine)
     return make_plan(
-        setting, chosen.problem, cuts.stage_of, cuts.solver, tuple(others),
-        bound_by(chosen.problem, cuts.stage_of, simulated(setting, chosen.problem, cuts.stage_of),
-                 seconds_without_limit(setting, chosen.problem, cuts.stage_of)),
+        setting, decision, solver, alternatives(setting, floors, explored.by_mesh, explored.refused, decision),
+        bound_by(setting, decision),
     )  # fmt: skip
 
 
-def posed(setting: Setting, constraints: Constraints, cost: CostGraph, microbatches: int, stages: int) -> CutProblem:
-    """The cut problem for one number of microbatches and stages. A single device is compared without the pins."""
-    return CutProblem(
-        cost=cost,
-        stages=stages,
-        microbatches=microbatches,
-        capacity_bytes=constraints.capacity_bytes(setting.hardware),
-        in_flight=tuple(max_in_flight(setting.schedule, s, stages, microbatches) for s in range(stages)),
-        boundary=boundary_links(setting.hardware, stages),
-        balance=constraints.balance,
-        pins=pinned_groups(cost, setting.graph, constraints.pins, stages) if stages == constraints.stages else {},
-        time_limit_seconds=constraints.time_limit_seconds,
-    )
+def explore(setting: Setting, floors: Floors, meshes: Meshes) -> Explored:
+    """Every mesh that may hold the best step, and the next ones until there are enough to list.
 
-
-def evaluated(setting: Setting, problem: CutProblem, limit_bytes: int) -> Candidate:
-    """The problem with its best contiguous cuts and their simulated step, if these stay within ``limit_bytes``."""
-    merged = merge(problem)
-    units = contiguous_cuts(merged.problem)
-    fullest = units or least_memory_cuts(merged.problem)
-    if fullest is None:
-        return Candidate(problem, None, None, "has no contiguous cuts")
-    costs = stage_costs(merged.problem, fullest)
-    full = max(range(problem.stages), key=lambda s: costs[s].memory_bytes)
-    if units is None or costs[full].memory_bytes > limit_bytes:
-        return Candidate(
-            problem, None, None, f"does not fit: stage {full} needs {text(costs[full].memory_bytes, BYTES)}"
-        )
-    stage_of = merged.expand(units)
-    return Candidate(problem, stage_of, step_seconds(simulated(setting, problem, stage_of), costs))
-
-
-def best_of(candidates: list[Candidate]) -> Candidate:
-    """The fastest that fits, or, where contiguous cuts fit nowhere, the one with the smallest microbatches."""
-    fitting = [c for c in candidates if c.step_seconds is not None]
-    if fitting:
-        return min(fitting, key=lambda c: c.step_seconds or 0.0)
-    return max(candidates, key=lambda c: c.problem.microbatches)
-
-
-def devices_that_fit(setting: Setting, constraints: Constraints, problem: CutProblem) -> str:
-    """A sentence with the smallest larger number of devices on which contiguous cuts fit, or nothing."""
-    for stages in range(problem.stages + 1, min(4 * problem.stages, problem.cost.loss) + 1):
-        if stages > setting.hardware.devices_per_node and setting.hardware.network is None:
+    Raises:
+        UsageError: the tp that was asked for splits nothing of this model.
+        InfeasibleError: no mesh is left.
+    """
+    found: dict[Mesh, list[Candidate]] = {}
+    refused = dict(meshes.refused)
+    best = float("inf")
+    starts = {mesh: min(map(floors.seconds, points_of(setting, mesh))) for mesh in meshes.allowed}
+    for mesh in sorted(starts, key=lambda mesh: starts[mesh]):
+        if starts[mesh] >= best and (len(found) > MAX_MESHES or starts[mesh] > FAR * best):
             break
-        larger = posed(setting, constraints, problem.cost, problem.microbatches, stages)
-        if contiguous_cuts(merge(larger).problem) is not None:
-            return f"With {stages} devices it fits."
+        if problem := nothing_to_split(setting, floors, mesh):
+            refused[mesh] = problem
+            continue
+        found[mesh] = explore_mesh(setting, floors, mesh, best)
+        best = min([best, *(c.seconds for c in found[mesh])])
+    if not found:
+        raise no_mesh(setting.model.name, setting.constraints, refused)
+    return Explored(found, refused)
+
+
+def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
+    """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling."""
+    found: list[Candidate] = []
+    best = float("inf")
+    too_large: dict[bool, int] = {}
+    for point in sorted(points_of(setting, mesh), key=floors.seconds):
+        if floors.seconds(point) >= (min(best, ceiling_seconds) if best < float("inf") else best):
+            break
+        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1.
+        if any(point.microbatches <= m for z, m in too_large.items() if z or not point.zero1):
+            continue
+        candidate = evaluated(setting, floors, point, best)
+        if candidate is None:
+            continue
+        found.append(candidate)
+        best = min(best, candidate.seconds)
+        if candidate.step is not None:
+            continue
+        too_large[point.zero1] = max(too_large.get(point.zero1, 0), point.microbatches)
+        if len(too_large) == 1 and not fits_at_all(setting, floors, mesh):
+            break
+    return found
+
+
+def fits_at_all(setting: Setting, floors: Floors, mesh: Mesh) -> bool:
+    """Whether the mesh fits with its smallest microbatches."""
+    candidate = evaluated(setting, floors, leanest_point(setting, mesh), float("inf"))
+    return candidate is not None and candidate.step is not None
+
+
+def leanest_point(setting: Setting, mesh: Mesh) -> Point:
+    """What needs least memory of a mesh: most microbatches, and ZeRO-1."""
+    return max(points_of(setting, mesh), key=lambda p: (p.microbatches, p.zero1))
+
+
+def nothing_to_split(setting: Setting, floors: Floors, mesh: Mesh) -> str:
+    """Why tensor parallelism over that many ranks is pointless, or nothing.
+
+    Raises:
+        UsageError: it is, and was asked for; says what limits it and which sizes are not.
+    """
+    if mesh.tp == 1:
+        return ""
+    point = min(points_of(setting, mesh), key=floors.seconds)
+    priced = next(shardings_of(setting, point))
+    if priced.strategies:
+        return ""
+    if setting.constraints.tp is None:
+        return f"nothing can be split {mesh.tp} ways"
+    others = [d for d in divisors(setting.constraints.devices) if d != mesh.tp]
+    able = [d for d in others if d == 1 or _splits(setting, point, d)]
+    use = " or ".join(f"tp={d}" for d in nearest(mesh.tp, able)) or "tp=1"
+    limits = f": {', '.join(priced.notes)}" if priced.notes else ""
+    raise UsageError(f"tp={mesh.tp}: nothing in {setting.model.name} can be split {mesh.tp} ways{limits}. Use {use}.")
+
+
+def _splits(setting: Setting, point: Point, tp: int) -> bool:
+    """Whether the model can use that many tensor-parallel ranks on the same devices."""
+    return bool(next(shardings_of(setting, replace(point, mesh=Mesh(1, tp, 1), zero1=False))).strategies)
+
+
+def check_pieces(setting: Setting, explored: Explored) -> None:
+    """Refuse devices of which every mesh has more stages than the model has pieces.
+
+    Raises:
+        InfeasibleError: names what is wrong with each mesh.
+    """
+    deep = {
+        mesh: found[0].note
+        for mesh, found in explored.by_mesh.items()
+        if found and all(c.problem.stages > merge(c.problem).problem.cost.loss for c in found)
+    }
+    if len(deep) == len(explored.by_mesh) and setting.constraints.pp is None:
+        raise no_mesh(setting.model.name, setting.constraints, deep | dict(explored.refused))
+
+
+def leanest(setting: Setting, explored: Explored) -> Candidate:
+    """The candidate that needs least memory, over all meshes: with most microbatches, ZeRO-1 and smallest sharding.
+
+    Contiguous cuts of it do not fit; it is what the integer program is asked for, and what an error names.
+    """
+    best, least = None, float("inf")
+    for mesh in explored.by_mesh:
+        point = leanest_point(setting, mesh)
+        *_, priced = shardings_of(setting, point)
+        problem = posed(setting, point, priced)
+        if best is not None and even_share_bytes(problem) >= least:
+            continue
+        merged = merge(problem)
+        units = least_memory_cuts(merged.problem)
+        need = float("inf") if units is None else fullest_bytes(merged, units)
+        if best is None or need < least:
+            note = "" if units is None else does_not_fit(fullest_bytes(merged, units))
+            best, least = Candidate(point, problem, priced, None, None, note), need
+    assert best is not None, "no mesh was explored"
+    return best
+
+
+def devices_that_fit(setting: Setting, chosen: Candidate) -> str:
+    """A sentence with the smallest larger number of devices on which contiguous cuts fit, or nothing."""
+    mesh = chosen.point.mesh
+    width = mesh.tp * mesh.dp
+    for stages in sorted({-(-mesh.pp * quarters // 4) for quarters in range(5, 17)}):
+        if stages * width > setting.hardware.devices_per_node and setting.hardware.network is None:
+            break
+        larger = replace(chosen.point, mesh=replace(mesh, pp=stages))
+        if stages <= chosen.problem.cost.loss and fits(posed(setting, larger, chosen.priced)):
+            return f" With {stages * width} devices it fits."
     return ""
 
 
-def seconds_without_limit(setting: Setting, problem: CutProblem, stage_of: tuple[int, ...]) -> float | None:
-    """The step of the best contiguous cuts without the memory limit, where that is notably faster."""
-    free = evaluated(setting, replace(problem, capacity_bytes=None), sys.maxsize)
-    timeline = simulated(setting, problem, stage_of)
-    seconds = step_seconds(timeline, stage_costs(problem, stage_of))
-    if free.step_seconds is not None and free.step_seconds < (1 - NOTABLE) * seconds:
-        return free.step_seconds
-    return None
+def fits(problem: CutProblem) -> bool:
+    """Whether contiguous cuts fit."""
+    limit = problem.capacity_bytes
+    if limit is not None and even_share_bytes(problem) > limit:
+        return False
+    return contiguous_cuts(merge(problem).problem) is not None
+
+
+def certified(floors: Floors, decision: Decision, cuts: Cuts) -> SolverInfo:
+    """What was proven: of the cuts alone, or with shardings against every sharding over as many ranks.
+
+    A step of any sharding takes at least (m − 1) · W/S + W, with its microbatch's lower bound W on S stages. Nothing is
+    claimed of its reduction and optimizer, so that the gap is a little too large.
+    """
+    problem, solver = decision.problem, cuts.solver
+    if problem.tp == 1:
+        return solver
+    solver = replace(solver, method="shardings then cuts")
+    if problem.balance != "time":
+        return solver
+    work = floors.proven.get((problem.tp, problem.cost.batch), 0.0)
+    bound = min(cuts.bound_seconds, ((problem.microbatches - 1) / problem.stages + 1) * work)
+    gap = (cuts.objective_seconds - bound) / cuts.objective_seconds if cuts.objective_seconds else 0.0
+    closed = gap <= problem.gap + SOLVER_TOLERANCE
+    return replace(solver, gap=gap, status=solver.status if closed else f"{solver.status} for the cuts")
+
+
+def refined(
+    setting: Setting, floors: Floors, decision: Decision, solver: SolverInfo, refine: Refine
+) -> tuple[Decision, SolverInfo]:
+    """The decision with the sharding that suits its stages, cut again, where its step is shorter."""
+    priced = refine(decision)
+    if priced is None:
+        return decision, solver
+    problem = replace(decision.problem, cost=priced.cost)
+    try:
+        cuts = solve_cuts(problem)
+    except InfeasibleError:
+        # Its cuts need not be the ones it was made for; then the first sharding stays.
+        return decision, solver
+    other = replace(decision, problem=problem, priced=priced, stage_of=cuts.stage_of)
+    before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
+    if after >= before:
+        return decision, solver
+    return other, replace(certified(floors, other, cuts), method="joint")

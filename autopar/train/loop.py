@@ -92,9 +92,10 @@ def fit(pm: ParallelModel, data: Data, recipe: Recipe, progress: Progress) -> li
         generator = torch.Generator().manual_seed(recipe.seed * SEED_STRIDE + number)
         for chosen in batches(len(data.train_labels), recipe, generator):
             images = shifted(data.train_images[chosen], recipe.shift, generator)
+            own, labels = (t.tensor_split(pm.data_size)[pm.data_rank] for t in (images, data.train_labels[chosen]))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better below
-                result = pm.train_step(images, data.train_labels[chosen])
+                result = pm.train_step(own, labels)
             if not isfinite(result.loss):
                 raise TrainingError(
                     f"The loss became {result.loss} in epoch {number}, step {len(losses) + 1} of "

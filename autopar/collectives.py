@@ -1,0 +1,266 @@
+"""Operators that bring a tensor from one layout on a mesh axis into another, with their gradients.
+
+They are true torch operators (``torch.ops.autopar.all_reduce.default`` and so on): differentiable, known to
+torch.compile, and they run on meta tensors. ``axis`` names the communicator that the runtime registered under this key
+in this process; with it an operator knows its rank, so one program serves all ranks of the axis. Every result is
+contiguous. The layouts' letters are those of `autopar.ir.layout`: replicated R, split S, partial sums P, and B,
+replicated with gradients still to be summed.
+
+| operator | from → to | backward |
+|---|---|---|
+| all_reduce(x, axis) | P → R | identity |
+| reduce_scatter(x, dim, outer, ranks, axis) | P → S | all_gather |
+| all_gather(x, dim, outer, ranks, axis, partial_gradient) | S → R, or S → B | own part, or reduce_scatter |
+| all_to_all(x, src_dim, src_outer, dst_dim, dst_outer, ranks, axis) | S → S of another dim | all_to_all |
+| shard(x, dim, outer, ranks, axis, partial_gradient) | R → S, or B → S | all_gather, or zeros around the part |
+| sum_gradient(x, axis) | R → B | all_reduce |
+| share_gradient(x, ranks) | B → R | divided by the ranks |
+| first_rank(x, axis) | R → P | identity |
+
+This module stands below the other layers' code and knows neither graphs nor process groups: graphs name its operators,
+the runtime gives it communicators.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Communicator(Protocol):
+    """The ranks of one axis around this process, which is number ``rank`` of ``ranks``; all tensors are contiguous.
+
+    A stacked tensor has one part for each rank along its first dim.
+    """
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def ranks(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum in place; the result is the same to the last bit on all ranks."""
+        ...
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, stacked."""
+        ...
+
+    def reduce_scatter(self, stacked: Tensor) -> Tensor:
+        """The sum over the ranks of their parts for this rank."""
+        ...
+
+    def all_to_all(self, stacked: Tensor) -> Tensor:
+        """From each rank its part for this rank, stacked."""
+        ...
+
+
+COMMUNICATORS: dict[str, Communicator] = {}
+
+
+def register(key: str, communicator: Communicator) -> None:
+    """Make a communicator known to the operators of this process."""
+    assert key not in COMMUNICATORS, f"two axes are called {key}"
+    COMMUNICATORS[key] = communicator
+
+
+def unregister(key: str) -> None:
+    """Forget a communicator."""
+    del COMMUNICATORS[key]
+
+
+def on(axis: str, ranks: int | None = None) -> Communicator:
+    """The communicator of an axis; where the program was made for a number of ranks, that is checked."""
+    assert axis in COMMUNICATORS, f"no axis {axis!r} among {sorted(COMMUNICATORS)}"
+    found = COMMUNICATORS[axis]
+    assert ranks in (None, found.ranks), f"axis {axis} has {found.ranks} ranks, the program was made for {ranks}"
+    return found
+
+
+# -- parts: a dim is read as (outer, ranks, rest) ------------------------------------------------------------------
+
+
+def parts(x: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+    """The parts of a whole tensor, stacked: [ranks, *local shape]."""
+    rest = x.shape[dim] // (outer * ranks)
+    return x.unflatten(dim, (outer, ranks, rest)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
+
+
+def joined(stacked: Tensor, dim: int, outer: int) -> Tensor:
+    """The whole tensor of stacked parts; inverse of `parts`."""
+    rest = stacked.shape[dim + 1] // outer
+    return stacked.unflatten(dim + 1, (outer, rest)).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
+
+
+def resized(x: Tensor, sizes: dict[int, int]) -> Tensor:
+    """An empty contiguous tensor like ``x`` with other sizes of some dims."""
+    return x.new_empty([sizes.get(dim, size) for dim, size in enumerate(x.shape)])
+
+
+# -- communication -------------------------------------------------------------------------------------------------
+
+
+@torch.library.custom_op("autopar::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, axis: str) -> Tensor:
+    """The sum over the ranks of an axis."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    on(axis).all_reduce(total)
+    return total
+
+
+@torch.library.custom_op("autopar::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
+    """This rank's part of the sum over the ranks."""
+    return on(axis, ranks).reduce_scatter(parts(x, dim, outer, ranks).contiguous())
+
+
+@torch.library.custom_op("autopar::all_gather", mutates_args=())
+def all_gather(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
+    """The whole tensor of the ranks' parts; with a partial gradient, each rank's gradient is a summand."""
+    return joined(on(axis, ranks).all_gather(x.contiguous()), dim, outer)
+
+
+@torch.library.custom_op("autopar::all_to_all", mutates_args=())
+def all_to_all(x: Tensor, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int, ranks: int, axis: str) -> Tensor:
+    """This rank's part along another dim than the one that is split now."""
+    assert src_dim != dst_dim
+    return joined(on(axis, ranks).all_to_all(parts(x, dst_dim, dst_outer, ranks).contiguous()), src_dim, src_outer)
+
+
+@torch.library.custom_op("autopar::shard", mutates_args=())
+def shard(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
+    """This rank's part of a whole tensor; with a partial gradient, zeros stand for the other parts' gradients."""
+    return parts(x, dim, outer, ranks)[on(axis, ranks).rank].clone(memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("autopar::pad", mutates_args=())
+def pad(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
+    """A whole tensor of zeros but for this rank's part."""
+    stacked = x.new_zeros([ranks, *x.shape])
+    stacked[on(axis, ranks).rank] = x
+    return joined(stacked, dim, outer)
+
+
+@torch.library.custom_op("autopar::first_rank", mutates_args=())
+def first_rank(x: Tensor, axis: str) -> Tensor:
+    """The tensor on the first rank of an axis and zeros on the others: summands of the tensor."""
+    mine = x.clone(memory_format=torch.contiguous_format)
+    return mine if on(axis).rank == 0 else mine.zero_()
+
+
+# -- shapes for tensors without data -------------------------------------------------------------------------------
+
+
+@all_reduce.register_fake
+@first_rank.register_fake
+def _same(x: Tensor, axis: str) -> Tensor:
+    return resized(x, {})
+
+
+@reduce_scatter.register_fake
+def _scattered(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
+    return resized(x, {dim: x.shape[dim] // ranks})
+
+
+@shard.register_fake
+def _part(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
+    return resized(x, {dim: x.shape[dim] // ranks})
+
+
+@all_gather.register_fake
+def _gathered(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
+    return resized(x, {dim: x.shape[dim] * ranks})
+
+
+@pad.register_fake
+def _padded(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
+    return resized(x, {dim: x.shape[dim] * ranks})
+
+
+@all_to_all.register_fake
+def _moved(x: Tensor, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int, ranks: int, axis: str) -> Tensor:
+    return resized(x, {src_dim: x.shape[src_dim] * ranks, dst_dim: x.shape[dst_dim] // ranks})
+
+
+# -- gradients -----------------------------------------------------------------------------------------------------
+
+
+def _keep_arguments(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.arguments = inputs[1:]
+
+
+def _pass_on(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient, None
+
+
+def _gather_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    return all_gather(gradient, *ctx.arguments, False), None, None, None, None
+
+
+def _take_or_sum_part(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    *where, partial_gradient = ctx.arguments
+    back = reduce_scatter(gradient, *where) if partial_gradient else shard(gradient, *where, False)
+    return back, None, None, None, None, None
+
+
+def _pad_or_gather(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    *where, partial_gradient = ctx.arguments
+    back = pad(gradient, *where) if partial_gradient else all_gather(gradient, *where, False)
+    return back, None, None, None, None, None
+
+
+def _move_back(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    src_dim, src_outer, dst_dim, dst_outer, *rest = ctx.arguments
+    return all_to_all(gradient, dst_dim, dst_outer, src_dim, src_outer, *rest), *[None] * 6
+
+
+all_reduce.register_autograd(_pass_on)
+first_rank.register_autograd(_pass_on)
+reduce_scatter.register_autograd(_gather_back, setup_context=_keep_arguments)
+all_gather.register_autograd(_take_or_sum_part, setup_context=_keep_arguments)
+shard.register_autograd(_pad_or_gather, setup_context=_keep_arguments)
+all_to_all.register_autograd(_move_back, setup_context=_keep_arguments)
+
+
+# -- operators that act on the gradient alone: forward they return their argument, uncopied, which custom_op forbids ---
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: str) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return all_reduce(gradient, ctx.axis), None
+
+
+class _ShareGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient / ctx.ranks, None
+
+
+torch.library.define("autopar::sum_gradient", "(Tensor(a) x, str axis) -> Tensor(a)")
+torch.library.define("autopar::share_gradient", "(Tensor(a) x, int ranks) -> Tensor(a)")
+
+
+@torch.library.impl("autopar::sum_gradient", "CompositeImplicitAutograd")
+def sum_gradient(x: Tensor, axis: str) -> Tensor:
+    """The tensor itself; its gradients are summed over the ranks of an axis."""
+    return _SumGradient.apply(x, axis)  # type: ignore[return-value]
+
+
+@torch.library.impl("autopar::share_gradient", "CompositeImplicitAutograd")
+def share_gradient(x: Tensor, ranks: int) -> Tensor:
+    """The tensor itself; its gradient is divided by the ranks, who all have it and whose gradients will be summed."""
+    return _ShareGradient.apply(x, ranks)  # type: ignore[return-value]

@@ -1,0 +1,85 @@
+"""How each block of the model is sharded, and the collectives that this takes, as printed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from autopar.ir.plan import BlockSharding, Collective, Plan
+from autopar.ir.text import plain_table, wrapped
+from autopar.ir.units import BYTES, TIME, percent, text
+
+MAX_BLOCKS = 12  # distinct blocks that are listed; few models have more kinds
+NAME_CELLS, MODULE_CELLS = 24, 28
+
+
+def sharding_parts(plan: Plan) -> Sequence[RenderableType]:
+    """The shardings of every kind of block and, where there are any, its collectives."""
+    parts: list[RenderableType] = [split_table(plan)]
+    if any(block.collectives for block in plan.blocks):
+        parts += ["", collective_table(plan)]
+    return parts
+
+
+def split_table(plan: Plan) -> Table:
+    """A row per module of a block, or per modules that are split alike."""
+    table = plain_table()
+    table.add_column("sharded")
+    table.add_column("module")
+    table.add_column(f"over {plan.mesh.tp} ranks")
+    for block in plan.blocks[:MAX_BLOCKS]:
+        name = block_name(block)
+        for modules, how in alike(block.rows):
+            table.add_row(name, wrapped(modules, MODULE_CELLS), how)
+            name = ""
+    hidden = plan.blocks[MAX_BLOCKS:]
+    if hidden:
+        table.add_row(f"and {len(hidden)} more kinds", "", "")
+    return table
+
+
+def collective_table(plan: Plan) -> Table:
+    """A row per block and direction: what it sends, and how long that takes each time the block runs."""
+    table = plain_table()
+    table.add_column("collectives")
+    table.add_column("direction")
+    table.add_column("of one block and microbatch")
+    table.add_column("time", justify="right", no_wrap=True)
+    for block in [b for b in plan.blocks if b.collectives][:MAX_BLOCKS]:
+        name = block_name(block)
+        for direction in ("forward", "backward"):
+            here = [c for c in block.collectives if c.direction == direction]
+            if here:
+                table.add_row(name, direction, listed(here), text(sum(c.seconds for c in here), TIME))
+                name = ""
+    total = sum(b.count * c.seconds for b in plan.blocks for c in b.collectives)
+    whole = sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
+    share = f", {percent(total / whole, 0)} of its time" if whole else ""
+    table.add_row("all", "", f"of one microbatch{share}", text(total, TIME))
+    return table
+
+
+def block_name(block: BlockSharding) -> str:
+    """``24 × blocks.*``; the name alone of what there is once."""
+    return wrapped(f"{block.count} × {block.name}" if block.count > 1 else block.name, NAME_CELLS)
+
+
+def alike(rows: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Modules and how they are split; neighbours that are split alike in one row."""
+    return [
+        (", ".join(module for module, _ in members), how)
+        for how, members in groupby(rows.items(), key=lambda row: row[1])
+    ]
+
+
+def listed(collectives: Sequence[Collective]) -> str:
+    """``2 × all-reduce of 38.5 MiB, all-gather of 4.00 MiB``."""
+    counts = Counter((c.kind, c.num_bytes) for c in collectives)
+    return ", ".join(
+        (f"{count} × " if count > 1 else "") + f"{kind} of {text(num_bytes, BYTES)}"
+        for (kind, num_bytes), count in counts.items()
+    )

@@ -1,0 +1,131 @@
+"""What a model costs under each sharding: the prices that the search over meshes asks for, each worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from autopar.hardware import Hardware
+from autopar.ir import TP, BlockSharding, ChoiceGraph, CostGraph, Graph, Layout, look_up
+from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price
+from autopar.rules.apply import shard_graph, storage
+from autopar.solve import Priced, Shardings, pareto
+
+# Microbatches whose activations count when a sharding is chosen for its memory; how many there are is only known per
+# stage, later.
+IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model sharded in one way: labels of operations, layouts of weights, and the graph that each rank runs."""
+
+    strategies: Mapping[str, str]
+    storage: Mapping[str, Layout]
+    graph: Graph
+    facts: Facts
+    unknown: tuple[str, ...]
+
+
+class Costs:
+    """Prices of one traced model on one machine.
+
+    Shardings are chosen for the samples of a microbatch. What they cost is then read off the graph that each rank would
+    run, collectives included, so that what is compared is what will run.
+    """
+
+    def __init__(self, graph: Graph, hardware: Hardware) -> None:
+        self.graph, self.hardware = graph, hardware
+        self.facts = op_facts(graph)
+        self.known: dict[tuple, Any] = {}
+
+    def floor_seconds(self, tp: int, size: int) -> float:
+        """A lower bound of one microbatch's time on all stages: everything split evenly, collectives free."""
+        return sum(group.seconds for group in self.whole(size).groups) / tp
+
+    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+        """The model under one sharding; see `autopar.solve.Costs`."""
+        if tp == 1:
+            return self.unsharded(dp, zero1, size) if memory_level == 0 else None
+        found = self.sharding(tp, size, microbatches, memory_level)
+        return None if found is None else self.under(found, tp, dp, zero1, size)
+
+    def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
+        """The model on one device per stage and replica."""
+        cost = price(self.graph, self.facts, self.hardware, size, Sharing(1, dp, zero1))
+        return Priced(cost, bound_seconds=sum(group.seconds for group in cost.groups))
+
+    def under(self, found: Shardings, tp: int, dp: int, zero1: bool, size: int) -> Priced:
+        """The model under a sharding that was found for it."""
+        sharded = self.sharded(tp, size, found.picks)
+        sharing = Sharing(tp, dp, zero1, sharded.storage)
+        return Priced(
+            cost=price(sharded.graph, sharded.facts, self.hardware, size, sharing, self.whole(size).groups),
+            bound_seconds=found.bound_seconds,
+            gap=found.solver.gap,
+            strategies=sharded.strategies,
+            storage=sharded.storage,
+            blocks=self.blocks(tp, size, found.picks),
+            notes=limits(self.graph, self.facts, tp) if not sharded.strategies else (),
+        )
+
+    def whole(self, size: int) -> CostGraph:
+        """The whole model on one device."""
+        return self.remember(("whole", size), lambda: price(self.graph, self.facts, self.hardware, size))
+
+    def choices(self, tp: int, size: int) -> ChoiceGraph:
+        """All shardings over ``tp`` ranks."""
+        make = lambda: choice_graph(self.graph, self.facts, self.hardware, size, tp)  # noqa: E731
+        return self.remember(("choices", tp, size), make)
+
+    def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
+        """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
+        in_flight = min(microbatches, IN_FLIGHT)
+        make = lambda: Solutions(pareto(self.choices(tp, size), microbatches, in_flight))  # noqa: E731
+        return self.remember(("shardings", tp, size, microbatches), make).at(memory_level)
+
+    def sharded(self, tp: int, size: int, picks: tuple[int, ...]) -> Sharded:
+        """The graph that each rank runs under the picked choices."""
+        groups = self.choices(tp, size).groups
+        labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.choices[pick].labels)
+        return self.remember(("sharded", tp, labels), lambda: apply(self.graph, dict(labels), tp))
+
+    def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
+        """The same in words."""
+        own = self.sharded(tp, size, picks)
+        make = lambda: blocks(self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)  # noqa: E731
+        return self.remember(("blocks", tp, size, picks), make)
+
+    def unknown(self, tp: int, strategies: Mapping[str, str]) -> tuple[str, ...]:
+        """Targets of the operations that are replicated for want of a rule."""
+        labels = {op.name: label for op in self.graph.ops if (label := look_up(strategies, op.name)) is not None}
+        return apply(self.graph, labels, tp).unknown
+
+    def remember(self, key: tuple, make: Callable[[], Any]) -> Any:
+        """What ``make`` returned when it was first asked for under a key."""
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]
+
+
+class Solutions:
+    """Solutions of a lazy sequence, kept."""
+
+    def __init__(self, source: Iterator[Shardings]) -> None:
+        self.source, self.found = source, list[Shardings]()
+
+    def at(self, number: int) -> Shardings | None:
+        """The solution of a number, or None where there are fewer."""
+        self.found.extend(islice(self.source, max(0, number + 1 - len(self.found))))
+        return self.found[number] if number < len(self.found) else None
+
+
+def apply(graph: Graph, labels: Mapping[str, str], tp: int) -> Sharded:
+    """A model sharded by its operations' labels, as if all of it were on one stage."""
+    ranks = {TP: tp}
+    stored = storage(graph, labels, ranks)
+    local = shard_graph(graph, labels, stored, ranks, dict.fromkeys((op.name for op in graph.ops), 0))
+    strategies = labels if any(labels.values()) else {}
+    return Sharded(strategies, stored, local.graph, op_facts(local.graph), local.replicated)

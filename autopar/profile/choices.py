@@ -1,0 +1,204 @@
+"""From a whole graph to the ways in which each of its groups can be sharded, and what they cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.hardware import Hardware
+from autopar.ir import REPLICATED, Choice, ChoiceGraph, ChoiceGroup, Conversion, Graph, Layout, pattern_of, refs
+from autopar.profile.collectives import conversion
+from autopar.profile.digits import digits
+from autopar.profile.facts import Facts
+from autopar.profile.follow import Interface, Setting, candidates, follow, keeps_state, targets
+from autopar.profile.groups import Members, group_ops
+from autopar.profile.price import LOSS, Pricing, op_cost
+from autopar.profile.rulebook import RuleBook
+from autopar.profile.run_cost import Costing, Owners, owners
+
+MOST_CHOICES = 8
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Groups that are the same but for names: the choices of one of them, and the number that they share."""
+
+    number: int
+    members: Members
+    choices: tuple[Choice, ...]
+
+
+def choice_graph(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int) -> ChoiceGraph:
+    """The choices of every group of a whole training graph on the ranks of a tensor-parallel axis.
+
+    The groups are those of `price`. A choice is a strategy of the group's anchor, which the other operations follow,
+    and, where a sum comes out, the layout that it is reduced to. Groups whose anchors stand at the same place of a
+    repeated block, and whose operations, shapes and surroundings are equal, are of one kind.
+
+    Args:
+        facts: of this graph, from `op_facts`.
+        batch: samples per microbatch, of all ranks of the axis together.
+        ranks: at least 2.
+    Raises:
+        HardwareError: the machine has no peak for a dtype the model computes in.
+    Error: against `price` of the graph that `shard_graph` makes of a choice: see `autopar.profile.run_cost`.
+    """
+    pricing = Pricing(graph, facts, hardware, batch, ranks)
+    costs = {op.name: op_cost(op, pricing) for op in graph.ops}
+    seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
+    groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
+    divides = batch % ranks == 0 and graph.batch % ranks == 0
+    book = RuleBook(graph, facts, ranks)
+    setting = Setting(book, digits(book, divides), divides)
+    owned = owners(groups, pricing)
+    sides = interfaces(groups, graph)
+    kinds: dict[tuple, Kind] = {}
+    numbers: dict[tuple, int] = {}
+    listed: list[ChoiceGroup] = []
+    for number, (members, side) in enumerate(zip(groups, sides)):
+        key = signature(number, members, side, setting, pricing, owned)
+        if key not in kinds:
+            found = choices_of(number, members, side, setting, pricing, owned)
+            alike = (*key[:3], without_names(found, members))
+            kinds[key] = Kind(numbers.setdefault(alike, len(numbers)), members, found)
+        kind = kinds[key]
+        renamed = tuple(rename(kind.choices, kind.members, members))
+        listed.append(ChoiceGroup(members.anchor.name, kind.number, side.reads, side.makes, side.weights, renamed))
+    listed.append(loss_group(graph, len(numbers)))
+    made = {name: round(pricing.num_bytes(name)) for side in sides for name in side.makes}
+    return ChoiceGraph(tuple(listed), made, conversions(listed, pricing, book))
+
+
+def interfaces(groups: Sequence[Members], graph: Graph) -> tuple[Interface, ...]:
+    """What each group reads and makes for others, in order of execution."""
+    group_of = {op.name: i for i, members in enumerate(groups) for op in members.ops}
+    outside = set(refs(graph.outputs))
+    for op in graph.ops:
+        for name in op.reads:
+            source = graph.producer.get(name)
+            if source is not None and group_of[source.name] != group_of[op.name]:
+                outside.add(name)
+    found = []
+    for members in groups:
+        own = {v.name for op in members.ops for v in op.outputs}
+        read = dict.fromkeys(name for op in members.ops for name in op.reads)
+        found.append(
+            Interface(
+                reads=tuple(n for n in read if n in graph.producer and n not in own),
+                makes=tuple(v.name for op in members.ops for v in op.outputs if v.name in outside),
+                weights=tuple(n for n in read if n in graph.weight),
+            )
+        )
+    return tuple(found)
+
+
+def loss_group(graph: Graph, kind: int) -> ChoiceGroup:
+    """The loss, which reads the model's outputs whole."""
+    names = tuple(dict.fromkeys(refs(graph.outputs)))
+    reads = tuple(n for n in names if n in graph.producer)
+    weights = tuple(n for n in names if n in graph.weight)
+    only = Choice("replicated", (), 0.0, 0.0, 0.0, 0, 0, (REPLICATED,) * len(reads), (), (REPLICATED,) * len(weights))
+    return ChoiceGroup(LOSS, kind, reads, (), weights, (only,))
+
+
+def conversions(
+    groups: Sequence[ChoiceGroup], pricing: Pricing, book: RuleBook
+) -> Mapping[tuple[str, Layout, Layout], Conversion]:
+    """Every conversion between two layouts that can occur."""
+    gives: dict[str, set[Layout]] = {}
+    known: dict[tuple, Conversion] = {}
+    found: dict[tuple[str, Layout, Layout], Conversion] = {}
+    for group in groups:
+        for i, name in enumerate(group.reads):
+            num_bytes, trained = pricing.num_bytes(name), name in book.trained
+            for read in dict.fromkeys(choice.takes[i] for choice in group.choices):
+                for made in gives[name]:
+                    if made == read:
+                        continue
+                    key = (made, read, num_bytes, trained)
+                    if key not in known:
+                        known[key] = conversion(made, read, num_bytes, trained, pricing.hardware, book.ranks)
+                    found[name, made, read] = known[key]
+        for i, name in enumerate(group.makes):
+            gives[name] = {choice.gives[i] for choice in group.choices}
+    return found
+
+
+# -- choices of one group ------------------------------------------------------------------------------------------
+
+
+def choices_of(
+    number: int, members: Members, side: Interface, setting: Setting, pricing: Pricing, owned: Owners
+) -> tuple[Choice, ...]:
+    """The choices of a group, the replicated one first; those that another one is better than in every way are gone."""
+    found: list[Choice] = []
+    for strategy in candidates(members, setting):
+        for target in targets(members, strategy, setting):
+            run = follow(members, strategy, target, setting)
+            if keeps_state(members, run, setting.book):
+                found.extend(Costing(number, members, side, run, setting, pricing, owned).choices())
+    kept = [c for i, c in enumerate(found) if i == 0 or not any(better(o, c, j < i) for j, o in enumerate(found))]
+    return (kept[0], *sorted(kept[1:], key=lambda c: c.seconds)[: MOST_CHOICES - 1])
+
+
+def better(other: Choice, choice: Choice, earlier: bool) -> bool:
+    """Whether another choice fits the same surroundings and is at least as good in every way."""
+    if other is choice or (other.takes, other.gives, other.stores) != (choice.takes, choice.gives, choice.stores):
+        return False
+    ours, theirs = sizes(choice), sizes(other)
+    return all(b <= a for a, b in zip(ours, theirs)) and (ours != theirs or earlier)
+
+
+def sizes(choice: Choice) -> tuple[float, ...]:
+    """What is better small."""
+    return choice.seconds, choice.step_seconds, choice.saved_bytes, choice.weight_bytes
+
+
+# -- kinds -----------------------------------------------------------------------------------------------------------
+
+
+def signature(
+    number: int, members: Members, side: Interface, setting: Setting, pricing: Pricing, owned: Owners
+) -> tuple:
+    """Equal for groups that have the same choices: names are replaced by where they come from."""
+    book, known = setting.book, setting.digits.known
+    place = {v.name: (i, j) for i, op in enumerate(members.ops) for j, v in enumerate(op.outputs)}
+    place |= {name: ("read", i) for i, name in enumerate(side.reads)}
+    place |= {name: ("weight", i, name in owned.shared) for i, name in enumerate(side.weights)}
+    ops = tuple(
+        (
+            book.key(op),
+            op is members.anchor,
+            op.name in book.fed,
+            op.name in book.still,
+            tuple(place.get(name, ("input",)) for name in op.reads),
+            tuple(place.get(name, ("input",)) for name in op.mutates),
+        )
+        for op in members.ops
+    )
+    names = [*side.reads, *side.weights, *(v.name for op in members.ops for v in op.outputs)]
+    around = tuple(known(name) for name in names)
+    return (
+        pattern_of(members.anchor.name),
+        ops,
+        tuple(place[name] for name in side.makes),
+        around,
+        owned.signature(number, members, pricing),
+        tuple(book.graph.weight[name].kind for name in side.weights),
+    )
+
+
+def without_names(choices: tuple[Choice, ...], members: Members) -> tuple[Choice, ...]:
+    """The choices with positions for names."""
+    place = {op.name: str(i) for i, op in enumerate(members.ops)}
+    return tuple(replace(c, labels=tuple((place[name], label) for name, label in c.labels)) for c in choices)
+
+
+def rename(choices: tuple[Choice, ...], source: Members, target: Members) -> Iterator[Choice]:
+    """The choices of one group for another one of its kind."""
+    if source is target:
+        yield from choices
+        return
+    names = {old.name: new.name for old, new in zip(source.ops, target.ops, strict=True)}
+    for choice in choices:
+        yield replace(choice, labels=tuple((names[name], label) for name, label in choice.labels))

@@ -1,0 +1,201 @@
+"""Shardings in words: what keeps a model from being split, and what happens in each of its blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.hardware import Hardware
+from autopar.ir import BlockSharding, Collective, Graph, Layout, Op, Value, pattern_of
+from autopar.profile.collectives import is_collective, step_of, step_seconds, whole_bytes
+from autopar.profile.digits import sample_dims
+from autopar.profile.facts import Facts
+from autopar.profile.groups import origins
+from autopar.profile.price import Pricing
+from autopar.profile.rulebook import RuleBook
+from autopar.rules.rule import Rule, has
+
+REDUCTIONS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}
+CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
+
+
+# -- what cannot be split ------------------------------------------------------------------------------------------
+
+
+def limits(graph: Graph, facts: Facts, ranks: int) -> tuple[str, ...]:
+    """What keeps operations from being split over so many ranks, such as ``attention has 3 heads`` or ``197 tokens``.
+
+    Sizes that the ranks do not divide are listed, each once, in order of appearance; samples are left to the caller.
+
+    Args:
+        facts: of this graph, from `op_facts`.
+    """
+    book = RuleBook(graph, facts, ranks)
+    samples = sample_dims(book)
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        rule = book.rule(op) if facts.ops[op.name].forward_flops > 0 else None
+        for letter in rule.free if rule is not None else ():
+            if rule is not None and rule.sizes[letter] > 1 and rule.sizes[letter] % ranks:
+                found |= dict.fromkeys(limit(op, rule, letter, book, samples))
+    return tuple(found)
+
+
+def limit(op: Op, rule: Rule, letter: str, book: RuleBook, samples: Mapping[str, Layout]) -> Iterator[str]:
+    """What to say of a letter whose size the ranks do not divide."""
+    size, where = rule.sizes[letter], pattern_of(op.module or op.name)
+    fed = [i for i, name in enumerate(op.reads) if name in book.fed and has(rule.operands[i], letter)]
+    weights = [i for i, name in enumerate(op.reads) if name not in book.fed and has(rule.operands[i], letter)]
+    if any(op.reads[i] not in book.graph.producer for i in fed):
+        return  # the colours of an image
+    if weights and book.multiplies_weights(op):
+        yield f"{where} has {size} {'input' if fed else 'output'} {'channels' if 'conv' in op.target else 'features'}"
+    elif fed:
+        dims = rule.operands[fed[0]]
+        dim = next(d for d, letters in enumerate(dims) if letter in letters)
+        sample = samples.get(op.reads[fed[0]])
+        if sample is None or sample.splits[0].dim != dim:
+            word = dim_word(op, dim, len(dims), book)
+            yield f"attention has {size} heads" if word == "heads" else f"{size} {word}"
+
+
+def dim_word(op: Op, dim: int, rank: int, book: RuleBook) -> str:
+    """What a dim of activations holds, as far as its place tells."""
+    if book.facts.ops[op.name].forward_flops and not book.multiplies_weights(op):
+        return "heads" if dim == 1 and rank == 4 else "tokens"
+    channels = 1 if any(word in op.target for word in CHANNELS_FIRST) else rank - 1
+    if dim == channels:
+        return "channels"
+    return {3: "tokens", 4: "pixels"}.get(rank, f"of dim {dim}")
+
+
+# -- what is split --------------------------------------------------------------------------------------------------
+
+
+def blocks(
+    graph: Graph,
+    facts: Facts,
+    local: Graph,
+    storage: Mapping[str, Layout],
+    hardware: Hardware,
+    batch: int,
+    ranks: int,
+) -> tuple[BlockSharding, ...]:
+    """How each block of a model is sharded; blocks with the same rows and collectives are one entry.
+
+    A block is what a module path names up to its last number; modules outside of any are blocks of their own. What is
+    replicated is left out.
+
+    Args:
+        graph: the whole graph.
+        facts: of the whole graph.
+        local: what `shard_graph` made of it.
+        storage: layouts of its weights.
+        batch: samples per microbatch.
+    """
+    book = RuleBook(graph, facts, ranks)
+    pricing = Pricing(local, facts, hardware, batch, ranks)
+    parts = {op.name: op for op in local.ops}
+    reduced = {op.home: REDUCTIONS[step_of(op).name] for op in local.ops if op.home and step_of(op).name in REDUCTIONS}
+    samples = sample_dims(book)
+    rows: dict[str, dict[str, str]] = {}
+    for op in graph.ops:
+        block = block_of(op)
+        text = row(op, parts[op.name], storage, book, samples, reduced.get(op.name))
+        if text:
+            inside = op.module.removeprefix(block).lstrip(".") or op.module.rpartition(".")[2] or op.name
+            rows.setdefault(block, {}).setdefault(inside, text)
+    home = {op.name: op for op in graph.ops}
+    sent: dict[str, list[Collective]] = {}
+    for op in local.ops:
+        if is_collective(op):
+            sent.setdefault(block_of(home[op.home]), []).extend(collectives(op, pricing))
+    alike: dict[tuple, list[str]] = {}
+    for block in dict.fromkeys(map(block_of, graph.ops)):
+        if block in rows or sent.get(block):
+            key = (pattern_of(block), tuple(rows.get(block, {}).items()), tuple(sent.get(block, ())))
+            alike.setdefault(key, []).append(block)
+    return tuple(
+        BlockSharding(common(names), len(names), dict(listed), sends) for (_, listed, sends), names in alike.items()
+    )
+
+
+def row(
+    op: Op, part: Op, storage: Mapping[str, Layout], book: RuleBook, samples: Mapping[str, Layout], reduced: str | None
+) -> str:
+    """What happens to an operation; nothing if it is replicated, or light."""
+    weights = [name for name in origins(op, book.graph) if name in book.graph.weight]
+    if not weights and not book.facts.ops[op.name].forward_flops:
+        return ""
+    after = f" → {reduced}" if reduced else ""
+    for name in weights:
+        layout, matrix = storage[name], len(book.graph.weight[name].shape) > 1
+        if matrix and layout.splits and book.facts.ops[op.name].forward_flops:
+            return f"{weight_word(op, layout, book)} / {book.ranks}{after}"
+    for value, local in zip(op.outputs, part.outputs, strict=True):
+        word = split_word(op, value, local, samples, book)
+        if word:
+            return f"{word} / {book.ranks}{after}"
+    return f"summed / {book.ranks}{after}" if reduced else ""
+
+
+def weight_word(op: Op, layout: Layout, book: RuleBook) -> str:
+    """Which part of a weight a rank holds."""
+    (split,) = layout.splits
+    if "conv" in op.target:
+        return {0: "output channels", 1: "input channels"}.get(split.dim, f"dim {split.dim}")
+    sides = {0: "rows", 1: "columns"}
+    side = sides.get(split.dim, f"dim {split.dim}")
+    if split.dim == 0 and feeds_attention(op, book):
+        return f"{side} by head"
+    return f"{side} in {split.outer} parts" if split.outer > 1 else side
+
+
+def feeds_attention(op: Op, book: RuleBook) -> bool:
+    """Whether the next operations with FLOPs behind one multiply activations with each other."""
+    waiting, seen = deque(book.readers[op.name]), {op.name}
+    while waiting:
+        reader = waiting.popleft()
+        if reader.name in seen:
+            continue
+        seen.add(reader.name)
+        if book.facts.ops[reader.name].forward_flops:
+            return not book.multiplies_weights(reader)
+        waiting.extend(book.readers[reader.name])
+    return False
+
+
+def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout], book: RuleBook) -> str:
+    """What a dim holds of which the ranks have a part each; nothing where there is none."""
+    dim = next((d for d, (whole, own) in enumerate(zip(value.shape, local.shape)) if whole != own), None)
+    if dim is None:
+        return ""
+    sample = samples.get(value.name)
+    if sample is not None and sample.splits[0].dim == dim:
+        return "samples"
+    return dim_word(op, dim, len(value.shape), book)
+
+
+def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
+    """What an inserted operation sends, in each direction."""
+    step, made = step_of(op), op.outputs[0]
+    num_bytes = whole_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
+    seconds = step_seconds(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)
+    where = pattern_of(op.home)
+    if step.forward:
+        yield Collective(where, step.forward, "forward", round(num_bytes), seconds.forward_seconds)
+    if step.backward and made.requires_grad:
+        yield Collective(where, step.backward, "backward", round(num_bytes), seconds.backward_seconds)
+
+
+def block_of(op: Op) -> str:
+    """The module path up to its last number, the repeated block that an operation is part of; else its module."""
+    parts = (op.module or op.name).split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1] + 1] if numbers else parts)
+
+
+def common(names: Sequence[str]) -> str:
+    """The names as one: ``*`` where their numbers differ."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(words[0] if len(set(words)) == 1 else "*" for words in columns)

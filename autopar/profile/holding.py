@@ -1,0 +1,87 @@
+"""What the weights of a rank take: bytes, and seconds once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from autopar.hardware import CollectiveKind, Hardware
+from autopar.ir import REPLICATED, TP, Holding, Layout, Weight
+
+STATE_BYTES = 8  # of optimizer state per parameter: two moments of Adam in float32
+# Gradients are communicated in buckets of this size, so that each costs its share of a bucket's latency.
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How the ranks of one stage share its weights.
+
+    Args:
+        storage: the layout in which each weight that is not plainly replicated is held on the ``tp`` ranks.
+        zero1: each of the ``dp`` replicas keeps the optimizer's state of a part of the parameters.
+    """
+
+    tp: int = 1
+    dp: int = 1
+    zero1: bool = False
+    storage: Mapping[str, Layout] = field(default_factory=dict)
+
+
+ALONE = Sharing()
+
+
+def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware) -> Holding:
+    """A weight with gradient and optimizer state, of which the replicas keep a part each under ZeRO-1.
+
+    Args:
+        weight: a rank's part of it.
+    """
+    layout = sharing.storage.get(weight.name, REPLICATED)
+    parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
+    trained = weight.kind == "parameter" and weight.requires_grad
+    return Holding(
+        name=weight.name,
+        num_bytes=weight_bytes(weight.numel, weight.num_bytes, sharing) if trained else weight.num_bytes,
+        groups=groups,
+        numel=weight.numel * parts if weight.kind == "parameter" else 0,
+        optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
+        reduce_seconds=reduce_seconds(weight.num_bytes, sharing, hardware) if trained else 0.0,
+    )
+
+
+def state_ranks(sharing: Sharing) -> int:
+    """How many ranks divide the optimizer's state of one weight among them."""
+    return sharing.dp if sharing.zero1 else 1
+
+
+def weight_bytes(numel: int, num_bytes: int, sharing: Sharing = ALONE) -> int:
+    """Bytes of a trained weight: value, gradient and a rank's part of the optimizer's state."""
+    return 2 * num_bytes + -(-STATE_BYTES * numel // state_ranks(sharing))
+
+
+def update_seconds(numel: float, num_bytes: float, hardware: Hardware) -> float:
+    """Time of one optimizer step on a weight: value, gradient and state are each read and written once."""
+    return hardware.traffic_seconds(2 * (2 * num_bytes + STATE_BYTES * numel))
+
+
+def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:
+    """What a weight costs between the last backward and the next step: its update, gathering it under ZeRO-1, and the
+    sum of its gradient over the shards where each has a summand."""
+    seconds = update_seconds(weight.numel, weight.num_bytes, hardware) / state_ranks(sharing)
+    if sharing.zero1:
+        seconds += bucket_share("all-gather", weight.num_bytes, hardware, sharing.dp, sharing.tp)
+    if TP in layout.partial_gradient:
+        seconds += bucket_share("all-reduce", weight.num_bytes, hardware, sharing.tp)
+    return seconds
+
+
+def reduce_seconds(num_bytes: int, sharing: Sharing, hardware: Hardware) -> float:
+    """Time to sum a gradient over the replicas; under ZeRO-1 each only needs the sum of its part."""
+    kind = "reduce-scatter" if sharing.zero1 else "all-reduce"
+    return bucket_share(kind, num_bytes, hardware, sharing.dp, sharing.tp)
+
+
+def bucket_share(kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int, stride: int = 1) -> float:
+    """A tensor's share of the time of full buckets: its bytes over the bandwidth, and of the latency its part."""
+    return hardware.collective_seconds(kind, BUCKET_BYTES, ranks, stride) * num_bytes / BUCKET_BYTES

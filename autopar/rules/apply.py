@@ -1,0 +1,163 @@
+"""From a whole graph and its strategies to the graph that every rank of a tensor-parallel group runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from autopar.ir import REPLICATED, TP, AxisSizes, Graph, Layout, Op, Ref, Value, refs
+from autopar.rules.assign import Assignment, assign, kept
+from autopar.rules.convert import Step, steps
+from autopar.rules.local import localised
+
+UNCOPIED = ("sum_gradient", "share_gradient")  # operators that return their argument itself
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """The graph of one rank: local shapes, collectives between its operations; the same for all ranks of a group.
+
+    Args:
+        replicated: targets of the operations on activations that have no rule, sorted.
+    """
+
+    graph: Graph
+    replicated: tuple[str, ...]
+
+
+def shard_graph(
+    graph: Graph,
+    strategies: Mapping[str, str],
+    storage: Mapping[str, Layout],
+    ranks: AxisSizes,
+    stage_of: Mapping[str, int],
+) -> Sharded:
+    """The graph that every rank runs.
+
+    Inputs, constants and outputs are replicated. A tensor is converted once for all readers of a stage that want it in
+    one layout: a sum on the stage that makes it, anything else on the stage that reads it.
+
+    Args:
+        strategies: label of an operation's strategy by its name; see `assign` for those without.
+        storage: layout of every weight.
+        stage_of: stage of every operation.
+    """
+    assigned = assign(graph, strategies, storage, ranks)
+    builder = Builder(graph, assigned, storage, ranks, stage_of)
+    ops = {op.name: builder.local(op) for op in graph.ops}
+    outputs = renamed(graph.outputs, {name: builder.output(name) for name in refs(graph.outputs)})
+    local = replace(
+        graph,
+        weights=tuple(replace(w, shape=storage[w.name].local_shape(w.shape, ranks)) for w in graph.weights),
+        ops=tuple(o for op in graph.ops for o in (*builder.before[op.name], ops[op.name], *builder.after[op.name])),
+        outputs=outputs,
+    )
+    return Sharded(local, assigned.unknown)
+
+
+def storage(graph: Graph, labels: Mapping[str, str], ranks: AxisSizes) -> Mapping[str, Layout]:
+    """The layout in which each weight is kept between steps.
+
+    A weight is split if all its readers read it split alike, replicated with a gradient that is summed once a step if
+    all use it on split data, and replicated otherwise. Constants are replicated: the trace holds them whole.
+    """
+    found = assign(graph, labels, {}, ranks)
+    readers: dict[str, set[Layout]] = {w.name: set() for w in graph.weights}
+    for op in graph.ops:
+        for name, layout in zip(op.reads, found.strategies[op.name].operands):
+            if name in readers:
+                readers[name].add(layout)
+    for name in refs(graph.outputs):
+        if name in readers:
+            readers[name].add(REPLICATED)
+    return {w.name: REPLICATED if w.kind == "constant" else kept(readers[w.name]) for w in graph.weights}
+
+
+class Builder:
+    """Localises operations one after the other and collects the conversions between them."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        assigned: Assignment,
+        storage: Mapping[str, Layout],
+        ranks: AxisSizes,
+        stage_of: Mapping[str, int],
+    ) -> None:
+        self.graph, self.assigned, self.ranks, self.stage_of = graph, assigned, ranks, stage_of
+        self.shapes = {v.name: v.shape for v in graph.values.values()} | {w.name: w.shape for w in graph.weights}
+        self.local_values = {value.name: value for value in graph.inputs}
+        for w in graph.weights:
+            shape = storage[w.name].local_shape(w.shape, ranks)
+            self.local_values[w.name] = Value(w.name, shape, w.dtype, contiguous(shape), w.requires_grad)
+        self.taken = {op.name for op in graph.ops} | set(self.shapes)
+        self.known: dict[tuple[str, Layout, int], str] = {}  # (value, layout, stage) -> the converted value
+        self.before: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
+        self.after: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
+
+    def local(self, op: Op) -> Op:
+        """An operation with local arguments, which reads converted values."""
+        strategy = self.assigned.strategies[op.name]
+        names = {name: self.converted(name, read, op) for name, read in zip(op.reads, strategy.operands)}
+        if op.name in self.assigned.rules:
+            op = localised(op, self.assigned.rules[op.name], strategy, self.ranks[TP])
+        self.local_values |= {value.name: value for value in op.outputs}
+        kwargs = tuple((key, renamed(value, names)) for key, value in op.kwargs)
+        return replace(op, args=renamed(op.args, names), kwargs=kwargs)
+
+    def output(self, name: str) -> str:
+        """Name of an output of the model, replicated; converted where it is made, or a weight on the last stage."""
+        if self.assigned.made[name] == REPLICATED:
+            return name
+        last = max(self.graph.ops, key=lambda op: self.stage_of[op.name])
+        return self.converted(name, REPLICATED, self.graph.producer.get(name, last))
+
+    def converted(self, name: str, read: Layout, reader: Op) -> str:
+        """Name of a value in the layout in which an operation reads it, converted before that where need be."""
+        current, layout = name, self.assigned.made[name]
+        found = steps(layout, read, TP, self.ranks[TP])
+        for step in found:
+            home = self.graph.producer[name] if layout.partial else reader
+            layout = read if step is found[-1] else REPLICATED
+            key = (name, layout, self.stage_of[home.name])
+            if key not in self.known:
+                self.known[key] = self.insert(step, name, current, layout, home)
+            current = self.known[key]
+        return current
+
+    def insert(self, step: Step, name: str, current: str, layout: Layout, home: Op) -> str:
+        """Name of the result of a new operation that takes a step from the current form of a value."""
+        source = self.local_values[current]
+        unique = self.fresh(f"{name}.{step.name}")
+        shape = layout.local_shape(self.shapes[name], self.ranks)
+        stride = source.stride if step.name in UNCOPIED else contiguous(shape)
+        result = Value(unique, shape, source.dtype, stride, source.requires_grad)
+        op = Op(unique, f"autopar.{step.name}.default", (Ref(current), *step.args), (), (result,), home.module,
+                home.source, home=home.name)  # fmt: skip
+        self.local_values[unique] = result
+        makes_it = self.graph.producer.get(name) is home
+        (self.after if makes_it else self.before)[home.name].append(op)
+        return unique
+
+    def fresh(self, name: str) -> str:
+        """The name, numbered where it is taken."""
+        unique, count = name, 0
+        while unique in self.taken:
+            count += 1
+            unique = f"{name}_{count}"
+        self.taken.add(unique)
+        return unique
+
+
+def renamed(tree: Any, names: Mapping[str, str]) -> Any:
+    """(Nested) arguments with other references."""
+    if isinstance(tree, Ref):
+        return Ref(names[tree.name])
+    return tuple(renamed(item, names) for item in tree) if isinstance(tree, tuple) else tree
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor in row-major order."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -1,0 +1,179 @@
+"""What a rank is told, and what it tells: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir import REPLICATED, TP, Layout, Mesh, Mode, Place, Program, Weight
+from autopar.runtime.executor import Span, StepData
+
+Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str]], nn.Module]
+
+
+class Parameters(list[nn.Parameter]):
+    """What an optimizer is made from: a list of parameters that knows their original names.
+
+    `named_parameters` is that of a module, so that code which groups a model's parameters by name takes this instead.
+    """
+
+    def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
+        super().__init__(named.values())
+        self.names = tuple(named)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Original name and parameter, in the model's order."""
+        return zip(self.names, self, strict=True)
+
+
+@dataclass(frozen=True)
+class RankSpec:
+    """What a rank needs to know before it is given weights; the same for all ranks of a stage but for ``rank`` and
+    ``device``.
+
+    Args:
+        build: turns a program, its weights, a device and the keys of mesh axes into a module.
+        weights: the weights this rank holds, in the model's order, with the shapes of its parts.
+        storage: the layout of every weight that is not simply replicated over the tensor axis.
+        holders: for every weight held by several stages, those stages in order; the first one owns it.
+        owners: under ZeRO-1, the replica that updates each trainable weight of the model; else empty.
+        edges: every directed pair of stages that exchanges tensors.
+        loss_fn, optimizer, lr_scheduler: as given to `autopar.parallelize`.
+        clip_grad_norm: largest global gradient norm, or None.
+    """
+
+    rank: int
+    mesh: Mesh
+    device: str
+    build: Build
+    weights: tuple[Weight, ...]
+    holders: Mapping[str, tuple[int, ...]]
+    edges: tuple[tuple[int, int], ...]
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    clip_grad_norm: float | None = None
+    seed: int = 0
+    storage: Mapping[str, Layout] = field(default_factory=dict)
+    owners: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def place(self) -> Place:
+        return self.mesh.place(self.rank)
+
+    @property
+    def rank_seed(self) -> int:
+        """Seed of this rank's random operations: one for the ranks of a tensor-parallel group, which draw alike."""
+        return self.seed + self.place.stage * self.mesh.dp + self.place.replica
+
+    @property
+    def pipeline(self) -> tuple[int, ...]:
+        """The rank of each stage that this rank exchanges tensors with: those of its replica and shard."""
+        return pipeline(self.mesh, self.place)
+
+    @property
+    def replicas(self) -> tuple[int, ...]:
+        """The ranks that hold the same part of the same stage, by replica."""
+        return replicas(self.mesh, self.place)
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The ranks of this tensor-parallel group."""
+        return shards(self.mesh, self.place)
+
+    @property
+    def channels(self) -> tuple[tuple[int, int], ...]:
+        """Every directed pair of ranks that exchanges tensors; equal on all ranks."""
+        lines = {pipeline(self.mesh, self.mesh.place(rank)) for rank in self.mesh.ranks(0)}
+        return tuple(sorted((line[src], line[dst]) for line in lines for src, dst in self.edges))
+
+    @property
+    def shared(self) -> tuple[tuple[int, ...], ...]:
+        """Rank sets of at least two that sum or broadcast; equal on all ranks.
+
+        They are everybody, the replicas of one part, the shards of one group, and the holders of a tied weight.
+        """
+        sets = {tuple(range(self.mesh.devices))}
+        for place in map(self.mesh.place, range(self.mesh.devices)):
+            line = pipeline(self.mesh, place)
+            sets |= {replicas(self.mesh, place), shards(self.mesh, place)}
+            sets |= {tuple(line[stage] for stage in stages) for stages in self.holders.values()}
+        return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
+
+    def layout(self, name: str) -> Layout:
+        """How a weight is stored."""
+        return self.storage.get(name, REPLICATED)
+
+    def first_copy(self, name: str) -> bool:
+        """Whether, within its replica, this rank holds the copy that counts of its part of a weight."""
+        split = any(s.axis == TP for s in self.layout(name).splits)
+        stages = self.holders.get(name, (self.place.stage,))
+        return stages[0] == self.place.stage and (split or self.place.shard == 0)
+
+
+def pipeline(mesh: Mesh, place: Place) -> tuple[int, ...]:
+    """The ranks at one replica and shard, by stage."""
+    return tuple(mesh.rank(Place(stage, place.replica, place.shard)) for stage in range(mesh.pp))
+
+
+def replicas(mesh: Mesh, place: Place) -> tuple[int, ...]:
+    """The ranks at one stage and shard, by replica."""
+    return tuple(mesh.rank(Place(place.stage, replica, place.shard)) for replica in range(mesh.dp))
+
+
+def shards(mesh: Mesh, place: Place) -> tuple[int, ...]:
+    """The ranks at one stage and replica, by shard."""
+    return tuple(mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp))
+
+
+def rank_text(mesh: Mesh, rank: int) -> str:
+    """``rank 3 (stage 1)``; with replica and shard where the mesh has such axes."""
+    place = mesh.place(rank)
+    words = [f"stage {place.stage}"] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
+    words += [f"replica {place.replica}"] if mesh.dp > 1 else []
+    words += [f"shard {place.shard}"] if mesh.tp > 1 else []
+    return f"rank {rank} ({', '.join(words)})"
+
+
+@dataclass(frozen=True)
+class Work:
+    """One call of a step: the model's mode, which schedule, which program for each microbatch, and this rank's data."""
+
+    mode: Mode
+    schedule: str
+    programs: tuple[int, ...]
+    data: StepData
+    training: bool
+    keep_outputs: bool
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a training step leaves on a rank.
+
+    ``losses`` are those of all microbatches of all replicas, in the order of the global batch, each as its part of the
+    mean; all ranks have them. ``outputs`` are the flattened outputs of this rank's microbatches where it was to keep
+    them, and ``grad_norm`` the global norm before clipping where the weights were updated.
+    """
+
+    losses: list[float]
+    outputs: list[list[Any]]
+    grad_norm: float | None = None
+
+
+@dataclass(frozen=True)
+class RankStats:
+    """What a rank measured: seconds of compute per action and of the whole last step, and the most bytes ever in use.
+
+    ``peak_bytes`` is the process's resident memory on CPU, less libraries and the batch itself, and the allocator's on
+    a GPU. ``optimizer_bytes`` is the optimizer's state on this rank.
+    """
+
+    spans: tuple[Span, ...]
+    step_seconds: float
+    peak_bytes: int
+    optimizer_bytes: int

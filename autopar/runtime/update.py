@@ -1,0 +1,114 @@
+"""A rank's part of the optimizer step: gradients summed, their global norm, clipping, the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir import TP
+from autopar.pytree import leaves
+from autopar.runtime.reduce import ReplicaSum, sum_gradients
+from autopar.runtime.spec import Parameters, RankSpec
+from autopar.runtime.transport import Transport
+
+
+class Updater:
+    """Owns the optimizer of one rank: of all its trainable parameters, or under ZeRO-1 of those its replica owns.
+
+    Every rank of the mesh calls the same methods in the same order, and inside of `step` all go through the same
+    phases: sums over replicas, over shards, over stages, over everybody. A rank waits only for ranks in the same or an
+    earlier phase, so that there is no circle.
+    """
+
+    def __init__(self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport) -> None:
+        self.spec, self.trainable, self.transport = spec, trainable, transport
+        mine = {name: p for name, p in trainable.items() if self.updates(name)}
+        self.optimizer = spec.optimizer(Parameters(mine)) if spec.optimizer and mine else None
+        self.scheduler = spec.lr_scheduler(self.optimizer) if spec.lr_scheduler and self.optimizer else None
+        self.replica_sum: ReplicaSum | None = None
+        if spec.mesh.dp > 1 and trainable:
+            self.replica_sum = ReplicaSum(trainable, spec.owners, spec.replicas, spec.place.replica, transport)
+
+    def updates(self, name: str) -> bool:
+        """Whether this rank's replica updates a parameter."""
+        return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
+
+    def arm(self) -> None:
+        """The next backward is the last one before `step`."""
+        if self.replica_sum is not None:
+            self.replica_sum.arm()
+
+    def step(self) -> float:
+        """Sum, clip, update, clear gradients; the global norm of the gradients before clipping."""
+        if self.replica_sum is not None:
+            self.replica_sum.finish()
+        self.sum_over_shards()
+        self.sum_over_stages()
+        norm = self.global_norm()
+        gradients = [p for p in self.trainable.values() if p.grad is not None]
+        if self.spec.clip_grad_norm is not None and gradients:
+            nn.utils.clip_grads_with_norm_(gradients, self.spec.clip_grad_norm, norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        if self.spec.owners and self.replica_sum is not None:
+            self.replica_sum.share_weights()
+        self.zero_grad()  # all of them, also those that the optimizer was not made for
+        return norm.item()
+
+    def sum_over_shards(self) -> None:
+        """Complete the gradients of weights that the shards read together with what only one of them has.
+
+        The shards run one program on one loss, so a gradient exists on all of them or on none.
+        """
+        present = {n: p for n, p in self.trainable.items() if p.grad is not None}
+        partial = {n: p for n, p in present.items() if TP in self.spec.layout(n).partial_gradient}
+        if partial:
+            sum_gradients(partial, self.spec.shards, self.transport)
+
+    def sum_over_stages(self) -> None:
+        """Give every holder of a tied parameter the sum of all holders' gradients, or None where nobody has one."""
+        for name, stages in sorted(self.spec.holders.items()):
+            if len(stages) < 2 or name not in self.trainable or not self.updates(name):
+                continue
+            ranks = [self.spec.pipeline[stage] for stage in stages]
+            parameter = self.trainable[name]
+            if not any(self.transport.sum_flags([parameter.grad is not None], ranks)):
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            sum_gradients({name: parameter}, ranks, self.transport)
+
+    def counts(self, name: str) -> bool:
+        """Whether the global norm takes a parameter's gradient from this rank."""
+        return self.spec.owners.get(name, 0) == self.spec.place.replica and self.spec.first_copy(name)
+
+    def global_norm(self) -> torch.Tensor:
+        """2-norm of all gradients of all ranks, each element of the model counted once."""
+        own = [p.grad for name, p in self.trainable.items() if p.grad is not None and self.counts(name)]
+        device = torch.device(self.spec.device)
+        square = torch.zeros((), dtype=torch.float64, device=device)
+        if own:
+            square += nn.utils.get_total_norm(own).square()
+        if self.spec.mesh.devices > 1:
+            self.transport.start_sum(square, range(self.spec.mesh.devices))()
+        return square.sqrt().float()
+
+    def zero_grad(self) -> None:
+        for parameter in self.trainable.values():
+            parameter.grad = None
+
+    def scheduler_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self.scheduler is not None:
+            self.scheduler.step(*args, **kwargs)
+
+    def learning_rates(self) -> list[float]:
+        """Learning rate of each parameter group; empty on a rank that updates nothing."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state."""
+        states = leaves(self.optimizer.state_dict()["state"]) if self.optimizer else []
+        return sum(t.nbytes for t in states if isinstance(t, torch.Tensor))

@@ -1,0 +1,99 @@
+"""The plans that were considered and not chosen: other meshes, other microbatches and cuts, one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.ir import Alternative, Balance, Mesh
+from autopar.ir.units import plural
+from autopar.solve.assemble import Decision, Setting, step_time
+from autopar.solve.candidates import Candidate, Floors, Point, evaluated, judged, points_of, without_limit
+from autopar.solve.constraints import microbatch_candidates
+from autopar.solve.reasons import parts, why_slower
+
+MAX_MESHES = 8
+BALANCES: Mapping[Balance, str] = {
+    "time": "equal time", "uniform": "uniform cuts", "params": "equal parameters", "flops": "equal FLOPs"
+}  # fmt: skip
+MAX_BALANCES = 2
+
+
+def alternatives(
+    setting: Setting,
+    floors: Floors,
+    by_mesh: Mapping[Mesh, list[Candidate]],
+    refused: Mapping[Mesh, str],
+    decision: Decision,
+) -> tuple[Alternative, ...]:
+    """The best of every other mesh, fastest first; of the same mesh other settings and cuts; a single device."""
+    problem, batch = decision.problem, setting.constraints.batch
+    chosen = parts(decision, step_time(setting, problem, decision.stage_of), batch)
+
+    def listed(label: str, candidate: Candidate) -> Alternative:
+        seconds = candidate.seconds if candidate.step is not None else None
+        return Alternative(label, seconds, why_slower(candidate, chosen, batch))
+
+    meshes = {mesh: min(found, key=lambda c: c.seconds) for mesh, found in by_mesh.items() if found}
+    others = sorted((c for mesh, c in meshes.items() if mesh != problem.mesh), key=lambda c: c.seconds)
+    rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
+    rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
+    rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, floors, by_mesh, decision)]
+    rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]
+    if problem.mesh.devices > 1:
+        alone = one_device(setting, floors)
+        rows.append(replace(listed("one device", alone), note=alone.note))
+    return tuple(rows)
+
+
+def mesh_label(point: Point) -> str:
+    """``pp 2 × tp 1 × dp 2, m 8, ZeRO-1``: the mesh, microbatches, what replicas share."""
+    return f"{point.mesh}, m {point.microbatches:,}" + (", ZeRO-1" if point.zero1 else "")
+
+
+def point_label(point: Point, dp: int) -> str:
+    """``8 microbatches``, and whether the state is shared where there are replicas."""
+    zero1 = "" if dp == 1 else ", ZeRO-1" if point.zero1 else ", no ZeRO-1"
+    return plural(point.microbatches, "microbatch", "es") + zero1
+
+
+def neighbours(
+    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+) -> list[Candidate]:
+    """The same mesh with fewer and more microbatches, and with the other choice of ZeRO-1."""
+    mesh, microbatches = decision.problem.mesh, decision.problem.microbatches
+    known = {c.point: c for c in by_mesh.get(mesh, ())}
+    points = list(points_of(setting, mesh))
+    alike = [p for p in points if p.zero1 == decision.zero1]
+    near = [p for p in alike if p.microbatches < microbatches][-1:]
+    near += [p for p in alike if p.microbatches > microbatches][:1]
+    near += [p for p in points if p.zero1 != decision.zero1 and p.microbatches == microbatches]
+    found = [known[p] if p in known else evaluated(setting, floors, p, float("inf")) for p in near]
+    return [c for c in found if c is not None]
+
+
+def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
+    """Cuts by another balance: they stand for those made by hand, which look at no limit, and are judged afterwards."""
+    problem = decision.problem
+    if problem.stages == 1:
+        return []
+    point = Point(problem.mesh, problem.microbatches, decision.zero1)
+    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
+    found = [
+        judged(setting, point, decision.priced, replace(without_limit(problem), balance=balance), limit_bytes)
+        for balance in BALANCES
+        if balance != problem.balance
+    ]
+    return [c for c in found if c.stage_of != decision.stage_of][:MAX_BALANCES]
+
+
+def one_device(setting: Setting, floors: Floors) -> Candidate:
+    """The fastest of a single device, or the one that needs least."""
+    alone = Mesh(1)
+    points = sorted((Point(alone, m) for m in microbatch_candidates(setting.constraints, 1)), key=floors.seconds)
+    found: list[Candidate] = []
+    for point in points:
+        best = min((c.seconds for c in found), default=float("inf"))
+        if (candidate := evaluated(setting, floors, point, best)) is not None:
+            found.append(candidate)
+    return min(found, key=lambda c: (c.seconds, -c.point.microbatches))

@@ -1,0 +1,211 @@
+"""One way to use the devices: what it takes at least, its cuts, its step; or that it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+
+from autopar.ir import Mesh
+from autopar.ir.units import BYTES, text
+from autopar.schedule import max_in_flight
+from autopar.solve.assemble import Decision, Setting, StepTime, step_time
+from autopar.solve.constraints import boundary_links, microbatch_candidates, microbatch_size, pinned_groups
+from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
+from autopar.solve.evaluate import stage_costs
+from autopar.solve.merge import Merged, merge
+from autopar.solve.problem import CutProblem, Priced
+
+
+@dataclass(frozen=True)
+class Point:
+    """What is enumerated: a mesh, microbatches per replica, and whether replicas share the optimizer's state."""
+
+    mesh: Mesh
+    microbatches: int
+    zero1: bool = False
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A point with its sharding and the best contiguous cuts, or how many bytes the fullest stage needs at least."""
+
+    point: Point
+    problem: CutProblem
+    priced: Priced
+    stage_of: tuple[int, ...] | None
+    step: StepTime | None
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Of the step; infinite where it does not fit."""
+        return self.step.seconds if self.step is not None else float("inf")
+
+    @property
+    def decision(self) -> Decision:
+        assert self.stage_of is not None, f"{self.point} was not cut"
+        return Decision(self.problem, self.priced, self.point.zero1, self.stage_of)
+
+
+@dataclass(frozen=True)
+class Floors:
+    """Lower bounds of the step at every point.
+
+    ``proven`` collects what pricing has proven of one microbatch, by tp and its samples: it holds for every mesh.
+    """
+
+    setting: Setting
+    proven: dict[tuple[int, int], float]
+
+    def seconds(self, point: Point) -> float:
+        """No plan of the point has a shorter step, as far as is known without pricing it."""
+        tp, size = point.mesh.tp, size_of(self.setting, point)
+        total = self.proven.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
+        return pipeline_floor(self.setting, point, total, 0.0)
+
+    def learn(self, point: Point) -> None:
+        """Keep what the prices of a point prove: those of its fastest sharding, others trade time for memory."""
+        key, priced = (point.mesh.tp, size_of(self.setting, point)), price_of(self.setting, point, 0)
+        if priced is not None:
+            self.proven[key] = max(self.proven.get(key, 0.0), priced.bound_seconds)
+
+
+def size_of(setting: Setting, point: Point) -> int:
+    """Samples of the point's largest microbatch."""
+    return microbatch_size(setting.constraints.batch // point.mesh.dp, point.microbatches)
+
+
+def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
+    """Every number of microbatches, without and with ZeRO-1 as far as it is left open."""
+    wanted = setting.constraints.zero1
+    for zero1 in (False, True) if wanted is None else (wanted,):
+        if not zero1 or mesh.dp > 1:
+            yield from (Point(mesh, m, zero1) for m in microbatch_candidates(setting.constraints, mesh.dp))
+
+
+def pipeline_floor(setting: Setting, point: Point, total_seconds: float, largest_seconds: float) -> float:
+    """A lower bound of the pipeline's time, from that of one microbatch on all stages and in the largest group.
+
+    Error: of the solver's model, (m − 1) · max t + Σ t; where an early stage is the slowest one, later ones hide in its
+        shadow and a simulated step can be shorter (`one_f_one_b_seconds`).
+    """
+    others = setting.constraints.batch / point.mesh.dp / size_of(setting, point) - 1
+    return others * max(total_seconds / point.mesh.pp, largest_seconds) + total_seconds
+
+
+def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
+    """A lower bound of the step once the point is priced: even shares of compute, update and memory traffic."""
+    groups, weights = priced.cost.groups, priced.cost.weights
+    reduction = sum(w.reduce_seconds for w in weights) - sum(g.backward_seconds for g in groups)
+    update = sum(w.optimizer_seconds for w in weights) + max(0.0, reduction)
+    largest = max(g.seconds for g in groups)
+    return pipeline_floor(setting, point, priced.seconds, largest) + update / point.mesh.pp
+
+
+def price_of(setting: Setting, point: Point, memory_level: int) -> Priced | None:
+    """The point's prices under its fastest sharding, or a smaller one."""
+    mesh, size = point.mesh, size_of(setting, point)
+    return setting.costs.priced(mesh.tp, mesh.dp, point.zero1, size, point.microbatches, memory_level)
+
+
+def shardings_of(setting: Setting, point: Point) -> Iterator[Priced]:
+    """The point's shardings, fastest first, from the first that splits anything: a mesh with tensor parallelism is
+    there to use it. One that splits nothing is only there where no other is."""
+    fastest = price_of(setting, point, 0)
+    assert fastest is not None, f"{point} has no price"
+    later = iter(lambda levels=count(1): price_of(setting, point, next(levels)), None)
+    if point.mesh.tp > 1 and not fastest.strategies:
+        first = next((priced for priced in later if priced.strategies), None)
+        yield fastest if first is None else first
+    else:
+        yield fastest
+    yield from later
+
+
+def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
+    """The cut problem of a point. A single device is compared without the pins."""
+    asked, mesh, microbatches = setting.constraints, point.mesh, point.microbatches
+    compared = mesh.devices != asked.devices
+    return CutProblem(
+        cost=priced.cost,
+        stages=mesh.pp,
+        microbatches=microbatches,
+        capacity_bytes=asked.capacity_bytes(setting.hardware),
+        in_flight=tuple(max_in_flight(asked.schedule, s, mesh.pp, microbatches) for s in range(mesh.pp)),
+        boundary=boundary_links(setting.hardware, mesh),
+        balance=asked.balance,
+        pins={} if compared else pinned_groups(priced.cost, setting.graph, asked.pins, mesh.pp),
+        time_limit_seconds=asked.time_limit_seconds,
+        tp=mesh.tp,
+        dp=mesh.dp,
+    )
+
+
+def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: float) -> Candidate | None:
+    """The point with the fastest sharding that fits; None where its step is proven to reach the ceiling.
+
+    Where no sharding fits, the smallest one, with what it needs.
+    """
+    smallest: Candidate | None = None
+    for priced in shardings_of(setting, point):
+        floors.learn(point)
+        if step_floor(setting, point, priced) >= ceiling_seconds:
+            return None
+        smallest = cut(setting, point, priced)
+        if smallest.step is not None:
+            break
+    return smallest
+
+
+def cut(setting: Setting, point: Point, priced: Priced) -> Candidate:
+    """The point under one sharding, with its best contiguous cuts or why there are none."""
+    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
+    return judged(setting, point, priced, posed(setting, point, priced), limit_bytes)
+
+
+def judged(
+    setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
+) -> Candidate:
+    """The same for a problem that may look at another limit when it cuts than what its cuts must stay within."""
+    merged = merge(problem)
+    if (share := even_share_bytes(problem)) > limit_bytes:
+        note = f"does not fit: over {text(share, BYTES)}"
+        return Candidate(point, problem, priced, None, None, note)
+    units = contiguous_cuts(merged.problem)
+    if units is None or fullest_bytes(merged, units) > limit_bytes:
+        units = units or least_memory_cuts(merged.problem)
+        note = no_cuts_note(merged) if units is None else does_not_fit(fullest_bytes(merged, units))
+        return Candidate(point, problem, priced, None, None, note)
+    stage_of = merged.expand(units)
+    return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))
+
+
+def does_not_fit(num_bytes: int) -> str:
+    """Why a candidate is out, where the fullest stage needs that much."""
+    return f"does not fit: {text(num_bytes, BYTES)}"
+
+
+def no_cuts_note(merged: Merged) -> str:
+    """Why a candidate has no cuts at all."""
+    pieces = merged.problem.cost.loss
+    if merged.problem.stages > pieces:
+        return f"can be cut into {pieces} pieces at most"
+    return "has no contiguous cuts"
+
+
+def even_share_bytes(problem: CutProblem) -> int:
+    """What the fullest stage needs at least: an even share of the weights and of one microbatch's activations."""
+    saved = sum(g.saved_bytes for g in problem.cost.groups) + sum(a.num_bytes for a in problem.cost.saved)
+    weights = sum(w.num_bytes for w in problem.cost.weights)
+    return (weights + min(problem.in_flight) * saved) // problem.stages
+
+
+def fullest_bytes(merged: Merged, units: tuple[int, ...]) -> int:
+    """Memory of the fullest stage."""
+    return max(c.memory_bytes for c in stage_costs(merged.problem, units))
+
+
+def without_limit(problem: CutProblem) -> CutProblem:
+    """The same problem on devices of any size."""
+    return replace(problem, capacity_bytes=None)

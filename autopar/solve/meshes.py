@@ -1,0 +1,142 @@
+"""Which meshes of pipeline, tensor and data parallelism a number of devices allows, and why not others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.hardware import Hardware
+from autopar.ir import Mesh
+from autopar.solve.constraints import Constraints
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """Meshes to consider, and for each that is not why."""
+
+    allowed: tuple[Mesh, ...]
+    refused: Mapping[Mesh, str]
+
+
+def possible_meshes(constraints: Constraints, hardware: Hardware) -> Meshes:
+    """All factorisations pp · tp · dp of the number of devices under the given sizes.
+
+    A tensor-parallel group lies inside one node, as its collectives run many times per microbatch; one that crosses
+    nodes must be asked for. What the model itself forbids is not known yet.
+
+    Raises:
+        UsageError: the given sizes do not make the number of devices, dp does not divide the batch, or a replica has
+            fewer samples than microbatches are given.
+        HardwareError: the devices fill several nodes and the machine has no network.
+    """
+    check_product(constraints)
+    check_replicas(constraints)
+    hardware.transfer_seconds(0, 0, constraints.devices - 1)
+    allowed: list[Mesh] = []
+    refused: dict[Mesh, str] = {}
+    for mesh in factorisations(constraints):
+        reason = why_not(mesh, constraints, hardware)
+        if reason:
+            refused[mesh] = reason
+        else:
+            allowed.append(mesh)
+    return Meshes(tuple(allowed), refused)
+
+
+def factorisations(constraints: Constraints) -> list[Mesh]:
+    """Meshes of the number of devices with the given sizes; small tp first, then small pp."""
+    devices = constraints.devices
+    return [
+        Mesh(pp, tp, devices // tp // pp)
+        for tp in divisors(devices)
+        if constraints.tp in (None, tp)
+        for pp in divisors(devices // tp)
+        if constraints.pp in (None, pp) and constraints.dp in (None, devices // tp // pp)
+    ]
+
+
+def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
+    """Why a mesh is not considered, in a few words, or nothing."""
+    per_node, local = hardware.devices_per_node, constraints.batch // mesh.dp
+    if constraints.batch % mesh.dp:
+        return f"{mesh.dp} replicas cannot share a batch of {constraints.batch:,} evenly"
+    if constraints.tp is None and mesh.devices > per_node and per_node % mesh.tp:
+        return f"groups of {mesh.tp} ranks cross nodes of {per_node} devices"
+    if constraints.microbatches is not None and constraints.microbatches > local:
+        return f"a replica has {local:,} samples for {constraints.microbatches:,} microbatches"
+    if constraints.zero1 and mesh.dp == 1:
+        return "no replicas to share the optimizer's state"
+    return ""
+
+
+def check_product(constraints: Constraints) -> None:
+    """Refuse given sizes that do not multiply to the number of devices.
+
+    Raises:
+        UsageError: names the product and what would fit.
+    """
+    devices = constraints.devices
+    given = {name: size for name in ("pp", "tp", "dp") if (size := getattr(constraints, name)) is not None}
+    product = prod(given.values())
+    if product == devices or (len(given) < 3 and devices % product == 0):
+        return
+    sizes = " × ".join(f"{name}={size}" for name, size in given.items())
+    makes = f"make {product} devices" if len(given) > 1 else f"needs a multiple of {product} devices"
+    remedies = [f"devices={product}"]
+    for name, size in given.items():
+        rest = product // size
+        if devices % rest == 0:
+            remedies.append(f"{name}={devices // rest}")
+        elif len(given) == 1:
+            remedies += [f"{name}={d}" for d in nearest(size, divisors(devices))]
+    raise UsageError(f"{sizes} {makes}, not {devices}. Use {' or '.join(dict.fromkeys(remedies))}.")
+
+
+def check_replicas(constraints: Constraints) -> None:
+    """Refuse a number of replicas that cannot share the batch, or whose share is too small.
+
+    Raises:
+        UsageError: names the nearest numbers that can.
+    """
+    dp, batch = constraints.dp, constraints.batch
+    if dp is None:
+        return
+    if batch % dp:
+        able = " or ".join(f"dp={d}" for d in nearest(dp, divisors(batch)))
+        near = " or ".join(f"{b:,}" for b in (batch // dp * dp, (batch // dp + 1) * dp) if b)
+        raise UsageError(
+            f"dp={dp}: {dp} replicas cannot share a batch of {batch:,} samples evenly. Use {able}, or a batch of "
+            f"{near}."
+        )
+    if constraints.microbatches is not None and constraints.microbatches > batch // dp:
+        raise UsageError(
+            f"microbatches={constraints.microbatches}, but each of {dp} replicas has {batch // dp} samples of the "
+            f"batch of {batch:,}. Use microbatches={batch // dp} or less, or fewer replicas."
+        )
+
+
+def no_mesh(model: str, constraints: Constraints, refused: Mapping[Mesh, str]) -> InfeasibleError:
+    """The error where no mesh is left: each with its reason, the first few of them."""
+    listed = "; ".join(f"{mesh}: {reason}" for mesh, reason in list(refused.items())[:MAX_LISTED])
+    more = f"; and {len(refused) - MAX_LISTED} more" if len(refused) > MAX_LISTED else ""
+    return InfeasibleError(
+        f"No mesh of {constraints.devices} devices works for {model} and a batch of {constraints.batch:,}. "
+        f"{listed}{more}. Use another number of devices or another batch."
+    )
+
+
+MAX_LISTED = 4
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
+    low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return low + [number // d for d in reversed(low) if d * d != number]
+
+
+def nearest(wanted: int, numbers: list[int]) -> list[int]:
+    """The numbers next to ``wanted``, one on each side where there is one."""
+    below, above = [n for n in numbers if n < wanted], [n for n in numbers if n > wanted]
+    return below[-1:] + above[:1]

@@ -1,0 +1,163 @@
+"""Choice graphs for the tests: small random ones, and a transformer priced by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hypothesis import strategies as st
+
+from autopar.ir.choices import Choice, ChoiceGraph, ChoiceGroup, Conversion
+from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, split_layout
+
+TOKENS, CHANNELS, ROWS = split_layout(1), split_layout(2), split_layout(0)
+BOTH = broadcast_layout()
+READABLE = (REPLICATED, TOKENS, CHANNELS, BOTH)
+MADE = (REPLICATED, TOKENS, CHANNELS)
+RANKS = 2
+
+
+@st.composite
+def choice_graphs(draw: st.DrawFn, most: int = 4) -> ChoiceGraph:
+    """Any small graph: branches, skips, several readers, shared kinds, shared weights, up to 3 choices a group."""
+    size, number = draw(st.integers(1, most)), st.integers(0, 9)
+    sizes: dict[int, int] = {}
+    groups: list[ChoiceGroup] = []
+    value_bytes: dict[str, int] = {}
+    for i in range(size):
+        kind = draw(st.integers(0, size - 1))
+        reads = tuple(sorted(draw(st.sets(st.sampled_from(sorted(value_bytes)), max_size=2)))) if value_bytes else ()
+        makes = tuple(f"t{i}_{tensor}" for tensor in range(draw(st.integers(1, 2))))
+        weights = tuple(sorted(draw(st.sets(st.sampled_from(("w0", "w1")), max_size=2))))
+        choices = []
+        for k in range(sizes.setdefault(kind, draw(st.integers(1, 3)))):
+            read, made = st.just(REPLICATED), st.just(REPLICATED)
+            if k:
+                read, made = st.sampled_from(READABLE), st.sampled_from(MADE)
+            choices.append(
+                Choice(
+                    f"c{k}", (), draw(number) * 1e-3, draw(number) * 1e-3, draw(number) * 1e-3, draw(number),
+                    draw(number), tuple(draw(read) for _ in reads), tuple(draw(made) for _ in makes),
+                    tuple(draw(read) for _ in weights),
+                )
+            )  # fmt: skip
+        groups.append(ChoiceGroup(f"g{i}", kind, reads, makes, weights, tuple(choices)))
+        value_bytes |= {value: RANKS * draw(number) for value in makes}
+    ends = tuple(sorted(draw(st.sets(st.sampled_from(sorted(value_bytes)), min_size=1, max_size=2))))
+    loss = Choice("", (), 1e-3, 0.0, 0.0, 0, 0, (REPLICATED,) * len(ends), (), ())
+    conversions = {
+        (value, made, read): Conversion(draw(number) * 1e-3, draw(number) * 1e-3)
+        for value in value_bytes
+        for made in MADE
+        for read in READABLE
+        if made != read
+    }
+    return ChoiceGraph((*groups, ChoiceGroup("loss", -1, ends, (), (), (loss,))), value_bytes, conversions)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Times of a block's parts on one rank, and of collectives over all ranks, in seconds."""
+
+    ranks: int = 2
+    all_reduce: float = 0.30e-3
+    gather: float = 0.15e-3  # and reduce-scatter
+    exchange: float = 0.08e-3
+    seconds: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "norm1": 0.15e-3, "qkv": 0.9e-3, "attend": 0.6e-3, "proj": 0.35e-3,
+            "norm2": 0.15e-3, "fc1": 1.2e-3, "fc2": 1.15e-3,
+        }
+    )  # fmt: skip
+
+
+SAVED, WEIGHTS = 12 * 2**20, 48 * 2**20
+
+
+def vit_choices(blocks: int, machine: Machine = Machine(), tokens: bool = True) -> ChoiceGraph:
+    """A chain of transformer blocks of 7 groups between a stem and a head; ``tokens``: whether tokens can be split."""
+    groups = [_group("stem", 0, (), ("x0",), (_replicated(1e-3, 0, 1, 0),))]
+    for b in range(blocks):
+        groups += _block(b, machine, tokens)
+    groups.append(_group("head", 8, (f"x{blocks}",), ("logits",), (_replicated(1e-4, 1, 1, 1),)))
+    groups.append(_group("loss", 9, ("logits",), (), (_replicated(1e-5, 1, 0, 0),)))
+    value_bytes = {value: SAVED for group in groups for value in group.makes}
+    conversions = {
+        (value, made, read): _conversion(machine, made, read)
+        for value in value_bytes
+        for made in MADE
+        for read in READABLE
+        if made != read
+    }
+    return ChoiceGraph(tuple(groups), value_bytes, conversions)
+
+
+def _group(
+    name: str, kind: int, reads: tuple[str, ...], makes: tuple[str, ...], choices: tuple[Choice, ...]
+) -> ChoiceGroup:
+    weights = (f"{name}.weight",) if choices[0].stores else ()
+    return ChoiceGroup(name, kind, reads, makes, weights, choices)
+
+
+def _replicated(seconds: float, reads: int, makes: int, weights: int) -> Choice:
+    return Choice(
+        "replicated", (), seconds / 3, 2 * seconds / 3, 0.0, SAVED, WEIGHTS * weights, (REPLICATED,) * reads,
+        (REPLICATED,) * makes, (REPLICATED,) * weights,
+    )  # fmt: skip
+
+
+def _block(b: int, machine: Machine, tokens: bool) -> list[ChoiceGroup]:
+    """Column-split qkv and fc1, row-split proj and fc2 (with their residual), norms and linears split by tokens."""
+    n, first = machine.ranks, f"x{b}"
+    names = ("norm1", "qkv", "attend", "proj", "norm2", "fc1", "fc2")
+    value = {name: f"{name}.{b}" for name in names} | {"fc2": f"x{b + 1}"}
+    reads = {
+        "norm1": (first,), "qkv": (value["norm1"],), "attend": (value["qkv"],), "proj": (value["attend"], first),
+        "norm2": (value["proj"],), "fc1": (value["norm2"],), "fc2": (value["fc1"], value["proj"]),
+    }  # fmt: skip
+    groups = []
+    for number, name in enumerate(names):
+        whole = _replicated(machine.seconds[name], len(reads[name]), 1, int(name != "attend"))
+        local = machine.seconds[name] / n
+
+        def split(
+            label: str,
+            takes: tuple[Layout, ...],
+            gives: Layout,
+            stores: Layout | None,
+            forward: float = 0.0,
+            local: float = local,
+        ) -> Choice:
+            weight = WEIGHTS if stores == BOTH else WEIGHTS // n
+            step = machine.all_reduce if stores == BOTH else 0.0
+            kept = (stores,) if stores is not None else ()
+            return Choice(
+                label, (), local / 3 + forward, 2 * local / 3, step, SAVED // n, weight * len(kept), takes, (gives,),
+                kept,
+            )  # fmt: skip
+
+        choices = [whole]
+        if name in ("qkv", "fc1"):
+            choices.append(split("column", (BOTH,), CHANNELS, ROWS))
+            choices += [split("tokens", (TOKENS,), TOKENS, BOTH)] * tokens
+        elif name == "attend":
+            choices.append(split("heads", (CHANNELS,), CHANNELS, None))
+        elif name in ("proj", "fc2"):
+            # The backward of a reduce-scatter gathers; that of an all-reduce costs nothing.
+            choices.append(split("row", (CHANNELS, REPLICATED), REPLICATED, CHANNELS, machine.all_reduce))
+            scatter = split("row scatter", (CHANNELS, TOKENS), TOKENS, CHANNELS, 2 * machine.gather)
+            choices += [scatter, split("tokens", (TOKENS, TOKENS), TOKENS, BOTH)] * tokens
+        else:
+            choices += [split("tokens", (TOKENS,), TOKENS, BOTH)] * tokens
+        groups.append(_group(f"blocks.{b}.{name}", number + 1, reads[name], (value[name],), tuple(choices)))
+    return groups
+
+
+def _conversion(machine: Machine, made: Layout, read: Layout) -> Conversion:
+    if made == REPLICATED:
+        return Conversion(0.0, machine.all_reduce if read == BOTH else machine.gather)
+    if read == REPLICATED:
+        return Conversion(machine.gather, 0.0)
+    if read == BOTH:
+        return Conversion(machine.gather, machine.gather)
+    return Conversion(machine.exchange, machine.exchange)

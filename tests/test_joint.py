@@ -1,0 +1,221 @@
+"""Cuts and shardings together against brute force, and the bound that certifies the decomposition."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.errors import UsageError
+from autopar.hardware import Link
+from autopar.ir.choices import ChoiceGraph
+from autopar.solve.joint import Joint, Unsolved, solve_joint
+from autopar.solve.joint_problem import Assignment, JointProblem
+from autopar.solve.shardings import lower_bound_seconds, solve_shardings
+from autopar.solve.solver import SolverName
+from tests.choice_graphs import RANKS, Machine, choice_graphs, vit_choices
+
+# -- an evaluator of its own ---------------------------------------------------------------------------------------
+
+
+def brute_force(problem: JointProblem) -> float | None:
+    """Least step time over all choices and stages that obey the rules, or None where none does."""
+    graph, last = problem.graph, problem.stages - 1
+    made_by = {value: g for g, group in enumerate(graph.groups) for value in group.makes}
+    stages = [
+        (*first, last)
+        for first in product(range(problem.stages), repeat=len(graph.groups) - 1)
+        if set(first) == set(range(problem.stages))
+    ]
+    stages = [
+        stage_of
+        for stage_of in stages
+        if all(stage_of[made_by[v]] <= stage_of[g] for g, group in enumerate(graph.groups) for v in group.reads)
+        and all(stage_of[g] == s for g, s in problem.pins.items())
+        and all(len({stage_of[g] for g in names}) == 1 for names in problem.together)
+    ]
+    values = [
+        step_seconds(problem, picks, stage_of)
+        for picks in allowed(problem)
+        for stage_of in stages
+        if problem.capacity_bytes is None or max(memory(problem, picks, stage_of)) <= problem.capacity_bytes
+    ]
+    return min(values, default=None)
+
+
+def allowed(problem: JointProblem) -> list[tuple[int, ...]]:
+    groups, found = problem.graph.groups, []
+    for picks in product(*(range(len(g.choices)) for g in groups)):
+        stored: dict[str, set[str]] = {}
+        for g, k in zip(groups, picks):
+            for weight, layout in zip(g.weights, g.choices[k].stores):
+                stored.setdefault(weight, set()).add(str(layout))
+        alike = all(i == k for g, i in zip(groups, picks) for h, k in zip(groups, picks) if g.kind == h.kind)
+        if (alike or not problem.share_kinds) and all(len(layouts) == 1 for layouts in stored.values()):
+            found.append(picks)
+    return found
+
+
+def step_seconds(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, ...]) -> float:
+    groups = problem.graph.groups
+    chosen = [g.choices[k] for g, k in zip(groups, picks)]
+    made = {v: (s, layout) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.makes, c.gives)}
+    read = {(v, layout, s) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.reads, c.takes)}
+    times, steps = [], []
+    for stage in range(problem.stages):
+        here = [c for c, s in zip(chosen, stage_of) if s == stage]
+        time = sum(c.forward_seconds + c.backward_seconds for c in here)
+        for v, layout, s in read:
+            if s == stage and made[v][1] != layout:
+                conversion = problem.graph.conversions[v, made[v][1], layout]
+                time += conversion.forward_seconds + conversion.backward_seconds
+        over = {v for v, _, s in read if made[v][0] <= stage < s}
+        num_bytes = sum(problem.graph.value_bytes[v] / (problem.ranks if made[v][1].splits else 1) for v in over)
+        if num_bytes:
+            link = problem.boundary[stage]
+            time += 2 * (link.latency_seconds + num_bytes / link.bytes_per_second)
+        times.append(time)
+        steps.append(sum(c.step_seconds for c in here))
+    return (problem.microbatches - 1) * max(times) + sum(times) + max(steps)
+
+
+def memory(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, ...]) -> list[int]:
+    needs = [0] * problem.stages
+    for group, k, s in zip(problem.graph.groups, picks, stage_of):
+        choice = group.choices[k]
+        needs[s] += choice.weight_bytes + problem.in_flight[s] * choice.saved_bytes
+    return needs
+
+
+# -- random problems -----------------------------------------------------------------------------------------------
+
+
+@st.composite
+def problems(draw: st.DrawFn, rules: bool = True) -> JointProblem:
+    """``rules``: with capacities, pins, and groups that stay together."""
+    graph = draw(choice_graphs())
+    real = len(graph.groups) - 1
+    stages = draw(st.integers(1, min(3, real)))
+    pins, together = {}, ()
+    if rules and draw(st.integers(0, 3)) == 0:
+        pins = {draw(st.integers(0, real - 1)): draw(st.integers(0, stages - 1))}
+    if rules and real > 1 and draw(st.integers(0, 3)) == 0:
+        together = (tuple(sorted(draw(st.sets(st.integers(0, real - 1), min_size=2, max_size=2)))),)
+    return JointProblem(
+        graph,
+        stages,
+        microbatches=draw(st.integers(1, 6)),
+        capacity_bytes=draw(st.one_of(st.none(), st.integers(5, 60))) if rules else None,
+        in_flight=tuple(draw(st.integers(1, 3)) for _ in range(stages)),
+        boundary=tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)),
+        ranks=RANKS,
+        pins=pins,
+        together=together,
+        share_kinds=draw(st.booleans()),
+        gap=0.0,
+    )
+
+
+def solved(problem: JointProblem, known: Assignment | None = None, solver: SolverName = "HiGHS") -> Joint:
+    found = solve_joint(problem, known, solver)
+    assert isinstance(found, Joint)
+    return found
+
+
+@given(problems(), st.sampled_from(["HiGHS"] * 14 + ["CBC"]))
+@settings(max_examples=200, deadline=None)
+def test_the_optimum_equals_brute_force(problem: JointProblem, solver: SolverName) -> None:
+    expected = brute_force(problem)
+    if expected is None:
+        found = solve_joint(problem, solver=solver)
+        assert isinstance(found, Unsolved) and found.infeasible and found.solver.status == "infeasible"
+        return
+    found = solved(problem, solver=solver)
+    assert found.picks in allowed(problem)
+    assert step_seconds(problem, found.picks, found.stage_of) == pytest.approx(expected, rel=1e-5)
+    assert found.objective_seconds == pytest.approx(step_seconds(problem, found.picks, found.stage_of), rel=1e-12)
+    assert found.bound_seconds == pytest.approx(expected, rel=1e-4)
+    if problem.capacity_bytes is not None:
+        assert max(memory(problem, found.picks, found.stage_of)) <= problem.capacity_bytes
+
+
+@given(problems())
+@settings(max_examples=60, deadline=None)
+def test_a_known_solution_does_not_change_the_optimum(problem: JointProblem) -> None:
+    first = solve_joint(problem)
+    if isinstance(first, Joint):
+        known = Assignment(first.picks, first.stage_of)
+        again = solved(problem, known)
+        assert again.objective_seconds == pytest.approx(first.objective_seconds, rel=1e-5)
+        assert again.bound_seconds == pytest.approx(first.objective_seconds, rel=1e-4)
+
+
+@given(problems(rules=False), st.integers(1, 12))
+@settings(max_examples=150, deadline=None)
+def test_the_lower_bound_is_below_the_optimum(problem: JointProblem, solved_for: int) -> None:
+    problem = replace(problem, share_kinds=True)
+    best = brute_force(problem)
+    for microbatches in (solved_for, problem.microbatches + problem.stages - 1):
+        fastest = solve_shardings(problem.graph, microbatches)
+        bound = lower_bound_seconds(problem.graph, fastest, problem.stages, problem.microbatches)
+        assert best is None or 0 < bound <= best * (1 + 1e-5)
+        if problem.stages == 1 and microbatches == problem.microbatches:
+            assert bound == pytest.approx(best, rel=1e-5)
+
+
+# -- a transformer -------------------------------------------------------------------------------------------------
+
+
+def vit_problem(graph: ChoiceGraph, stages: int, microbatches: int = 8, **rest: object) -> JointProblem:
+    defaults: dict[str, object] = {
+        "capacity_bytes": None,
+        "in_flight": tuple(min(microbatches, stages - s) for s in range(stages)),
+        "boundary": (Link(27e-6, 250e9),) * (stages - 1),
+        "ranks": 2,
+    }
+    return JointProblem(graph, stages, microbatches, **(defaults | rest))  # pyright: ignore[reportArgumentType]
+
+
+def test_the_decomposition_is_certified_where_memory_does_not_bind() -> None:
+    graph = vit_choices(6)
+    fastest = solve_shardings(graph, 8 + 1)
+    joint = solved(vit_problem(graph, 2))
+    bound = lower_bound_seconds(graph, fastest, 2, 8)
+    assert bound <= joint.objective_seconds <= 1.03 * bound
+    assert joint.picks == fastest.picks
+
+
+def test_little_memory_shards_what_is_fastest_whole() -> None:
+    """Replicated is fastest here; the capacity admits it on no stage."""
+    graph = vit_choices(3, Machine(all_reduce=2e-3, gather=1e-3), tokens=False)
+    free = solved(vit_problem(graph, 2))
+    assert set(free.picks) == {0}
+    needs = memory(vit_problem(graph, 2), free.picks, free.stage_of)
+    tight = vit_problem(graph, 2, capacity_bytes=int(0.75 * max(needs)), share_kinds=False)
+    found = solved(tight)
+    assert max(memory(tight, found.picks, found.stage_of)) <= 0.75 * max(needs)
+    assert found.objective_seconds > free.objective_seconds
+    assert any(found.picks) and found.solver.status == "optimal"
+    hopeless = solve_joint(replace(tight, capacity_bytes=2**20))
+    assert isinstance(hopeless, Unsolved) and hopeless.infeasible
+
+
+def test_out_of_time_the_known_solution_stands_in_with_an_honest_gap() -> None:
+    graph = vit_choices(6)
+    problem = vit_problem(graph, 4, time_limit_seconds=0.0)
+    quarter = len(graph.groups) // 4
+    known = Assignment((0,) * len(graph.groups), tuple(min(g // quarter, 3) for g in range(len(graph.groups))))
+    found = solved(problem, known)
+    assert (found.picks, found.stage_of, found.solver.status) == (known.picks, known.stage_of, "time limit")
+    assert found.objective_seconds == pytest.approx(step_seconds(problem, *vars(known).values()))
+    assert 0 < found.bound_seconds < found.objective_seconds
+    nothing = solve_joint(problem)
+    assert isinstance(nothing, Unsolved) and not nothing.infeasible and nothing.solver.status == "time limit"
+
+
+def test_pins_against_the_order_name_both_groups() -> None:
+    with pytest.raises(UsageError, match=r"blocks.1.qkv is pinned to stage 0, and reads what comes from blocks.0.fc2"):
+        solve_joint(vit_problem(vit_choices(2), 2, pins={7: 1, 9: 0}))

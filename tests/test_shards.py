@@ -1,0 +1,88 @@
+"""Parts of tensors and back: exact for every layout, several axes on one dim included."""
+
+from __future__ import annotations
+
+from itertools import product
+from math import prod
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.ir import REPLICATED, Layout, Mesh, Split, broadcast_layout, split_layout
+from autopar.shards import assembled, part, summed, whole
+
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+
+
+def test_rows_of_a_fused_weight_are_split_by_heads() -> None:
+    rows = torch.arange(12)  # query, key and value of two heads of two
+    assert [part(rows, split_layout(0, 3), {"tp": 2}, {"tp": i}).tolist() for i in range(2)] == [
+        [0, 1, 4, 5, 8, 9],
+        [2, 3, 6, 7, 10, 11],
+    ]
+    assert part(rows, split_layout(0), {"tp": 4}, {"tp": 1}).tolist() == [3, 4, 5]
+
+
+def test_two_axes_on_one_dim_take_a_digit_each() -> None:
+    layout = Layout((Split(0, 1, "tp"), Split(0, 2, "cp")))
+    parts = [part(torch.arange(8), layout, {"tp": 2, "cp": 2}, {"tp": t, "cp": c}) for t, c in product((0, 1), (0, 1))]
+    assert [p.tolist() for p in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_copies_are_whole_already() -> None:
+    tensor = torch.randn(3, 5)
+    for layout in (REPLICATED, broadcast_layout()):
+        assert part(tensor, layout, {"tp": 2}, {"tp": 1}) is tensor
+        assert whole([({"tp": i}, tensor) for i in range(2)], layout, {"tp": 2}) is tensor
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[list[int], Layout, dict[str, int]]:
+    """A shape, a layout of nested digits that fits it, and the sizes of its axes."""
+    ranks = {"tp": draw(st.integers(2, 4)), "cp": draw(st.integers(2, 3))}
+    axes = draw(st.permutations(["tp", "cp"]))[: draw(st.integers(1, 2))]
+    shape = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(1, 3)))]
+    splits = []
+    for axis in axes:  # each takes the digit inside all that the dim is made of so far
+        dim = draw(st.integers(0, len(shape) - 1))
+        splits.append((axis, dim, shape[dim]))
+        shape[dim] *= ranks[axis] * draw(st.integers(1, 2))
+    # Dims grew after a split was noted: outer counts from the outermost factor, so it stays.
+    return shape, Layout(tuple(Split(dim, outer, axis) for axis, dim, outer in splits)), ranks
+
+
+@given(cases(), st.sampled_from(DTYPES))
+def test_parts_come_back_bit_by_bit(case: tuple[list[int], Layout, dict[str, int]], dtype: torch.dtype) -> None:
+    shape, layout, ranks = case
+    tensor = torch.arange(prod(shape)).reshape(shape)
+    tensor = tensor % 3 == 0 if dtype == torch.bool else tensor.to(dtype)
+    axes = list(dict.fromkeys(s.axis for s in layout.splits))
+    places = [dict(zip(axes, numbers)) for numbers in product(*(range(ranks[a]) for a in axes))]
+    parts = [(place, part(tensor, layout, ranks, place)) for place in places]
+    assert all(p.shape == layout.local_shape(shape, ranks) for _, p in parts)
+    back = whole(reversed(parts), layout, ranks)
+    assert back.dtype == dtype and torch.equal(back, tensor)
+
+
+def test_gradients_of_a_mesh_add_up() -> None:
+    mesh = Mesh(2, 2, 2)  # ranks 0 to 3 are stage 0: (replica, shard) 00 01 10 11
+    storage = {"split": split_layout(0), "shared": broadcast_layout()}
+    gradients = {rank: {"split": torch.tensor([float(rank)]), "shared": torch.tensor([1.0])} for rank in range(4)}
+    for rank in (0, 2):
+        gradients[rank] |= {"copied": torch.tensor([5.0]), "tied": torch.tensor([1.0])}
+    gradients |= {rank: {"tied": torch.tensor([10.0])} for rank in (4, 6)}
+    total = summed(gradients, storage, mesh)
+    assert {n: t.tolist() for n, t in total.items()} == {
+        "split": [0.0 + 2.0, 1.0 + 3.0],
+        "shared": [4.0],
+        "copied": [10.0],
+        "tied": [22.0],
+    }
+
+
+def test_state_of_a_mesh_is_assembled() -> None:
+    mesh = Mesh(1, 2, 1)
+    parts = {0: {"split": torch.tensor([1]), "copied": torch.tensor([7])}, 1: {"split": torch.tensor([2])}}
+    state = assembled(parts, {"split": split_layout(0)}, mesh)
+    assert {n: t.tolist() for n, t in state.items()} == {"split": [1, 2], "copied": [7]}
