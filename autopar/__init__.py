@@ -16,15 +16,16 @@ if TYPE_CHECKING:
         HardwareError,
         InfeasibleError,
         NonFiniteLossWarning,
-        UnknownOpWarning,
         PlanError,
         TraceError,
         TrainingError,
+        UnknownOpWarning,
         UsageError,
         WorkerError,
     )
     from autopar.ir import Plan
     from autopar.model import ParallelModel, StepResult
+    from autopar.runtime import Parameters
     from autopar.zoo import ModelSource
 
 __version__ = "0.1.0"
@@ -33,13 +34,14 @@ __version__ = "0.1.0"
 _HOME = {
     "parallelize": "api", "plan": "api", "Plan": "ir", "ParallelModel": "model", "StepResult": "model",
     "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
-    "NonFiniteLossWarning": "errors", "UnknownOpWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
-    "UsageError": "errors", "WorkerError": "errors",
+    "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
+    "UnknownOpWarning": "errors", "UsageError": "errors", "WorkerError": "errors", "Parameters": "runtime",
 }  # fmt: skip
 
 __all__ = [
-    "AutoparError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Plan",
-    "PlanError", "StepResult", "TraceError", "TrainingError", "UsageError", "WorkerError", "parallelize", "plan",
+    "AutoparError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning", "ParallelModel",
+    "Parameters", "Plan", "PlanError", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UsageError",
+    "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 

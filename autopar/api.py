@@ -120,8 +120,7 @@ def make_plan(
 def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
     """Samples to trace with: as many as a microbatch will have, where that is given, or else a guess.
 
-    A guess is a multiple of 8 where the batch allows it, so that shardings that split the samples of a microbatch can be
-    considered.
+    A guess is a multiple of 8 where the batch allows it, so that the samples of a microbatch can be split too.
     """
     share = max(1, batch // (options.dp or 1))
     if options.microbatch_size or options.microbatches:
@@ -136,8 +135,8 @@ def warn_of_unknown(plan: Plan, costs: Costs) -> None:
     targets = costs.unknown(plan.mesh.tp, plan.strategies)
     if targets:
         warnings.warn(
-            f"{plan.model.name} has operations that autopar has no sharding rule for: {', '.join(targets)}. Each of the "
-            f"{plan.mesh.tp} ranks of a tensor-parallel group runs them whole.",
+            f"{plan.model.name} has operations that autopar has no sharding rule for: {', '.join(targets)}. "
+            f"Each of the {plan.mesh.tp} ranks of a tensor-parallel group runs them whole.",
             UnknownOpWarning,
             stacklevel=4,  # the caller of plan or parallelize
         )

@@ -186,7 +186,8 @@ class Reference:
         modes: tuple[Mode, ...] = ("train", "eval")
         self.whole = {mode: shapes_of(output_in(self.model, here, mode)) for mode in modes}
         self.loss_fn, self.microbatches, self.replicas = loss_fn, pm.plan.microbatches, pm.plan.mesh.dp
-        self.buffers: list[list[torch.Tensor]] = []  # of each replica, where training has moved them apart
+        first = [buffer.detach().clone() for buffer in self.model.buffers()]
+        self.buffers = dict.fromkeys(range(1, self.replicas), first)  # of the replicas that the model does not show
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
 
     def parts(self, call: Call) -> tuple[list[Call], list[int]]:
@@ -232,14 +233,14 @@ class Reference:
     def replica(self, number: int) -> Iterator[None]:
         """Within ``with`` the model has the buffers of a replica, outside those of the first one."""
         own = list(self.model.buffers())
-        if not self.buffers:
-            self.buffers = [[buffer.clone() for buffer in own] for _ in range(self.replicas)]
-        for buffer, kept in zip(own, self.buffers[number], strict=True):
+        first = [buffer.detach().clone() for buffer in own]
+        for buffer, kept in zip(own, self.buffers.get(number, first), strict=True):
             buffer.data.copy_(kept)
         yield
-        self.buffers[number] = [buffer.detach().clone() for buffer in own]
-        for buffer, kept in zip(own, self.buffers[0], strict=True):
-            buffer.data.copy_(kept)
+        if number:
+            self.buffers[number] = [buffer.detach().clone() for buffer in own]
+            for buffer, kept in zip(own, first, strict=True):
+                buffer.data.copy_(kept)
 
     def gradients(self) -> Named:
         return [(n, p.grad.detach().cpu().clone()) for n, p in self.model.named_parameters() if p.grad is not None]

@@ -60,7 +60,8 @@ def part_of(tensor: torch.Tensor, pm: autopar.ParallelModel) -> torch.Tensor:
 
 def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> Result:
     torch.manual_seed(0)
-    model, x = case.make().train(), case.x()
+    model, x = case.make().train().to(case.dtype), case.x()
+    x = x.to(case.dtype) if x.is_floating_point() else x
     y = torch.randint(0, case.classes, (BATCH,))
     pp, tp, dp = mesh
     result = Result({}, {}, 0)
@@ -72,7 +73,8 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
         result.strategies = len(pm.plan.strategies)
         parts, mine, target = dp * MICROBATCHES, part_of(x, pm), part_of(y, pm)
         for step in range(3):
-            before = reference.forward(x, parts) if step == 0 else []
+            # A copy runs ahead: a forward pass in training mode updates batch statistics.
+            before = Reference(reference.model).forward(x, parts) if step == 0 else []
             loss = reference.forward_backward(x, y, parts)
             got = pm.forward_backward(mine, target, return_outputs=step == 0)
             if step == 0:
@@ -80,7 +82,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
             result.judge("loss", {"loss": torch.tensor(got.loss)}, {"loss": torch.tensor(loss)})
             result.judge("gradients", pm.gradients(), reference.gradients())
             norm = nn.utils.get_total_norm(reference.gradients().values())
-            result.judge("norm", {"norm": torch.tensor(pm.optimizer_step())}, {"norm": norm.detach()})
+            result.judge("norm", {"norm": torch.tensor(pm.optimizer_step())}, {"norm": norm.detach().float()})
             reference.step()
         state = pm.state_dict()
         expected = dict(reference.model.state_dict())

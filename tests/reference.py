@@ -40,8 +40,8 @@ def samples(tree: Any) -> int:
 class Reference:
     """A deep copy of a model, trained plainly.
 
-    It plays all replicas, one after the other. Each has its own buffers while it trains; what is left in the model, and
-    evaluated, are those of the first.
+    It plays all replicas, one after the other. Each has its own buffers while it trains; those of the first are left in
+    the model, and evaluated. ``buffers`` are those of the others.
     """
 
     model: nn.Module
@@ -80,14 +80,16 @@ class Reference:
     def as_replica(self, number: int, replicas: int) -> Iterator[None]:
         """Within, the model has a replica's own buffers; evaluation starts from the first one's."""
         own = list(self.model.buffers())
+        first = [buffer.clone() for buffer in own]
         if number == 0 and (not self.model.training or not self.buffers):
-            self.buffers = {r: [b.clone() for b in own] for r in range(replicas)}
-        for buffer, kept in zip(own, self.buffers[number]):
+            self.buffers = dict.fromkeys(range(1, replicas), first)
+        for buffer, kept in zip(own, self.buffers[number] if number else first, strict=True):
             buffer.data.copy_(kept)
         yield
-        self.buffers[number] = [b.clone() for b in own]
-        for buffer, kept in zip(own, self.buffers[0]):
-            buffer.data.copy_(kept)
+        if number:
+            self.buffers[number] = [buffer.clone() for buffer in own]
+            for buffer, kept in zip(own, first, strict=True):
+                buffer.data.copy_(kept)
 
     def step(self) -> None:
         self.optimizer.step()

@@ -70,11 +70,11 @@ def test_a_group_across_nodes_must_be_asked_for() -> None:
         ({"devices": 12, "pp": 2, "tp": 4}, "pp=2 × tp=4 make 8 devices, not 12. Use devices=8 or pp=3 or tp=6."),
         ({"devices": 5, "dp": 5}, "dp=5: 5 replicas cannot share a batch of 64 samples evenly. Use dp=4 or dp=8, or a "
                                   "batch of 60 or 65."),
-        ({"dp": 4, "microbatches": 32}, "microbatches=32, but each of 4 replicas has 16 samples of the batch of 64. Use "
-                                        "microbatches=16 or less, or fewer replicas."),
+        ({"dp": 4, "microbatches": 32}, "microbatches=32, but each of 4 replicas has 16 samples of the batch of 64. "
+                                        "Use microbatches=16 or less, or fewer replicas."),
     ],
 )  # fmt: skip
-def test_sizes_that_contradict_each_other(asked: Mapping[str, int], text: str) -> None:
+def test_sizes_that_contradict_each_other(asked: Mapping[str, Any], text: str) -> None:
     with pytest.raises(UsageError) as caught:
         possible_meshes(Constraints(**{"devices": 4, "batch": 64, **asked}), CLUSTER)
     assert str(caught.value) == text

@@ -227,8 +227,8 @@ def loss_fn(output, target):
 def model_penalty(output):
     return output.square().mean()
 
-pm = autopar.parallelize(model, devices=2, example_inputs=x, loss_fn=loss_fn, microbatches=3, pp=2, pins={"2.linear": 1},
-                         optimizer=lambda p: Own(p, lr=0.1))
+pm = autopar.parallelize(model, devices=2, example_inputs=x, loss_fn=loss_fn, microbatches=3, pp=2,
+                         pins={"2.linear": 1}, optimizer=lambda p: Own(p, lr=0.1))
 losses = [pm.train_step(x, y).loss for _ in range(3)]
 optimizer = Own(model.parameters(), lr=0.1)
 expected = []

@@ -159,9 +159,10 @@ class Plan:
     ``microbatches`` counts per data-parallel replica.
 
     ``shardings`` maps weights to the layouts (`Layout.parse`) in which ranks hold them, ``strategies`` operations to
-    the factor that is split when they run (`autopar.rules`). In both, ``*`` stands for any number in a name, a full name
-    outranks a pattern; a weight that is not listed is replicated, an operation follows what it reads. Both are empty
-    when tp is 1. ``blocks`` says the same for people. ``zero1``: each replica keeps the optimizer's state of a part of the parameters.
+    the factor that is split when they run (`autopar.rules`). In both, ``*`` stands for any number in a name and a full
+    name outranks a pattern; a weight that is not listed is replicated, an operation follows what it reads. Both are
+    empty when tp is 1. ``blocks`` says the same for people. ``zero1``: each replica keeps the optimizer's state of a
+    part of the parameters.
     """
 
     model: ModelInfo

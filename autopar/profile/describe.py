@@ -103,8 +103,7 @@ def blocks(
         block = block_of(op)
         text = row(op, parts[op.name], storage, book, samples, reduced.get(op.name))
         if text:
-            inside = op.module.removeprefix(block).lstrip(".") or op.module.rpartition(".")[2] or op.name
-            rows.setdefault(block, {}).setdefault(inside, text)
+            rows.setdefault(block, {}).setdefault(place_in(block, op), text)
     home = {op.name: op for op in graph.ops}
     sent: dict[str, list[Collective]] = {}
     for op in local.ops:
@@ -193,6 +192,13 @@ def block_of(op: Op) -> str:
     parts = (op.module or op.name).split(".")
     numbers = [i for i, part in enumerate(parts) if part.isdigit()]
     return ".".join(parts[: numbers[-1] + 1] if numbers else parts)
+
+
+def place_in(block: str, op: Op) -> str:
+    """What to call an operation's place in its block: its module there, or itself where it lies in none."""
+    inside = op.module.removeprefix(block).lstrip(".")
+    last = op.module.rpartition(".")[2]
+    return inside or (op.name.removeprefix(f"{block}.") if not last or last.isdigit() else last)
 
 
 def common(names: Sequence[str]) -> str:

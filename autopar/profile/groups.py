@@ -23,9 +23,9 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
     """Every operation in one group, numbered so that tensors flow from lower to higher groups only.
 
     Operations are walked in execution order. An anchor opens a new group: it reads a weight, has FLOPs, or is heavy.
-    Any other one joins the latest group that it reads from. Operations that read no group yet (constants, expanded
-    weights, preprocessing of an input) wait for their first reader. What sharding has inserted is looked through and
-    joins the group of its home.
+    Any other one joins the latest group that it reads from. Operations that read no group yet (preprocessing of an
+    input) and those that depend on no input (constants, expanded weights) wait for their first reader. What sharding
+    has inserted is looked through and joins the group of its home.
 
     Args:
         seconds: forward and backward of each operation.
@@ -43,7 +43,7 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
         if op.name in fed and worth_a_cut:
             anchors.append(op)
             number = len(anchors) - 1
-        elif sources:
+        elif sources and op.name in fed:
             number = max(sources)
         else:
             waiting[op.name] = op

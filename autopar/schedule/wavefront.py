@@ -1,9 +1,9 @@
 """The time of a step for many microbatches on many stages: the numbers of `simulate`, all stages at once.
 
-A schedule of one chunk per rank advances in fronts: 1F1B runs the forward of microbatch i on stage s in front s + 2i and
-its backward in front 2p − 1 − s + 2i, GPipe in fronts s + i and, after all forwards, p − 1 − s + i. What an action waits
-for lies in an earlier front, and two actions of one rank never share one, so a front is a few operations on vectors:
-16 stages with 1,024 microbatches take 0.03 s instead of 1 s.
+A schedule of one chunk per rank advances in fronts: 1F1B runs the forward of microbatch i on stage s in front s + 2i
+and its backward in front 2p − 1 − s + 2i, GPipe in fronts s + i and, after all forwards, p − 1 − s + i. What an action
+waits for lies in an earlier front, and two actions of one rank never share one, so a front is a few operations on
+vectors: 16 stages with 1,024 microbatches take 0.03 s instead of 1 s.
 """
 
 from __future__ import annotations

@@ -114,7 +114,8 @@ def shardings_of(setting: Setting, point: Point) -> Iterator[Priced]:
     there to use it. One that splits nothing is only there where no other is."""
     fastest = price_of(setting, point, 0)
     assert fastest is not None, f"{point} has no price"
-    later = iter(lambda levels=count(1): price_of(setting, point, next(levels)), None)
+    levels = count(1)
+    later = iter(lambda: price_of(setting, point, next(levels)), None)
     if point.mesh.tp > 1 and not fastest.strategies:
         first = next((priced for priced in later if priced.strategies), None)
         yield fastest if first is None else first

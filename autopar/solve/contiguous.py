@@ -15,8 +15,9 @@ from autopar.solve.problem import CutProblem, group_loads, objective_of, update_
 
 Matrix = NDArray[np.float64]
 
-# Points of the frontier between slowest stage and total time that are looked at. ViT-L/16 on 8 stages has 3.
-MAX_FRONTIER = 64
+# Points of the frontier between slowest stage and total time that are looked at, and their stages together: with few
+# microbatches on many stages there are hundreds. ViT-L/16 on 8 stages has 3 points.
+MAX_FRONTIER, MAX_FRONTIER_STAGES = 64, 512
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     floor = o.slowest * slowest(balanced) + update
     best, best_value = balanced, _value(problem, balanced)
     ceiling = np.inf
-    for _ in range(MAX_FRONTIER):
+    for _ in range(max(4, min(MAX_FRONTIER, MAX_FRONTIER_STAGES // problem.stages))):
         cuts = _partition(problem.stages, below(ceiling), np.add)
         if cuts is None or floor + total(cuts) >= best_value:
             break

@@ -20,7 +20,8 @@ class Priced:
 
     ``strategies`` maps operations, ``storage`` weights, to how they are split; ``blocks`` says it to people.
     ``bound_seconds`` is a proven lower bound of what one microbatch takes under any sharding over as many ranks (asked
-    of the fastest sharding only), and ``gap`` how far the sharding may be from it. ``notes`` say what limits the ranks, such as ``attention has 3 heads``.
+    of the fastest sharding only), and ``gap`` how far the sharding may be from it. ``notes`` say what limits the ranks,
+    such as ``attention has 3 heads``.
     """
 
     cost: CostGraph
