@@ -30,9 +30,10 @@ ABSOLUTE, RELATIVE = 1e-5, 1e-4
 # Below this 2-norm, 1e-5 would hide a wrong tensor: the absolute tolerance becomes 1e-4 of the norm, at least 1e-7.
 SMALL_NORM, LEAST_ABSOLUTE = 0.1, 1e-7
 LEARNING_RATE = 1e-3
-# AdamW divides a gradient by its own size plus this. Where the true gradient is zero (the key bias of attention) only
-# rounding noise is left, about 1e-9, and the usual 1e-8 would blow it up to a full step.
-EPSILON = 1e-4
+# AdamW divides a gradient by its own size plus this. Rounding of δ in a gradient becomes up to lr·δ/ε in a weight, and
+# where the true gradient is zero (the key bias of attention) rounding is all there is: sums made in another order leave
+# 1e-6, of which the usual 1e-8 would make a full step.
+EPSILON = 1e-3
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
@@ -154,7 +155,8 @@ def trained(pm: ParallelModel, reference: Reference, call: Call, x: Any, y: Any,
 
 
 def evaluated(pm: ParallelModel, reference: Reference, call: Call) -> Row:
-    """The outputs of both in eval mode, with the weights that they have by now."""
+    """The outputs of both in eval mode, with the weights that the parallel model has by now."""
+    reference.model.load_state_dict(pm.state_dict())
     actual = named_outputs(pm.eval()(*call.args, **call.kwargs))
     return compared("outputs, eval mode", actual, reference.outputs(call))
 

@@ -13,7 +13,19 @@ from torch import nn
 from autopar.batching import Call, batched_outputs, bind, check_call
 from autopar.codegen import follow, holders, split
 from autopar.errors import PlanError, TraceError, UsageError
-from autopar.ir import REPLICATED, TP, Graph, Layout, Mode, Plan, Program, look_up, pattern_of
+from autopar.ir import (
+    REPLICATED,
+    TP,
+    Graph,
+    Layout,
+    Mode,
+    Plan,
+    Program,
+    broadcast_layout,
+    look_up,
+    pattern_of,
+    split_layout,
+)
 from autopar.pytree import unflatten
 from autopar.rules.apply import shard_graph
 from autopar.rules.find import rule_of
@@ -75,7 +87,7 @@ class Programs:
         labels = {name: label for name, label in found.items() if label is not None}
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
         local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of).graph
-        return split(local, {op.name: stage_of[op.home or op.name] for op in local.ops}, self.num_stages)
+        return split(local, stage_of, self.num_stages)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
         """The model's graph, traced with its modules in the modes in which they were handed over."""
@@ -143,19 +155,31 @@ def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
     Raises:
         PlanError: the plan names a weight that the model does not have, or splits one that cannot be split so.
     """
-    ranks = {TP: plan.mesh.tp}
     check_names("shardings", plan.shardings, [w.name for w in graph.weights])
     storage: dict[str, Layout] = {}
     for weight in graph.weights:
         text = look_up(plan.shardings, weight.name)
         layout = Layout.parse(text) if text is not None else REPLICATED
-        if layout.partial or not layout.fits(weight.shape, ranks):
+        if not storable(layout) or not layout.fits(weight.shape, {TP: plan.mesh.tp}):
             raise PlanError(
                 f"Plan field shardings.{weight.name}: it has shape {list(weight.shape)} and cannot lie as {text!r} on "
-                f"{plan.mesh.tp} ranks. Split a dim whose size the ranks divide, or leave it out."
+                f"{plan.mesh.tp} ranks. Split one dim whose size the ranks divide ({TP}:DIM or {TP}:DIMxPARTS), write "
+                f"{broadcast_layout()} or {REPLICATED}, or leave it out."
+            )
+        if weight.kind == "constant" and layout != REPLICATED:
+            raise PlanError(
+                f"Plan field shardings.{weight.name}: it is a constant of the trace, which every rank holds whole. "
+                "Leave it out."
             )
         storage[weight.name] = layout
     return storage
+
+
+def storable(layout: Layout) -> bool:
+    """Whether a weight can be kept so: whole, split once over the tensor axis, or whole with a partial gradient."""
+    return layout in (REPLICATED, broadcast_layout()) or [layout] == [
+        split_layout(s.dim, s.outer) for s in layout.splits
+    ]
 
 
 def check_strategies(plan: Plan, graph: Graph) -> None:

@@ -22,6 +22,7 @@ from torch import nn
 import autopar
 from autopar.parity import EPSILON, difference
 from autopar.pytree import leaves
+from autopar.runtime import TorchrunRanks
 
 MESHES = {
     2: ((1, 2, 1), (1, 1, 2)),
@@ -68,7 +69,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
     reference = Reference(model, case.loss_fn, ADAMW)
     with autopar.parallelize(
         model, pp * tp * dp, x, loss_fn=case.loss_fn, optimizer=ADAMW, hardware=hardware, pp=pp, tp=tp, dp=dp,
-        microbatches=MICROBATCHES, memory="64GiB", **({"zero1": zero1} if dp > 1 else {}),
+        microbatches=MICROBATCHES, memory="64GiB", zero1=zero1 if dp > 1 else None,
     ) as pm:  # fmt: skip
         result.strategies = len(pm.plan.strategies)
         parts, mine, target = dp * MICROBATCHES, part_of(x, pm), part_of(y, pm)
@@ -99,6 +100,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
         reference.model.eval()
         pm.eval()
         result.judge("eval", named(pm(mine)), named([part_of(t, pm) for t in reference.forward(x, parts)]))
+        assert isinstance(pm._ranks, TorchrunRanks)
         held: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(held, {n: t.nbytes for n, t in pm._ranks.rank.weights.items()})
         result.weights = {n: [h.get(n, 0) for h in held] for h in held for n in h}

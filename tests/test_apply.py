@@ -16,6 +16,7 @@ from timm.models.vision_transformer import Attention, Block
 from torch import nn
 
 from autopar.codegen import graph_module, source, split
+from autopar.errors import PlanError
 from autopar.ir import REPLICATED, Graph, Mode, Program, Ref, look_up, split_layout
 from autopar.rules.apply import shard_graph, storage
 from autopar.runtime.axes import Axes
@@ -413,7 +414,9 @@ def test_an_operation_updates_a_weight_only_where_it_is_stored() -> None:
     split_norm = {name: split_layout(0) for name in ("norm1.running_mean", "norm1.running_var")}
     local = shard_graph(graph, {}, whole | split_norm, {"tp": 2}, stage_of).graph
     assert local.producer["norm1.batch_norm"].outputs[0].shape == (4, 4, 6, 6)
-    with pytest.raises(AssertionError, match=r"norm1\.batch_norm updates .* where they lie"):
+    with pytest.raises(
+        PlanError, match=r"shardings\.norm1\.running_var: norm1\.batch_norm updates it in place .*'tp:0'"
+    ):
         shard_graph(graph, {}, whole | {"norm1.running_mean": split_layout(0)}, {"tp": 2}, stage_of)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.errors import PlanError
 from autopar.ir import REPLICATED, TP, AxisSizes, Graph, Layout, Op
 from autopar.rules.find import rule_of
 from autopar.rules.rule import REPLICATE, Rule, Strategy, by_operand, replicate, strategy
@@ -38,6 +39,9 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
     Args:
         labels: by operation name; the empty label is replicated.
         stored: layouts of weights; replicated where they are not listed.
+
+    Raises:
+        PlanError: an operation cannot update a weight in place where it is stored.
     """
     shapes = {v.name: v.shape for v in graph.values.values()} | {w.name: w.shape for w in graph.weights}
     trained = trained_names(graph)
@@ -58,9 +62,7 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
         operands = tuple(
             in_gradient(read, name in trained) for name, read in zip(op.reads, found.operands, strict=True)
         )
-        assert all(name not in stored or reads(op, found, name) == stored[name] for name in op.mutates), (
-            f"{op.name} updates {op.mutates}, which it cannot do where they lie"
-        )
+        check_updates(op, found, stored)
         chosen[op.name] = Strategy(found.label, operands, found.outputs)
         made |= {value.name: layout for value, layout in zip(op.outputs, found.outputs, strict=True)}
     return Assignment(rules, chosen, made, tuple(sorted(unknown)))
@@ -86,6 +88,18 @@ def keeping_state(op: Op, rule: Rule, found: Strategy, stored: Mapping[str, Layo
             continue
         return by_operand(rule, op.reads.index(name), stored[name], ranks) or replicate(rule)
     return found
+
+
+def check_updates(op: Op, found: Strategy, stored: Mapping[str, Layout]) -> None:
+    """Raise a PlanError where an operation would update a weight in another layout than it is stored in."""
+    for name in op.mutates:
+        if name in stored and reads(op, found, name) != stored[name]:
+            together = [other for other in op.mutates if other != name]
+            alike = f" and {' and '.join(together)} alike" if together else ""
+            raise PlanError(
+                f"Plan field shardings.{name}: {op.name} updates it in place and cannot do so while it lies as "
+                f"'{stored[name]}'. Write '{reads(op, found, name)}'{alike}."
+            )
 
 
 def reads(op: Op, found: Strategy, name: str) -> Layout:

@@ -60,7 +60,7 @@ class Transport(Protocol):
         ...
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        """On how many of the ranks each flag is set; their hosts wait for each other, not for any device."""
+        """On how many of the ranks each flag is set; waits for all of them."""
         ...
 
     def close(self) -> None:
@@ -100,12 +100,12 @@ class ProcessGroupTransport:
         self.own: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
         self.groups: dict[tuple[int, ...], Any] = {**made, **self.own}
         self.channels: dict[tuple[int, int], Any] = {}
-        # What only hosts must know travels in other groups where those for tensors are not Gloo's.
+        # Flags of transfers travel from host to host. A Gloo group of some ranks only would hang in a default NCCL group
+        # that is bound to a device: those that are not in it wait for a split of the communicator that the others,
+        # being Gloo, never join (torch 2.11).
         self.hosts: Any = None
-        self.host_groups: Mapping[tuple[int, ...], Any] = self.groups
         if dist.get_backend() == "nccl":
             self.hosts = dist.new_group(backend="gloo", timeout=timeout)
-            self.host_groups = {r: dist.new_group(list(r), backend="gloo", timeout=timeout) for r in sorted(shared)}
             self.channels = {edge: dist.new_group(list(edge), timeout=timeout) for edge in sorted(edges)}
             self.connect()
 
@@ -146,15 +146,15 @@ class ProcessGroupTransport:
         return started(lambda: dist.broadcast(tensor, root, group=group, async_op=True), "a broadcast", ranks)
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        counts = torch.tensor(flags, dtype=torch.int32)
-        group = self.host_groups[tuple(ranks)]
+        counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        group = self.groups[tuple(ranks)]
         started(lambda: dist.all_reduce(counts, group=group, async_op=True), "a sum of flags", ranks)()
         return counts.tolist()
 
     def close(self) -> None:
         groups = [*self.own.values(), *self.channels.values()]
         if self.hosts is not None:
-            groups += [self.hosts, *self.host_groups.values()]
+            groups.append(self.hosts)
         for group in groups:
             dist.destroy_process_group(group)
 
