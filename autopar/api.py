@@ -7,6 +7,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -24,6 +25,7 @@ from autopar.model import ParallelModel
 from autopar.options import Options
 from autopar.pricing import Costs
 from autopar.programs import Programs
+from autopar.refine import refine
 from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, assigned
 from autopar.shards import part
 from autopar.solve import Constraints, search
@@ -112,7 +114,7 @@ def make_plan(
         time_limit_seconds=options.solver_seconds,
     )
     costs = Costs(graph, hardware)
-    found = search(costs, graph, hardware, constraints, info)
+    found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
     warn_of_unknown(found, costs)
     return replace(found, precision=precision_of(graph, options.precision)), graph
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.errors import UsageError
-from autopar.ir import Graph, Ref, Value, refs
+from autopar.ir import Graph, Mesh, Place, Ref, Value, refs
 from autopar.pytree import Spec, flatten, unflatten
 
 Join = Literal["concatenate", "mean", "first"]
@@ -163,6 +164,36 @@ def check_parts(batches: Sequence[tuple[int, int]], data_size: int) -> None:
             f"batch on every data rank (pm.data_rank of pm.data_size={data_size}), and the same part on all ranks that "
             "share a data rank."
         )
+
+
+def check_copies(marks: Sequence[int], mesh: Mesh) -> None:
+    """Compare what the ranks of each tensor-parallel group were given, all of which need the same samples.
+
+    Args:
+        marks: of each rank's inputs and targets, see `mark`.
+
+    Raises:
+        UsageError: names two ranks of a group that were given different samples.
+    """
+    for rank, own in enumerate(marks):
+        place = mesh.place(rank)
+        first = mesh.rank(Place(place.stage, place.replica))
+        if own != marks[first]:
+            raise UsageError(
+                f"Ranks {first} and {rank} were given different inputs or targets, but share each operation "
+                f"(tp={mesh.tp}) and need the same. Each call takes part pm.data_rank of pm.data_size={mesh.dp} of the "
+                "global batch: let samplers shard by these two, not by rank and world size."
+            )
+
+
+def mark(tree: Any) -> int:
+    """A checksum that tells batches apart: of every tensor's first and last sample, or all of it if it has one dim."""
+    total = 0
+    for leaf in flatten(tree)[0]:
+        if isinstance(leaf, torch.Tensor):
+            ends = leaf[[0, -1]] if leaf.ndim > 1 and len(leaf) else leaf
+            total = zlib.crc32(ends.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), total)
+    return total
 
 
 def split_leaves(leaves: Sequence[Any], batch: int, sizes: Sequence[int]) -> list[list[Any]]:

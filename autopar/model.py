@@ -16,9 +16,11 @@ from autopar.batching import (
     Call,
     Outputs,
     as_call,
+    check_copies,
     check_parts,
     check_shares,
     join_outputs,
+    mark,
     microbatch_sizes,
     replica_sizes,
     split_leaves,
@@ -187,9 +189,11 @@ class ParallelModel:
     ) -> tuple[dict[int, tuple[Work]], Outputs | None]:
         """Each rank's part of a call, and how to join the outputs where they are kept."""
         mesh, batch, training = self.plan.mesh, call.batch, target is not None
-        if isinstance(self._ranks, TorchrunRanks) and mesh.dp > 1:
-            batches = enumerate(self._ranks.gathered(batch))
-            check_parts([(mesh.place(rank).replica, own) for rank, own in batches], self.data_size)
+        if isinstance(self._ranks, TorchrunRanks) and mesh.devices > mesh.pp:
+            checksum = mark((call.args, call.kwargs, target)) if mesh.tp > 1 else 0
+            given = self._ranks.gathered((batch, checksum))
+            check_parts([(mesh.place(rank).replica, own) for rank, (own, _) in enumerate(given)], self.data_size)
+            check_copies([own for _, own in given], mesh)
         replicas = mesh.dp // self.data_size  # that share the caller's batch
         if training:
             check_shares(batch, replicas)

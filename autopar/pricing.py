@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from autopar.hardware import Hardware
 from autopar.ir import TP, BlockSharding, ChoiceGraph, CostGraph, Graph, Layout, look_up
-from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price
+from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price, reweighted
 from autopar.rules.apply import shard_graph, storage
 from autopar.solve import Priced, Shardings, pareto
 
@@ -50,30 +50,41 @@ class Costs:
         if tp == 1:
             return self.unsharded(dp, zero1, size) if memory_level == 0 else None
         found = self.sharding(tp, size, microbatches, memory_level)
-        return None if found is None else self.under(found, tp, dp, zero1, size)
+        if found is None:
+            return None
+        priced = self.picked(found.picks, tp, dp, zero1, size)
+        return replace(priced, bound_seconds=found.bound_seconds)
 
     def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
         """The model on one device per stage and replica."""
-        cost = price(self.graph, self.facts, self.hardware, size, Sharing(1, dp, zero1))
+        cost = reweighted(self.whole(size), self.graph, Sharing(1, dp, zero1), self.hardware)
         return Priced(cost, bound_seconds=sum(group.seconds for group in cost.groups))
 
-    def under(self, found: Shardings, tp: int, dp: int, zero1: bool, size: int) -> Priced:
-        """The model under a sharding that was found for it."""
-        sharded = self.sharded(tp, size, found.picks)
+    def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
+        """The model under the picked choices, of which nothing is proven."""
+        sharded = self.sharded(tp, size, picks)
         sharing = Sharing(tp, dp, zero1, sharded.storage)
         return Priced(
-            cost=price(sharded.graph, sharded.facts, self.hardware, size, sharing, self.whole(size).groups),
-            bound_seconds=found.bound_seconds,
-            gap=found.solver.gap,
+            cost=reweighted(self.local(sharded, tp, size), sharded.graph, sharing, self.hardware),
+            bound_seconds=0.0,
             strategies=sharded.strategies,
             storage=sharded.storage,
-            blocks=self.blocks(tp, size, found.picks),
+            picks=picks,
+            blocks=self.blocks(tp, size, picks),
             notes=limits(self.graph, self.facts, tp) if not sharded.strategies else (),
         )
 
     def whole(self, size: int) -> CostGraph:
         """The whole model on one device."""
         return self.remember(("whole", size), lambda: price(self.graph, self.facts, self.hardware, size))
+
+    def local(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
+        """What each rank runs of a sharded model, without replicas."""
+        sharing = Sharing(tp, storage=sharded.storage)
+        make = lambda: price(  # noqa: E731
+            sharded.graph, sharded.facts, self.hardware, size, sharing, self.whole(size).groups
+        )
+        return self.remember(("local", id(sharded), size), make)
 
     def choices(self, tp: int, size: int) -> ChoiceGraph:
         """All shardings over ``tp`` ranks."""

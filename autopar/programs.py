@@ -177,9 +177,7 @@ def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
 
 def storable(layout: Layout) -> bool:
     """Whether a weight can be kept so: whole, split once over the tensor axis, or whole with a partial gradient."""
-    return layout in (REPLICATED, broadcast_layout()) or [layout] == [
-        split_layout(s.dim, s.outer) for s in layout.splits
-    ]
+    return layout in (REPLICATED, broadcast_layout(), *(split_layout(s.dim, s.outer) for s in layout.splits))
 
 
 def check_strategies(plan: Plan, graph: Graph) -> None:

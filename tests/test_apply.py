@@ -415,7 +415,7 @@ def test_an_operation_updates_a_weight_only_where_it_is_stored() -> None:
     local = shard_graph(graph, {}, whole | split_norm, {"tp": 2}, stage_of).graph
     assert local.producer["norm1.batch_norm"].outputs[0].shape == (4, 4, 6, 6)
     with pytest.raises(
-        PlanError, match=r"shardings\.norm1\.running_var: norm1\.batch_norm updates it in place .*'tp:0'"
+        PlanError, match=r"shardings\.norm1\.running_mean: norm1\.batch_norm updates it in place .*'tp:0'"
     ):
         shard_graph(graph, {}, whole | {"norm1.running_mean": split_layout(0)}, {"tp": 2}, stage_of)
 

@@ -16,7 +16,8 @@ from zoo import Tied, Updating, tiny_vit
 
 from autopar.hardware import Link
 from autopar.ir import Choice, ChoiceGraph, CostGraph, Graph, Layout
-from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price
+from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price, with_replicas
+from autopar.profile.describe import blocks_of, place_in
 from autopar.rules.apply import shard_graph, storage
 from autopar.trace import trace
 
@@ -313,6 +314,23 @@ def test_state_that_is_updated_in_place_stays_where_it_is():
         check_cost(picked, seconds_error=0.01, saved_error=0.4)
 
 
+@pytest.mark.parametrize("zero1", [False, True])
+def test_replicas_change_what_weights_cost(zero1: bool):
+    """Split ones, replicated ones, and those that are read on parts of the tokens."""
+    vit, sharing = case("vit without class token"), Sharing(2, 2, zero1)
+    split = vit.named({"norm1.layer_norm": "d1", "fc1.linear": "d1", "fc2.linear": "d1", "head.linear": "n"})
+    shared = with_replicas(vit.choices, vit.graph, sharing, FAST)
+    chosen = [g.choices[k] for g, k in zip(shared.groups, split.picks, strict=True)]
+    priced = price(
+        split.local, op_facts(split.local), FAST, BATCH, replace(sharing, storage=split.storage), vit.whole.groups
+    ).weights
+    assert sum(c.step_seconds for c in chosen) == pytest.approx(
+        sum(w.optimizer_seconds + w.reduce_seconds for w in priced)
+    )
+    assert sum(c.weight_bytes for c in chosen) == sum(w.num_bytes for w in priced)
+    assert [c.seconds for c in chosen] == [c.seconds for c in split.choices]
+
+
 # -- Megatron's split ------------------------------------------------------------------------------------------------
 
 MEGATRON = {
@@ -358,3 +376,20 @@ def test_blocks_say_what_is_split():
         }  # fmt: skip
     sent = [Counter(c.kind for c in block.collectives) for block in found[:2]]
     assert sent == [{"all-gather": 4, "all-to-all": 2}] * 2
+
+
+@pytest.mark.parametrize(
+    ("model", "op_name", "block", "place"),
+    [
+        ("vit", "blocks.1.attn.qkv.linear", "blocks.1", "attn.qkv"),
+        ("vit", "norm.layer_norm", "norm", "norm"),
+        ("vit", "add", "pos_embed", "pos_embed"),
+        ("convnext", "stem.0.conv2d", "stem.0", "conv2d"),
+        ("convnext", "stages.1.downsample.1.conv2d", "stages.1", "downsample.1"),
+        ("resnet18", "layer2.0.downsample.0.conv2d", "layer2.0", "downsample.0"),
+    ],
+)
+def test_where_an_operation_is(model: str, op_name: str, block: str, place: str):
+    traced = case(model).graph
+    found = {o.name: (b, place_in(b, o, traced)) for o, b in zip(traced.ops, blocks_of(traced))}
+    assert found[op_name] == (block, place)

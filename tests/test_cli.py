@@ -236,7 +236,7 @@ def test_mesh_flags_reach_the_plan():
 def test_codegen_prints_one_rank(tiny_plan, mode):
     code, out, _ = invoke("codegen", str(tiny_plan), "--rank", "1", "--mode", mode)
     assert code == 0
-    assert out.startswith(f"# stage 1, {mode}, microbatch of ")
+    assert out.startswith(f"# rank 1 (stage 1) of pp 2 × tp 1 × dp 1\n# stage 1, {mode}, microbatch of ")
     assert "# from stage 0: " in out
     compile(out, "rank 1", "exec")
 
@@ -283,7 +283,39 @@ def test_codegen_of_a_plan_made_in_python(tiny_plan, tmp_path):
     unnamed = broken(tiny_plan, tmp_path, model__name="VisionTransformer", model__kwargs={})
     code, out, error = invoke("codegen", str(unnamed), "--rank", "0", "--model", *TINY[:-2], "img_size=32")
     assert code == 0, error
-    assert out.startswith("# stage 0, train")
+    assert out.startswith("# rank 0 (stage 0) of pp 2 × tp 1 × dp 1\n# stage 0, train")
+
+
+def test_codegen_says_what_a_rank_holds(tmp_path):
+    file = tmp_path / "plan.json"
+    code, out, error = invoke(
+        "plan",
+        *TINY,
+        "--devices",
+        "4",
+        "--batch",
+        "16",
+        "--pp",
+        "1",
+        "--tp",
+        "2",
+        "--hardware",
+        "a100-nvlink",
+        "--json",
+    )
+    assert code == 0, error
+    changes = {
+        "strategies": {"blocks.*.mlp.fc1.linear": "n", "blocks.*.mlp.act.gelu": "d2", "blocks.*.mlp.fc2.linear": "k"},
+        "shardings": {"blocks.*.mlp.fc1.weight": "tp:0", "blocks.*.mlp.fc2.weight": "tp:1", "norm.bias": "tp:gradient"},
+    }
+    file.write_text(json.dumps(json.loads(out) | changes))
+    code, out, error = invoke("codegen", str(file), "--rank", "3")
+    assert code == 0, error
+    lines = out.splitlines()
+    assert lines[0] == "# rank 3 (replica 1, shard 1) of pp 1 × tp 2 × dp 2"
+    assert "# holds   blocks.1.mlp.fc2.weight: float32[192, 384] of [192, 768], tp:1" in lines
+    assert "# holds   norm.bias: whole, its gradient is summed over tp once a step" in lines
+    assert sum("torch.ops.autopar.all_reduce.default(blocks_" in line for line in lines) == 2  # one a block
 
 
 def test_codegen_knows_its_ranks(tiny_plan):
@@ -325,6 +357,7 @@ def test_several_inputs_are_planned_checked_and_printed(user_models):
     assert code == 0 and "# input   image: float32[" in out, error
     code, out, error = invoke("check", *MIXED, "--pp", "2", "--steps", "1")
     assert code == 0 and "4 in 2 microbatches of 2" in out and "Everything is equal" in out, out + error
+    assert "mesh        pp 2 × tp 1 × dp 1\n" in out.replace(" \n", "\n"), out
 
 
 def test_inputs_by_position_are_planned_but_cannot_be_rebuilt(user_models):

@@ -21,6 +21,18 @@ def test_own_model() -> None:
     assert difference is not None and float(difference[1]) < 1e-5
 
 
+def test_compare_meshes() -> None:
+    script = str(EXAMPLES / "compare_meshes.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
+    done = subprocess.run(
+        [*command, "test_vit", "--img-size", "160", "--batch", "4", "--steps", "1"],
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    rows = re.findall(r"^(pp \d × tp \d × dp \d) +\d+ +[\d.]+ ms +[\d.]+ ms +[\d.]+$", done.stdout, re.MULTILINE)
+    assert rows == ["pp 1 × tp 1 × dp 2", "pp 2 × tp 1 × dp 1", "pp 1 × tp 2 × dp 1"], done.stdout
+
+
 def test_every_example_is_tested() -> None:
     tested = Path(__file__).read_text()
     assert all(f'"{path.name}"' in tested for path in EXAMPLES.glob("*.py"))

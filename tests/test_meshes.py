@@ -80,6 +80,21 @@ def test_sizes_that_contradict_each_other(asked: Mapping[str, Any], text: str) -
     assert str(caught.value) == text
 
 
+def test_a_pin_needs_a_mesh_with_its_stage() -> None:
+    allowed, refused = meshes(devices=4, pins={"blocks.1": 0, "head": 1}, tp=1)
+    assert allowed == ["pp 2 × tp 1 × dp 2", "pp 4 × tp 1 × dp 1"]
+    assert refused == {"pp 1 × tp 1 × dp 4": "head is pinned to stage 1"}
+    for asked, stages in (({}, "4 stages"), ({"tp": 2}, "2 stages"), ({"dp": 4}, "1 stage")):
+        with pytest.raises(UsageError) as caught:
+            meshes(devices=4, pins={"head": 4}, **asked)
+        assert str(caught.value) == (
+            f"head is pinned to stage 4, but 4 devices make {stages} at most, stages are counted from 0. Pin it to an "
+            "earlier stage."
+        )
+    with pytest.raises(UsageError, match=r"head is pinned to stage -1, stages are 0 to 1\. Pin it to one of these\."):
+        meshes(devices=4, pp=2, pins={"head": -1})
+
+
 def test_divisors() -> None:
     assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(16) == [1, 2, 4, 8, 16] and divisors(1) == [1]
     assert nearest(5, divisors(64)) == [4, 8] and nearest(100, divisors(8)) == [8] and nearest(1, [1, 2]) == [2]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autopar.errors import HardwareError
 from autopar.hardware import Hardware, Link
 from autopar.ir import Graph, LocalDevice, Op, broadcast_layout, split_layout
-from autopar.profile import Sharing, op_facts, price
+from autopar.profile import Sharing, op_facts, price, reweighted
 
 
 def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
@@ -257,6 +257,13 @@ def test_what_a_weight_costs_the_ranks_that_share_it(case: str):
     assert holding.num_bytes == num_bytes
     assert holding.reduce_seconds == pytest.approx(reduce_seconds)
     assert holding.optimizer_seconds == pytest.approx(optimizer_seconds)
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_weights_alone_depend_on_the_replicas(case: str):
+    sharing = SHARES[case][0]
+    before = price(MLP, op_facts(MLP), MACHINE, 2, Sharing(sharing.tp))
+    assert reweighted(before, MLP, sharing, MACHINE) == price(MLP, op_facts(MLP), MACHINE, 2, sharing)
 
 
 def test_replicas_on_other_nodes_communicate_over_the_network():

@@ -28,12 +28,13 @@ from autopar.ir import (
     Op,
     Plan,
     Ref,
+    SolverInfo,
     Value,
     Weight,
 )
 from autopar.schedule import one_f_one_b_seconds
-from autopar.solve import Constraints, Priced, Refine, search
-from autopar.solve.assemble import Decision, op_ranges
+from autopar.solve import Constraints, Decision, Priced, Refine, Refined, search
+from autopar.solve.assemble import op_ranges
 from autopar.solve.constraints import boundary_links, microbatch_factors, microbatch_size, num_microbatches
 from autopar.solve.evaluate import StageCost
 
@@ -567,24 +568,30 @@ def test_devices_that_no_mesh_can_use() -> None:
     )
 
 
-def test_a_sharding_refined_for_its_stages_is_kept_where_it_is_faster() -> None:
-    asked = Constraints(devices=4, batch=32, pp=2, tp=2)
+def test_what_was_refined_is_kept_where_it_is_faster_and_fits_and_certifies_either_way() -> None:
+    asked = Constraints(devices=4, batch=32, pp=2, tp=2, memory_bytes=10 * GIB)
+    solver = SolverInfo("HiGHS", "optimal", 0.0, 1.0, method="joint")
 
-    def scaled(factor: float) -> Refine:
-        def refine(decision: Decision) -> Priced:
+    def scaled(factor: float, saved_bytes: int = 0) -> Refine:
+        def refine(decision: Decision) -> Refined:
             groups = tuple(
-                replace(g, forward_seconds=factor * g.forward_seconds, backward_seconds=factor * g.backward_seconds)
+                replace(g, forward_seconds=factor * g.forward_seconds, backward_seconds=factor * g.backward_seconds,
+                        saved_bytes=saved_bytes)
                 for g in decision.priced.cost.groups
-            )
-            return replace(decision.priced, cost=replace(decision.priced.cost, groups=groups))
+            )  # fmt: skip
+            priced = replace(decision.priced, cost=replace(decision.priced.cost, groups=groups))
+            return Refined(priced, decision.stage_of, solver, gap=0.04)
 
         return refine
 
-    plain, worse, better = (meshed(asked, refine=r) for r in (None, scaled(1.1), scaled(0.95)))
-    assert worse.prediction == plain.prediction
-    assert worse.solver.method == plain.solver.method == "shardings then cuts"
-    assert better.solver.method == "joint" and better.solver.gap < plain.solver.gap
-    assert better.prediction.step_seconds < plain.prediction.step_seconds
+    plain, slower, faster, larger = (
+        meshed(asked, refine=r) for r in (None, scaled(1.1), scaled(0.95), scaled(0.95, 9 * GIB))
+    )
+    assert plain.solver.method == "shardings then cuts"
+    for kept in (slower, larger):
+        assert kept.prediction == plain.prediction
+        assert kept.solver == replace(solver, gap=0.04, status="optimal for the cuts")
+    assert faster.solver == solver and faster.prediction.step_seconds < plain.prediction.step_seconds
 
 
 def test_replicas_win_where_reduction_is_free() -> None:

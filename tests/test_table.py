@@ -155,6 +155,24 @@ def test_a_sharded_plan_fits_the_terminal(width):
     assert any("█" in line for line in printed) == (width == 100)
 
 
+def test_blocks_that_are_split_alike_are_one_whatever_their_collectives():
+    rows = {"mlp.fc1": "rows / 2"}
+    blocks = (
+        BlockSharding("layers.0.blocks.0", 1, rows, (all_reduce("a", "forward"),)),
+        BlockSharding("layers.0.blocks.1", 1, {"mlp.fc1": "tokens / 2"}, ()),
+        BlockSharding("layers.0.blocks.*", 4, rows, (all_reduce("a", "backward"),)),
+        BlockSharding("layers.1.blocks.*", 2, rows, ()),
+        BlockSharding("head", 1, {}, (all_reduce("b", "forward"),)),
+    )
+    printed = str(replace(SHARDED, blocks=blocks))
+    table = printed[printed.index("sharded") : printed.index("collectives")].rstrip()
+    assert [" ".join(line.split()) for line in table.splitlines()[2:]] == [
+        "5 × layers.0.blocks.* mlp.fc1 rows / 2",
+        "layers.0.blocks.1 mlp.fc1 tokens / 2",
+        "2 × layers.1.blocks.* mlp.fc1 rows / 2",
+    ]
+
+
 def test_plan_prints_all_of_it():
     assert plan_text(PLAN) == PRINTED
     assert str(PLAN) == PRINTED

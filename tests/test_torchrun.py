@@ -157,6 +157,52 @@ def test_each_replica_is_given_its_own_part(tmp_path: Path) -> None:
     assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
 
 
+SHARDS = """
+import os, sys
+import torch
+sys.path.insert(0, os.environ["TESTS"])
+from handmade import plan_by_hand
+from reference import Reference, assert_all_close
+from zoo import Tied
+import autopar
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = Tied()
+x, y = torch.randint(0, 32, (8, 5)), torch.randint(0, 32, (8,))
+sgd = lambda p: torch.optim.SGD(p, lr=0.1)
+reference = Reference(model, make_optimizer=sgd)
+plan = plan_by_hand(
+    model, x, 2, [], tp=2, strategies={"layers.*.*.linear": "n"}, shardings={"layers.0.1.weight": "tp:0"}
+)
+
+def refused(x, y, message):
+    try:
+        pm.train_step(x, y)
+        raise SystemExit(f"accepted: {message}")
+    except autopar.UsageError as error:
+        assert message in str(error), error
+
+with autopar.parallelize(model, 2, x, optimizer=sgd, plan=plan) as pm:
+    assert (pm.data_rank, pm.data_size) == (0, 1)
+    refused(x[: 4 + rank], y[: 4 + rank], "different sizes: 4 on data rank 0, 5 on data rank 0")
+    refused(x.roll(rank, 0), y, "Ranks 0 and 1 were given different inputs or targets, but share each operation (tp=2)")
+    refused(x, y.roll(rank), "Ranks 0 and 1 were given different inputs or targets")
+    reference.forward_backward(x, y, 2)
+    reference.step()
+    pm.train_step(x, y)
+    assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def test_ranks_that_share_operations_need_the_same_samples(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "", SHARDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+
+
 DISAGREEING = """
 import os, torch, autopar
 from torch import nn
@@ -168,4 +214,5 @@ autopar.parallelize(model, 2, torch.randn(8, 8), microbatches=2 if os.environ["R
 def test_ranks_that_planned_differently_are_told(tmp_path: Path) -> None:
     done = torchrun(tmp_path, "", DISAGREEING)
     assert done.returncode != 0
-    assert "The 2 ranks do not run the same plan" in done.stderr and "4 microbatches" in done.stderr
+    said = "The 2 ranks do not run the same plan: rank 0 has 2 microbatches; rank 1 has 4 microbatches. Their models"
+    assert said in done.stderr, done.stderr[-3000:]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.ir import Plan
+from autopar.ir import Layout, Plan
 from autopar.ir.table import batch_text, stage_ends
 from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import COUNT, plural, text
@@ -22,6 +22,7 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
     lines = [
         ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters"),
         ("compared", f"a: on {devices}; b: the unmodified model on one device, with the same microbatches"),
+        ("mesh", mesh_text(plan)),
         ("batch", f"{batch_text(plan)}, schedule {plan.schedule}"),
         ("stages", stages),
         ("training", f"{trained}{parity.loss}" if parity.steps else "not compared"),
@@ -33,6 +34,14 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
         *(("note", note) for note in parity.notes),
     ]
     return [labelled(lines), "", row_table(parity.rows), "", verdict(parity)]
+
+
+def mesh_text(plan: Plan) -> str:
+    """The mesh, and how much its tensor axis splits: a comparison in which that is nothing proves little."""
+    weights = [text for text in plan.shardings.values() if Layout.parse(text).splits]
+    labels = [label for label in plan.strategies.values() if label]
+    split = f", {plural(len(labels), 'operation')} and {plural(len(weights), 'weight')} split (repeated ones once)"
+    return f"{plan.mesh}{', ZeRO-1' if plan.zero1 else ''}{split if plan.mesh.tp > 1 else ''}"
 
 
 def row_table(rows: Sequence[Row]) -> Table:

@@ -12,8 +12,9 @@ from torch import nn
 from autopar.batching import Call, as_call
 from autopar.codegen import source
 from autopar.errors import PlanError, UsageError
-from autopar.ir import Mode, Plan
+from autopar.ir import REPLICATED, Mode, Plan, Program
 from autopar.programs import Programs
+from autopar.runtime import rank_text
 from autopar.zoo import ModelSource
 
 
@@ -32,7 +33,22 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     call = planned_call(plan, model)
     programs = Programs(model, plan, call)
     microbatch = call.first(-(-plan.batch // (plan.mesh.dp * plan.microbatches)))
-    return source(programs.variant(mode, microbatch).programs[plan.mesh.place(rank).stage])
+    program = programs.variant(mode, microbatch).programs[plan.mesh.place(rank).stage]
+    return "\n".join(
+        [f"# {rank_text(plan.mesh, rank)} of {plan.mesh}", *held_lines(program, programs), source(program)]
+    )
+
+
+def held_lines(program: Program, programs: Programs) -> list[str]:
+    """A comment for each weight that a rank does not simply hold as the model does."""
+    lines = []
+    for weight in program.weights:
+        layout, whole = programs.storage.get(weight.name, REPLICATED), programs.example.weight[weight.name].shape
+        if layout.splits:
+            lines.append(f"# holds   {weight.name}: {weight.dtype}{list(weight.shape)} of {list(whole)}, {layout}")
+        elif layout != REPLICATED:
+            lines.append(f"# holds   {weight.name}: whole, its gradient is summed over tp once a step")
+    return lines
 
 
 def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None) -> nn.Module:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from rich.console import RenderableType
@@ -31,15 +32,29 @@ def split_table(plan: Plan) -> Table:
     table.add_column("sharded")
     table.add_column("module")
     table.add_column(f"over {plan.mesh.tp} ranks")
-    for block in plan.blocks[:MAX_BLOCKS]:
+    kinds = merged(plan.blocks)
+    for block in kinds[:MAX_BLOCKS]:
         name = block_name(block)
         for modules, how in alike(block.rows):
             table.add_row(name, wrapped(modules, MODULE_CELLS), how)
             name = ""
-    hidden = plan.blocks[MAX_BLOCKS:]
+    hidden = kinds[MAX_BLOCKS:]
     if hidden:
         table.add_row(f"and {len(hidden)} more kinds", "", "")
     return table
+
+
+def merged(blocks: Sequence[BlockSharding]) -> list[BlockSharding]:
+    """Repetitions of a block that are split alike as one, whatever their collectives; those without rows left out."""
+    found: dict[tuple, BlockSharding] = {}
+    for block in blocks:
+        if block.rows:
+            prefix, dot, number = block.name.rpartition(".")
+            repeated = f"{prefix}{dot}*" if number.isdigit() else block.name
+            key = (repeated, tuple(block.rows.items()))
+            known = found.get(key)
+            found[key] = block if known is None else replace(known, name=repeated, count=known.count + block.count)
+    return list(found.values())
 
 
 def collective_table(plan: Plan) -> Table:

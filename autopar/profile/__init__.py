@@ -1,9 +1,12 @@
 """The second stage: an `ir.Graph` and a machine become an `ir.CostGraph`, and an `ir.ChoiceGraph` for sharding."""
 
-from autopar.profile.choices import choice_graph
+from autopar.profile.choices import choice_graph, with_replicas
 from autopar.profile.describe import blocks, limits
 from autopar.profile.facts import Facts, Operand, OpFacts, op_facts
 from autopar.profile.holding import Sharing
-from autopar.profile.price import price
+from autopar.profile.price import price, reweighted
 
-__all__ = ["Facts", "OpFacts", "Operand", "Sharing", "blocks", "choice_graph", "limits", "op_facts", "price"]
+__all__ = [
+    "Facts", "OpFacts", "Operand", "Sharing", "blocks", "choice_graph", "limits", "op_facts", "price",
+    "reweighted", "with_replicas",
+]  # fmt: skip

@@ -12,7 +12,8 @@ from autopar.profile.digits import digits
 from autopar.profile.facts import Facts
 from autopar.profile.follow import Interface, Setting, candidates, follow, keeps_state, targets
 from autopar.profile.groups import Members, group_ops
-from autopar.profile.price import LOSS, Pricing, op_cost
+from autopar.profile.holding import Sharing, held_part
+from autopar.profile.price import LOSS, Pricing, op_costs
 from autopar.profile.rulebook import RuleBook
 from autopar.profile.run_cost import Costing, Owners, owners
 
@@ -44,7 +45,7 @@ def choice_graph(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ran
     Error: against `price` of the graph that `shard_graph` makes of a choice: see `autopar.profile.run_cost`.
     """
     pricing = Pricing(graph, facts, hardware, batch, ranks)
-    costs = {op.name: op_cost(op, pricing) for op in graph.ops}
+    costs = op_costs(pricing)
     seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
     groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
     divides = batch % ranks == 0 and graph.batch % ranks == 0
@@ -67,6 +68,32 @@ def choice_graph(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ran
     listed.append(loss_group(graph, len(numbers)))
     made = {name: round(pricing.num_bytes(name)) for side in sides for name in side.makes}
     return ChoiceGraph(tuple(listed), made, conversions(listed, pricing, book))
+
+
+def with_replicas(choices: ChoiceGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> ChoiceGraph:
+    """The same choices with weights as `price` takes them for these replicas: ``step_seconds`` with the reduction of
+    their gradients, and ``weight_bytes``.
+
+    Args:
+        graph: the whole graph that the choices are of.
+        sharing: its storage is not asked for, as each choice has its own.
+    """
+    if sharing.dp == 1:
+        return choices
+    paid: set[str] = set()
+
+    def shared(group: ChoiceGroup, choice: Choice) -> Choice:
+        stored = {name: layout for name, layout in zip(group.weights, choice.stores) if name not in paid}
+        here = replace(sharing, storage=stored)
+        holdings = [held_part(graph.weight[name], (0,), here, hardware) for name in stored]
+        seconds = sum(h.optimizer_seconds + h.reduce_seconds for h in holdings)
+        return replace(choice, step_seconds=seconds, weight_bytes=sum(h.num_bytes for h in holdings))
+
+    groups = []
+    for group in choices.groups:
+        groups.append(replace(group, choices=tuple(shared(group, choice) for choice in group.choices)))
+        paid.update(group.weights)
+    return replace(choices, groups=tuple(groups))
 
 
 def interfaces(groups: Sequence[Members], graph: Graph) -> tuple[Interface, ...]:

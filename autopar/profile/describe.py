@@ -83,8 +83,8 @@ def blocks(
 ) -> tuple[BlockSharding, ...]:
     """How each block of a model is sharded; blocks with the same rows and collectives are one entry.
 
-    A block is what a module path names up to its last number; modules outside of any are blocks of their own. What is
-    replicated is left out.
+    A block is what a module path names up to its last number that has modules inside; modules outside of any are blocks
+    of their own. What is replicated is left out.
 
     Args:
         graph: the whole graph.
@@ -99,18 +99,18 @@ def blocks(
     reduced = {op.home: REDUCTIONS[step_of(op).name] for op in local.ops if op.home and step_of(op).name in REDUCTIONS}
     samples = sample_dims(book)
     rows: dict[str, dict[str, str]] = {}
+    block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
     for op in graph.ops:
-        block = block_of(op)
+        block = block_of[op.name]
         text = row(op, parts[op.name], storage, book, samples, reduced.get(op.name))
         if text:
-            rows.setdefault(block, {}).setdefault(place_in(block, op), text)
-    home = {op.name: op for op in graph.ops}
+            rows.setdefault(block, {}).setdefault(place_in(block, op, graph), text)
     sent: dict[str, list[Collective]] = {}
     for op in local.ops:
         if is_collective(op):
-            sent.setdefault(block_of(home[op.home]), []).extend(collectives(op, pricing))
+            sent.setdefault(block_of[op.home], []).extend(collectives(op, pricing))
     alike: dict[tuple, list[str]] = {}
-    for block in dict.fromkeys(map(block_of, graph.ops)):
+    for block in dict.fromkeys(block_of.values()):
         if block in rows or sent.get(block):
             key = (pattern_of(block), tuple(rows.get(block, {}).items()), tuple(sent.get(block, ())))
             alike.setdefault(key, []).append(block)
@@ -187,18 +187,27 @@ def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
         yield Collective(where, step.backward, "backward", round(num_bytes), seconds.backward_seconds)
 
 
-def block_of(op: Op) -> str:
-    """The module path up to its last number, the repeated block that an operation is part of; else its module."""
-    parts = (op.module or op.name).split(".")
-    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
-    return ".".join(parts[: numbers[-1] + 1] if numbers else parts)
+def blocks_of(graph: Graph) -> Iterator[str]:
+    """The block that each operation is part of: what is repeated, else a module, else the operation's own name."""
+    paths = [op.module.split(".") if op.module else [] for op in graph.ops]
+    inner = {tuple(path[:n]) for path in paths for n in range(1, len(path))}
+    for op, path in zip(graph.ops, paths):
+        ends = [n for n in range(1, len(path) + 1) if path[n - 1].isdigit() and tuple(path[:n]) in inner]
+        yield ".".join(path[: ends[-1]] if ends else path) or own_name("", op, graph)
 
 
-def place_in(block: str, op: Op) -> str:
-    """What to call an operation's place in its block: its module there, or itself where it lies in none."""
+def place_in(block: str, op: Op, graph: Graph) -> str:
+    """What to call an operation's place in its block: its module there, or its own name where it lies in none."""
     inside = op.module.removeprefix(block).lstrip(".")
     last = op.module.rpartition(".")[2]
-    return inside or (op.name.removeprefix(f"{block}.") if not last or last.isdigit() else last)
+    # A module of its own that is not a number, such as a norm outside of any block, is called as it is.
+    return inside or (last if last and not last.isdigit() else own_name(block, op, graph))
+
+
+def own_name(block: str, op: Op, graph: Graph) -> str:
+    """The weight that an operation outside of any module of its own applies, such as ``pos_embed``; else its name."""
+    weights = (name for name in op.reads if name in graph.weight and name.rpartition(".")[2] not in ("weight", "bias"))
+    return next(weights, op.name).removeprefix(f"{block}.")
 
 
 def common(names: Sequence[str]) -> str:

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.ir import REPLICATED, TP, Layout, Op
-from autopar.profile.digits import Digits, allowed
+from autopar.profile.digits import Digits, allowed, depends_on_batch
 from autopar.profile.groups import Members
 from autopar.profile.rulebook import RuleBook
-from autopar.rules.assign import in_gradient, kept
-from autopar.rules.rule import LABEL, Strategy
+from autopar.rules.assign import in_gradient, kept, replicated
+from autopar.rules.rule import Strategy, letter_and_parts
 
 
 class Read(NamedTuple):
@@ -30,8 +30,13 @@ class Setting:
     batch_divides: bool
 
     def may(self, op: Op, found: Strategy | None) -> bool:
-        """Whether an operation may run so."""
-        return found is not None and allowed(found.operands, op, self.book, self.digits.samples, self.batch_divides)
+        """Whether an operation may run so, with a label that means the same at another batch size."""
+        if found is None or not allowed(found.operands, op, self.book, self.digits.samples, self.batch_divides):
+            return False
+        names = (*op.reads, *(value.name for value in op.outputs))
+        layouts = zip(names, (*found.operands, *found.outputs), strict=True)
+        samples, batch = self.digits.samples, self.book.graph.batch
+        return not any(at.splits and depends_on_batch(at, samples.get(name), batch) for name, at in layouts)
 
 
 @dataclass(frozen=True)
@@ -126,11 +131,6 @@ def free_ops(members: Members, book: RuleBook) -> frozenset[str]:
     return frozenset(free)
 
 
-def replicated(op: Op) -> Strategy:
-    """The whole operation on every rank."""
-    return Strategy("", (REPLICATED,) * len(op.reads), (REPLICATED,) * len(op.outputs))
-
-
 def following(op: Op, known: Mapping[str, Layout], setting: Setting) -> Strategy:
     """The strategy that reads the first split operand as it is."""
     for number, name in enumerate(op.reads):
@@ -186,17 +186,11 @@ def candidates(members: Members, setting: Setting) -> Iterable[Strategy]:
             read = book.reading(op, number, layout)
             if read is not None:
                 found.setdefault(read.label, read)
-    useful = {letter(label) for label, s in found.items() if usable(op, s, setting)}
+    useful = {letter_and_parts(label)[0] for label, s in found.items() if usable(op, s, setting)}
     for label, strategy in found.items():
-        if setting.may(op, strategy) and (usable(op, strategy, setting) or letter(label) not in useful):
+        needed = usable(op, strategy, setting) or letter_and_parts(label)[0] not in useful
+        if needed and setting.may(op, strategy):
             yield strategy
-
-
-def letter(label: str) -> str:
-    """The letter that a label splits."""
-    match = LABEL.fullmatch(label)
-    assert match, label
-    return match[1]
 
 
 def samples_of(name: str, setting: Setting) -> tuple[Layout, ...]:

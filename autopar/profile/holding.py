@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.hardware import CollectiveKind, Hardware
 from autopar.ir import REPLICATED, TP, Holding, Layout, Weight
@@ -48,6 +48,12 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
         reduce_seconds=reduce_seconds(weight.num_bytes, sharing, hardware) if trained else 0.0,
     )
+
+
+def held_part(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware) -> Holding:
+    """The same for a whole weight of which a rank has the part that its layout says."""
+    shape = sharing.storage.get(weight.name, REPLICATED).local_shape(weight.shape, {TP: sharing.tp})
+    return held(replace(weight, shape=shape), groups, sharing, hardware)
 
 
 def state_ranks(sharing: Sharing) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.hardware import Hardware, Kind
@@ -89,7 +89,7 @@ def price(
         activation was traced into one that is not in place keeps less (TResNet, 16 %). GPU kernels may add workspaces.
     """
     pricing = Pricing(graph, facts, hardware, batch, sharing.tp)
-    costs = {op.name: op_cost(op, pricing) for op in graph.ops}
+    costs = op_costs(pricing)
     if groups is None:
         seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
         members = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
@@ -110,6 +110,13 @@ def price(
     )
 
 
+def reweighted(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> CostGraph:
+    """The same graph as its replicas, and whether they share the optimizer's state, are in ``sharing``: only weights
+    cost something else."""
+    weights = tuple(held(graph.weight[w.name], w.groups, sharing, hardware) for w in cost.weights)
+    return replace(cost, weights=weights)
+
+
 # -- operations and groups -----------------------------------------------------------------------------------------
 
 
@@ -120,6 +127,21 @@ def kind_of(target: str, flops: float) -> Kind:
     if flops <= 0:
         return "memory"
     return "convolution" if "conv" in target else "matmul"
+
+
+def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
+    """The cost of every operation by name; those that differ in names alone are priced once."""
+    graph, fed, known = pricing.graph, pricing.fed, dict[tuple, OpCost]()
+    costs: dict[str, OpCost] = {}
+    for op in graph.ops:
+        sources = tuple((name in graph.weight, name in fed) for name in op.reads)
+        arriving = tuple(v.requires_grad for v in op.outputs)
+        # Equal operations have one object for their facts.
+        key = (id(pricing.facts.ops[op.name]), op.name in fed, sources, arriving)
+        if key not in known:
+            known[key] = op_cost(op, pricing)
+        costs[op.name] = known[key]
+    return costs
 
 
 def op_cost(op: Op, pricing: Pricing) -> OpCost:

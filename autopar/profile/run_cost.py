@@ -11,13 +11,13 @@ which it saves that, and what a later one gathers and saves again is missing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.ir import REPLICATED, TP, Choice, Conversion, Holding, Layout, Op
 from autopar.profile.collectives import step_seconds, total
 from autopar.profile.follow import Interface, Run, Setting
 from autopar.profile.groups import Members
-from autopar.profile.holding import Sharing, held
+from autopar.profile.holding import Sharing, held_part
 from autopar.profile.price import OpCost, Pricing, part_cost
 from autopar.rules.convert import steps
 
@@ -167,9 +167,8 @@ class Costing:
 
     def holding(self, name: str, layout: Layout) -> Holding:
         """What keeping a weight costs a rank."""
-        weight = self.pricing.graph.weight[name]
-        local = replace(weight, shape=layout.local_shape(weight.shape, {TP: self.ranks}))
-        return held(local, (self.number,), Sharing(self.ranks, storage={name: layout}), self.pricing.hardware)
+        sharing = Sharing(self.ranks, storage={name: layout})
+        return held_part(self.pricing.graph.weight[name], (self.number,), sharing, self.pricing.hardware)
 
     def conversions(self, stored: Mapping[str, Layout]) -> Iterator[Conversion]:
         """Those of what the group makes, of weights and inputs, and of what it reads in a second layout."""

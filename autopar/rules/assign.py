@@ -55,7 +55,7 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
         if rule is None and op.outputs and not graph.values.keys().isdisjoint(op.reads):
             unknown.add(op.target)
         if rule is None or op.name in still:
-            found = Strategy(REPLICATE, (REPLICATED,) * len(op.reads), (REPLICATED,) * len(op.outputs))
+            found = replicated(op)
         else:
             rules[op.name] = rule
             found = keeping_state(op, rule, fitting(op, rule, labels, made, graph, ranks[TP]), stored, ranks[TP])
@@ -66,6 +66,11 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
         chosen[op.name] = Strategy(found.label, operands, found.outputs)
         made |= {value.name: layout for value, layout in zip(op.outputs, found.outputs, strict=True)}
     return Assignment(rules, chosen, made, tuple(sorted(unknown)))
+
+
+def replicated(op: Op) -> Strategy:
+    """The whole operation on every rank, whether or not it has a rule."""
+    return Strategy(REPLICATE, (REPLICATED,) * len(op.reads), (REPLICATED,) * len(op.outputs))
 
 
 def fitting(

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import zip_longest
+from typing import Any
 
-from autopar.ir import Op, refs
-from autopar.rules.call import Call, Shape
+from autopar.ir import Op, Ref, refs
+from autopar.rules.call import Call, Function, Shape
 from autopar.rules.rule import Dims, Rule
 from autopar.rules.table import RULES, UPDATING
 from autopar.rules.text import bind
+
+Entry = str | Function
 
 
 def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
@@ -24,11 +28,29 @@ def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
     key = key_of(op.target)
     if key is None or not op.outputs or (op.mutates and key not in UPDATING):
         return None
+    slots = {name: Ref(str(number)) for number, name in enumerate(op.reads)}
+    args, kwargs = (in_slots(tree, slots) for tree in (op.args, op.kwargs))
+    shapes = tuple(tuple(shape_of(name)) for name in op.reads)
+    return bound(RULES[key], Op("", op.target, args, kwargs, (), ""), shapes, tuple(v.shape for v in op.outputs))
+
+
+@lru_cache(maxsize=4096)
+def bound(entry: Entry, op: Op, shapes: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule | None:
+    """The rule that an entry of `RULES` gives for an operation, whose references are numbers of its operands.
+
+    A model's operations are few but for names, and each is asked for at every number of ranks.
+    """
     occurrences = tuple(refs((op.args, tuple(value for _, value in op.kwargs))))
-    call = Call(op, tuple(tuple(shape_of(name)) for name in occurrences), tuple(v.shape for v in op.outputs))
-    entry = RULES[key]
+    call = Call(op, tuple(shapes[int(number)] for number in occurrences), outputs)
     rule = bind(entry, call) if isinstance(entry, str) else entry(call)
     return rule and merged(rule, occurrences)
+
+
+def in_slots(tree: Any, slots: Mapping[str, Ref]) -> Any:
+    """(Nested) arguments with other references."""
+    if isinstance(tree, Ref):
+        return slots[tree.name]
+    return tuple(in_slots(item, slots) for item in tree) if isinstance(tree, tuple) else tree
 
 
 def key_of(target: str) -> str | None:

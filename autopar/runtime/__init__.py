@@ -3,10 +3,10 @@
 from autopar.runtime.executor import Span, StepData
 from autopar.runtime.pool import WorkerPool
 from autopar.runtime.reduce import assigned
-from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, Work
+from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, Work, rank_text
 from autopar.runtime.spmd import Launched, LocalRanks, TorchrunRanks, launched
 
 __all__ = [
     "Launched", "LocalRanks", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome", "TorchrunRanks",
-    "Work", "WorkerPool", "assigned", "launched",
+    "Work", "WorkerPool", "assigned", "launched", "rank_text",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,8 @@ from autopar.shards import part
 
 # Commands whose result every rank already has, so that nothing needs to be gathered after a step.
 REPLICATED = frozenset({"add_program", "optimizer_step", "zero_grad", "scheduler_step", "load"})
+
+FEW = 4  # parts of a decision that an error lists
 
 # Numbers this process's groups: addresses that an earlier group left in the store must not be taken for a new one's.
 ROUNDS = itertools.count()
@@ -133,11 +136,7 @@ class TorchrunRanks:
             init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
         # For objects, whatever carries the tensors.
         self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        if len(set(self.gathered(decision))) > 1:
-            raise UsageError(
-                f"The {world} ranks do not run the same plan: rank {spec.rank} has {decision}. Their models, "
-                "arguments or machines differ. Plan once with `autopar plan … -o plan.json` and pass plan= on each."
-            )
+        check_agreement(self.gathered(decision), spec.rank)
         own = {weight.name for weight in spec.weights}
         received = {}
         for name, tensor in sorted(tensors.items()):
@@ -177,6 +176,29 @@ class TorchrunRanks:
             dist.destroy_process_group(self.control)
         if self.joined and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def check_agreement(decisions: Sequence[str], rank: int) -> None:
+    """Compare what all ranks decided, each for itself.
+
+    Raises:
+        UsageError: says in what this rank and another one differ.
+    """
+    other = next((number for number, decision in enumerate(decisions) if decision != decisions[rank]), None)
+    if other is not None:
+        mine, theirs = (re.split("; |, ", decisions[number]) for number in (rank, other))
+        raise UsageError(
+            f"The {len(decisions)} ranks do not run the same plan: rank {rank} has {beyond(mine, theirs)}; "
+            f"rank {other} has {beyond(theirs, mine)}. Their models, arguments or machines differ. Plan once with "
+            "`autopar plan … -o plan.json` and pass plan= on each."
+        )
+
+
+def beyond(words: Sequence[str], others: Sequence[str]) -> str:
+    """The first few words that are not among the others, as one text."""
+    own = [word for word in words if word not in others]
+    more = f" and {len(own) - FEW} more" if len(own) > FEW else ""
+    return (", ".join(own[:FEW]) or "nothing else") + more
 
 
 @functools.cache

@@ -45,6 +45,11 @@ class Decision:
     zero1: bool
     stage_of: tuple[int, ...]
 
+    @property
+    def size(self) -> int:
+        """Samples of the largest microbatch."""
+        return self.problem.cost.batch
+
 
 @dataclass(frozen=True)
 class StepTime:

@@ -9,6 +9,7 @@ from math import prod
 from autopar.errors import InfeasibleError, UsageError
 from autopar.hardware import Hardware
 from autopar.ir import Mesh
+from autopar.ir.units import plural
 from autopar.solve.constraints import Constraints
 
 
@@ -27,12 +28,13 @@ def possible_meshes(constraints: Constraints, hardware: Hardware) -> Meshes:
     nodes must be asked for. What the model itself forbids is not known yet.
 
     Raises:
-        UsageError: the given sizes do not make the number of devices, dp does not divide the batch, or a replica has
-            fewer samples than microbatches are given.
+        UsageError: the given sizes do not make the number of devices, dp does not divide the batch, a replica has
+            fewer samples than microbatches are given, or a pin's stage is one that no mesh has.
         HardwareError: the devices fill several nodes and the machine has no network.
     """
     check_product(constraints)
     check_replicas(constraints)
+    check_pinned_stages(constraints)
     hardware.transfer_seconds(0, 0, constraints.devices - 1)
     allowed: list[Mesh] = []
     refused: dict[Mesh, str] = {}
@@ -68,6 +70,9 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"a replica has {local:,} samples for {constraints.microbatches:,} microbatches"
     if constraints.zero1 and mesh.dp == 1:
         return "no replicas to share the optimizer's state"
+    pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
+    if pinned is not None and constraints.pins[pinned] >= mesh.pp:
+        return f"{pinned} is pinned to stage {constraints.pins[pinned]}"
     return ""
 
 
@@ -115,6 +120,25 @@ def check_replicas(constraints: Constraints) -> None:
             f"microbatches={constraints.microbatches}, but each of {dp} replicas has {batch // dp} samples of the "
             f"batch of {batch:,}. Use microbatches={batch // dp} or less, or fewer replicas."
         )
+
+
+def check_pinned_stages(constraints: Constraints) -> None:
+    """Refuse a pin to a stage that no mesh has.
+
+    Raises:
+        UsageError: names the stages that there can be.
+    """
+    most = constraints.pp or constraints.devices // (constraints.tp or 1) // (constraints.dp or 1)
+    for name, stage in constraints.pins.items():
+        if not 0 <= stage < most:
+            if constraints.pp is not None:
+                raise UsageError(
+                    f"{name} is pinned to stage {stage}, stages are 0 to {most - 1}. Pin it to one of these."
+                )
+            raise UsageError(
+                f"{name} is pinned to stage {stage}, but {constraints.devices} devices make "
+                f"{plural(most, 'stage')} at most, stages are counted from 0. Pin it to an earlier stage."
+            )
 
 
 def no_mesh(model: str, constraints: Constraints, refused: Mapping[Mesh, str]) -> InfeasibleError:

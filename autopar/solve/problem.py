@@ -18,17 +18,17 @@ TIE_BREAK = 1e-3
 class Priced:
     """A model sharded over tensor-parallel ranks and priced: ``cost`` is of one rank.
 
-    ``strategies`` maps operations, ``storage`` weights, to how they are split; ``blocks`` says it to people.
+    ``strategies`` maps operations, ``storage`` weights, to how they are split; ``blocks`` says it to people. ``picks``
+    are the choices of the groups that this came from.
     ``bound_seconds`` is a proven lower bound of what one microbatch takes under any sharding over as many ranks (asked
-    of the fastest sharding only), and ``gap`` how far the sharding may be from it. ``notes`` say what limits the ranks,
-    such as ``attention has 3 heads``.
+    of the fastest sharding only). ``notes`` say what limits the ranks, such as ``attention has 3 heads``.
     """
 
     cost: CostGraph
     bound_seconds: float
-    gap: float = 0.0
     strategies: Mapping[str, str] = field(default_factory=dict)
     storage: Mapping[str, Layout] = field(default_factory=dict)
+    picks: tuple[int, ...] = ()
     blocks: tuple[BlockSharding, ...] = ()
     notes: tuple[str, ...] = ()
 

@@ -26,6 +26,7 @@ from autopar.solve.candidates import (
 from autopar.solve.constraints import Constraints
 from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts import SOLVER_TOLERANCE, solve_cuts
+from autopar.solve.evaluate import stage_costs
 from autopar.solve.merge import merge
 from autopar.solve.meshes import Meshes, divisors, nearest, no_mesh, possible_meshes
 from autopar.solve.problem import Costs, CutProblem, Cuts, Priced, update_seconds
@@ -34,8 +35,20 @@ from autopar.solve.reasons import bound_by
 # A mesh whose bound is that many times the best step is not worth a row.
 FAR = 2.0
 
-# Another sharding of a decision's problem that suits its stages better, or None; the joint model is one.
-Refine = Callable[[Decision], Priced | None]
+
+@dataclass(frozen=True)
+class Refined:
+    """The best sharding and cuts for a decision's mesh and microbatches, found together; ``gap`` is how far the
+    decision may be from the best by the same prices."""
+
+    priced: Priced
+    stage_of: tuple[int, ...]
+    solver: SolverInfo
+    gap: float
+
+
+# What the joint model makes of a decision, where it has an answer.
+Refine = Callable[[Decision], Refined | None]
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,8 @@ def search(
 
     Every mesh with every number of microbatches, with and without ZeRO-1, has a lower bound of its step. In the order
     of these bounds each is priced, cut contiguously and simulated, until the next bound is above the best step: what
-    comes later cannot be better. The integer program then cuts for the best. Where its sharding is not the only one
-    that fits the stages, ``refine`` may give another.
+    comes later cannot be better. The integer program then cuts for the best. Where that shards tensors, ``refine`` may
+    decide on cuts and shardings together.
 
     Args:
         costs: prices of one rank under any tp, dp and microbatch.
@@ -92,8 +105,8 @@ def search(
         raise InfeasibleError(f"{error}{which}{devices_that_fit(setting, chosen)}") from error
     decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
     solver = certified(floors, decision, cuts)
-    if refine is not None and chosen.problem.tp > 1 and chosen.problem.stages > 1:
-        decision, solver = refined(setting, floors, decision, solver, refine)
+    if refine is not None and chosen.problem.tp > 1 and constraints.balance == "time":
+        decision, solver = refined(setting, decision, solver, refine)
     return make_plan(
         setting, decision, solver, alternatives(setting, floors, explored.by_mesh, explored.refused, decision),
         bound_by(setting, decision),
@@ -265,21 +278,16 @@ def certified(floors: Floors, decision: Decision, cuts: Cuts) -> SolverInfo:
     return replace(solver, gap=gap, status=solver.status if closed else f"{solver.status} for the cuts")
 
 
-def refined(
-    setting: Setting, floors: Floors, decision: Decision, solver: SolverInfo, refine: Refine
-) -> tuple[Decision, SolverInfo]:
-    """The decision with the sharding that suits its stages, cut again, where its step is shorter."""
-    priced = refine(decision)
-    if priced is None:
+def refined(setting: Setting, decision: Decision, solver: SolverInfo, refine: Refine) -> tuple[Decision, SolverInfo]:
+    """What was found together where that fits and its step is shorter; the decision otherwise. With what is proven."""
+    found = refine(decision)
+    if found is None:
         return decision, solver
-    problem = replace(decision.problem, cost=priced.cost)
-    try:
-        cuts = solve_cuts(problem)
-    except InfeasibleError:
-        # Its cuts need not be the ones it was made for; then the first sharding stays.
-        return decision, solver
-    other = replace(decision, problem=problem, priced=priced, stage_of=cuts.stage_of)
+    problem = replace(decision.problem, cost=found.priced.cost)
+    other = replace(decision, problem=problem, priced=found.priced, stage_of=found.stage_of)
+    fullest = max(c.memory_bytes for c in stage_costs(problem, other.stage_of))
     before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
-    if after >= before:
-        return decision, solver
-    return other, replace(certified(floors, other, cuts), method="joint")
+    if fullest <= setting.constraints.capacity_bytes(setting.hardware) and after < before:
+        return other, found.solver
+    closed = found.gap <= problem.gap + SOLVER_TOLERANCE
+    return decision, replace(found.solver, gap=found.gap, status="optimal" if closed else solver.status)

@@ -1,0 +1,80 @@
+"""Prices of shardings: what the planner finds for a ViT against Megatron's split, by its own cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from torch import nn
+
+import autopar
+from autopar.api import example_call
+from autopar.hardware import load_hardware
+from autopar.ir import Plan
+from autopar.pricing import Costs, apply
+from autopar.profile import Sharing, price
+from autopar.trace import trace
+
+MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
+
+
+def vit(**kwargs: int) -> nn.Module:
+    import timm
+    import torch
+
+    settings = {"depth": 3, "embed_dim": 1024, "num_heads": 16} | kwargs
+    with torch.device("meta"):
+        return timm.create_model("vit_base_patch16_224", **settings)
+
+
+@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
+    call = example_call(vit(), None, size, None)
+    graph = trace(vit(), call.args, call.kwargs)
+    costs = Costs(graph, load_hardware("h200-nvlink"))
+    labels = {op.name: MEGATRON.get(op.name.split(".", 2)[-1], "") for op in graph.ops}
+    inside = {name for name in labels if ".attn." in name or ".mlp." in name}
+    by_hand = apply(graph, {n: label for n, label in labels.items() if label or n not in inside}, tp)
+    collectives = Counter(op.target for op in by_hand.graph.ops if op.home)
+    masked = {"autopar.first_rank.default": 6}  # the biases behind sums, which one rank adds
+    assert collectives == {"autopar.all_reduce.default": 6, "autopar.sum_gradient.default": 6} | masked
+    sharing = Sharing(tp, storage=by_hand.storage)
+    megatron = price(by_hand.graph, by_hand.facts, costs.hardware, size, sharing, costs.whole(size).groups)
+    found = costs.priced(tp, 1, False, size, 1, 0)
+    assert found is not None
+    assert found.seconds <= sum(group.seconds for group in megatron.groups) * (1 + 1e-6)
+    assert found.bound_seconds <= found.seconds
+
+
+def plan(tp: int, size: int) -> Plan:
+    return autopar.plan(vit(), tp, batch_size=size, tp=tp, hardware="h200-nvlink", microbatches=1)
+
+
+@pytest.mark.parametrize("size", [8, 9])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_each_block_has_two_reductions_in_each_direction(tp: int, size: int) -> None:
+    blocks = [block for block in plan(tp, size).blocks if block.name.startswith("blocks.")]
+    assert sum(block.count for block in blocks) == 3
+    # The first and the last block also bring the stream of tokens into its layout, and back.
+    for block in [b for b in blocks if b.count > 1] or blocks[1:2]:
+        for direction in ("forward", "backward"):
+            kinds = Counter(c.kind for c in block.collectives if c.direction == direction)
+            assert kinds in ({"all-reduce": 2}, {"reduce-scatter": 2, "all-gather": 2}), (block, direction)
+        assert block.rows["attn.qkv"] == f"rows by head / {tp}" and block.rows["mlp.fc1"] == f"rows / {tp}"
+        assert block.rows["attn.proj"].startswith(f"columns / {tp} → ")
+        assert block.rows["mlp.fc2"].startswith(f"columns / {tp} → ")
+
+
+def test_tokens_are_split_where_their_number_allows() -> None:
+    """Without a class token there are 196: sequence parallelism, which no rule mentions."""
+    import timm
+    import torch
+
+    with torch.device("meta"):
+        model = timm.create_model(
+            "vit_base_patch16_224", depth=3, embed_dim=1024, num_heads=16, class_token=False, global_pool="avg"
+        )
+    found = autopar.plan(model, 4, batch_size=99, tp=4, hardware="h200-nvlink", microbatches=1)
+    rows = {text for block in found.blocks for text in block.rows.values()}
+    assert "tokens / 4" in rows, rows
