@@ -21,6 +21,7 @@ from autopar.api import parallelize
 from autopar.batching import Call, as_call, partition, split_leaves, split_targets
 from autopar.errors import UsageError
 from autopar.ir import Mode, Plan
+from autopar.ir.units import plural
 from autopar.model import ParallelModel
 from autopar.programs import enter
 from autopar.pytree import flatten, leaves, unflatten
@@ -150,7 +151,7 @@ def trained(pm: ParallelModel, reference: Reference, call: Call, x: Any, y: Any,
     for quantity, wanted in (("weights", True), ("buffers", False)):
         parts = [[(n, t) for n, t in s.items() if (n in parameters) is wanted] for s in (state, own)]
         if parts[0] or parts[1]:
-            rows.append(compared(f"{quantity} after {steps} steps", *parts))
+            rows.append(compared(f"{quantity} after {plural(steps, 'step')}", *parts))
     return rows
 
 

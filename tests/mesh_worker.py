@@ -67,10 +67,16 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
     pp, tp, dp = mesh
     result = Result({}, {}, 0)
     reference = Reference(model, case.loss_fn, ADAMW)
-    with autopar.parallelize(
-        model, pp * tp * dp, x, loss_fn=case.loss_fn, optimizer=ADAMW, hardware=hardware, pp=pp, tp=tp, dp=dp,
-        microbatches=MICROBATCHES, memory="64GiB", zero1=zero1 if dp > 1 else None,
-    ) as pm:  # fmt: skip
+    plan = None
+    if dist.get_rank() == 0:  # once is enough, and the cores are few
+        plan = autopar.plan(
+            model, pp * tp * dp, x, hardware=hardware, pp=pp, tp=tp, dp=dp, microbatches=MICROBATCHES,
+            memory="64GiB", zero1=zero1 if dp > 1 else None,
+        ).to_json()  # fmt: skip
+    told = [plan]
+    dist.broadcast_object_list(told)
+    plan = autopar.Plan.from_json(told[0] or "")
+    with autopar.parallelize(model, pp * tp * dp, x, loss_fn=case.loss_fn, optimizer=ADAMW, plan=plan) as pm:
         result.strategies = len(pm.plan.strategies)
         parts, mine, target = dp * MICROBATCHES, part_of(x, pm), part_of(y, pm)
         for step in range(3):

@@ -226,7 +226,7 @@ def test_mesh_flags_reach_the_plan():
     plan = autopar.Plan.from_json(out)
     assert (str(plan.mesh), plan.zero1, plan.microbatches) == ("pp 1 × tp 2 × dp 2", True, 2)
     assert plan.strategies and plan.blocks
-    assert plan.stages[0].ranks == (0, 1, 2, 3) and plan.solver.method == "shardings then cuts"
+    assert plan.stages[0].ranks == (0, 1, 2, 3) and plan.solver.method == "shardings"
 
 
 # -- codegen -----------------------------------------------------------------------------------------------------------

@@ -100,9 +100,9 @@ class ProcessGroupTransport:
         self.own: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
         self.groups: dict[tuple[int, ...], Any] = {**made, **self.own}
         self.channels: dict[tuple[int, int], Any] = {}
-        # Flags of transfers travel from host to host. A Gloo group of some ranks only would hang in a default NCCL group
-        # that is bound to a device: those that are not in it wait for a split of the communicator that the others,
-        # being Gloo, never join (torch 2.11).
+        # Flags of transfers travel from host to host. A Gloo group of some ranks only would hang in a default NCCL
+        # group that is bound to a device: those that are not in it wait for a split of the communicator that the
+        # others, being Gloo, never join (torch 2.11).
         self.hosts: Any = None
         if dist.get_backend() == "nccl":
             self.hosts = dist.new_group(backend="gloo", timeout=timeout)

@@ -287,7 +287,10 @@ def refined(setting: Setting, decision: Decision, solver: SolverInfo, refine: Re
     other = replace(decision, problem=problem, priced=found.priced, stage_of=found.stage_of)
     fullest = max(c.memory_bytes for c in stage_costs(problem, other.stage_of))
     before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
-    if fullest <= setting.constraints.capacity_bytes(setting.hardware) and after < before:
+    fits = fullest <= setting.constraints.capacity_bytes(setting.hardware)
+    # A mesh with tensor parallelism is there to use it, however small the model.
+    splits = bool(found.priced.strategies) or not decision.priced.strategies
+    if fits and splits and after < before:
         return other, found.solver
     closed = found.gap <= problem.gap + SOLVER_TOLERANCE
     return decision, replace(found.solver, gap=found.gap, status="optimal" if closed else solver.status)
