@@ -20,6 +20,7 @@ from reference import Reference
 from torch import nn
 
 import autopar
+from autopar.ir import REPLICATED
 from autopar.parity import EPSILON, difference
 from autopar.pytree import leaves
 from autopar.runtime import TorchrunRanks
@@ -39,7 +40,7 @@ class Result:
 
     worst: dict[str, tuple[float, str]]
     weights: dict[str, list[int]]  # bytes of each weight on each rank
-    strategies: int
+    layouts: dict[str, str]  # of the weights that are not simply replicated
     error: str = ""
 
     def judge(self, quantity: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -65,7 +66,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
     x = x.to(case.dtype) if x.is_floating_point() else x
     y = torch.randint(0, case.classes, (BATCH,))
     pp, tp, dp = mesh
-    result = Result({}, {}, 0)
+    result = Result({}, {}, {})
     reference = Reference(model, case.loss_fn, ADAMW)
     plan = None
     if dist.get_rank() == 0:  # once is enough, and the cores are few
@@ -77,7 +78,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
     dist.broadcast_object_list(told)
     plan = autopar.Plan.from_json(told[0] or "")
     with autopar.parallelize(model, pp * tp * dp, x, loss_fn=case.loss_fn, optimizer=ADAMW, plan=plan) as pm:
-        result.strategies = len(pm.plan.strategies)
+        result.layouts = {n: str(layout) for n, layout in pm._programs.storage.items() if layout != REPLICATED}
         parts, mine, target = dp * MICROBATCHES, part_of(x, pm), part_of(y, pm)
         for step in range(3):
             # A copy runs ahead: a forward pass in training mode updates batch statistics.
@@ -122,7 +123,7 @@ def main() -> None:
             try:
                 result = run(MODELS[name], mesh, hardware, zero1=name in ("vit", "resnet18", "tied"))
             except Exception:
-                result = Result({}, {}, 0, traceback.format_exc())
+                result = Result({}, {}, {}, traceback.format_exc())
             if dist.get_rank() == 0 or result.error:
                 suffix = f"-rank{dist.get_rank()}" if result.error else ""
                 file = folder / f"{name}-{'-'.join(map(str, mesh))}{suffix}.json"

@@ -73,9 +73,14 @@ def test_equals_one_device(results: dict[tuple[str, str], dict], name: str, mesh
 @pytest.mark.parametrize("mesh", TENSOR_PARALLEL)
 @pytest.mark.parametrize("name", MODELS)
 def test_each_rank_holds_only_its_shard(results: dict[tuple[str, str], dict], name: str, mesh: str) -> None:
-    tp = int(mesh[2])
-    weights = results[name, mesh]["weights"]
-    whole = {n: t.nbytes for n, t in MODELS[name].make().state_dict().items()}
-    for weight in MODELS[name].sharded:
-        held = [num_bytes for num_bytes in weights[weight] if num_bytes]
-        assert set(held) == {whole[weight] // tp}, f"{weight}: {held} of {whole[weight]} bytes"
+    result, tp, itemsize = results[name, mesh], int(mesh[2]), MODELS[name].dtype.itemsize
+    split = {weight for weight, layout in result["layouts"].items() if re.fullmatch(r"tp:\d+(x\d+)?", layout)}
+    assert split
+    for weight, parameter in MODELS[name].make().named_parameters():
+        held = {num_bytes for num_bytes in result["weights"][weight] if num_bytes}
+        assert held == {parameter.numel() * itemsize // (tp if weight in split else 1)}, weight
+
+
+def test_fused_queries_keys_and_values_are_split_by_heads(results: dict[tuple[str, str], dict]) -> None:
+    assert results["vit", "1-2-1"]["layouts"]["blocks.0.attn.qkv.weight"] == "tp:0x3"
+    assert results["vit-3-heads", "1-2-1"]["layouts"].get("blocks.0.attn.qkv.weight") != "tp:0x3"

@@ -102,7 +102,7 @@ def blocks(
     block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
     for op in graph.ops:
         block = block_of[op.name]
-        text = row(op, parts[op.name], storage, book, samples, reduced.get(op.name))
+        text = row(op, parts, storage, book, samples, reduced.get(op.name))
         if text:
             rows.setdefault(block, {}).setdefault(place_in(block, op, graph), text)
     sent: dict[str, list[Collective]] = {}
@@ -120,9 +120,14 @@ def blocks(
 
 
 def row(
-    op: Op, part: Op, storage: Mapping[str, Layout], book: RuleBook, samples: Mapping[str, Layout], reduced: str | None
+    op: Op,
+    parts: Mapping[str, Op],
+    storage: Mapping[str, Layout],
+    book: RuleBook,
+    samples: Mapping[str, Layout],
+    reduced: str | None,
 ) -> str:
-    """What happens to an operation; nothing if it is replicated, or light."""
+    """What happens to an operation; nothing if it is replicated, or light. ``parts`` are a rank's, by name."""
     weights = [name for name in origins(op, book.graph) if name in book.graph.weight]
     if not weights and not book.facts.ops[op.name].forward_flops:
         return ""
@@ -130,28 +135,29 @@ def row(
     for name in weights:
         layout, matrix = storage[name], len(book.graph.weight[name].shape) > 1
         if matrix and layout.splits and book.facts.ops[op.name].forward_flops:
-            return f"{weight_word(op, layout, book)} / {book.ranks}{after}"
-    for value, local in zip(op.outputs, part.outputs, strict=True):
+            return f"{weight_word(op, layout, parts, book)} / {book.ranks}{after}"
+    for value, local in zip(op.outputs, parts[op.name].outputs, strict=True):
         word = split_word(op, value, local, samples, book)
         if word:
             return f"{word} / {book.ranks}{after}"
     return f"summed / {book.ranks}{after}" if reduced else ""
 
 
-def weight_word(op: Op, layout: Layout, book: RuleBook) -> str:
+def weight_word(op: Op, layout: Layout, parts: Mapping[str, Op], book: RuleBook) -> str:
     """Which part of a weight a rank holds."""
     (split,) = layout.splits
     if "conv" in op.target:
         return {0: "output channels", 1: "input channels"}.get(split.dim, f"dim {split.dim}")
     sides = {0: "rows", 1: "columns"}
     side = sides.get(split.dim, f"dim {split.dim}")
-    if split.dim == 0 and feeds_attention(op, book):
+    attention = attention_behind(op, book)
+    if split.dim == 0 and attention is not None and heads_split(attention, parts[attention.name]):
         return f"{side} by head"
     return f"{side} in {split.outer} parts" if split.outer > 1 else side
 
 
-def feeds_attention(op: Op, book: RuleBook) -> bool:
-    """Whether the next operations with FLOPs behind one multiply activations with each other."""
+def attention_behind(op: Op, book: RuleBook) -> Op | None:
+    """The next operation with FLOPs behind one, if it multiplies activations with each other."""
     waiting, seen = deque(book.readers[op.name]), {op.name}
     while waiting:
         reader = waiting.popleft()
@@ -159,9 +165,15 @@ def feeds_attention(op: Op, book: RuleBook) -> bool:
             continue
         seen.add(reader.name)
         if book.facts.ops[reader.name].forward_flops:
-            return not book.multiplies_weights(reader)
+            return None if book.multiplies_weights(reader) else reader
         waiting.extend(book.readers[reader.name])
-    return False
+    return None
+
+
+def heads_split(op: Op, part: Op) -> bool:
+    """Whether a rank has some of the heads of an attention: dim 1 of 4."""
+    whole, own = op.outputs[0].shape, part.outputs[0].shape
+    return len(whole) == 4 and whole[1] != own[1]
 
 
 def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout], book: RuleBook) -> str:
