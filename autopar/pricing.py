@@ -76,48 +76,43 @@ class Costs:
 
     def whole(self, size: int) -> CostGraph:
         """The whole model on one device."""
-        return self.remember(("whole", size), lambda: price(self.graph, self.facts, self.hardware, size))
+        return self.remember(("whole", size), price, self.graph, self.facts, self.hardware, size)
 
     def local(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
         """What each rank runs of a sharded model, without replicas."""
-        sharing = Sharing(tp, storage=sharded.storage)
-        make = lambda: price(  # noqa: E731
-            sharded.graph, sharded.facts, self.hardware, size, sharing, self.whole(size).groups
-        )
-        return self.remember(("local", id(sharded), size), make)
+        sharing, groups = Sharing(tp, storage=sharded.storage), self.whole(size).groups
+        key = ("local", id(sharded), size)  # a sharding is kept, and so its identity is its own
+        return self.remember(key, price, sharded.graph, sharded.facts, self.hardware, size, sharing, groups)
 
     def choices(self, tp: int, size: int) -> ChoiceGraph:
         """All shardings over ``tp`` ranks."""
-        make = lambda: choice_graph(self.graph, self.facts, self.hardware, size, tp)  # noqa: E731
-        return self.remember(("choices", tp, size), make)
+        return self.remember(("choices", tp, size), choice_graph, self.graph, self.facts, self.hardware, size, tp)
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
-        in_flight = min(microbatches, IN_FLIGHT)
-        make = lambda: Solutions(pareto(self.choices(tp, size), microbatches, in_flight))  # noqa: E731
-        return self.remember(("shardings", tp, size, microbatches), make).at(memory_level)
+        found = pareto(self.choices(tp, size), microbatches, min(microbatches, IN_FLIGHT))  # nothing is solved yet
+        return self.remember(("shardings", tp, size, microbatches), Solutions, found).at(memory_level)
 
     def sharded(self, tp: int, size: int, picks: tuple[int, ...]) -> Sharded:
         """The graph that each rank runs under the picked choices."""
         groups = self.choices(tp, size).groups
         labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.choices[pick].labels)
-        return self.remember(("sharded", tp, labels), lambda: apply(self.graph, dict(labels), tp))
+        return self.remember(("sharded", tp, labels), apply, self.graph, dict(labels), tp)
 
     def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """The same in words."""
-        own = self.sharded(tp, size, picks)
-        make = lambda: blocks(self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)  # noqa: E731
-        return self.remember(("blocks", tp, size, picks), make)
+        own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
+        return self.remember(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
 
     def unknown(self, tp: int, strategies: Mapping[str, str]) -> tuple[str, ...]:
         """Targets of the operations that are replicated for want of a rule."""
         labels = {op.name: label for op in self.graph.ops if (label := look_up(strategies, op.name)) is not None}
         return apply(self.graph, labels, tp).unknown
 
-    def remember(self, key: tuple, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned when it was first asked for under a key."""
+    def remember(self, key: tuple, make: Callable[..., Any], *arguments: Any) -> Any:
+        """What ``make`` returned when it was first called for a key."""
         if key not in self.known:
-            self.known[key] = make()
+            self.known[key] = make(*arguments)
         return self.known[key]
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
+import torch
+from test_mesh_parity import slow_compute
 from torch import nn
 
 import autopar
 from autopar.api import example_call
+from autopar.errors import UnknownOpWarning
 from autopar.hardware import load_hardware
 from autopar.ir import Plan
+from autopar.parity import compare
 from autopar.pricing import Costs, apply
 from autopar.profile import Sharing, price
 from autopar.trace import trace
@@ -20,7 +25,6 @@ MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear":
 
 def vit(**kwargs: int) -> nn.Module:
     import timm
-    import torch
 
     settings = {"depth": 3, "embed_dim": 1024, "num_heads": 16} | kwargs
     with torch.device("meta"):
@@ -69,7 +73,6 @@ def test_each_block_has_two_reductions_in_each_direction(tp: int, size: int) -> 
 def test_tokens_are_split_where_their_number_allows() -> None:
     """Without a class token there are 196: sequence parallelism, which no rule mentions."""
     import timm
-    import torch
 
     with torch.device("meta"):
         model = timm.create_model(
@@ -78,3 +81,24 @@ def test_tokens_are_split_where_their_number_allows() -> None:
     found = autopar.plan(model, 4, batch_size=99, tp=4, hardware="h200-nvlink", microbatches=1)
     rows = {text for block in found.blocks for text in block.rows.values()}
     assert "tokens / 4" in rows, rows
+
+
+class BestFour(nn.Module):
+    """An operation without a sharding rule between two that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).topk(4).values)
+
+
+def test_an_operation_without_a_rule_is_replicated_with_one_warning(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    hardware = str(slow_compute(tmp_path))
+    with pytest.warns(UnknownOpWarning) as caught:
+        parity = compare(BestFour(), torch.randn(8, 8), devices=2, steps=1, tp=2, hardware=hardware)
+    unknown = [str(w.message) for w in caught if w.category is UnknownOpWarning]
+    assert len(unknown) == 1 and "no sharding rule for: aten.topk.default. Each of the 2 ranks" in unknown[0]
+    assert parity.ok and parity.plan.strategies
