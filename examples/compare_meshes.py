@@ -32,15 +32,15 @@ def main() -> None:
     images = torch.randn(args.batch, 3, args.img_size, args.img_size)
     labels = torch.randint(0, 1000, (args.batch,))
     optimizer = functools.partial(torch.optim.AdamW, lr=1e-4)
-    chosen = autopar.plan(model, devices, images, **hardware(args.hardware)).mesh
+    chosen = autopar.plan(model, devices, images, hardware=args.hardware).mesh
     if rank == 0:
         print(f"{args.model}, batch {args.batch}; the planner's choice is {chosen}")
         print(f"{'mesh':22} {'microbatches':>12} {'predicted':>10} {'measured':>10} {'samples/s':>10}")
     for tp in divisors(devices):
         for pp in divisors(devices // tp):
-            mesh = {"pp": pp, "tp": tp, "dp": devices // tp // pp}
+            dp = devices // tp // pp
             with autopar.parallelize(
-                model, devices, images, optimizer=optimizer, **mesh, **hardware(args.hardware)
+                model, devices, images, optimizer=optimizer, pp=pp, tp=tp, dp=dp, hardware=args.hardware
             ) as pm:
                 # Under torchrun a rank feeds its own part of the batch.
                 x, y = images.chunk(pm.data_size)[pm.data_rank], labels.chunk(pm.data_size)[pm.data_rank]
@@ -52,11 +52,6 @@ def main() -> None:
                         f"{args.batch / median(seconds):10.1f}",
                         flush=True,
                     )
-
-
-def hardware(name: str | None) -> dict[str, str]:
-    """The argument of that name, if there is one."""
-    return {} if name is None else {"hardware": name}
 
 
 def divisors(number: int) -> list[int]:

@@ -46,7 +46,7 @@ def distilled() -> nn.Module:
         "deit_tiny_distilled_patch16_224", num_classes=CLASSES, img_size=32, patch_size=8, depth=2, embed_dim=32,
         num_heads=4,
     )  # fmt: skip
-    model.set_distilled_training(True)
+    model.set_distilled_training(True)  # type: ignore[operator]
     return model
 
 
@@ -65,7 +65,8 @@ MODELS: dict[str, Case] = {
     "mixer": Case(
         lambda: MlpMixer(num_classes=CLASSES, img_size=32, patch_size=8, num_blocks=2, embed_dim=32), images()),
     "resnet18": Case(
-        lambda: ResNet(BasicBlock, (2, 2, 2, 2), num_classes=CLASSES, stem_width=16, channels=(16, 32, 64, 128)),
+        lambda: ResNet(BasicBlock, (2, 2, 2, 2), num_classes=CLASSES, stem_width=16,  # type: ignore[arg-type]
+                       channels=(16, 32, 64, 128)),
         images(64), dtype=torch.float64),
     "eva-rotary": Case(
         lambda: Eva(num_classes=CLASSES, img_size=32, patch_size=8, depth=2, embed_dim=32, num_heads=4, qkv_fused=False,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,10 +24,10 @@ from autopar.trace import trace
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
 
 
-def vit(**kwargs: int) -> nn.Module:
+def vit(**kwargs: Any) -> nn.Module:
     import timm
 
-    settings = {"depth": 3, "embed_dim": 1024, "num_heads": 16} | kwargs
+    settings: dict[str, Any] = {"depth": 3, "embed_dim": 1024, "num_heads": 16} | kwargs
     with torch.device("meta"):
         return timm.create_model("vit_base_patch16_224", **settings)
 
