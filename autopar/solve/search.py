@@ -189,8 +189,17 @@ def nothing_to_split(setting: Setting, floors: Floors, mesh: Mesh) -> str:
     others = [d for d in divisors(setting.constraints.devices) if d != mesh.tp]
     able = [d for d in others if d == 1 or _splits(setting, point, d)]
     use = " or ".join(f"tp={d}" for d in nearest(mesh.tp, able)) or "tp=1"
-    limits = f": {', '.join(priced.notes)}" if priced.notes else ""
+    limits = f": {listed(priced.notes)}" if priced.notes else ""
     raise UsageError(f"tp={mesh.tp}: nothing in {setting.model.name} can be split {mesh.tp} ways{limits}. Use {use}.")
+
+
+def listed(notes: tuple[str, ...]) -> str:
+    """The first few of what limits the ranks; a model has as many as it has kinds of layers."""
+    more = len(notes) - MOST_NOTES
+    return ", ".join(notes[:MOST_NOTES]) + (f", and {more} more" if more > 0 else "")
+
+
+MOST_NOTES = 5
 
 
 def _splits(setting: Setting, point: Point, tp: int) -> bool:
