@@ -30,6 +30,7 @@ MESHES = {
     4: ((1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2)),
 }  # (pp, tp, dp)
 MICROBATCHES = 2
+State = dict[str, torch.Tensor]
 # As in autopar.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
 
@@ -51,6 +52,11 @@ class Result:
             if excess > self.worst.get(quantity, (-1.0, ""))[0]:
                 self.worst[quantity] = (excess, name)
 
+    def judge_bitwise(self, quantity: str, actual: State, expected: State) -> None:
+        self.judge(quantity, actual, expected)
+        if not all(torch.equal(actual[n], expected[n]) for n in expected):
+            self.worst[quantity] = (float("inf"), "not bitwise")
+
 
 def named(output: object) -> dict[str, torch.Tensor]:
     return {str(i): leaf.detach() for i, leaf in enumerate(leaves(output))}
@@ -60,7 +66,8 @@ def part_of(tensor: torch.Tensor, pm: autopar.ParallelModel) -> torch.Tensor:
     return tensor.chunk(pm.data_size)[pm.data_rank]
 
 
-def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> Result:
+def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, saved: State) -> tuple[Result, State]:
+    """What was compared, and the final state; ``saved`` is loaded first, and taken back."""
     torch.manual_seed(0)
     model, x = case.make().train().to(case.dtype), case.x()
     x = x.to(case.dtype) if x.is_floating_point() else x
@@ -79,6 +86,10 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
     plan = autopar.Plan.from_json(told[0] or "")
     with autopar.parallelize(model, pp * tp * dp, x, loss_fn=case.loss_fn, optimizer=ADAMW, plan=plan) as pm:
         result.layouts = {n: str(layout) for n, layout in pm._programs.storage.items() if layout != REPLICATED}
+        own = pm.state_dict()
+        pm.load_state_dict(saved)
+        result.judge_bitwise("moved", pm.state_dict(), saved)
+        pm.load_state_dict(own)
         parts, mine, target = dp * MICROBATCHES, part_of(x, pm), part_of(y, pm)
         for step in range(3):
             # A copy runs ahead: a forward pass in training mode updates batch statistics.
@@ -99,10 +110,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
         result.judge("weights", state, expected)
         model.load_state_dict(state)
         pm.load_state_dict(state)
-        again = pm.state_dict()
-        result.judge("state", again, state)
-        if not all(torch.equal(again[n], state[n]) for n in state):
-            result.worst["state"] = (float("inf"), "not bitwise")
+        result.judge_bitwise("state", pm.state_dict(), state)
         reference.model.load_state_dict(state)
         reference.model.eval()
         pm.eval()
@@ -111,7 +119,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool) -> R
         held: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(held, {n: t.nbytes for n, t in pm._ranks.rank.weights.items()})
         result.weights = {n: [h.get(n, 0) for h in held] for h in held for n in h}
-    return result
+    return result, state
 
 
 def main() -> None:
@@ -119,9 +127,14 @@ def main() -> None:
     folder, hardware, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     dist.init_process_group("gloo")
     for name in names or MODELS:
+        # The state of each mesh is loaded under the next one; the first gets one that no mesh has made.
+        torch.manual_seed(1)
+        fresh = MODELS[name].make().to(MODELS[name].dtype).state_dict()
+        state = {weight: tensor + 1 for weight, tensor in fresh.items()}
         for mesh in MESHES[dist.get_world_size()]:
             try:
-                result = run(MODELS[name], mesh, hardware, zero1=name in ("vit", "resnet18", "tied"))
+                zero1 = name in ("vit", "resnet18", "tied")
+                result, state = run(MODELS[name], mesh, hardware, zero1, state)
             except Exception:
                 result = Result({}, {}, {}, traceback.format_exc())
             if dist.get_rank() == 0 or result.error:

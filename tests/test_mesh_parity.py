@@ -21,7 +21,7 @@ from autopar.hardware import cost_model_dir
 MESHES = {2: ("1-2-1", "1-1-2"), 4: ("1-4-1", "2-2-1", "1-1-4", "2-1-2", "1-2-2")}
 TENSOR_PARALLEL = [mesh for meshes in MESHES.values() for mesh in meshes if mesh[2] != "1"]
 # An operation that is never split in these models would make the comparison worthless.
-QUANTITIES = {"outputs", "loss", "gradients", "norm", "weights", "state", "eval"}
+QUANTITIES = {"moved", "outputs", "loss", "gradients", "norm", "weights", "state", "eval"}
 
 
 def slow_compute(folder: Path) -> Path:
