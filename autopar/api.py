@@ -26,6 +26,7 @@ from autopar.options import Options
 from autopar.pricing import Costs
 from autopar.programs import Programs
 from autopar.refine import refine
+from autopar.rules import unruled
 from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, assigned
 from autopar.shards import part
 from autopar.solve import Constraints, search
@@ -115,7 +116,7 @@ def make_plan(
     )
     costs = Costs(graph, hardware)
     found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
-    warn_of_unknown(found, costs)
+    warn_of_unruled(found, graph)
     return replace(found, precision=precision_of(graph, options.precision)), graph
 
 
@@ -130,11 +131,11 @@ def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
     return min(share, 8 * max(1, share // (32 * devices)))
 
 
-def warn_of_unknown(plan: Plan, costs: Costs) -> None:
+def warn_of_unruled(plan: Plan, graph: Graph) -> None:
     """Say which operations are replicated on all ranks of a tensor-parallel group because no rule says how to split."""
     if plan.mesh.tp == 1:
         return
-    targets = costs.unknown(plan.mesh.tp, plan.strategies)
+    targets = unruled(graph)
     if targets:
         warnings.warn(
             f"{plan.model.name} has operations that autopar has no sharding rule for: {', '.join(targets)}. "

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from autopar.hardware import Hardware
-from autopar.ir import TP, BlockSharding, ChoiceGraph, CostGraph, Graph, Layout, look_up
+from autopar.ir import TP, BlockSharding, ChoiceGraph, CostGraph, Graph, Layout
 from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price, reweighted
 from autopar.rules.apply import shard_graph, storage
 from autopar.solve import Priced, Shardings, pareto
@@ -26,7 +26,6 @@ class Sharded:
     storage: Mapping[str, Layout]
     graph: Graph
     facts: Facts
-    unknown: tuple[str, ...]
 
 
 class Costs:
@@ -104,11 +103,6 @@ class Costs:
         own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
         return self.remember(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
 
-    def unknown(self, tp: int, strategies: Mapping[str, str]) -> tuple[str, ...]:
-        """Targets of the operations that are replicated for want of a rule."""
-        labels = {op.name: label for op in self.graph.ops if (label := look_up(strategies, op.name)) is not None}
-        return apply(self.graph, labels, tp).unknown
-
     def remember(self, key: tuple, make: Callable[..., Any], *arguments: Any) -> Any:
         """What ``make`` returned when it was first called for a key."""
         if key not in self.known:
@@ -134,4 +128,4 @@ def apply(graph: Graph, labels: Mapping[str, str], tp: int) -> Sharded:
     stored = storage(graph, labels, ranks)
     local = shard_graph(graph, labels, stored, ranks, dict.fromkeys((op.name for op in graph.ops), 0))
     strategies = labels if any(labels.values()) else {}
-    return Sharded(strategies, stored, local.graph, op_facts(local.graph), local.replicated)
+    return Sharded(strategies, stored, local, op_facts(local))

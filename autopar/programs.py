@@ -63,7 +63,7 @@ class Programs:
         self.model, self.plan = model, plan
         self.modes = {module: module.training for module in model.modules()}
         self.num_stages = len(plan.stages)
-        microbatch = example.first(-(-plan.batch // (plan.mesh.dp * plan.microbatches)))
+        microbatch = example.first(plan.microbatch_size)
         if graph is None or graph.batch != microbatch.batch:
             graph = self.trace(microbatch, "train")
         self.train_stage_of = plan.stage_of(graph)
@@ -86,7 +86,7 @@ class Programs:
         found = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
         labels = {name: label for name, label in found.items() if label is not None}
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
-        local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of).graph
+        local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
         return split(local, stage_of, self.num_stages)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
@@ -150,7 +150,7 @@ class Programs:
 
 
 def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
-    """The layout of every weight that ranks do not simply hold whole.
+    """The layout in which ranks hold each weight.
 
     Raises:
         PlanError: the plan names a weight that the model does not have, or splits one that cannot be split so.
@@ -187,14 +187,13 @@ def check_strategies(plan: Plan, graph: Graph) -> None:
         PlanError: names the field, and the factors that there are.
     """
     check_names("strategies", plan.strategies, [op.name for op in graph.ops])
-    shapes = {w.name: w.shape for w in graph.weights} | {name: v.shape for name, v in graph.values.items()}
     for op in graph.ops:
         label = look_up(plan.strategies, op.name)
         if not label:
             continue
-        rule = rule_of(op, shapes.__getitem__)
+        rule = rule_of(op, graph.shapes.__getitem__)
         if rule is None or strategy(rule, label, plan.mesh.tp) is None:
-            free = {n: size for n, size in rule.sizes.items() if n not in rule.whole} if rule is not None else {}
+            free = {letter: rule.sizes[letter] for letter in rule.free} if rule is not None else {}
             raise PlanError(
                 f"Plan field strategies: {op.name} ({op.target}) cannot run split by {label!r} on {plan.mesh.tp} "
                 f"ranks. Its factors and their sizes: {free or 'none'}."

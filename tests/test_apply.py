@@ -18,6 +18,7 @@ from torch import nn
 from autopar.codegen import graph_module, source, split
 from autopar.errors import PlanError
 from autopar.ir import REPLICATED, Graph, Mode, Program, Ref, look_up, split_layout
+from autopar.rules import unruled
 from autopar.rules.apply import shard_graph, storage
 from autopar.runtime.axes import Axes
 from autopar.shards import part
@@ -202,7 +203,7 @@ def equals_the_whole(example: Example, tp: int) -> None:
     stored = storage(graph, labels, sizes)
     for name, text in example.stored.items():
         assert str(stored[name]) == text, f"{name} is stored {stored[name]}, not {text}"
-    local = shard_graph(graph, labels, stored, sizes, stage_of).graph
+    local = shard_graph(graph, labels, stored, sizes, stage_of)
     model = copy.deepcopy(model)
     whole = weight_tensors(model, graph)
     held = hold(whole, graph, stored, axes)
@@ -234,7 +235,7 @@ def evaluates(
     """Run the evaluation graph on the weights as training keeps them; no gradient is taken care of."""
     _, graph = traced(example.model, example.shape, "eval")
     stage_of = stages(example, graph)
-    local = shard_graph(graph, labels, stored, {"tp": tp}, stage_of).graph
+    local = shard_graph(graph, labels, stored, {"tp": tp}, stage_of)
     assert not any("gradient" in op.target for op in local.ops)
     held = hold(weight_tensors(model, graph), graph, stored, tensor_axis(tp))
     x = torch.randn(example.shape, dtype=torch.float64)
@@ -251,7 +252,7 @@ def compiles(tp: int) -> None:
     model, graph = traced(example.model, example.shape)
     labels, stage_of = labels_of(example, graph), stages(example, graph)
     stored = storage(graph, labels, {"tp": tp})
-    local = shard_graph(graph, labels, stored, {"tp": tp}, stage_of).graph
+    local = shard_graph(graph, labels, stored, {"tp": tp}, stage_of)
     (program,) = split(local, stage_of, 1)
     found = []
     for compiled in (False, True):
@@ -329,7 +330,7 @@ def sharded(example: Example, tp: int = 2, mode: Mode = "train") -> tuple[Graph,
     """The local graph and its stages."""
     _, graph = traced(example.model, example.shape, mode)
     labels, stage_of = labels_of(example, graph), stages(example, graph)
-    local = shard_graph(graph, labels, storage(graph, labels, {"tp": tp}), {"tp": tp}, stage_of).graph
+    local = shard_graph(graph, labels, storage(graph, labels, {"tp": tp}), {"tp": tp}, stage_of)
     return local, split(local, stage_of, 2 if example.first else 1)
 
 
@@ -409,10 +410,10 @@ def test_an_operation_updates_a_weight_only_where_it_is_stored() -> None:
     _, graph = traced(Convolutions, (4, 3, 6, 6))
     stage_of, whole = dict.fromkeys((op.name for op in graph.ops), 0), dict.fromkeys(graph.weight, REPLICATED)
     labels = {"conv1.conv2d": "o", "norm1.batch_norm": "c"}
-    local = shard_graph(graph, labels, whole, {"tp": 2}, stage_of).graph
+    local = shard_graph(graph, labels, whole, {"tp": 2}, stage_of)
     assert local.producer["norm1.batch_norm"].outputs[0].shape == (4, 8, 6, 6)
     split_norm = {name: split_layout(0) for name in ("norm1.running_mean", "norm1.running_var")}
-    local = shard_graph(graph, {}, whole | split_norm, {"tp": 2}, stage_of).graph
+    local = shard_graph(graph, {}, whole | split_norm, {"tp": 2}, stage_of)
     assert local.producer["norm1.batch_norm"].outputs[0].shape == (4, 4, 6, 6)
     with pytest.raises(
         PlanError, match=r"shardings\.norm1\.running_mean: norm1\.batch_norm updates it in place .*'tp:0'"
@@ -427,8 +428,8 @@ def test_operations_without_a_rule_are_named_and_replicated() -> None:
     ))  # fmt: skip
     found = shard_graph(strange, {"fc1.linear": "n", "relu": "d0"}, dict.fromkeys(graph.weight, REPLICATED),
                         {"tp": 2}, dict.fromkeys((op.name for op in graph.ops), 0))  # fmt: skip
-    assert found.replicated == ("mine.relu.default",)
-    assert "fc1.linear.all_gather of %fc1.linear, at relu" in inserted(found.graph)
+    assert unruled(strange) == ("mine.relu.default",)
+    assert "fc1.linear.all_gather of %fc1.linear, at relu" in inserted(found)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ class Sharded:
     @cached_property
     def local(self) -> Graph:
         stage_of = dict.fromkeys((o.name for o in self.case.graph.ops), 0)
-        return shard_graph(self.case.graph, self.labels, self.storage, {"tp": self.case.ranks}, stage_of).graph
+        return shard_graph(self.case.graph, self.labels, self.storage, {"tp": self.case.ranks}, stage_of)
 
     @cached_property
     def cost(self) -> CostGraph:

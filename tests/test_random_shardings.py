@@ -21,10 +21,9 @@ TP = 2
 
 def random_labels(graph: Graph, rng: random.Random) -> dict[str, str]:
     """A strategy for most operations, in whole or by a part of a factor."""
-    shapes = {w.name: w.shape for w in graph.weights} | {name: v.shape for name, v in graph.values.items()}
     labels = {}
     for op in graph.ops:
-        rule = rule_of(op, shapes.__getitem__)
+        rule = rule_of(op, graph.shapes.__getitem__)
         if rule is not None and rng.random() < 0.7:
             labels[op.name] = rng.choice(strategies(rule, TP, dict.fromkeys(rule.free, (2, 3)))).label
     return labels

@@ -32,8 +32,7 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     model = planned_model(plan, name, kwargs)
     call = planned_call(plan, model)
     programs = Programs(model, plan, call)
-    microbatch = call.first(-(-plan.batch // (plan.mesh.dp * plan.microbatches)))
-    program = programs.variant(mode, microbatch).programs[plan.mesh.place(rank).stage]
+    program = programs.variant(mode, call.first(plan.microbatch_size)).programs[plan.mesh.place(rank).stage]
     return "\n".join(
         [f"# {rank_text(plan.mesh, rank)} of {plan.mesh}", *held_lines(program, programs), source(program)]
     )

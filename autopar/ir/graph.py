@@ -153,6 +153,11 @@ class Graph:
         return {v.name: v for v in self.inputs} | {v.name: v for op in self.ops for v in op.outputs}
 
     @cached_property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of every value and weight."""
+        return {name: v.shape for name, v in self.values.items()} | {w.name: w.shape for w in self.weights}
+
+    @cached_property
     def weight(self) -> Mapping[str, Weight]:
         return {w.name: w for w in self.weights}
 

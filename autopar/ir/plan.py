@@ -186,6 +186,11 @@ class Plan:
     schema_version: int = SCHEMA_VERSION
 
     @property
+    def microbatch_size(self) -> int:
+        """Samples of a replica's largest microbatch."""
+        return -(-self.batch // (self.mesh.dp * self.microbatches))
+
+    @property
     def decision(self) -> str:
         """What the plan makes ranks do, on one line; without what it predicts and how it was found."""
         cuts = " | ".join(f"{stage.first} … {stage.last}" for stage in self.stages)

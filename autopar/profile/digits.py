@@ -113,7 +113,7 @@ def sample_dims(book: RuleBook) -> Mapping[str, Layout]:
         rule, read = book.rule(op), op.reads[number]
         for j, value in enumerate(op.outputs):
             carried = carry(rule, number, j, found[read], batch) if rule is not None else None
-            if carried is None and value.shape[:1] == book.shapes[read][:1] and found[read] == split_layout(0):
+            if carried is None and value.shape[:1] == book.graph.shapes[read][:1] and found[read] == split_layout(0):
                 carried = found[read]
             if carried is not None:
                 found[value.name] = carried

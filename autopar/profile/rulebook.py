@@ -29,11 +29,6 @@ class RuleBook:
     listed: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every value and weight."""
-        return {name: v.shape for name, v in self.graph.values.items()} | {w.name: w.shape for w in self.graph.weights}
-
-    @cached_property
     def fed(self) -> frozenset[str]:
         """Operations and values that depend on a graph input."""
         return fed_by_inputs(self.graph)
@@ -68,7 +63,7 @@ class RuleBook:
             return None
         key = self.key(op)
         if key not in self.rules:
-            self.rules[key] = rule_of(op, self.shapes.__getitem__)
+            self.rules[key] = rule_of(op, self.graph.shapes.__getitem__)
         return self.rules[key]
 
     def all(self, op: Op) -> tuple[Strategy, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -15,26 +15,14 @@ from autopar.rules.local import localised
 UNCOPIED = ("sum_gradient", "share_gradient")  # operators that return their argument itself
 
 
-@dataclass(frozen=True)
-class Sharded:
-    """The graph of one rank: local shapes, collectives between its operations; the same for all ranks of a group.
-
-    Args:
-        replicated: targets of the operations on activations that have no rule, sorted.
-    """
-
-    graph: Graph
-    replicated: tuple[str, ...]
-
-
 def shard_graph(
     graph: Graph,
     strategies: Mapping[str, str],
     storage: Mapping[str, Layout],
     ranks: AxisSizes,
     stage_of: Mapping[str, int],
-) -> Sharded:
-    """The graph that every rank runs.
+) -> Graph:
+    """The graph that every rank runs: local shapes, and collectives between its operations.
 
     Inputs, constants and outputs are replicated. A tensor is converted once for all readers of a stage that want it in
     one layout: a sum on the stage that makes it, anything else on the stage that reads it.
@@ -48,13 +36,12 @@ def shard_graph(
     builder = Builder(graph, assigned, storage, ranks, stage_of)
     ops = {op.name: builder.local(op) for op in graph.ops}
     outputs = renamed(graph.outputs, {name: builder.output(name) for name in refs(graph.outputs)})
-    local = replace(
+    return replace(
         graph,
         weights=tuple(replace(w, shape=storage[w.name].local_shape(w.shape, ranks)) for w in graph.weights),
         ops=tuple(o for op in graph.ops for o in (*builder.before[op.name], ops[op.name], *builder.after[op.name])),
         outputs=outputs,
     )
-    return Sharded(local, assigned.unknown)
 
 
 def storage(graph: Graph, labels: Mapping[str, str], ranks: AxisSizes) -> Mapping[str, Layout]:
@@ -87,12 +74,11 @@ class Builder:
         stage_of: Mapping[str, int],
     ) -> None:
         self.graph, self.assigned, self.ranks, self.stage_of = graph, assigned, ranks, stage_of
-        self.shapes = {v.name: v.shape for v in graph.values.values()} | {w.name: w.shape for w in graph.weights}
         self.local_values = {value.name: value for value in graph.inputs}
         for w in graph.weights:
             shape = storage[w.name].local_shape(w.shape, ranks)
             self.local_values[w.name] = Value(w.name, shape, w.dtype, contiguous(shape), w.requires_grad)
-        self.taken = {op.name for op in graph.ops} | set(self.shapes)
+        self.taken = {op.name for op in graph.ops} | set(graph.shapes)
         self.known: dict[tuple[str, Layout, int], str] = {}  # (value, layout, stage) -> the converted value
         self.before: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
         self.after: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
@@ -131,7 +117,7 @@ class Builder:
         """Name of the result of a new operation that takes a step from the current form of a value."""
         source = self.local_values[current]
         unique = self.fresh(f"{name}.{step.name}")
-        shape = layout.local_shape(self.shapes[name], self.ranks)
+        shape = layout.local_shape(self.graph.shapes[name], self.ranks)
         stride = source.stride if step.name in UNCOPIED else contiguous(shape)
         result = Value(unique, shape, source.dtype, stride, source.requires_grad)
         op = Op(unique, f"autopar.{step.name}.default", (Ref(current), *step.args), (), (result,), home.module,

@@ -20,13 +20,11 @@ class Assignment:
         strategies: of every operation, operands as in ``Op.reads``. Nothing in them is partial in its gradient that has
             no gradient.
         made: layout of every value and weight.
-        unknown: targets of the operations on activations that have no rule, sorted.
     """
 
     rules: Mapping[str, Rule]
     strategies: Mapping[str, Strategy]
     made: Mapping[str, Layout]
-    unknown: tuple[str, ...]
 
 
 def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout], ranks: AxisSizes) -> Assignment:
@@ -43,17 +41,13 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
     Raises:
         PlanError: an operation cannot update a weight in place where it is stored.
     """
-    shapes = {v.name: v.shape for v in graph.values.values()} | {w.name: w.shape for w in graph.weights}
     trained = trained_names(graph)
-    made = {name: in_gradient(stored.get(name, REPLICATED), name in trained) for name in shapes}
+    made = {name: in_gradient(stored.get(name, REPLICATED), name in trained) for name in graph.shapes}
     still = updated_in_place(graph)
     rules: dict[str, Rule] = {}
     chosen: dict[str, Strategy] = {}
-    unknown: set[str] = set()
     for op in graph.ops:
-        rule = rule_of(op, shapes.__getitem__)
-        if rule is None and op.outputs and not graph.values.keys().isdisjoint(op.reads):
-            unknown.add(op.target)
+        rule = rule_of(op, graph.shapes.__getitem__)
         if rule is None or op.name in still:
             found = replicated(op)
         else:
@@ -65,7 +59,13 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
         check_updates(op, found, stored)
         chosen[op.name] = Strategy(found.label, operands, found.outputs)
         made |= {value.name: layout for value, layout in zip(op.outputs, found.outputs, strict=True)}
-    return Assignment(rules, chosen, made, tuple(sorted(unknown)))
+    return Assignment(rules, chosen, made)
+
+
+def unruled(graph: Graph) -> tuple[str, ...]:
+    """Targets of the operations on activations that have no rule, sorted: every rank runs them whole."""
+    on_values = (op for op in graph.ops if op.outputs and not graph.values.keys().isdisjoint(op.reads))
+    return tuple(sorted({op.target for op in on_values if rule_of(op, graph.shapes.__getitem__) is None}))
 
 
 def replicated(op: Op) -> Strategy:

@@ -137,18 +137,23 @@ class ProcessGroupTransport:
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
         group = self.groups[tuple(ranks)]
+        over = f"over ranks {list(ranks)}"
         if root is None:
-            return started(lambda: dist.all_reduce(tensor, group=group, async_op=True), "a sum", ranks)
-        return started(lambda: dist.reduce(tensor, root, group=group, async_op=True), f"a sum on rank {root}", ranks)
+            return started(lambda: dist.all_reduce(tensor, group=group, async_op=True), f"a sum {over}")
+        return started(lambda: dist.reduce(tensor, root, group=group, async_op=True), f"a sum {over} on rank {root}")
 
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
         group = self.groups[tuple(ranks)]
-        return started(lambda: dist.broadcast(tensor, root, group=group, async_op=True), "a broadcast", ranks)
+        return started(
+            lambda: dist.broadcast(tensor, root, group=group, async_op=True), f"a broadcast over ranks {list(ranks)}"
+        )
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
         group = self.groups[tuple(ranks)]
-        started(lambda: dist.all_reduce(counts, group=group, async_op=True), "a sum of flags", ranks)()
+        started(
+            lambda: dist.all_reduce(counts, group=group, async_op=True), f"a sum of flags over ranks {list(ranks)}"
+        )()
         return counts.tolist()
 
     def close(self) -> None:
@@ -159,50 +164,37 @@ class ProcessGroupTransport:
             dist.destroy_process_group(group)
 
 
-def started(call: Callable[[], Any], what: str, ranks: Sequence[int]) -> Delivery:
-    """A collective that was started; the delivery waits for it."""
+def started(call: Callable[[], Any], what: str, kept: Any = None) -> Delivery:
+    """A transfer that was started; the delivery waits for it.
+
+    Args:
+        kept: what must live until then; Gloo reads a tensor that it sends whether or not anybody else still has it.
+    """
     try:
         work = call()
     except RuntimeError as error:
-        raise TransportError(f"{what} over ranks {list(ranks)}: {error}") from error
+        raise TransportError(f"{what} did not start: {error}") from error
 
-    def delivery() -> None:
+    def delivery(_kept: Any = kept) -> None:
         try:
             work.wait()
         except RuntimeError as error:
-            raise TransportError(f"{what} over ranks {list(ranks)} did not finish: {error}") from error
+            raise TransportError(f"{what} did not finish: {error}") from error
 
     return delivery
 
 
 def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> Delivery:
-    """Start a send; the delivery waits for it. Gloo keeps the tensor until then, whether or not it has arrived."""
-    try:
-        work = dist.isend(tensor, dst, group=group, tag=tag)
-    except RuntimeError as error:
-        raise TransportError(f"sending to rank {dst}: {error}") from error
-
-    def delivery(kept: torch.Tensor = tensor) -> None:
-        try:
-            work.wait()  # type: ignore[union-attr]
-        except RuntimeError as error:
-            raise TransportError(f"a send to rank {dst} did not finish: {error}") from error
-
-    return delivery
+    """Start a send; the delivery waits for it."""
+    return started(lambda: dist.isend(tensor, dst, group=group, tag=tag), f"a send to rank {dst}", tensor)
 
 
 def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> Receipt:
     """Start a receive; the receipt waits for it and returns the buffer."""
-    try:
-        work = dist.irecv(buffer, src, group=group, tag=tag)
-    except RuntimeError as error:
-        raise TransportError(f"receiving from rank {src}: {error}") from error
+    delivery = started(lambda: dist.irecv(buffer, src, group=group, tag=tag), f"a receive from rank {src}")
 
     def receipt() -> torch.Tensor:
-        try:
-            work.wait()  # type: ignore[union-attr]
-        except RuntimeError as error:
-            raise TransportError(f"waiting for rank {src}: {error}") from error
+        delivery()
         return buffer
 
     return receipt
