@@ -20,6 +20,7 @@ from autopar.codegen import graph_module
 from autopar.errors import UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
 from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Precision, Weight
+from autopar.lowering import lowered
 from autopar.machine import Machine, default_hardware_name, this_machine
 from autopar.model import ParallelModel
 from autopar.options import Options
@@ -30,7 +31,7 @@ from autopar.rules import unruled
 from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, assigned
 from autopar.shards import part
 from autopar.solve import Constraints, search
-from autopar.trace import trace, weight_tensors
+from autopar.trace import weight_tensors
 from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
@@ -90,7 +91,7 @@ def make_plan(
     check_devices(devices)
     batch = call.batch
     microbatch = call.first(likely_microbatch_size(batch, devices, options))
-    graph = trace(model, microbatch.args, microbatch.kwargs, "train", name)
+    graph = lowered(model, microbatch, "train", name)
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs

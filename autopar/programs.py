@@ -26,11 +26,12 @@ from autopar.ir import (
     pattern_of,
     split_layout,
 )
+from autopar.lowering import lowered
 from autopar.pytree import unflatten
 from autopar.rules.apply import shard_graph
 from autopar.rules.find import rule_of
 from autopar.rules.rule import strategy
-from autopar.trace import ADVICE, trace
+from autopar.trace import ADVICE
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class Programs:
         now = {module: module.training for module in self.modes}
         try:
             set_modes(self.modes)
-            return trace(self.model, microbatch.args, microbatch.kwargs, mode, self.plan.model.name)
+            return lowered(self.model, microbatch, mode, self.plan.model.name, self.plan.precision)
         finally:
             set_modes(now)
 

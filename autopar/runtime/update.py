@@ -25,8 +25,8 @@ class Updater:
 
     def __init__(self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport) -> None:
         self.spec, self.trainable, self.transport = spec, trainable, transport
-        mine = {name: p for name, p in trainable.items() if self.updates(name)}
-        self.optimizer = spec.optimizer(Parameters(mine)) if spec.optimizer and mine else None
+        self.optimized = {name: p for name, p in trainable.items() if self.updates(name)}
+        self.optimizer = spec.optimizer(Parameters(self.optimized)) if spec.optimizer and self.optimized else None
         self.scheduler = spec.lr_scheduler(self.optimizer) if spec.lr_scheduler and self.optimizer else None
         self.replica_sum: ReplicaSum | None = None
         if spec.mesh.dp > 1 and trainable:
