@@ -380,5 +380,7 @@ def draws_numbers(variant: Variant) -> bool:
 
 def inputs_of(variant: Variant, stage: int, leaves: list[Any], draws: torch.Tensor) -> list[torch.Tensor]:
     """The tensors that a stage's program reads for a microbatch, in its order: leaves, and what it draws from."""
-    by_name = {DRAWS: draws} | {leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)}
+    by_name = {DRAWS: draws} | {
+        leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)
+    }
     return [by_name[value.name] for value in variant.programs[stage].inputs]
