@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from autopar.api import parallelize, plan
     from autopar.errors import (
         AutoparError,
+        CheckpointError,
         HardwareError,
         InfeasibleError,
         NonFiniteLossWarning,
         PlanError,
+        ResumeWarning,
         TraceError,
         TrainingError,
         UnknownOpWarning,
@@ -36,12 +38,13 @@ _HOME = {
     "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
     "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
     "UnknownOpWarning": "errors", "UsageError": "errors", "WorkerError": "errors", "Parameters": "runtime",
+    "CheckpointError": "errors", "ResumeWarning": "errors",
 }  # fmt: skip
 
 __all__ = [
-    "AutoparError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning", "ParallelModel",
-    "Parameters", "Plan", "PlanError", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UsageError",
-    "WorkerError", "parallelize", "plan",
+    "AutoparError", "CheckpointError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning",
+    "ParallelModel", "Parameters", "Plan", "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError",
+    "UnknownOpWarning", "UsageError", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 
