@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header
 from autopar.ir.units import BYTES, text
-from autopar.runtime.contents import EMA, MODEL, Piece, offered
+from autopar.runtime.contents import EMA, MODEL, Piece, described, offered
 from autopar.runtime.folder import HEADER, check_files, read_header
 from autopar.runtime.planners import (
     DataReader,
@@ -74,7 +74,7 @@ def inspect(folder: str) -> Header | CheckpointError:
 def load(rank: Rank, folder: str, header: Header) -> CheckpointError | None:
     """Take over a checkpoint that `inspect` found whole on all ranks."""
     data = Path(folder) / header.data
-    restore = Restore(rank, data)
+    restore = Restore(rank, data, header.updates)
     planner = PartsLoadPlanner(restore.wanted)
     try:
         with collective(rank):
@@ -157,13 +157,6 @@ def cause(exception: CheckpointException) -> tuple[int, Exception]:
     if not isinstance(error, Exception):
         raise error
     return number, error
-
-
-def described(error: Exception) -> str:
-    """One line on what went wrong."""
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def not_saved(rank: Rank, folder: Path, needed_bytes: int, exception: CheckpointException) -> CheckpointError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
@@ -25,8 +27,9 @@ OF_THE_RANK = frozenset({"params", "param_names"})  # in a parameter group; ever
 class Averages(Protocol):
     """Averages of weights, each in the layout of its weight."""
 
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]: ...
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """By name; they share memory with the averages."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -94,14 +97,12 @@ def offered(rank: Rank) -> Offer:
     """
     pieces: list[Piece] = []
     spec, updater = rank.spec, rank.updater
-    averages = rank.ema.tensors if rank.ema is not None else {}
+    averages = rank.ema.tensors() if rank.ema is not None else {}
     for weight in spec.weights:
         name, layout = weight.name, spec.layout(weight.name)
         if weight.kind != "parameter" and not (rank.place.replica == 0 and spec.first_copy(name)):
             continue  # each replica has buffers of its own, and the first one's count
-        optimized = updater.optimized.get(name)
-        own = rank.weights[name] if optimized is None or updater.layout(name) != layout else optimized
-        pieces.append(piece(rank, f"{MODEL}.{name}", layout, own))
+        pieces.append(piece(rank, f"{MODEL}.{name}", layout, rank.weights[name]))
         if name in averages:
             pieces.append(piece(rank, f"{EMA}.{name}", layout, averages[name]))
     states, groups = optimizer_states(rank, pieces)
@@ -226,10 +227,20 @@ def encoded_training(training: Training) -> bytes:
             torch.load(as_bytes(value), weights_only=True)
         except Exception as error:  # whatever pickling or the user's class raises
             raise CheckpointError(
-                f"The {what.replace('_', ' ')} cannot be saved: {str(error).splitlines()[0]} A checkpoint holds "
-                "tensors, numbers, texts, and lists and dicts of them: keep other objects out of state_dict()."
+                f"The {what.replace('_', ' ')} cannot be saved: {described(error)}. A checkpoint holds tensors, "
+                "numbers, texts, and lists and dicts of them: keep other objects out of state_dict()."
             ) from error
     return as_bytes(asdict(training)).getvalue()
+
+
+def described(error: Exception) -> str:
+    """One line on what went wrong, without torch's advice to trust a file that it refuses."""
+    refused = re.search(r"GLOBAL ([\w.]+) was not an allowed", str(error))
+    if isinstance(error, pickle.UnpicklingError):
+        return f"it has a {refused[1]}" if refused else "it is not plain data"
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror} ({error.filename})" if error.filename else error.strerror
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def as_bytes(value: Any) -> BytesIO:

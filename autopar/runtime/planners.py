@@ -153,7 +153,8 @@ class FolderWriter(FileSystemWriter):
     """Writes into a data folder of a checkpoint, and makes it the checkpoint once every rank has written."""
 
     def __init__(self, folder: Path, header: Header, planner: PartsSavePlanner) -> None:
-        super().__init__(folder)
+        # Copying ahead would start CUDA in processes that compute on the CPU of a machine with GPUs.
+        super().__init__(folder, per_thread_copy_ahead=0)
         self.folder, self.header, self.planner = folder, header, planner
         self.save: Save | None = None  # the coordinator's
         self.needed_bytes = 0

@@ -18,6 +18,7 @@ from autopar.runtime.contents import (
     Training,
     copied,
     decoded_training,
+    described,
     named_groups,
     piece,
     state_key,
@@ -32,11 +33,11 @@ if TYPE_CHECKING:
 class Restore:
     """What one rank reads, and where it goes."""
 
-    def __init__(self, rank: Rank, data: Path) -> None:
-        self.rank, self.data = rank, data
+    def __init__(self, rank: Rank, data: Path, updates: int) -> None:
+        """``data`` is the folder with the tensors, saved after so many ``updates``."""
+        self.rank, self.data, self.updates = rank, data, updates
         self.training = Training()
         self.weights: dict[str, torch.Tensor] = {}
-        self.copies: dict[str, torch.Tensor] = {}  # of weights, for parameters that are the optimizer's own
         self.averages: dict[str, torch.Tensor] = {}
         self.states: dict[str, dict[Any, torch.Tensor]] = {}
 
@@ -50,7 +51,9 @@ class Restore:
         try:
             self.training = decoded_training((self.data / TRAINING).read_bytes())
         except Exception as error:  # a damaged file raises anything
-            raise CheckpointError(f"{self.data / TRAINING} is damaged: {error}. Use another checkpoint.") from error
+            raise CheckpointError(
+                f"{self.data / TRAINING} is damaged: {described(error)}. Use another checkpoint."
+            ) from error
         pieces: list[Piece] = []
 
         def read(key: str, layout: Layout, shape: Any) -> torch.Tensor:
@@ -61,10 +64,7 @@ class Restore:
         for weight in rank.spec.weights:
             name, layout = weight.name, rank.spec.layout(weight.name)
             self.weights[name] = read(f"{MODEL}.{name}", layout, weight.shape)
-        for name, parameter in updater.optimized.items():
-            if parameter is not rank.weights[name]:
-                self.copies[name] = read(f"{MODEL}.{name}", updater.layout(name), parameter.shape)
-        for name, tensor in rank.ema.tensors.items() if rank.ema is not None else ():
+        for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
             start = EMA if name in self.training.ema else MODEL  # averages begin at the weights
             self.averages[name] = read(f"{start}.{name}", rank.spec.layout(name), tensor.shape)
         if updater.optimizer is None or self.training.optimizer is None:
@@ -117,17 +117,15 @@ class Restore:
         rank, updater, saved = self.rank, self.rank.updater, self.training
         rank.load(self.weights)
         with torch.no_grad():
-            for name, tensor in self.copies.items():
-                updater.optimized[name].copy_(tensor)
-            for name, tensor in self.averages.items():
-                assert rank.ema is not None
-                rank.ema.tensors[name].copy_(tensor)
+            for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
+                tensor.copy_(self.averages[name])
         if updater.optimizer is not None and saved.optimizer is not None:
             updater.optimizer.load_state_dict(self.optimizer_state(updater.optimizer))
         if updater.scheduler is not None and saved.scheduler_state is not None:
             updater.scheduler.load_state_dict(copied(saved.scheduler_state))
         if updater.scaler is not None and saved.scaler_state is not None:
             updater.scaler.load_state_dict(copied(saved.scaler_state))
+        updater.num_updates = self.updates
         updater.zero_grad()
         rank.apart = False  # all replicas have the first one's buffers now
 

@@ -28,6 +28,7 @@ class Updater:
         self.optimized = {name: p for name, p in trainable.items() if self.updates(name)}
         self.optimizer = spec.optimizer(Parameters(self.optimized)) if spec.optimizer and self.optimized else None
         self.scheduler = spec.lr_scheduler(self.optimizer) if spec.lr_scheduler and self.optimizer else None
+        self.num_updates = 0
         self.scaler: Any = None  # of losses, where gradients may overflow
         self.replica_sum: ReplicaSum | None = None
         if spec.mesh.dp > 1 and trainable:
@@ -61,6 +62,7 @@ class Updater:
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
+        self.num_updates += 1
         return norm.item()
 
     def sum_over_shards(self) -> None:
