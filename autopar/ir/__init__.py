@@ -29,6 +29,7 @@ from autopar.ir.plan import (
     Plan,
     Precision,
     Prediction,
+    Recompute,
     ScheduleName,
     SolverInfo,
     Stage,
@@ -39,6 +40,6 @@ __all__ = [
     "DTYPE_BYTES", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AxisSizes", "Balance", "BlockSharding",
     "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion", "CostGraph", "Edge", "Flow", "Graph", "Group",
     "HardwareInfo", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Place", "Plan",
-    "Precision", "Prediction", "Program", "Ref", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight",
+    "Precision", "Prediction", "Program", "Recompute", "Ref", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight",
     "broadcast_layout", "compressed", "look_up", "partial_layout", "pattern_of", "refs", "split_layout",
 ]  # fmt: skip
