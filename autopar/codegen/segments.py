@@ -65,12 +65,15 @@ class Recomputed(nn.Module):
         self.body, self.draws = body, draws
         self.contexts = updated_once(updated) if updated else None
 
-    def forward(self, *args: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, *args: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return self.body(*args)
-        # A compiler makes the updates outputs of the first run, and takes no contexts of this kind.
-        given = {"context_fn": self.contexts} if self.contexts and not torch.compiler.is_compiling() else {}
-        return checkpoint(self.body, *args, use_reentrant=False, preserve_rng_state=self.draws, **given)
+        if self.contexts is None or torch.compiler.is_compiling():
+            # A compiler makes the updates outputs of the first run, and takes no contexts of this kind.
+            return checkpoint(self.body, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        return checkpoint(
+            self.body, *args, use_reentrant=False, preserve_rng_state=self.draws, context_fn=self.contexts
+        )
 
 
 def updated_once(updated: Sequence[Tensor]) -> Contexts:

@@ -107,7 +107,7 @@ class CostGraph:
 
     @cached_property
     def recomputed(self) -> CostGraph:
-        """The same graph where every stage recomputes. Its backward seconds and memory are those of `Group.recomputed`."""
+        """The same graph where every stage recomputes."""
         return replace(self, groups=tuple(group.recomputed for group in self.groups), saved=())
 
     @cached_property

@@ -116,7 +116,7 @@ def segment_of(position: int, segment: Sequence[int]) -> int:
 
 
 def lifetimes(graph: Graph, facts: Facts) -> Mapping[str, Lifetime]:
-    """The storage behind every input and every value, by the name of the first value in it. Weights are always there."""
+    """The storage behind every input and every value, by the name of the first value in it; not that of weights."""
     root = roots(graph, facts)
     made = {value.name: -1 for value in graph.inputs}
     made |= {v.name: i for i, op in enumerate(graph.ops) for v in op.outputs if v.name not in root}
@@ -219,7 +219,7 @@ def choose(kept: Matrix, saved: Matrix) -> Choice:
 
 
 def least_kept(kept: Matrix, saved: Matrix, limit: int) -> Choice:
-    """The segments of at most ``limit`` bytes that keep least; of equal ones those with the smallest largest segment."""
+    """The segments of at most ``limit`` bytes that keep least; of equals those with the smallest largest segment."""
     size = len(kept)
     total, largest, came = (np.zeros(size, dtype=np.int64) for _ in range(3))
     for j in range(1, size):

@@ -158,9 +158,9 @@ def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: f
     best: Candidate | None = None
     for priced in shardings_of(setting, point):
         floors.learn(point)
-        fits = best is not None and best.step is not None
-        if step_floor(setting, point, priced) >= (min(ceiling_seconds, best.seconds) if fits else ceiling_seconds):
-            return best if fits else None
+        known = best.seconds if best is not None else float("inf")
+        if step_floor(setting, point, priced) >= min(ceiling_seconds, known):
+            return best if known < float("inf") else None
         found = cut(setting, point, priced)
         if best is None or found.seconds <= best.seconds:
             best = found

@@ -247,7 +247,9 @@ def add_memory(
         program.require(
             pulp.lpSum(holding.num_bytes / program.num_bytes * h for holding, h in weights[s])
             + pulp.lpSum(alive * group.saved_bytes * program.inside(v, s) for v, group in groups)
-            + pulp.lpSum(alive * (cost.groups[v].kept_bytes - cost.groups[v].saved_bytes) * u for v, u in redone.items())
+            + pulp.lpSum(
+                alive * (cost.groups[v].kept_bytes - cost.groups[v].saved_bytes) * u for v, u in redone.items()
+            )
             + pulp.lpSum(alive * holding.num_bytes * q for holding, q in keeps)
             + pulp.lpSum(alive * flow.num_bytes * x for flow, x in (crossing[s - 1] if s else ()))
             + working
