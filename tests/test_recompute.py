@@ -109,9 +109,14 @@ def test_worker_processes_equal_one_device(make: Any, mesh: tuple[int, int]) -> 
         assert_close(pm(x), reference.forward(x, 2)[0], "output")
 
 
-def test_dropout_draws_the_same_numbers_again() -> None:
+DROPPING: dict[str, Any] = {
+    "drop_rate": 0.2, "attn_drop_rate": 0.2, "proj_drop_rate": 0.2, "drop_path_rate": 0.2
+}  # fmt: skip
+
+
+def test_dropout_drops_the_same_again() -> None:
     torch.manual_seed(0)
-    model, (x, y) = tiny_vit(drop_rate=0.2, attn_drop_rate=0.2, proj_drop_rate=0.2, drop_path_rate=0.2), images(8)
+    model, (x, y) = tiny_vit(**DROPPING), images(8)
     found = {}
     for recompute in ("none", "all"):
         with autopar.parallelize(model, 1, x, microbatches=2, seed=5, recompute=recompute) as pm:
@@ -119,9 +124,27 @@ def test_dropout_draws_the_same_numbers_again() -> None:
             found[recompute] = losses, pm.gradients()
     (losses, gradients), (expected_losses, expected) = found["all"], found["none"]
     assert losses == expected_losses
-    assert losses[0] != losses[1]  # it draws at all
+    assert losses[0] != losses[1]  # it drops at all
     assert gradients.keys() == expected.keys()
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+
+
+def test_torchs_own_generators_draw_the_same_again() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = tiny_vit(**DROPPING), images(8)
+    found = []
+    for segments in ((), (0, 40)):
+        program, weights = with_segments(model, x, segments)
+        module = graph_module(program, weights, torch.device("cpu"))
+        model.zero_grad()
+        torch.manual_seed(7)
+        loss = F.cross_entropy(module(x)[0], y)
+        after = torch.rand(())
+        loss.backward()
+        gradients = {name: p.grad for name, p in weights.items() if p.grad is not None}
+        found.append({"loss": loss.detach(), "after": after, "next": torch.rand(())} | gradients)
+    assert all(torch.equal(found[1][name], found[0][name]) for name in found[0])
+    assert len(found[0]) > 20
 
 
 class WritesItsInput(nn.Module):
