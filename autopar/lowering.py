@@ -6,6 +6,7 @@ from torch import nn
 
 from autopar.batching import Call
 from autopar.ir import Graph, Mode, Precision
+from autopar.precision import in_precision
 from autopar.trace import trace
 
 
@@ -17,6 +18,6 @@ def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Prec
 
     Raises:
         TraceError: the model cannot be traced.
+        UsageError: it cannot compute in this precision.
     """
-    del precision
-    return trace(model, call.args, call.kwargs, mode, name)
+    return in_precision(trace(model, call.args, call.kwargs, mode, name), precision)
