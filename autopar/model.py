@@ -89,6 +89,11 @@ class ParallelModel:
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
 
+    @property
+    def autocast(self) -> str | None:
+        """The low dtype of mixed precision; None where the model computes in its weights' own."""
+        return self._spec.autocast
+
     # -- mode --------------------------------------------------------------------------------------------------
 
     @property
