@@ -9,8 +9,8 @@ from torch import nn
 
 import autopar
 from autopar import UsageError
-from autopar.precision import in_precision, own_precision
 from autopar.options import Options, parse_bytes
+from autopar.precision import in_precision, own_precision
 from autopar.trace import trace
 
 

@@ -61,8 +61,9 @@ class PlanFlags:
     schedule: Annotated[str | None, Option(help="1f1b (default) or gpipe.", metavar="NAME")] = None
     precision: Annotated[
         str | None,
-        Option(help="fp32, bf16 or fp16: mixed precision with float32 weights; the model's own by default.",
-               metavar="NAME"),
+        Option(
+            help="fp32, bf16 or fp16: mixed precision with float32 weights; the model's own by default.", metavar="NAME"
+        ),
     ] = None
     recompute: Annotated[str | None, Option(help="none in this version.", metavar="NAME")] = None
     balance: Annotated[

@@ -19,10 +19,10 @@ CAST = "aten.to.dtype"
 CASTABLE = ("float32", "bfloat16", "float16")  # autocast leaves float64 alone
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 # Views: what their readers want is wanted of a weight itself.
-VIEWS = frozenset(
-    "chunk expand flatten mT numpy_T permute reshape select slice split split_with_sizes squeeze t transpose unbind "
-    "unflatten unsqueeze view".split()
-)
+VIEWS = (
+    "chunk", "expand", "flatten", "mT", "numpy_T", "permute", "reshape", "select", "slice", "split", "split_with_sizes",
+    "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+)  # fmt: skip
 
 
 def autocast(graph: Graph, low: str) -> Graph:

@@ -16,6 +16,7 @@ def in_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype)
     def loss_in_autocast(output: Any, target: Any) -> torch.Tensor:
         with torch.autocast(device.type, dtype):
             loss = loss_fn(output, target)
-        return loss.float() if isinstance(loss, torch.Tensor) and loss.dtype in (torch.float16, torch.bfloat16) else loss
+        low = isinstance(loss, torch.Tensor) and loss.dtype in (torch.float16, torch.bfloat16)
+        return loss.float() if low else loss
 
     return loss_in_autocast

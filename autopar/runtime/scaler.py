@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
@@ -13,7 +13,8 @@ class LossScaler:
     """The factor on the loss, halved when a gradient overflows and doubled after many updates without.
 
     Every rank has one and tells it the same global norms, so that all of them agree without another message.
-    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2; defaults and state of torch.amp.GradScaler.
+    Defaults and state are those of torch.amp.GradScaler.
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class LossScaler:
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.finite_updates = 0  # since the scale changed
 
-    def unscale(self, gradients: Sequence[torch.Tensor]) -> float:
+    def unscale(self, gradients: list[torch.Tensor]) -> float:
         """The scale, by which the gradients are divided."""
         if gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)

@@ -198,9 +198,7 @@ class Converter:
     ) -> None:
         mutates = tuple(root for root in updated if root in self.weights)
         module, source = module_of(node), source_of(node)
-        self.ops.append(
-            Op(name, str(target), args, kwargs, outputs, module, source, mutates, autocast=self.autocast)
-        )
+        self.ops.append(Op(name, str(target), args, kwargs, outputs, module, source, mutates, autocast=self.autocast))
         self.values |= {value.name: value for value in outputs}
         self.updated_until |= dict.fromkeys(updated, len(self.ops) - 1)
 
