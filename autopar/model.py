@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from math import isfinite
+from math import inf, isfinite
 from os import PathLike
 from typing import Any
 
@@ -44,13 +44,15 @@ class StepResult:
     """What a training step did.
 
     ``loss`` is the mean over the global batch; ``grad_norm`` the global 2-norm before clipping, None where no update
-    was made; ``outputs`` the model's outputs in order, where they were asked for.
+    was made; ``outputs`` the model's outputs in order, where they were asked for. ``skipped``: float16 gradients
+    overflowed (``grad_norm`` is infinite), so that the weights stay as they were and the loss scale is halved.
     """
 
     loss: float
     step_seconds: float
     grad_norm: float | None = None
     outputs: Any = None
+    skipped: bool = False
 
 
 class ParallelModel:
@@ -91,6 +93,11 @@ class ParallelModel:
         self.num_drawn = 0  # samples since then, which random operations count
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
+
+    @property
+    def autocast(self) -> str | None:
+        """The low dtype of mixed precision; None where the model computes in its weights' own."""
+        return self._spec.autocast
 
     # -- mode --------------------------------------------------------------------------------------------------
 
@@ -151,7 +158,8 @@ class ParallelModel:
         if command == "train_step":
             self._updated()
         self._report_non_finite(outcome.losses, step)
-        return StepResult(sum(outcome.losses), seconds, outcome.grad_norm, joined)
+        skipped = self._spec.autocast == "float16" and outcome.grad_norm == inf
+        return StepResult(sum(outcome.losses), seconds, outcome.grad_norm, joined, skipped)
 
     def _ordered(self, results: Mapping[int, list[list[Any]]]) -> list[list[Any]]:
         """The outputs of all microbatches of the caller's batch, in order, from those that each rank kept."""
@@ -354,6 +362,10 @@ class ParallelModel:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
         total = summed(self._call("gradients"), self._spec.storage, self.plan.mesh)
         return {w.name: total[w.name] for w in self._programs.example.weights if w.name in total}
+
+    def loss_scale(self) -> float:
+        """The factor on the loss under ``precision="fp16"``, which gradients and losses shown are free of; else 1."""
+        return max(self._call("loss_scale").values())
 
     def learning_rates(self) -> list[float]:
         """Learning rate of each of the optimizer's parameter groups."""

@@ -95,6 +95,17 @@ def test_check_agrees_on_convolutions() -> None:
     assert parity.ok, parity.rows
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("model", [tiny_vit, resnet18])
+def test_mixed_precision_equals_autocast(model: Any, mesh: tuple[int, int, int], precision: str) -> None:
+    torch.manual_seed(0)
+    pp, tp, dp = mesh
+    x = torch.randn(16, 3, 32, 32)
+    parity = compare(model(), x, devices=2, steps=2, microbatches=2, precision=precision, pp=pp, tp=tp, dp=dp)
+    assert parity.ok, parity.rows
+
+
 def test_killed_rank_ends_the_others() -> None:
     def slow(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         time.sleep(2)

@@ -9,8 +9,8 @@ from torch import nn
 
 import autopar
 from autopar import UsageError
-from autopar.api import precision_of
 from autopar.options import Options, parse_bytes
+from autopar.precision import in_precision, own_precision
 from autopar.trace import trace
 
 
@@ -72,9 +72,10 @@ def test_only_modules_are_parallelized(model: object) -> None:
 
 def test_precision_is_the_models_own() -> None:
     graph = trace(mlp().double(), (torch.randn(2, 8, dtype=torch.float64),))
-    assert precision_of(graph, None) == precision_of(graph, "fp64") == "fp64"
+    assert own_precision(graph) == "fp64"
+    assert in_precision(graph, None) is in_precision(graph, "fp64") is graph
     with pytest.raises(UsageError, match=r"precision='bf16', but the parameters of Sequential are fp64"):
-        precision_of(graph, "bf16")
+        in_precision(graph, "bf16")
 
 
 def test_a_single_process_of_a_launcher_is_a_plain_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ class SavedWeight:
     def of(weight: Weight, state_names: frozenset[str]) -> SavedWeight:
         """What a header keeps of a traced weight."""
         names = tuple(name for name in weight.names if name in state_names)
-        return SavedWeight(weight.name, weight.kind, weight.shape, weight.dtype, names)
+        return SavedWeight(weight.name, weight.kind, weight.shape, weight.stored_dtype, names)
 
 
 @with_config(STRICT)
