@@ -155,8 +155,8 @@ def warn_of_generators(graph: Graph) -> None:
         listed = ", ".join(f"{op.name} ({op.target}{f' at {op.source}' if op.source else ''})" for op in left[:3])
         warnings.warn(
             f"{graph.model} has {len(left)} random operations that cannot count samples: {listed}"
-            f"{', …' if len(left) > 3 else ''}. Each rank draws them from a generator of its own, so their numbers depend "
-            "on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or F.dropout.",
+            f"{', …' if len(left) > 3 else ''}. Each rank draws them from a generator of its own, so their numbers "
+            "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or F.dropout.",
             PlanDependentRandomWarning,
             stacklevel=3,  # the caller of parallelize
         )
