@@ -114,6 +114,7 @@ def make_plan(
         memory_bytes=options.memory,
         balance=options.balance,
         pins=options.pins,
+        recompute=options.recompute,
         least_samples=LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1,
         time_limit_seconds=options.solver_seconds,
     )
@@ -156,7 +157,8 @@ def warn_of_generators(graph: Graph) -> None:
         warnings.warn(
             f"{graph.model} has {len(left)} random operations that cannot count samples: {listed}"
             f"{', …' if len(left) > 3 else ''}. Each rank draws them from a generator of its own, so their numbers "
-            "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or F.dropout.",
+            "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or "
+            "F.dropout.",
             PlanDependentRandomWarning,
             stacklevel=3,  # the caller of parallelize
         )

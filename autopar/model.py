@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
+from os import PathLike
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from autopar.batching import (
     split_leaves,
     split_targets,
 )
+from autopar.checkpoints import header_of, load, save
 from autopar.counter_random import rows
 from autopar.errors import NonFiniteLossWarning, UsageError
-from autopar.ir import TP, Mode, Place, Plan, Ref
+from autopar.ir import TP, Header, Mode, Place, Plan, Ref
 from autopar.machine import Machine
 from autopar.programs import Programs, Variant
 from autopar.random_ops import DRAWS
@@ -313,6 +315,40 @@ class ParallelModel:
             index, sizes = {TP: place.shard}, {TP: self.plan.mesh.tp}
             arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
         self._ranks.call("load", arguments)
+
+    def save_checkpoint(self, folder: str | PathLike[str], extra: Any = None) -> None:
+        """Save all that training goes on from: weights, buffers, the state of optimizer and scheduler, counters, plan.
+
+        Every rank writes its parts, and `load_checkpoint` takes them under any other mesh. The folder always holds one
+        whole checkpoint, whenever the process is killed; while a new one is written it needs room for both. Gradients
+        that no update has used yet are not saved. Under torchrun all ranks call this, with a folder that they share.
+
+        Args:
+            extra: the caller's own, such as the position in the data; anything that JSON can hold.
+
+        Raises:
+            UsageError: ``extra`` is not such a thing.
+            CheckpointError: it cannot be written (the disk is full, say); the one that was there is as it was, and
+                training can go on.
+        """
+        save(self._ranks, folder, self._header(extra))
+
+    def load_checkpoint(self, folder: str | PathLike[str]) -> Any:
+        """Go on from a checkpoint that was saved under any mesh; the ``extra`` that was saved with it.
+
+        The options of parameter groups, learning rates among them, are those of the checkpoint. Where there is no
+        optimizer here, the weights alone are taken. Gradients are dropped.
+
+        Raises:
+            CheckpointError: it is none, is damaged, or is of another model or optimizer; nothing was changed.
+        """
+        header = load(self._ranks, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
+        self.num_updates, self.num_drawn = header.updates, 0
+        return header.extra
+
+    def _header(self, extra: Any) -> Header:
+        weights = self._programs.example.weights
+        return header_of(self.plan, weights, self._state_names, self._spec.seed, self.num_updates, extra)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""

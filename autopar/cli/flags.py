@@ -62,7 +62,14 @@ class PlanFlags:
     precision: Annotated[str | None, Option(help="The model's own; this version converts nothing.", metavar="NAME")] = (
         None
     )
-    recompute: Annotated[str | None, Option(help="none in this version.", metavar="NAME")] = None
+    recompute: Annotated[
+        str | None,
+        Option(
+            help="Compute activations again in the backward instead of keeping them: none, all, or auto (default), "
+            "on stages that do not fit otherwise.",
+            metavar="NAME",
+        ),
+    ] = None
     balance: Annotated[
         str | None, Option(help="What the stages share evenly: time (default), params, flops, uniform.", metavar="NAME")
     ] = None
