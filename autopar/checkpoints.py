@@ -174,4 +174,6 @@ def changes(saved: Header, here: Header, optimizer: Any, scheduler: Any) -> list
         found.append("has no optimizer: the one here starts from scratch.")
     if scheduler is not None and saved.scheduler is None:
         found.append("has no learning-rate scheduler: the one here starts from scratch.")
+    if optimizer is not None and scheduler is None and saved.scheduler is not None:
+        found.append(f"was saved with a {saved.scheduler}, here is no lr_scheduler: learning rates stay as they are.")
     return found
