@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         HardwareError,
         InfeasibleError,
         NonFiniteLossWarning,
+        PlanDependentRandomWarning,
         PlanError,
         ResumeWarning,
         TraceError,
@@ -35,16 +36,16 @@ __version__ = "0.1.0"
 # Where each public name lives. Imported at first use, so that reading a cost model needs no torch.
 _HOME = {
     "parallelize": "api", "plan": "api", "Plan": "ir", "ParallelModel": "model", "StepResult": "model",
-    "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
-    "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
+    "ModelSource": "zoo", "AutoparError": "errors", "CheckpointError": "errors", "HardwareError": "errors",
+    "InfeasibleError": "errors", "NonFiniteLossWarning": "errors", "PlanDependentRandomWarning": "errors",
+    "PlanError": "errors", "ResumeWarning": "errors", "TraceError": "errors", "TrainingError": "errors",
     "UnknownOpWarning": "errors", "UsageError": "errors", "WorkerError": "errors", "Parameters": "runtime",
-    "CheckpointError": "errors", "ResumeWarning": "errors",
 }  # fmt: skip
 
 __all__ = [
     "AutoparError", "CheckpointError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning",
-    "ParallelModel", "Parameters", "Plan", "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError",
-    "UnknownOpWarning", "UsageError", "WorkerError", "parallelize", "plan",
+    "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult",
+    "TraceError", "TrainingError", "UnknownOpWarning", "UsageError", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 

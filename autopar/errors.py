@@ -65,5 +65,9 @@ class ResumeWarning(UserWarning):
     """Training goes on from a checkpoint otherwise than the run that saved it would have."""
 
 
+class PlanDependentRandomWarning(UserWarning):
+    """A random operation draws from a generator of its rank: its numbers differ from plan to plan."""
+
+
 class UnknownOpWarning(UserWarning):
     """An operation has no sharding rule: every rank of a tensor-parallel group runs it whole."""

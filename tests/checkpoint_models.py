@@ -55,13 +55,16 @@ class Convolutions(nn.Module):
         return self.head(F.gelu(self.layers(x)).mean((2, 3)))
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {"vit": lambda: tiny_vit(2, **VIT), "convolutions": Convolutions}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "vit": lambda: tiny_vit(2, proj_drop_rate=0.1, **VIT),
+    "convolutions": Convolutions,
+}
 
 
 def start(name: str, devices: int = 1, seed: int = 0, **options: Any) -> autopar.ParallelModel:
     """A model with weights that depend on ``seed``."""
     torch.manual_seed(seed)
-    given = {"optimizer": grouped, "lr_scheduler": STEPLR, "microbatches": 2} | options
+    given: dict[str, Any] = {"optimizer": grouped, "lr_scheduler": STEPLR, "microbatches": 2} | options
     return autopar.parallelize(MODELS[name](), devices, IMAGES, **given)
 
 
@@ -99,7 +102,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 def small(model: nn.Module | None = None, seed: int = 0, rows: torch.Tensor = ROWS, **options: Any) -> Any:
     torch.manual_seed(7)
     built = model or nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    given = {"optimizer": ADAMW} | options
+    given: dict[str, Any] = {"optimizer": ADAMW} | options
     return autopar.parallelize(built, 1, rows, seed=seed, **given)
 
 
