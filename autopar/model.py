@@ -351,12 +351,12 @@ class ParallelModel:
             CheckpointError: it is none, is damaged, or is of another model or optimizer; nothing was changed.
         """
         header = load(self._ranks, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
-        self.num_updates, self.num_drawn = header.updates, 0
+        self.num_updates, self.num_drawn = header.updates, header.drawn
         return header.extra
 
     def _header(self, extra: Any) -> Header:
-        weights = self._programs.example.weights
-        return header_of(self.plan, weights, self._state_names, self._spec.seed, self.num_updates, extra)
+        counters = (self._spec.seed, self.num_updates, self.num_drawn)
+        return header_of(self.plan, self._programs.example.weights, self._state_names, counters, extra)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
