@@ -22,7 +22,8 @@ class Options:
 
     ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second. ``pp``, ``tp`` and
     ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica; ``zero1`` shares the
-    optimizer's state among replicas.
+    optimizer's state among replicas. ``clip_grad_norm`` limits the 2-norm of all gradients together,
+    ``clip_grad_value`` each of their elements.
     """
 
     pp: int | None = None
@@ -41,6 +42,7 @@ class Options:
     hardware: str | None = None
     backend: str | None = None
     clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
     solver_seconds: float = 10.0
     timeout: float = 600.0
 
@@ -60,12 +62,14 @@ class Options:
         for name, known in (("schedule", ("1f1b", "gpipe")), ("balance", ("time", "params", "flops", "uniform"))):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown. It is one of {', '.join(known)}.")
-        for name in ("memory", "clip_grad_norm", "solver_seconds", "timeout"):
+        for name in ("memory", "clip_grad_norm", "clip_grad_value", "solver_seconds", "timeout"):
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int | float) or isinstance(number, bool) or number <= 0):
                 raise UsageError(f"{name}={number!r} must be a number above 0.")
         if self.backend not in (None, "gloo", "nccl"):
             raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise UsageError("Pass clip_grad_norm or clip_grad_value, not both.")
         if self.microbatches is not None and self.microbatch_size is not None:
             raise UsageError("Pass microbatches or microbatch_size, not both.")
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.ir import REPLICATED, Mode, Program
 from autopar.pytree import leaves
+from autopar.runtime.ema import Average
 from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, Work
@@ -48,6 +49,8 @@ class Rank:
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, transport)
+        self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
+        self.set_aside: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
@@ -112,7 +115,7 @@ class Rank:
     def train_step(self, work: Work) -> StepOutcome:
         """Gradients and an update: what earlier calls accumulated is part of it."""
         outcome = self.forward_backward(work, update_follows=True)
-        return StepOutcome(outcome.losses, outcome.outputs, self.updater.step())
+        return StepOutcome(outcome.losses, outcome.outputs, self.optimizer_step())
 
     def execute(self, work: Work, update_follows: bool) -> BoundStep:
         start = time.perf_counter()
@@ -139,17 +142,20 @@ class Rank:
         self.apart = mode == "train"
 
     def optimizer_step(self) -> float:
-        """Clip, update, clear gradients; the global norm of the gradients before clipping."""
-        return self.updater.step()
+        """Clip, update, clear gradients, average; the global norm of the gradients before clipping."""
+        norm = self.updater.step()
+        if self.ema is not None:
+            self.ema.update(self.updater.num_updates)
+        return norm
 
     def zero_grad(self) -> None:
         self.updater.zero_grad()
 
-    def scheduler_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.updater.scheduler_step(args, kwargs)
+    def scheduler_step(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.updater.scheduler_step(method, args, kwargs)
 
     def learning_rates(self) -> list[float]:
-        """Learning rate of each parameter group; empty on a rank that updates nothing."""
+        """Learning rate of each parameter group."""
         return self.updater.learning_rates()
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -159,6 +165,25 @@ class Rank:
         if self.place.replica != 0:
             return {}
         return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.first_copy(n)}
+
+    def ema_state(self) -> dict[str, torch.Tensor]:
+        """Copies on CPU of the averages of what `state` gives."""
+        assert self.ema is not None
+        if self.place.replica != 0:
+            return {}
+        return {n: t.cpu().clone() for n, t in self.ema.tensors().items() if self.spec.first_copy(n)}
+
+    def swap_ema(self, averages: bool) -> None:
+        """Put the averages in the place of the weights, or the weights back."""
+        assert self.ema is not None and averages == (self.set_aside is None)
+        if self.set_aside is None:
+            tensors = self.ema.tensors()
+            self.set_aside = {name: self.weights[name].detach().clone() for name in tensors}
+            self.load(tensors)
+        else:
+            self.load(self.set_aside)
+            self.set_aside = None
+        self.apart = True  # replicas average, and have, buffers of their own
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the weights named with this rank's parts of them."""
