@@ -16,19 +16,23 @@ UNUSED = "unused"  # where a rank has no parameter, and ModelEmaV3 looks for the
 
 
 def module_of(weights: Mapping[str, torch.Tensor], about: Mapping[str, Weight]) -> nn.Module:
-    """A module whose state dict is these tensors under their own names; nothing is copied."""
+    """A module whose state dict is these tensors under their own names, all names of tied ones; nothing is copied.
+
+    timm averages a tied weight once for each of its names, and equality with one device demands the same here.
+    """
     root = nn.Module()
     for name, tensor in weights.items():
-        *path, leaf = name.split(".")
-        owner = root
-        for step in path:
-            if step not in dict(owner.named_children()):
-                owner.add_module(step, nn.Module())
-            owner = owner.get_submodule(step)
-        if isinstance(tensor, nn.Parameter):
-            owner.register_parameter(leaf, tensor)
-        else:
-            owner.register_buffer(leaf, tensor, persistent=bool(about[name].names))
+        for alias in about[name].names or (name,):
+            *path, leaf = alias.split(".")
+            owner = root
+            for step in path:
+                if step not in dict(owner.named_children()):
+                    owner.add_module(step, nn.Module())
+                owner = owner.get_submodule(step)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(leaf, tensor)
+            else:
+                owner.register_buffer(leaf, tensor, persistent=bool(about[name].names))
     if not any(True for _ in root.parameters()):
         device = next((t.device for t in weights.values()), torch.device("cpu"))
         root.register_parameter(UNUSED, nn.Parameter(torch.zeros((), device=device), requires_grad=False))
@@ -46,6 +50,7 @@ class Average:
         Raises:
             UsageError: it fails, or gives something without ``update(module, step=…)`` and ``module``.
         """
+        self.names = tuple(weights)
         self.source = module_of(weights, about)
         try:
             self.keeper = make(self.source)
@@ -70,5 +75,6 @@ class Average:
         self.keeper.update(self.source, step=num_updates)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages by name; those of the state dict."""
-        return {name: tensor.detach() for name, tensor in self.module.state_dict().items() if name != UNUSED}
+        """The averages by name, of all that is in a state dict."""
+        averages = self.module.state_dict()
+        return {name: averages[name].detach() for name in self.names if name in averages}
