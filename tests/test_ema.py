@@ -84,7 +84,8 @@ def test_weights_come_back_after_an_exception_and_training_waits_until_then() ->
     calls = {
         "train_step": lambda: pm.train_step(x, y), "forward_backward": lambda: pm.forward_backward(x, y),
         "optimizer_step": pm.optimizer_step, "load_state_dict": lambda: pm.load_state_dict(before),
-        "ema_weights": pm.ema_weights().__enter__,
+        "ema_weights": pm.ema_weights().__enter__, "save_checkpoint": lambda: pm.save_checkpoint("x"),
+        "load_checkpoint": lambda: pm.load_checkpoint("x"),
     }  # fmt: skip
     for name, call in calls.items():
         with pytest.raises(autopar.UsageError, match=rf"{name} was called inside of ema_weights\(\)"), pm.ema_weights():
@@ -113,7 +114,7 @@ def test_no_average_was_asked_for() -> None:
 @pytest.mark.parametrize(
     ("ema", "message"),
     [
-        (functools.partial(EMA, **{"decoy": 0.9}), "TypeError: .*decoy"),
+        (lambda module: EMA(module, decoy=0.9), "TypeError: .*decoy"),  # type: ignore[call-arg]
         (timm.utils.ModelEmaV2, "too many|unexpected keyword argument 'step'"),
         (lambda module: module, "'Module' object has no attribute 'update'"),
     ],

@@ -157,7 +157,10 @@ def fails(parameters: Any) -> torch.optim.Optimizer:
     ("make", "message"),
     [
         (functools.partial(torch.optim.LBFGS, lr=1.0), "LBFGS.step needs a closure that evaluates the loss again"),
-        (lambda p: torch.optim.AdamW(p, **{"lrr": 1.0}), "The optimizer <lambda> cannot be made from the model's 2 "),
+        (
+            lambda p: torch.optim.AdamW(p, lrr=1.0),  # type: ignore[call-arg]
+            "The optimizer <lambda> cannot be made from the model's 2 ",
+        ),
         (torch.optim.Muon, "The optimizer Muon cannot be made .* ValueError: Muon only supports 2D parameters"),
         (fails, "The optimizer fails cannot be made from the model's 2 parameters: KeyError: 'no such group'"),
         (list, "optimizer=list returns a list; it must return a torch.optim.Optimizer"),

@@ -38,8 +38,8 @@ def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
 
 
 def cases(kind: str) -> list[tuple[str, str]]:
-    """Names and meshes of the cases with a schedule, with averages (``ema``), or with neither (``optimizer``)."""
-    kinds = {name: "schedule" if c.schedule else "ema" if c.ema else "optimizer" for name, c in CASES.items()}
+    """Names and meshes of the cases with averages (``ema``), with a schedule alone, or with neither (``optimizer``)."""
+    kinds = {name: "ema" if c.ema else "schedule" if c.schedule else "optimizer" for name, c in CASES.items()}
     return [(n, "-".join(map(str, mesh))) for n, c in CASES.items() if kinds[n] == kind for mesh in c.meshes]
 
 

@@ -47,8 +47,13 @@ class Case:
     schedule: dict[str, Any] | None = None
     accumulate: bool = False
     ema: bool = False
+    resumed: bool = False  # from the checkpoint of the mesh before
 
 
+COSINE = {
+    "sched": "cosine", "epochs": 20, "warmup_epochs": 2, "min_lr": 1e-4, "step_on_epochs": False,
+    "updates_per_epoch": 1,
+}  # fmt: skip
 LAMB = {"lr": 1e-2, "weight_decay": 0.05}
 CASES = {
     "lamb": Case((TP, DP, PP, BOTH, ALL), "lamb", LAMB),
@@ -61,9 +66,9 @@ CASES = {
     "clipped by value": Case((TP, DP), functools.partial(torch.optim.SGD, lr=1.0), {}, {"clip_grad_value": 0.01}),
     "layer decay": Case(
         (TP, PP), "adamw", {"lr": 1e-2, "weight_decay": 0.05, "layer_decay": 0.5, "eps": 1e-3},
-        schedule={"sched": "cosine", "epochs": 4, "warmup_epochs": 1, "min_lr": 1e-4, "step_on_epochs": False,
-                  "updates_per_epoch": 1}),
+        schedule=COSINE),
     "accumulation": Case((TP, DP, BOTH), functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9), accumulate=True),
+    "resumed": Case((DP, TP, PP, BOTH, ALL), "lamb", LAMB, schedule=COSINE, ema=True, resumed=True),
     "average": Case((TP, DP, PP, ALL), functools.partial(torch.optim.SGD, lr=0.5), ema=True),
 }  # fmt: skip
 
@@ -137,7 +142,7 @@ def pieces(case: Case, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, 
         yield x, torch.randint(0, 10, (size,), generator=generator), size / sum(SIZES) if case.accumulate else 1.0
 
 
-def run(case: Case, plan: autopar.Plan, slots: dict[str, list[list[int]]]) -> dict[str, float]:
+def run(case: Case, plan: autopar.Plan, slots: dict[str, list[list[int]]], checkpoint: Path) -> dict[str, float]:
     """What was compared; the shapes of the optimizer's state are left in ``slots``."""
     torch.manual_seed(0)
     model = tiny_vit(2, embed_dim=32, num_heads=4).double()
@@ -149,7 +154,13 @@ def run(case: Case, plan: autopar.Plan, slots: dict[str, list[list[int]]]) -> di
         **case.constraints,
     ) as pm:  # fmt: skip
         alone = Alone(model, case)
-        for step in range(1, STEPS + 1 + 2 * case.ema):
+        if case.resumed and checkpoint.exists():
+            pm.load_checkpoint(checkpoint)
+        for step in range(1, pm.num_updates + 1):
+            for piece in pieces(case, step):
+                alone.backward(*piece)
+            alone.update(step)
+        for step in range(pm.num_updates + 1, pm.num_updates + STEPS + 1 + 2 * case.ema):
             judge("learning rates", *({str(i): torch.tensor(lr) for i, lr in enumerate(lrs)}
                                       for lrs in (pm.learning_rates(), alone.learning_rates())))  # fmt: skip
             *before, last = pieces(case, step)
@@ -165,6 +176,8 @@ def run(case: Case, plan: autopar.Plan, slots: dict[str, list[list[int]]]) -> di
         if case.ema:
             averaged(judge, pm, alone)
             assert all(torch.equal(a, b) for a, b in zip(pm.state_dict().values(), state.values(), strict=True))
+        if case.resumed:
+            pm.save_checkpoint(checkpoint)
         updater = pm._ranks.rank.updater  # type: ignore[union-attr]
         assert updater.optimizer is not None
         slots |= {n: [list(t.shape) for t in updater.optimizer.state.get(p, {}).values() if isinstance(t, torch.Tensor)]
@@ -208,7 +221,7 @@ def main() -> None:
             slots: dict[str, list[list[int]]] = {}
             error, worst = "", {}
             try:
-                worst = run(CASES[name], autopar.Plan.from_json(told[0]), slots)
+                worst = run(CASES[name], autopar.Plan.from_json(told[0]), slots, folder / f"checkpoint-{world}")
             except Exception:
                 error = traceback.format_exc()
             file = folder / f"{name}+{pp}-{tp}-{dp}+{rank}.json"

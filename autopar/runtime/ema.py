@@ -75,6 +75,6 @@ class Average:
         self.keeper.update(self.source, step=num_updates)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages by name, of all that is in a state dict."""
+        """The averages by name, of all that is in a state dict; they share memory with them."""
         averages = self.module.state_dict()
         return {name: averages[name].detach() for name in self.names if name in averages}

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.ir import REPLICATED, Mode, Program
+from autopar.errors import CheckpointError
+from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
+from autopar.runtime import checkpoint
+from autopar.runtime.copies import Copies
 from autopar.runtime.ema import Average
 from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
+from autopar.runtime.mixed_loss import in_autocast
 from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, Work
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
@@ -51,6 +56,7 @@ class Rank:
         self.updater = Updater(spec, self.trainable, transport)
         self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
         self.set_aside: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
+        self.copies = Copies(self.weights, self.updater.came)
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
@@ -75,6 +81,7 @@ class Rank:
     def add_program(self, key: int, program: Program, constants: Mapping[str, torch.Tensor]) -> None:
         """Build a program under a number that steps will name; ``constants`` are those it reads."""
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
+        held |= self.copies.read_by(program)
         self.chunks[key] = Chunk(program, self.spec.build(program, held, self.device, self.axes))
 
     def step(self, work: Work) -> BoundStep:
@@ -82,13 +89,18 @@ class Rank:
         key = (work.schedule, work.programs, work.training)
         if key not in self.bound:
             schedule = generate(work.schedule, self.mesh.pp, len(work.programs))
-            loss_fn = self.spec.loss_fn if self.judges and work.training else None
+            loss_fn = self.loss_fn() if self.judges and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
             self.bound[key] = BoundStep(
                 schedule, self.place.stage, self.spec.pipeline, chunks, self.transport, self.device, loss_fn,
                 work.training,
             )  # fmt: skip
         return self.bound[key]
+
+    def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
+        if self.spec.autocast is None:
+            return self.spec.loss_fn
+        return in_autocast(self.spec.loss_fn, self.device, getattr(torch, self.spec.autocast))
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -120,6 +132,8 @@ class Rank:
     def execute(self, work: Work, update_follows: bool) -> BoundStep:
         start = time.perf_counter()
         self.running = self.step(work)
+        self.running.loss_scale = self.updater.loss_scale
+        self.copies.refresh()
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
         self.running.run(work.data, work.keep_outputs, self.updater.arm if update_follows else None)
@@ -144,7 +158,9 @@ class Rank:
     def optimizer_step(self) -> float:
         """Clip, update, clear gradients, average; the global norm of the gradients before clipping."""
         norm = self.updater.step()
-        if self.ema is not None:
+        self.copies.forget()
+        skipped = self.updater.scaler is not None and norm == inf
+        if self.ema is not None and not skipped:
             self.ema.update(self.updater.num_updates)
         return norm
 
@@ -153,6 +169,9 @@ class Rank:
 
     def scheduler_step(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.updater.scheduler_step(method, args, kwargs)
+
+    def loss_scale(self) -> float:
+        return self.updater.loss_scale
 
     def learning_rates(self) -> list[float]:
         """Learning rate of each parameter group."""
@@ -191,6 +210,18 @@ class Rank:
             for name, tensor in tensors.items():
                 self.weights[name].copy_(tensor)
 
+    def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
+        """Write this rank's share of a checkpoint; why there is none, on any rank."""
+        return checkpoint.save(self, folder, header)
+
+    def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
+        """The header of a checkpoint that this rank can read."""
+        return checkpoint.inspect(folder)
+
+    def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
+        """Take over a checkpoint; why it was not, on any rank."""
+        return checkpoint.load(self, folder, header)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Copies on CPU of this rank's own gradients.
 
@@ -198,7 +229,7 @@ class Rank:
         gradients of several shards only the first is given.
         """
         return {
-            name: p.grad.detach().cpu().clone()
+            name: p.grad.detach().cpu() / self.updater.loss_scale
             for name, p in self.trainable.items()
             if p.grad is not None and (self.place.shard == 0 or self.spec.layout(name) != REPLICATED)
         }
@@ -211,7 +242,7 @@ class Rank:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.train_step(work)
             return torch.cuda.max_memory_allocated(self.device)
-        standing = sum(t.nbytes for t in self.weights.values()) + self.updater.state_bytes()
+        standing = sum(t.nbytes for t in self.weights.values()) + self.copies.num_bytes + self.updater.state_bytes()
         with TensorPeak() as peak:
             self.train_step(work)
         return standing + peak.bytes

@@ -47,6 +47,7 @@ class RankSpec:
         clip_grad_norm: largest global gradient norm, or None.
         clip_grad_value: largest absolute value of a gradient's element, or None.
         ema: makes the object that averages weights, as given to `autopar.parallelize`.
+        autocast: the low dtype of mixed precision, or None.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class RankSpec:
     trainable: tuple[Weight, ...] = ()
     storage: Mapping[str, Layout] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
+    autocast: str | None = None
 
     @property
     def place(self) -> Place:
@@ -73,7 +75,7 @@ class RankSpec:
 
     @property
     def rank_seed(self) -> int:
-        """Seed of this rank's random operations: one for the ranks of a tensor-parallel group, which draw alike."""
+        """Seed of what this rank draws without counters; one for a tensor-parallel group, whose ranks draw alike."""
         return self.seed + self.place.stage * self.mesh.dp + self.place.replica
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from autopar.ir import REPLICATED, TP, Layout
 from autopar.pytree import leaves
 from autopar.runtime.optimizer import rank_optimizer
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
+from autopar.runtime.scaler import LossScaler
 from autopar.runtime.scheduling import scheduler_of, step_scheduler
 from autopar.runtime.spec import RankSpec
 from autopar.runtime.transport import Transport
@@ -34,6 +36,7 @@ class Updater:
         self.optimizer, self.wholes = (made.optimizer, made.wholes) if made else (None, None)
         self.scheduler = scheduler_of(spec.lr_scheduler, self.optimizer) if made and spec.lr_scheduler else None
         self.num_updates = 0
+        self.scaler = LossScaler() if spec.autocast == "float16" else None
         self.replica_sum: ReplicaSum | None = None
         if spec.mesh.dp > 1 and trainable:
             self.replica_sum = ReplicaSum(trainable, spec.owners, spec.replicas, spec.place.replica, transport)
@@ -47,13 +50,33 @@ class Updater:
         if self.replica_sum is not None:
             self.replica_sum.arm()
 
+    def came(self, name: str) -> None:
+        """A parameter's gradient has grown in a backward that did not accumulate into it itself."""
+        if self.replica_sum is not None:
+            self.replica_sum.came(name)
+
+    @property
+    def loss_scale(self) -> float:
+        """What all gradients are multiplied by until the next `step`."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
     def step(self) -> float:
-        """Sum, clip, update, clear gradients; the global norm of the gradients before clipping."""
+        """Sum, clip, update, clear gradients; the global norm of the gradients before clipping.
+
+        Where float16 gradients overflowed nothing is updated, and the norm is infinite.
+        """
         if self.replica_sum is not None:
             self.replica_sum.finish()
         self.sum_over_shards()
         self.sum_over_stages()
         norm = self.global_norm()
+        self.num_updates += 1
+        if self.scaler is not None:
+            gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+            norm /= self.scaler.unscale(gradients)
+            if not self.scaler.update(norm.item()):
+                self.zero_grad()
+                return inf
         self.clip(norm)
         if self.wholes is not None:
             self.wholes.gather()
@@ -64,7 +87,6 @@ class Updater:
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
-        self.num_updates += 1
         return norm.item()
 
     def sum_over_shards(self) -> None:
@@ -114,7 +136,7 @@ class Updater:
             nn.utils.clip_grad_value_(gradients, self.spec.clip_grad_value)
 
     def layout(self, name: str) -> Layout:
-        """How a parameter of ``optimized``, and its state, lies on the ranks."""
+        """How the optimizer's parameter, and with it its state, lies."""
         return REPLICATED if self.wholes is not None and name in self.wholes.parts else self.spec.layout(name)
 
     def zero_grad(self) -> None:
