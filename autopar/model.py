@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import isfinite
@@ -18,6 +18,7 @@ from autopar.batching import (
     as_call,
     check_copies,
     check_parts,
+    check_real,
     check_shares,
     join_outputs,
     mark,
@@ -86,6 +87,27 @@ class ParallelModel:
         self._num_steps = 0
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
+
+    # -- data --------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this process has to pass real inputs; if not, tensors on the meta device do as well."""
+        stages = {self.plan.mesh.place(rank).stage for rank in self._ranks.numbers}
+        return any(variant.programs[stage].inputs for variant in self._programs.known.values() for stage in stages)
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this process has to pass real targets; if not, tensors on the meta device do as well."""
+        return any(self.plan.mesh.place(rank).stage == self.plan.mesh.pp - 1 for rank in self._ranks.numbers)
+
+    def data_sum(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over data ranks of numbers that each has of its part; all ranks of torchrun make the call."""
+        if not isinstance(self._ranks, TorchrunRanks):
+            return list(numbers)
+        given = self._ranks.gathered(list(numbers))
+        firsts = [given[self.plan.mesh.rank(Place(0, replica))] for replica in range(self.data_size)]
+        return [sum(column) for column in zip(*firsts, strict=True)]
 
     # -- mode --------------------------------------------------------------------------------------------------
 
@@ -216,6 +238,8 @@ class ParallelModel:
             last = place.stage == mesh.pp - 1
             inputs = [inputs_of(variant, place.stage, leaves) for variant, leaves in parts[own]]
             data = StepData(inputs, targets[own] if last else [], shares[own])
+            check_real(data.inputs, "input", rank)
+            check_real(data.targets, "target", rank)
             numbers = tuple(v.number for v in variants[own])
             keeps = keep_outputs and last and place.shard == 0
             work[rank] = (Work(self._mode, schedule, numbers, data, training, keeps),)
