@@ -43,9 +43,7 @@ def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, fine: bool = False)
     (folder / "names").write_bytes(meta)
     monkeypatch.setattr(source, "train_list", [["train_part", sums["train_part"]]])
     monkeypatch.setattr(source, "test_list", [["test_part", sums["test_part"]]])
-    monkeypatch.setattr(
-        source, "meta", {"filename": "names", "key": names_key, "md5": hashlib.md5(meta).hexdigest()}
-    )
+    monkeypatch.setattr(source, "meta", {"filename": "names", "key": names_key, "md5": hashlib.md5(meta).hexdigest()})
     return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
 
 
@@ -135,7 +133,11 @@ def test_synthetic_images_of_any_size():
     [
         ("cifar", {}, "No data set is named 'cifar'. Did you mean cifar10 or cifar100? There is digits, cifar10,"),
         ("imagefoldr", {}, "Did you mean imagefolder?"),
-        ("cifar10", {"folder": "none"}, "is not in none: there is no folder none/cifar-10-batches-py. Put the unpacked"),
+        (
+            "cifar10",
+            {"folder": "none"},
+            "is not in none: there is no folder none/cifar-10-batches-py. Put the unpacked",
+        ),
         ("cifar100", {}, "there is no folder data/cifar-100-python. Put the unpacked https://www.cs.toronto.edu"),
         ("cifar10", {}, "(files test_batch, …), say where it is with --data-dir, or add --download."),
         ("imagefolder", {}, "needs --data-dir FOLDER, with images as FOLDER/train/CLASS/IMAGE"),

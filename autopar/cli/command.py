@@ -28,7 +28,10 @@ class Command(TyperCommand):
     """A command that ends with one readable message and the error's exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread(args))
+        try:
+            return super().parse_args(ctx, spread(args))
+        except AutoparError as error:  # of a --config file, which is read before the other flags
+            raise report(error, str(error), error.exit_code, ctx.find_root().params["debug"]) from error
 
     def invoke(self, ctx: Any) -> Any:
         debug = ctx.find_root().params["debug"]

@@ -101,6 +101,11 @@ class OptimizerFlags:
         given = {"eps": self.opt_eps, "betas": self.opt_betas}
         return {name: value for name, value in given.items() if value is not None}
 
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint of the optimizer brings along."""
+        names = ("opt", "lr", "weight_decay", "momentum", "opt_eps", "opt_betas", "layer_decay")
+        return {name: value for name, value in asdict(self).items() if name in names}
+
     def constraints(self, precision: str | None) -> dict[str, Any]:
         """The keyword arguments of `autopar.parallelize` for clipping and precision.
 
@@ -146,6 +151,10 @@ class ScheduleFlags:
         list[int] | None, Option(help="Epoch of a step down; may be repeated.", metavar="N")
     ] = None
     decay_rate: Annotated[float | None, Option(min=0, help="What a step down multiplies by.", metavar="X")] = None
+
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint of the schedule brings along."""
+        return asdict(self)
 
     def options(self, epochs: int) -> dict[str, Any]:
         """Arguments of the schedule: those that were given, and a warm-up.

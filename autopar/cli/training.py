@@ -50,6 +50,7 @@ DEFAULT_SIDE = 32
 WEIGHTS, EMA_WEIGHTS, PLAN = "model.safetensors", "model_ema.safetensors", "plan.json"
 IN_MEMORY = ("digits", "synthetic")  # data sets so small that reading them in this process is quicker
 MOST_WORKERS = 4
+ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that do not depend on the number of epochs
 
 
 @dataclass(frozen=True)
@@ -182,9 +183,7 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
         "optimizer": timm_optimizer(
             model, flags.opt, flags.lr, flags.weight_decay, flags.momentum, flags.layer_decay, **flags.options()
         ),
-        "lr_scheduler": schedule(
-            going.sched, asked.epochs, steps, **going.options(asked.epochs)
-        ),
+        "lr_scheduler": schedule(going.sched, asked.epochs, steps, **going.options(asked.epochs)),
     }
     if flags.model_ema:
         average = needed("timm.utils", "--model-ema").ModelEmaV3
@@ -196,7 +195,6 @@ def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -
     """The trainer with all that the command writes and shows."""
     folder = asked.folder
     writing = (JsonLog(folder), TensorBoard(folder / "tensorboard"), Checkpoints(folder, asked.checkpoint_steps))
-    dropout = asked.regularization.model_kwargs()
     return Trainer(
         pm,
         training_loader(
@@ -215,17 +213,29 @@ def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -
         schedule="timm",
         ema=asked.optimizer.model_ema,
         callbacks=(*writing, ProgressBar()),
-        settings={
-            "model": source.name,
-            "model arguments": {k: v for k, v in source.kwargs.items() if k not in dropout},
-            "data set": data.name,
-            "image side": data.form.side,
-            "training images": len(data.train.labels),
-            "seed": asked.seed,
-            "batch size": asked.batch_size,
-            "optimizer": asked.optimizer.opt,
-        },
+        settings=settings(asked, source, data),
     )
+
+
+def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
+    """What must not change when a run goes on: what decides on the images of each step, and what a checkpoint brings
+    along whatever the flags say (the optimizer's and the schedule's options).
+    """
+    dropout = asked.regularization.model_kwargs()
+    given: dict[str, Any] = {
+        "model": source.name,
+        "model arguments": {k: v for k, v in source.kwargs.items() if k not in dropout},
+        "--data": data.name,
+        "image size": data.form.side,
+        "number of training images": len(data.train.labels),
+        "--seed": asked.seed,
+        "--batch-size": asked.batch_size,
+    }
+    for group in (asked.optimizer, asked.schedule):
+        given |= {f"--{name.replace('_', '-')}": value for name, value in group.carried().items()}
+    if asked.schedule.sched not in ENDLESS:
+        given["--epochs (the length of the schedule)"] = asked.epochs
+    return given
 
 
 def fit(trainer: Trainer) -> None:

@@ -124,6 +124,7 @@ class TensorBoard(Callback):
         self.write("epoch", asdict(report).items(), report.update)
 
     def write(self, group: str, figures: Iterable[tuple[str, float | None]], update: int) -> None:
+        """Write those figures that there are."""
         if self.writer is not None:
             for name, value in figures:
                 if value is not None:
@@ -156,6 +157,6 @@ class Checkpoints(Callback):
             trainer.save(self.folder / LAST)
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
-        trainer.save(self.folder / LAST)
         if report.best:
             trainer.save(self.folder / BEST)
+        trainer.save(self.folder / LAST)

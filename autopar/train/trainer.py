@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
+from autopar.checkpoints import read_header
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.model import ParallelModel
 from autopar.train.callbacks import Callback
@@ -68,7 +70,7 @@ class Trainer:
         self.eval_loader = as_loader(eval_loader) if eval_loader is not None else None
         self.schedule, self.ema, self.scores = schedule, ema, scores
         self.callbacks = tuple(callbacks)
-        self.settings = dict(settings or {})
+        self.settings = json.loads(json.dumps(dict(settings or {})))  # as a checkpoint gives them back
         steps = len(self.train_loader) // grad_accum_steps
         if steps == 0:
             raise UsageError(
@@ -208,9 +210,10 @@ class Trainer:
         """Go on from a checkpoint, on whatever mesh.
 
         Raises:
-            UsageError: it was not written by a trainer, or by one with other settings; says which.
+            UsageError: it was not written by a trainer, or by one with other settings; says which. Nothing was changed.
+            CheckpointError: as `ParallelModel.load_checkpoint`.
         """
-        state = self.pm.load_checkpoint(folder)
+        state = read_header(folder).extra
         if not isinstance(state, Mapping) or not {"position", "settings"} <= state.keys():
             raise UsageError(
                 f"Checkpoint {folder} does not say how far a training was, because no Trainer wrote it. "
@@ -223,6 +226,7 @@ class Trainer:
                 f"Checkpoint {folder} is of epochs of {position.steps} updates, now they have {self.position.steps}. "
                 "Use the batch size and the data of the run that wrote it."
             )
+        self.pm.load_checkpoint(folder)
         self.position, self.running = position, Running(**state["running"])
         self.history = [EpochReport(**report) for report in state["history"]]
         self.best, self.checkpoint = state["best"], Path(folder)
@@ -238,8 +242,8 @@ def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: str | 
     changes = [f"{n} from {before.get(n)} to {now.get(n)}" for n in names if before.get(n) != now.get(n)]
     if changes:
         raise UsageError(
-            f"Checkpoint {folder} cannot be resumed so: this would change {', '.join(changes)}. With other images, "
-            "order or model it would be another run. Give the same values, or start anew without --resume."
+            f"Checkpoint {folder} cannot be resumed so: this would change {', '.join(changes)}. That would be another "
+            "run. Give the values of the one that wrote it, or start anew."
         )
 
 
