@@ -169,6 +169,14 @@ def test_a_download_without_a_network(tmp_path: Path, monkeypatch: pytest.Monkey
         load_data("cifar10", Wanted(32, folder=tmp_path, download=True))
 
 
+def test_ranks_do_not_download_over_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    message = r"4 processes would write the same files in .* torchvision\.datasets\.CIFAR100\('.*', download=True\)"
+    with pytest.raises(UsageError, match=message):
+        load_data("cifar100", Wanted(32, folder=tmp_path, download=True))
+
+
 def test_folders_that_do_not_go_together(tmp_path: Path):
     write_folder(tmp_path, {"train/cat": 1, "train/dog": 1, "val/cat": 1})
     message = r"train has 2 classes, .*val has 1; only one of them has dog\. Use the same class folders"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import UsageError
+from autopar.runtime import launched
 from autopar.train.images import Arrays, Files, Images, Noise, first
 from autopar.train.optional import needed
 from autopar.train.transforms import Augmentation, Format, image_format
@@ -129,6 +130,12 @@ def cifar(
             f"Data set {name!r} is not in {root}: there is no folder {root / folder}. Put the unpacked {source.url} "
             f"there (files {', '.join(file for file, _ in source.test_list)}, …), say where it is with "
             "--data-dir, or add --download."
+        )
+    launch = launched()
+    if wanted.download and launch is not None:
+        raise UsageError(
+            f"--download under torchrun: {launch.world} processes would write the same files in {root}. Fetch them once "
+            f"before, with python -c \"import torchvision; torchvision.datasets.{kind}('{root}', download=True)\"."
         )
     train, test = (read_cifar(source, root, is_train, wanted.download, name) for is_train in (True, False))
     form = image_format(wanted.channels, wanted.side, mean, std)

@@ -13,7 +13,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.runtime import Parameters
-from autopar.train.library import timm_module
+from autopar.zoo import need
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class TimmOptimizer:
                 f"among the model's {len(known)}: {', '.join(self.groups[0].names[:2])} … against "
                 f"{', '.join(list(known)[:2])} …. Make the optimizer with the model that is parallelized."
             )
-        factory = timm_module("timm.optim", f"optimizer {self.name!r}")
+        factory = need("timm.optim", f"Optimizer {self.name!r}")
         return factory.create_optimizer_v2(groups, self.name, lr=self.lr, momentum=self.momentum, **self.options)
 
     def norm_limit(self, given: float | None, by_value: float | None) -> float | None:
@@ -96,7 +96,7 @@ def timm_optimizer(
     Raises:
         UsageError: unknown name or option, or an optimizer that needs a library or curvature that is not there.
     """
-    library = timm_module("timm.optim", f"optimizer {opt!r}")
+    library = need("timm.optim", f"Optimizer {opt!r}")
     accepted = arguments(library, opt)
     unknown = [name for name in options if name not in accepted]
     if unknown:
@@ -147,7 +147,9 @@ def explained(opt: str, make: Callable[[], Any]) -> Any:
     except UsageError:
         raise
     except Exception as error:
-        raise UsageError(f"timm's optimizer {opt} cannot be made: {type(error).__name__}: {error}.") from error
+        raise UsageError(
+            f"timm's optimizer {opt} cannot be made: {type(error).__name__}: {str(error).rstrip('.')}."
+        ) from error
 
 
 def named_groups(

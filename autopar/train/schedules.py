@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from autopar.errors import UsageError
-from autopar.train.library import timm_module
+from autopar.zoo import need
 
 ONE_CYCLE, NONE = "onecycle", "none"
 NAMES = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "wsd", "rsqrt", "constant", ONE_CYCLE, NONE)
@@ -48,24 +48,28 @@ class Schedule:
 
     def made(self, optimizer: Optimizer) -> tuple[Any, int]:
         """The scheduler, and the epochs to train for."""
-        if self.name == ONE_CYCLE:
-            return OneCycle(optimizer, self.epochs * self.updates_per_epoch, self.options), self.epochs
-        factory = timm_module("timm.scheduler", f"schedule {self.name!r}").create_scheduler_v2
-        unknown = [name for name in self.options if name not in inspect.signature(factory).parameters]
-        if unknown:
-            near = difflib.get_close_matches(unknown[0], inspect.signature(factory).parameters, 1)
-            hint = f" Did you mean {near[0]}?" if near else ""
-            raise UsageError(f"Schedule {self.name!r} has no option {unknown[0]!r}.{hint}")
         try:
-            scheduler, epochs = factory(
+            if self.name == ONE_CYCLE:
+                total = self.epochs * self.updates_per_epoch
+                return OneCycle(optimizer, total, self.options), self.epochs
+            scheduler, epochs = timm_factory(self.name)(
                 optimizer, self.name, num_epochs=self.epochs, updates_per_epoch=self.updates_per_epoch, **self.options
             )
-        except Exception as error:
-            text = str(error) or "it contradicts itself"
-            raise UsageError(f"Schedule {self.name!r} over {self.epochs} epochs: {text}.") from error
+        except (ValueError, AssertionError, TypeError) as error:
+            text = str(error).rstrip(".") or "the options contradict each other"
+            options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+            raise UsageError(
+                f"Schedule {self.name!r} over {self.epochs} epochs of {self.updates_per_epoch} updates with "
+                f"{options or 'no options'}: {text}."
+            ) from error
         if scheduler is None and self.name != NONE:
             raise UsageError(f"The installed timm has no schedule {self.name!r}. Update it, or choose cosine.")
         return scheduler, epochs
+
+
+def timm_factory(name: str) -> Any:
+    """timm's function that makes a scheduler by name."""
+    return need("timm.scheduler", f"Schedule {name!r}").create_scheduler_v2
 
 
 class OneCycle:
@@ -109,6 +113,12 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
         near = difflib.get_close_matches(sched, NAMES, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UsageError(f"There is no learning-rate schedule {sched!r}.{hint} It is one of {', '.join(NAMES)}.")
+    accepted = options_of(sched)
+    unknown = [name for name in options if name not in accepted]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], accepted, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UsageError(f"Schedule {sched!r} has no option {unknown[0]!r}.{hint} It has {', '.join(accepted)}.")
     by_updates = sched == ONE_CYCLE or options.get("step_on_epochs") is False
     if epochs < 1 or (by_updates and updates_per_epoch < 1):
         raise UsageError(
@@ -116,10 +126,14 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
             "updates_per_epoch=, the number of optimizer steps of an epoch."
         )
     found = Schedule(sched, epochs, updates_per_epoch, options)
-    if sched == ONE_CYCLE:
-        accepted = inspect.signature(OneCycleLR).parameters
-        unknown = [name for name in options if name not in accepted]
-        if unknown:
-            raise UsageError(f"Schedule 'onecycle' has no option {unknown[0]!r}. It has {', '.join(accepted)}.")
     found.made(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))  # refuses what is wrong before ranks start
     return found
+
+
+def options_of(name: str) -> list[str]:
+    """What may be said of a schedule beyond its length."""
+    if name == ONE_CYCLE:
+        known, own = OneCycleLR, {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
+    else:
+        known, own = timm_factory(name), {"optimizer", "sched", "num_epochs", "updates_per_epoch"}
+    return [option for option in inspect.signature(known).parameters if option not in own]
