@@ -134,8 +134,8 @@ def cifar(
     launch = launched()
     if wanted.download and launch is not None:
         raise UsageError(
-            f"--download under torchrun: {launch.world} processes would write the same files in {root}. Fetch them once "
-            f"before, with python -c \"import torchvision; torchvision.datasets.{kind}('{root}', download=True)\"."
+            f"--download under torchrun: {launch.world} processes would write the same files in {root}. Fetch them "
+            f"once before, with python -c \"import torchvision; torchvision.datasets.{kind}('{root}', download=True)\"."
         )
     train, test = (read_cifar(source, root, is_train, wanted.download, name) for is_train in (True, False))
     form = image_format(wanted.channels, wanted.side, mean, std)
