@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autopar import UsageError
 from autopar.hardware import load_hardware
@@ -119,7 +120,7 @@ from torch import nn
 import autopar
 from autopar.runtime import launched
 
-mode, pp, dp = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+mode, pp, dp, backend = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 launch = launched()
 print(f"rank {launch.rank} of {launch.world}, number {launch.local_rank} of {launch.local_world}", flush=True)
 
@@ -143,7 +144,8 @@ alone = model()
 sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
 optimizer = sgd(alone.parameters())
 with autopar.parallelize(
-    model(), launch.world, x, loss_fn=loss_fn, optimizer=sgd, pp=pp, dp=dp, microbatches=2, balance="uniform"
+    model(), launch.world, x, loss_fn=loss_fn, optimizer=sgd, pp=pp, dp=dp, microbatches=2, balance="uniform",
+    backend=backend,
 ) as pm:
     for _ in range(3):
         optimizer.zero_grad()
@@ -179,7 +181,7 @@ def started(folder: Path, commands: Sequence[Sequence[str]], variables: Sequence
         return [
             subprocess.CompletedProcess(process.args, process.wait(), out, errors)
             for process in running
-            for out, errors in [process.communicate(timeout=120)]
+            for out, errors in [process.communicate(timeout=240)]
         ]
     finally:
         for process in running:
@@ -190,7 +192,15 @@ def two_launchers(folder: Path, processes: int, rendezvous: Sequence[str], *argu
     """Two launchers of torchrun, as on two nodes."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", f"--nproc-per-node={processes}"]
     commands = [
-        [*launcher, "--node-rank", str(node), *rendezvous, "script.py", *arguments]  # c10d counts nodes by itself
+        [
+            *launcher,
+            "--node-rank",
+            str(node),
+            *rendezvous,
+            "script.py",
+            *arguments,
+            "gloo",
+        ]  # c10d counts nodes by itself
         for node in range(2)
     ]
     return started(folder, commands, [{}, {}])
@@ -201,7 +211,7 @@ def c10d() -> list[str]:
 
 
 def said(done: Sequence[Any]) -> str:
-    return "\n".join(run.stdout + run.stderr[-4000:] for run in done)
+    return "\n".join(run.stdout + run.stderr for run in done)
 
 
 @pytest.mark.parametrize(("processes", "pp", "dp"), [(1, 2, 1), (2, 2, 2)])
@@ -230,31 +240,38 @@ def test_a_node_that_dies_ends_the_other(tmp_path: Path) -> None:
     assert "Signal 9 (SIGKILL)" in said(done) and "TransportError" in said(done), said(done)
 
 
-def srun(folder: Path, *arguments: str, meeting: dict[str, str]) -> list[Any]:
-    """Two tasks on two nodes, as srun would start them."""
-    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NNODES": "2"}
-    variables = [
-        step | meeting | {"SLURM_PROCID": rank, "SLURM_NODEID": rank, "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
-        for rank in "01"
-    ]
-    return started(folder, [[sys.executable, "script.py", *arguments]] * 2, variables)
+def srun(folder: Path, *arguments: str, nodes: int = 2, backend: str = "gloo") -> list[Any]:
+    """Two tasks, as srun would start them."""
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NNODES": str(nodes), "SLURM_NTASKS": "2"}
+    step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    local = ["0", "0"] if nodes == 2 else ["0", "1"]
+    variables = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": local[rank]} for rank in range(2)]
+    return started(folder, [[sys.executable, "script.py", *arguments, backend]] * 2, variables)
 
 
 def test_tasks_of_srun_have_the_loss_of_one_device(tmp_path: Path) -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = srun(tmp_path, "train", "2", "1", meeting=meeting)
+    done = srun(tmp_path, "train", "2", "1")
     assert [run.returncode for run in done] == [0, 0], said(done)
     assert "rank 0 of 2, number 0 of 1" in done[0].stdout and "rank 1 of 2, number 0 of 1" in done[1].stdout
     assert all("agrees" in run.stdout for run in done), said(done)
 
 
 def test_a_waiting_task_is_told_why_its_peer_is_gone(tmp_path: Path) -> None:
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    done = srun(tmp_path, "raise", "2", "1", meeting=meeting)
+    done = srun(tmp_path, "raise", "2", "1")
     assert all(run.returncode for run in done), said(done)
     assert "ArithmeticError: no loss today" in done[1].stderr, said(done)
     cause = "rank 1 (stage 1) failed during train_step: ArithmeticError: no loss today"
     assert cause in done[0].stderr, said(done)  # in its own error, or where it was ended
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_tasks_of_srun_on_gpus(tmp_path: Path) -> None:
+    done = srun(tmp_path, "train", "2", "1", nodes=1, backend="nccl")
+    assert [run.returncode for run in done] == [0, 0], said(done)
+    done = srun(tmp_path, "raise", "2", "1", nodes=1, backend="nccl")  # the other one waits in a kernel
+    assert all(run.returncode for run in done), said(done)
+    assert "rank 1 (stage 1) failed during train_step: ArithmeticError: no loss today" in done[0].stderr, said(done)
 
 
 def test_a_task_that_waits_for_others_in_vain(environ: Any, monkeypatch: pytest.MonkeyPatch) -> None:
