@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         HardwareError,
         InfeasibleError,
         NonFiniteLossWarning,
+        PlanDependentRandomWarning,
         PlanError,
         TraceError,
         TrainingError,
@@ -34,13 +35,13 @@ __version__ = "0.1.0"
 _HOME = {
     "parallelize": "api", "plan": "api", "Plan": "ir", "ParallelModel": "model", "StepResult": "model",
     "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
-    "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
+    "NonFiniteLossWarning": "errors", "PlanDependentRandomWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
     "UnknownOpWarning": "errors", "UsageError": "errors", "WorkerError": "errors", "Parameters": "runtime",
 }  # fmt: skip
 
 __all__ = [
     "AutoparError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning", "ParallelModel",
-    "Parameters", "Plan", "PlanError", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UsageError",
+    "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UsageError",
     "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 

@@ -57,5 +57,9 @@ class NonFiniteLossWarning(UserWarning):
     """The loss of a step is NaN or infinite."""
 
 
+class PlanDependentRandomWarning(UserWarning):
+    """A random operation draws from a generator of its rank: its numbers differ from plan to plan."""
+
+
 class UnknownOpWarning(UserWarning):
     """An operation has no sharding rule: every rank of a tensor-parallel group runs it whole."""

@@ -26,10 +26,12 @@ from autopar.batching import (
     split_leaves,
     split_targets,
 )
+from autopar.counter_random import rows
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir import TP, Mode, Place, Plan, Ref
 from autopar.machine import Machine
 from autopar.programs import Programs, Variant
+from autopar.random_ops import DRAWS
 from autopar.runtime import LocalRanks, RankSpec, RankStats, StepData, StepOutcome, TorchrunRanks, Work, WorkerPool
 from autopar.schedule import check, generate, max_in_flight
 from autopar.shards import assembled, part, summed
@@ -83,7 +85,8 @@ class ParallelModel:
         self._mode: Mode = "train"
         self._sent: set[int] = set()
         self._checked: set[tuple[str, int]] = set()
-        self._num_steps = 0
+        self.num_updates = 0  # calls of optimizer_step and train_step so far
+        self.num_drawn = 0  # samples since then, which random operations count
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
 
@@ -142,8 +145,9 @@ class ParallelModel:
         joined = None
         if outputs is not None:
             joined = outputs.join(self._ordered({rank: own.outputs for rank, own in results.items()}))
-        step = self._num_steps
-        self._num_steps += outcome.grad_norm is not None
+        step = self.num_updates
+        if command == "train_step":
+            self._updated()
         self._report_non_finite(outcome.losses, step)
         return StepResult(sum(outcome.losses), seconds, outcome.grad_norm, joined)
 
@@ -161,8 +165,13 @@ class ParallelModel:
         """
         self._check_optimizer()
         norms = self._call("optimizer_step")
-        self._num_steps += 1
+        self._updated()
         return norms[max(norms)]
+
+    def _updated(self) -> None:
+        """Count an update of the weights."""
+        self.num_updates += 1
+        self.num_drawn = 0
 
     def _check_optimizer(self) -> None:
         if self._spec.optimizer is None:
@@ -181,8 +190,9 @@ class ParallelModel:
         return self._train("train_step", x, y, return_outputs)
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients."""
+        """Drop accumulated gradients; random operations draw again what they drew for them."""
         self._call("zero_grad")
+        self.num_drawn = 0
 
     def _work(
         self, call: Call, target: tuple | None, schedule: str, keep_outputs: bool
@@ -208,18 +218,28 @@ class ParallelModel:
         for cut in cuts:
             self._check_schedule(schedule, variants, len(cut))
         shares = [size / (batch * self.data_size) for size in sizes]
+        draws = self._draws(sizes)
+        if self._mode == "train" or any(map(draws_numbers, variants)):
+            self.num_drawn += batch * self.data_size
         ends = list(accumulate(map(len, cuts), initial=0))
         work: dict[int, tuple[Work]] = {}
         for rank in self._ranks.numbers:
             place = mesh.place(rank)
             own = slice(*ends[place.replica % replicas :][:2])
             last = place.stage == mesh.pp - 1
-            inputs = [inputs_of(variant, place.stage, leaves) for variant, leaves in parts[own]]
+            inputs = [
+                inputs_of(variant, place.stage, leaves, rows) for (variant, leaves), rows in zip(parts[own], draws[own])
+            ]
             data = StepData(inputs, targets[own] if last else [], shares[own])
             numbers = tuple(v.number for v in variants[own])
             keeps = keep_outputs and last and place.shard == 0
             work[rank] = (Work(self._mode, schedule, numbers, data, training, keeps),)
         return work, outputs
+
+    def _draws(self, sizes: list[int]) -> list[torch.Tensor]:
+        """What random operations count in each microbatch: samples since the last update, in the global batch."""
+        first = self.num_drawn + self.data_rank * sum(sizes)
+        return list(rows(self._spec.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
     def _send_programs(self, variants: list[Variant]) -> None:
         for variant in variants:
@@ -312,7 +332,9 @@ class ParallelModel:
         call = as_call(self._model, x)
         call = self._programs.call(call.args, call.kwargs)
         work, _ = self._work(call, (y,), self.plan.schedule, keep_outputs=False)
-        return self._ranks.call("tensor_peak", work)
+        found = self._ranks.call("tensor_peak", work)
+        self._updated()
+        return found
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -351,7 +373,14 @@ class SchedulerHandle:
         return self._owner.learning_rates()
 
 
-def inputs_of(variant: Variant, stage: int, leaves: list[Any]) -> list[torch.Tensor]:
-    """The tensors among a microbatch's leaves that a stage's program reads, in its order."""
-    by_name = {leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)}
+def draws_numbers(variant: Variant) -> bool:
+    """Whether a microbatch's programs draw random numbers by counters."""
+    return any(value.name == DRAWS for value in variant.graph.inputs)
+
+
+def inputs_of(variant: Variant, stage: int, leaves: list[Any], draws: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a stage's program reads for a microbatch, in its order: leaves, and what it draws from."""
+    by_name = {DRAWS: draws} | {
+        leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)
+    }
     return [by_name[value.name] for value in variant.programs[stage].inputs]
