@@ -53,8 +53,8 @@ config = ViTConfig(
     num_attention_heads=args.heads,
     intermediate_size=4 * args.hidden_size,
     image_size=args.img_size,
-    num_labels=data.num_classes,
 )
+config.num_labels = data.num_classes
 model = ViTForImageClassification(config)
 updates = args.epochs * (len(data.train.labels) // args.batch_size)
 
