@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,11 +18,12 @@ from autopar.batching import Call, as_call
 from autopar.codegen import graph_module
 from autopar.errors import PlanDependentRandomWarning, UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
-from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Precision, Weight
+from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight
 from autopar.lowering import lowered
 from autopar.machine import Machine, default_hardware_name, this_machine
 from autopar.model import ParallelModel
 from autopar.options import Options
+from autopar.precision import check_device, mixed_dtype, own_precision
 from autopar.pricing import Costs
 from autopar.programs import Programs
 from autopar.random_ops import DRAWS, draws
@@ -37,7 +37,6 @@ from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
 RUN_SETTINGS = frozenset({"backend", "timeout", "clip_grad_norm"})  # constraints that a plan says nothing of
-PRECISIONS: Mapping[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
 # Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
 # He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
 LEAST_BATCH_NORM_SAMPLES = 8
@@ -92,7 +91,7 @@ def make_plan(
     check_devices(devices)
     batch = call.batch
     microbatch = call.first(likely_microbatch_size(batch, devices, options))
-    graph = lowered(model, microbatch, "train", name)
+    graph = lowered(model, microbatch, "train", name, options.precision)
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs
@@ -114,13 +113,14 @@ def make_plan(
         memory_bytes=options.memory,
         balance=options.balance,
         pins=options.pins,
+        recompute=options.recompute,
         least_samples=LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1,
         time_limit_seconds=options.solver_seconds,
     )
     costs = Costs(graph, hardware)
     found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
     warn_of_unruled(found, graph)
-    return replace(found, precision=precision_of(graph, options.precision)), graph
+    return replace(found, precision=options.precision or own_precision(graph)), graph
 
 
 def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
@@ -155,29 +155,12 @@ def warn_of_generators(graph: Graph) -> None:
         listed = ", ".join(f"{op.name} ({op.target}{f' at {op.source}' if op.source else ''})" for op in left[:3])
         warnings.warn(
             f"{graph.model} has {len(left)} random operations that cannot count samples: {listed}"
-            f"{', …' if len(left) > 3 else ''}. Each rank draws them from a generator of its own, so their numbers depend "
-            "on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or F.dropout.",
+            f"{', …' if len(left) > 3 else ''}. Each rank draws them from a generator of its own, so their numbers "
+            "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or "
+            "F.dropout.",
             PlanDependentRandomWarning,
             stacklevel=3,  # the caller of parallelize
         )
-
-
-def precision_of(graph: Graph, wanted: str | None) -> Precision:
-    """The precision that most of the model's parameters have, which is what it computes in.
-
-    Raises:
-        UsageError: another one is wanted.
-    """
-    numel = Counter({"float32": 0})
-    for weight in graph.weights:
-        numel[weight.dtype] += weight.numel if weight.kind == "parameter" and weight.dtype in PRECISIONS else 0
-    own = PRECISIONS[numel.most_common(1)[0][0]]
-    if wanted not in (None, own):
-        raise UsageError(
-            f"precision={wanted!r}, but the parameters of {graph.model} are {own}. This version computes in the "
-            "model's own precision: convert the model, or leave precision out."
-        )
-    return own
 
 
 def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, shape: tuple[int, ...] | None) -> Call:
@@ -250,6 +233,7 @@ def parallelize(
     else:
         chosen, graph = plan if isinstance(plan, Plan) else Plan.load(plan), None
         check_given(chosen, devices, constraints)
+    check_device(chosen.precision, machine)
     programs = Programs(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
     warn_of_generators(programs.example)
     loss_fn = loss_fn or F.cross_entropy
@@ -327,6 +311,7 @@ def rank_specs(
         seed=seed,
         storage=stored,
         owners=owners,
+        autocast=mixed_dtype(programs.example, programs.plan.precision),
     )
     return [
         replace(first, rank=rank, device=machine.device_of(rank), weights=tuple(weights[mesh.place(rank).stage]))

@@ -104,10 +104,13 @@ def run_bench(
     single: list[float] = []
     plain: list[float] = []
     microbatches = plan.microbatches
-    with parallelize(model, 1, example_inputs=x, optimizer=optimizer_of, microbatches=len(sizes)) as pm:
+    same = {"microbatches": len(sizes), "precision": plan.precision}
+    with parallelize(model, 1, example_inputs=x, optimizer=optimizer_of, **same) as pm:
+        low = getattr(torch, pm.autocast) if pm.autocast else None
+        scaler = torch.amp.GradScaler(device.type, enabled=low is torch.float16)
         for _ in range(WARMUP_STEPS + steps):
             single.append(pm.train_step(x, y).step_seconds)
-            plain.append(plain_step_seconds(plain_model, optimizer, nn.functional.cross_entropy, cut))
+            plain.append(plain_step_seconds(plain_model, optimizer, nn.functional.cross_entropy, cut, scaler, low))
     return BenchResult(
         model=plan.model.name,
         batch=plan.batch,

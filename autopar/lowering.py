@@ -9,6 +9,7 @@ from torch import nn
 
 from autopar.batching import Call, is_batched
 from autopar.ir import Graph, Mode, Precision
+from autopar.precision import in_precision
 from autopar.pytree import unflatten
 from autopar.random_ops import counter_based
 from autopar.trace import trace
@@ -22,10 +23,11 @@ def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Prec
 
     Raises:
         TraceError: the model cannot be traced.
+        UsageError: it cannot compute in this precision.
     """
-    del precision
     graph = trace(model, call.args, call.kwargs, mode, name)
-    return counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
+    graph = counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
+    return in_precision(graph, precision)
 
 
 def trace_at(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph:

@@ -6,7 +6,8 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from math import isfinite
+from math import inf, isfinite
+from os import PathLike
 from typing import Any
 
 import torch
@@ -26,9 +27,10 @@ from autopar.batching import (
     split_leaves,
     split_targets,
 )
+from autopar.checkpoints import header_of, load, save
 from autopar.counter_random import rows
 from autopar.errors import NonFiniteLossWarning, UsageError
-from autopar.ir import TP, Mode, Place, Plan, Ref
+from autopar.ir import TP, Header, Mode, Place, Plan, Ref
 from autopar.machine import Machine
 from autopar.programs import Programs, Variant
 from autopar.random_ops import DRAWS
@@ -42,13 +44,15 @@ class StepResult:
     """What a training step did.
 
     ``loss`` is the mean over the global batch; ``grad_norm`` the global 2-norm before clipping, None where no update
-    was made; ``outputs`` the model's outputs in order, where they were asked for.
+    was made; ``outputs`` the model's outputs in order, where they were asked for. ``skipped``: float16 gradients
+    overflowed (``grad_norm`` is infinite), so that the weights stay as they were and the loss scale is halved.
     """
 
     loss: float
     step_seconds: float
     grad_norm: float | None = None
     outputs: Any = None
+    skipped: bool = False
 
 
 class ParallelModel:
@@ -89,6 +93,11 @@ class ParallelModel:
         self.num_drawn = 0  # samples since then, which random operations count
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
+
+    @property
+    def autocast(self) -> str | None:
+        """The low dtype of mixed precision; None where the model computes in its weights' own."""
+        return self._spec.autocast
 
     # -- mode --------------------------------------------------------------------------------------------------
 
@@ -149,7 +158,8 @@ class ParallelModel:
         if command == "train_step":
             self._updated()
         self._report_non_finite(outcome.losses, step)
-        return StepResult(sum(outcome.losses), seconds, outcome.grad_norm, joined)
+        skipped = self._spec.autocast == "float16" and outcome.grad_norm == inf
+        return StepResult(sum(outcome.losses), seconds, outcome.grad_norm, joined, skipped)
 
     def _ordered(self, results: Mapping[int, list[list[Any]]]) -> list[list[Any]]:
         """The outputs of all microbatches of the caller's batch, in order, from those that each rank kept."""
@@ -314,10 +324,48 @@ class ParallelModel:
             arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
         self._ranks.call("load", arguments)
 
+    def save_checkpoint(self, folder: str | PathLike[str], extra: Any = None) -> None:
+        """Save all that training goes on from: weights, buffers, the state of optimizer and scheduler, counters, plan.
+
+        Every rank writes its parts, and `load_checkpoint` takes them under any other mesh. The folder always holds one
+        whole checkpoint, whenever the process is killed; while a new one is written it needs room for both. Gradients
+        that no update has used yet are not saved. Under torchrun all ranks call this, with a folder that they share.
+
+        Args:
+            extra: the caller's own, such as the position in the data; anything that JSON can hold.
+
+        Raises:
+            UsageError: ``extra`` is not such a thing.
+            CheckpointError: it cannot be written (the disk is full, say); the one that was there is as it was, and
+                training can go on.
+        """
+        save(self._ranks, folder, self._header(extra))
+
+    def load_checkpoint(self, folder: str | PathLike[str]) -> Any:
+        """Go on from a checkpoint that was saved under any mesh; the ``extra`` that was saved with it.
+
+        The options of parameter groups, learning rates among them, are those of the checkpoint. Where there is no
+        optimizer here, the weights alone are taken. Gradients are dropped.
+
+        Raises:
+            CheckpointError: it is none, is damaged, or is of another model or optimizer; nothing was changed.
+        """
+        header = load(self._ranks, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
+        self.num_updates, self.num_drawn = header.updates, 0
+        return header.extra
+
+    def _header(self, extra: Any) -> Header:
+        weights = self._programs.example.weights
+        return header_of(self.plan, weights, self._state_names, self._spec.seed, self.num_updates, extra)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
         total = summed(self._call("gradients"), self._spec.storage, self.plan.mesh)
         return {w.name: total[w.name] for w in self._programs.example.weights if w.name in total}
+
+    def loss_scale(self) -> float:
+        """The factor on the loss under ``precision="fp16"``, which gradients and losses shown are free of; else 1."""
+        return max(self._call("loss_scale").values())
 
     def learning_rates(self) -> list[float]:
         """Learning rate of each of the optimizer's parameter groups."""

@@ -1,7 +1,8 @@
 """Proof that a plan computes what one device computes: the same steps twice, every tensor compared.
 
 The reference is the unmodified model in this process, doing the plan's microbatches with gradient accumulation. Batch
-norm uses microbatch statistics in both; running statistics are those of the first data-parallel replica.
+norm uses microbatch statistics in both; running statistics are those of the first data-parallel replica. In mixed
+precision the reference runs under torch.autocast, and a second one in float32 says how much rounding matters.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -19,10 +21,11 @@ from torch import nn
 
 from autopar.api import parallelize
 from autopar.batching import Call, as_call, partition, split_leaves, split_targets
-from autopar.errors import UsageError
+from autopar.errors import TrainingError, UsageError
 from autopar.ir import Mode, Plan
 from autopar.ir.units import plural
 from autopar.model import ParallelModel
+from autopar.precision.noise import NO_ROUNDING, Rounding, rounding_of, update_rounding
 from autopar.programs import enter
 from autopar.pytree import flatten, leaves, unflatten
 from autopar.randomness import LEAST_SAMPLES, quiet_copy, random_operations
@@ -35,6 +38,8 @@ LEARNING_RATE = 1e-3
 # where the true gradient is zero (the key bias of attention) rounding is all there is: sums made in another order leave
 # 1e-6, of which the usual 1e-8 would make a full step.
 EPSILON = 1e-3
+
+MOST_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where float16 gradients are lost
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 Named = list[tuple[str, torch.Tensor]]
@@ -59,13 +64,17 @@ class Row:
 
 @dataclass(frozen=True)
 class Parity:
-    """What was compared, and what could not be. ``loss`` and ``notes`` are for people."""
+    """What was compared, and what could not be. ``loss`` and ``notes`` are for people.
+
+    ``autocast`` is the low dtype of mixed precision, None without.
+    """
 
     plan: Plan
     steps: int
     loss: str
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    autocast: str | None = None
 
     @property
     def ok(self) -> bool:
@@ -119,59 +128,89 @@ def compare(
         parallelize(quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, **constraints) as pm,
         threads(pm.machine.num_threads),
     ):
-        reference = Reference(quiet, loss_fn, optimizer, pm, call)
-        rows = [] if random else trained(pm, reference, call, x, y, steps)
-        rows.append(evaluated(pm, reference, call))
-    return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes))
+        references = [Reference(quiet, loss_fn, optimizer, pm, call, low) for low in dict.fromkeys([pm.autocast, None])]
+        rows = [] if random else trained(pm, references, call, x, y, steps)
+        rows.append(evaluated(pm, references, call))
+    return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes), pm.autocast)
 
 
-def trained(pm: ParallelModel, reference: Reference, call: Call, x: Any, y: Any, steps: int) -> list[Row]:
-    """Both trained for some steps, and all that they computed compared."""
-    outputs: tuple[Named, Named] = ([], [])
-    losses: tuple[Named, Named] = ([], [])
-    gradients: tuple[Named, Named] = ([], [])
-    for step in range(1, steps + 1):
+def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, y: Any, steps: int) -> list[Row]:
+    """All trained for some steps, and what they computed compared.
+
+    Args:
+        references: the one to equal; in mixed precision then one in float32.
+    Raises:
+        TrainingError: float16 gradients overflow whatever the loss scale.
+    """
+    runs = [Record() for _ in (pm, *references)]
+    step = skipped = 0
+    while step < steps:
         result = pm.train().forward_backward(x, y, return_outputs=True)
-        expected = reference.forward_backward(call, y)
-        outputs[0].extend(in_step(step, named_outputs(result.outputs)))
-        outputs[1].extend(in_step(step, expected.outputs))
-        losses[0].append((f"step {step}", torch.tensor(result.loss, dtype=torch.float64)))
-        losses[1].append((f"step {step}", torch.tensor(expected.loss, dtype=torch.float64)))
-        gradients[0].extend(in_step(step, list(pm.gradients().items())))
-        gradients[1].extend(in_step(step, reference.gradients()))
-        pm.optimizer_step()
-        reference.optimizer_step()
-    state, own = pm.state_dict(), {name: tensor.cpu() for name, tensor in reference.model.state_dict().items()}
-    parameters = {name for name, _ in reference.model.named_parameters(remove_duplicate=False)}
+        here = [StepOutcome(result.loss, named_outputs(result.outputs), list(pm.gradients().items()))]
+        here += [reference.forward_backward(call, y) for reference in references]
+        norm, scaled = pm.optimizer_step(), pm.autocast == "float16"
+        updated = isfinite(norm) or not scaled
+        for reference in references:
+            reference.optimizer_step(updated)
+        if updated:
+            step += 1
+            for run, outcome in zip(runs, here, strict=True):
+                run.add(step, outcome)
+        elif (skipped := skipped + 1) > MOST_SKIPPED:
+            raise TrainingError(
+                f"Nothing to compare: the gradients of {pm.plan.model.name} overflow float16 at every loss scale "
+                f'(now {pm.loss_scale():g}). Their loss or inputs are too large; precision="bf16" has a wider range.'
+            )
+    rounding = rounding_of(pm.autocast)
     rows = [
-        compared("outputs, train mode", *outputs),
-        compared("loss", *losses),
-        compared("gradients", *gradients),
+        compared("outputs, train mode", *(run.outputs for run in runs), rounding=rounding),
+        compared("loss", *(run.losses for run in runs), rounding=rounding),
+        compared("gradients", *(run.gradients for run in runs), rounding=rounding),
     ]
-    for quantity, wanted in (("weights", True), ("buffers", False)):
-        parts = [[(n, t) for n, t in s.items() if (n in parameters) is wanted] for s in (state, own)]
-        if parts[0] or parts[1]:
-            rows.append(compared(f"{quantity} after {plural(steps, 'step')}", *parts))
+    states = [pm.state_dict(), *(reference.state() for reference in references)]
+    parameters = {name for name, _ in references[0].model.named_parameters(remove_duplicate=False)}
+    updates = update_rounding(pm.autocast, LEARNING_RATE * steps)
+    for quantity, wanted, allowed in (("weights", True, updates), ("buffers", False, rounding)):
+        parts = [[(n, t) for n, t in state.items() if (n in parameters) is wanted] for state in states]
+        if any(parts[:2]):
+            rows.append(compared(f"{quantity} after {plural(steps, 'step')}", *parts, rounding=allowed))
     return rows
 
 
-def evaluated(pm: ParallelModel, reference: Reference, call: Call) -> Row:
-    """The outputs of both in eval mode, with the weights that the parallel model has by now."""
-    reference.model.load_state_dict(pm.state_dict())
-    actual = named_outputs(pm.eval()(*call.args, **call.kwargs))
-    return compared("outputs, eval mode", actual, reference.outputs(call))
+def evaluated(pm: ParallelModel, references: list[Reference], call: Call) -> Row:
+    """The outputs of all in eval mode, with the weights that the parallel model has by now."""
+    outputs = [named_outputs(pm.eval()(*call.args, **call.kwargs))]
+    for reference in references:
+        reference.model.load_state_dict(pm.state_dict())
+        outputs.append(reference.outputs(call))
+    return compared("outputs, eval mode", *outputs, rounding=rounding_of(pm.autocast))
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The mean loss of a batch, and the outputs by name."""
+    """The mean loss of a batch, the outputs by name, and the gradients so far."""
 
     loss: float
     outputs: Named
+    gradients: Named
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the steps of one run gave."""
+
+    outputs: Named = field(default_factory=list)
+    losses: Named = field(default_factory=list)
+    gradients: Named = field(default_factory=list)
+
+    def add(self, step: int, outcome: StepOutcome) -> None:
+        self.outputs.extend(in_step(step, outcome.outputs))
+        self.losses.append((f"step {step}", torch.tensor(outcome.loss, dtype=torch.float64)))
+        self.gradients.extend(in_step(step, outcome.gradients))
 
 
 class Reference:
-    """The model on one device, trained plainly."""
+    """The model on one device, trained plainly or as torch.amp's examples do."""
 
     def __init__(
         self,
@@ -180,9 +219,17 @@ class Reference:
         optimizer: Callable[..., torch.optim.Optimizer],
         pm: ParallelModel,
         call: Call,
+        low: str | None = None,
     ) -> None:
-        """Copy the model; ``call`` is like all that will follow."""
+        """Copy the model.
+
+        Args:
+            call: is like all that will follow.
+            low: dtype of autocast, None without.
+        """
         self.device = torch.device(pm.machine.device_of(0))
+        self.low = getattr(torch, low) if low else None
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=low == "float16")
         self.model = copy.deepcopy(model).to(self.device)
         self.modes = {module: module.training for module in self.model.modules()}
         here = self.parts_of(call, [call.batch])[0]
@@ -210,7 +257,7 @@ class Reference:
         """What the model returns in eval mode for a batch, by name."""
         enter(self.model, self.modes, "eval")
         calls, sizes = self.parts(call)
-        with torch.no_grad():
+        with torch.no_grad(), self.autocast():
             outputs = [self.model(*part.args, **part.kwargs) for part in calls]
         return named_outputs(joined(outputs, sizes, self.whole["eval"]))
 
@@ -225,12 +272,16 @@ class Reference:
             here, spec = flatten(target)
             moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in here]
             with self.replica(i // count):
-                output = self.model(*part.args, **part.kwargs)
-                loss = self.loss_fn(output, unflatten(moved, spec)) * (size / call.batch)
-                loss.backward()
+                with self.autocast():
+                    output = self.model(*part.args, **part.kwargs)
+                    loss = self.loss_fn(output, unflatten(moved, spec)) * (size / call.batch)
+                self.scaler.scale(loss).backward()
             total += loss.item()
             outputs.append(output)
-        return StepOutcome(total, named_outputs(joined(outputs, sizes, self.whole["train"])))
+        return StepOutcome(total, named_outputs(joined(outputs, sizes, self.whole["train"])), self.gradients())
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, self.low, enabled=self.low is not None)
 
     @contextmanager
     def replica(self, number: int) -> Iterator[None]:
@@ -246,11 +297,18 @@ class Reference:
                 buffer.data.copy_(kept)
 
     def gradients(self) -> Named:
-        return [(n, p.grad.detach().cpu().clone()) for n, p in self.model.named_parameters() if p.grad is not None]
+        scale = self.scaler.get_scale()
+        return [(n, p.grad.detach().cpu() / scale) for n, p in self.model.named_parameters() if p.grad is not None]
 
-    def optimizer_step(self) -> None:
-        self.optimizer.step()
+    def optimizer_step(self, wanted: bool = True) -> None:
+        """Update the weights; without autocast only if that is wanted: overflows happen in float16 alone."""
+        if wanted or self.low is not None:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
         self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.cpu() for name, tensor in self.model.state_dict().items()}
 
 
 def output_in(model: nn.Module, call: Call, mode: Mode) -> Any:
@@ -359,14 +417,25 @@ class Difference:
     excess: float
 
 
-def compared(quantity: str, actual: Named, expected: Named) -> Row:
-    """The row of two lists of tensors; a name on one side only is a failure."""
+def compared(
+    quantity: str, actual: Named, expected: Named, exact: Named | None = None, rounding: Rounding = NO_ROUNDING
+) -> Row:
+    """The row of two lists of tensors; a name on one side only is a failure.
+
+    Args:
+        exact: in mixed precision, what is expected in float32.
+        rounding: what a tensor may be off beside its distance to that.
+    """
     ours, theirs = dict(actual), dict(expected)
     unmatched = [name for name in (*ours, *theirs) if name not in ours or name not in theirs]
     if unmatched:
         side = "the parallel model" if unmatched[0] in ours else "the model on one device"
         return Row(quantity, len(theirs), float("inf"), float("inf"), False, False, f"{unmatched[0]}: only in {side}")
     found = {name: difference(ours[name], tensor) for name, tensor in theirs.items()}
+    for name, tensor in exact or ():
+        if isfinite(found[name].excess):  # of one shape and dtype, and finite
+            wider = rounding.excess(ours[name], theirs[name], tensor)
+            found[name] = replace(found[name], excess=min(found[name].excess, wider))
     worst = max(found, key=lambda name: found[name].excess, default="")
     bitwise = all(same(ours[name], tensor) for name, tensor in theirs.items())
     return Row(

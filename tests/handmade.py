@@ -22,6 +22,7 @@ from autopar.ir import (
     Mesh,
     ModelInfo,
     Plan,
+    Precision,
     Prediction,
     Program,
     Ref,
@@ -30,6 +31,8 @@ from autopar.ir import (
 )
 from autopar.machine import this_machine
 from autopar.model import ParallelModel
+from autopar.precision import autocast
+from autopar.precision.choose import LOW
 from autopar.programs import Programs
 from autopar.runtime import RankSpec
 from autopar.runtime.rank import Rank
@@ -50,11 +53,14 @@ def plan_by_hand(
     tp: int = 1,
     strategies: Mapping[str, str] = NOTHING,
     shardings: Mapping[str, str] = NOTHING,
+    precision: Precision = "fp32",
 ) -> Plan:
     """A plan whose stages start at the model's first operation and at each operation of ``firsts``."""
     call = as_call(model, x)
     microbatch = call.first(-(-(call.batch // dp) // microbatches))
     graph = trace(model, microbatch.args, microbatch.kwargs)
+    if precision in LOW:
+        graph = autocast(graph, LOW[precision])
     names = [op.name for op in graph.ops]
     starts = [0, *(names.index(first) for first in firsts), len(names)]
     mesh = Mesh(len(starts) - 1, tp, dp)
@@ -76,6 +82,7 @@ def plan_by_hand(
         zero1=zero1,
         strategies=dict(strategies),
         shardings=dict(shardings),
+        precision=precision,
     )
 
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -94,6 +95,17 @@ def test_check_agrees_on_convolutions() -> None:
     assert parity.ok, parity.rows
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("mesh", [(2, 1, 1), (1, 2, 1), (1, 1, 2)])
+@pytest.mark.parametrize("model", [tiny_vit, resnet18])
+def test_mixed_precision_equals_autocast(model: Any, mesh: tuple[int, int, int], precision: str) -> None:
+    torch.manual_seed(0)
+    pp, tp, dp = mesh
+    x = torch.randn(16, 3, 32, 32)
+    parity = compare(model(), x, devices=2, steps=2, microbatches=2, precision=precision, pp=pp, tp=tp, dp=dp)
+    assert parity.ok, parity.rows
+
+
 def test_killed_rank_ends_the_others() -> None:
     def slow(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         time.sleep(2)
@@ -121,3 +133,22 @@ def test_exception_ends_all_with_its_cause() -> None:
         pm.train_step(x, y)
     assert time.monotonic() - start < FAULT_SECONDS
     assert not psutil.Process().children(recursive=True)
+
+
+def test_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    meshes: list[dict[str, Any]] = [{}, {"pp": 2}, {"tp": 2}, {"dp": 2, "zero1": True}]
+    losses = []
+    for i, mesh in enumerate(meshes):
+        devices = 2 if mesh else 1
+        with autopar.parallelize(tiny_vit(2), devices, x, optimizer=ADAMW, microbatches=2, **mesh) as pm:
+            pm.train_step(x, y)
+            if i > 0:
+                pm.load_checkpoint(tmp_path)
+            before = on_cpu(pm.state_dict())
+            pm.save_checkpoint(tmp_path)
+            losses.append([pm.train_step(x, y).loss for _ in range(3)])
+            pm.load_checkpoint(tmp_path)
+            assert all(torch.equal(t, before[n]) for n, t in on_cpu(pm.state_dict()).items())
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)

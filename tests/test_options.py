@@ -9,8 +9,8 @@ from torch import nn
 
 import autopar
 from autopar import UsageError
-from autopar.api import precision_of
 from autopar.options import Options, parse_bytes
+from autopar.precision import in_precision, own_precision
 from autopar.trace import trace
 
 
@@ -26,7 +26,7 @@ from autopar.trace import trace
         ({"dp": True}, "dp=True must be a whole number"),
         ({"zero1": "yes"}, "zero1='yes' must be True or False"),
         ({"chunks": 2}, "chunks=2 is not available in this version, which has one chunk per rank"),
-        ({"recompute": "auto"}, "recompute='auto' is not available in this version, which has no recomputation"),
+        ({"recompute": "some"}, "recompute='some' is unknown. It is one of none, all, auto"),
         ({"schedule": "zigzag"}, "It is one of 1f1b, gpipe"),
         ({"microbatch": 4}, "Did you mean microbatches"),
         ({"microbatches": 2, "microbatch_size": 2}, "not both"),
@@ -72,9 +72,10 @@ def test_only_modules_are_parallelized(model: object) -> None:
 
 def test_precision_is_the_models_own() -> None:
     graph = trace(mlp().double(), (torch.randn(2, 8, dtype=torch.float64),))
-    assert precision_of(graph, None) == precision_of(graph, "fp64") == "fp64"
+    assert own_precision(graph) == "fp64"
+    assert in_precision(graph, None) is in_precision(graph, "fp64") is graph
     with pytest.raises(UsageError, match=r"precision='bf16', but the parameters of Sequential are fp64"):
-        precision_of(graph, "bf16")
+        in_precision(graph, "bf16")
 
 
 def test_a_single_process_of_a_launcher_is_a_plain_script(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,10 +59,20 @@ class PlanFlags:
     microbatch_size: Annotated[int | None, Option(help="Samples per microbatch.", metavar="N")] = None
     chunks: Annotated[int | None, Option(help="Stages per rank; 1 in this version.", metavar="N")] = None
     schedule: Annotated[str | None, Option(help="1f1b (default) or gpipe.", metavar="NAME")] = None
-    precision: Annotated[str | None, Option(help="The model's own; this version converts nothing.", metavar="NAME")] = (
-        None
-    )
-    recompute: Annotated[str | None, Option(help="none in this version.", metavar="NAME")] = None
+    precision: Annotated[
+        str | None,
+        Option(
+            help="fp32, bf16 or fp16: mixed precision with float32 weights; the model's own by default.", metavar="NAME"
+        ),
+    ] = None
+    recompute: Annotated[
+        str | None,
+        Option(
+            help="Compute activations again in the backward instead of keeping them: none, all, or auto (default), "
+            "on stages that do not fit otherwise.",
+            metavar="NAME",
+        ),
+    ] = None
     balance: Annotated[
         str | None, Option(help="What the stages share evenly: time (default), params, flops, uniform.", metavar="NAME")
     ] = None

@@ -12,6 +12,7 @@ from autopar.ir.table import batch_text, stage_ends
 from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import COUNT, plural, text
 from autopar.parity import ABSOLUTE, EPSILON, LEARNING_RATE, RELATIVE, SMALL_NORM, Parity, Row
+from autopar.precision.noise import TIMES, rounding_of, update_rounding
 
 
 def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
@@ -21,7 +22,7 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
     trained = f"{plural(parity.steps, 'AdamW step')} (lr {LEARNING_RATE:g}, eps {EPSILON:g}), " if parity.steps else ""
     lines = [
         ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters"),
-        ("compared", f"a: on {devices}; b: the unmodified model on one device, with the same microbatches"),
+        ("compared", f"a: on {devices}; b: {reference_text(parity)} on one device, with the same microbatches"),
         ("mesh", mesh_text(plan)),
         ("batch", f"{batch_text(plan)}, schedule {plan.schedule}"),
         ("stages", stages),
@@ -31,9 +32,27 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
             f"|a−b| ≤ {ABSOLUTE:.0e} + {RELATIVE:.0e}·|b| for every element; in a tensor with ‖b‖ < {SMALL_NORM:g}, "
             f"{ABSOLUTE / SMALL_NORM:.0e}·‖b‖ instead of {ABSOLUTE:.0e}",
         ),
+        *(("", text) for text in noise_texts(parity)),
         *(("note", note) for note in parity.notes),
     ]
     return [labelled(lines), "", row_table(parity.rows), "", verdict(parity)]
+
+
+def reference_text(parity: Parity) -> str:
+    """What the model is compared with."""
+    return "the unmodified model" + (f" under torch.autocast in {parity.autocast}" if parity.autocast else "")
+
+
+def noise_texts(parity: Parity) -> Sequence[str]:
+    """The tolerance of mixed precision."""
+    if parity.autocast is None:
+        return ()
+    relative = rounding_of(parity.autocast).relative
+    absolute = update_rounding(parity.autocast, LEARNING_RATE * parity.steps).absolute
+    return (
+        f"or ‖a−b‖ ≤ {TIMES:g}·‖b−c‖ + {relative:.0e}·‖b‖ for every tensor, where c is b in float32; for weights "
+        f"{absolute:.0e}·√n instead of {relative:.0e}·‖b‖",
+    )
 
 
 def mesh_text(plan: Plan) -> str:

@@ -15,6 +15,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 }  # fmt: skip
 
 Mode = Literal["train", "eval"]
+NO_AUTOCAST = "off"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Weight:
     """A tensor that lives on a stage between steps.
 
     ``names`` are all names under which the model's state dict knows it: more than one when it is tied. A ``constant``
-    is a tensor that the trace found in the model's code; it is in no state dict.
+    is a tensor that the trace found in the model's code; it is in no state dict. ``dtype`` is what programs read;
+    ``master`` the dtype in which the tensor is stored and optimised, where that is another one: programs then read a
+    copy of it.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Weight:
     dtype: str
     requires_grad: bool = False
     names: tuple[str, ...] = ()
+    master: str = ""
 
     @property
     def numel(self) -> int:
@@ -69,8 +73,23 @@ class Weight:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the tensor, byte."""
+        """Size of the tensor that programs read, byte."""
         return self.numel * DTYPE_BYTES[self.dtype]
+
+    @property
+    def stored_dtype(self) -> str:
+        """The dtype of the tensor that is stored and optimised."""
+        return self.master or self.dtype
+
+    @property
+    def stored_bytes(self) -> int:
+        """Size of that tensor, byte."""
+        return self.numel * DTYPE_BYTES[self.stored_dtype]
+
+    @property
+    def copy_bytes(self) -> int:
+        """Size of the copy that programs read, byte; 0 where they read the stored tensor itself."""
+        return self.num_bytes if self.master else 0
 
 
 def refs(tree: Any) -> Iterator[str]:
@@ -88,7 +107,8 @@ class Op:
 
     ``name`` is the module path with the operation's own name (``blocks.0.attn.qkv.linear``): the same in train and
     eval mode and at any batch size, which is what plans rely on. ``mutates`` lists the weights it updates in place.
-    ``home`` is set on a collective that sharding inserted: the traced operation whose stage it shares.
+    ``home`` is set on a collective that sharding inserted: the traced operation whose stage it shares. ``autocast`` is
+    set inside of the model's own autocast regions: the dtype of the innermost, or `NO_AUTOCAST`.
     """
 
     name: str
@@ -100,6 +120,7 @@ class Op:
     source: str = ""
     mutates: tuple[str, ...] = ()
     home: str = ""
+    autocast: str = ""
 
     @cached_property
     def reads(self) -> tuple[str, ...]:

@@ -34,19 +34,23 @@ ALONE = Sharing()
 def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware) -> Holding:
     """A weight with gradient and optimizer state, of which the replicas keep a part each under ZeRO-1.
 
+    In mixed precision these are the master's, and the copy that programs read comes on top. The gradient of a copy is
+    gone as soon as it is added to the master's.
+
     Args:
         weight: a rank's part of it.
     """
     layout = sharing.storage.get(weight.name, REPLICATED)
     parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
     trained = weight.kind == "parameter" and weight.requires_grad
+    stored = weight.stored_bytes
     return Holding(
         name=weight.name,
-        num_bytes=weight_bytes(weight.numel, weight.num_bytes, sharing) if trained else weight.num_bytes,
+        num_bytes=weight.copy_bytes + (weight_bytes(weight.numel, stored, sharing) if trained else stored),
         groups=groups,
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
-        reduce_seconds=reduce_seconds(weight.num_bytes, sharing, hardware) if trained else 0.0,
+        reduce_seconds=reduce_seconds(stored, sharing, hardware) if trained else 0.0,
     )
 
 
@@ -72,13 +76,16 @@ def update_seconds(numel: float, num_bytes: float, hardware: Hardware) -> float:
 
 
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:
-    """What a weight costs between the last backward and the next step: its update, gathering it under ZeRO-1, and the
-    sum of its gradient over the shards where each has a summand."""
-    seconds = update_seconds(weight.numel, weight.num_bytes, hardware) / state_ranks(sharing)
+    """What a weight costs between the last backward and the next step: its update, casting it to the copy that programs
+    read, gathering it under ZeRO-1, and the sum of its gradient over the shards where each has a summand."""
+    stored = weight.stored_bytes
+    seconds = update_seconds(weight.numel, stored, hardware) / state_ranks(sharing)
+    if weight.copy_bytes:
+        seconds += hardware.traffic_seconds(stored + weight.copy_bytes)
     if sharing.zero1:
-        seconds += bucket_share("all-gather", weight.num_bytes, hardware, sharing.dp, sharing.tp)
+        seconds += bucket_share("all-gather", stored, hardware, sharing.dp, sharing.tp)
     if TP in layout.partial_gradient:
-        seconds += bucket_share("all-reduce", weight.num_bytes, hardware, sharing.tp)
+        seconds += bucket_share("all-reduce", stored, hardware, sharing.tp)
     return seconds
 
 

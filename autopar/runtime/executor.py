@@ -94,6 +94,7 @@ class BoundStep:
         self.stopwatch = Stopwatch(device)
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
+        self.loss_scale = 1.0
         self.sent: dict[tuple[int, Action], list[Delivery]] = {}
         actions = schedule[stage]
         self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
@@ -267,7 +268,7 @@ class BoundStep:
                     gradients[k] = gradients[k] + gradient if k in gradients else gradient
             loss = self.losses[i]
             if loss is not None:
-                gradients[len(values)] = torch.ones_like(loss)
+                gradients[len(values)] = torch.full_like(loss, self.loss_scale)
             roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.ir import REPLICATED, Mode, Program
+from autopar.errors import CheckpointError
+from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
+from autopar.runtime import checkpoint
+from autopar.runtime.contents import Averages
+from autopar.runtime.copies import Copies
 from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
+from autopar.runtime.mixed_loss import in_autocast
 from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, Work
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
@@ -48,6 +53,8 @@ class Rank:
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, transport)
+        self.ema: Averages | None = None
+        self.copies = Copies(self.weights, self.updater.came)
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
@@ -72,6 +79,7 @@ class Rank:
     def add_program(self, key: int, program: Program, constants: Mapping[str, torch.Tensor]) -> None:
         """Build a program under a number that steps will name; ``constants`` are those it reads."""
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
+        held |= self.copies.read_by(program)
         self.chunks[key] = Chunk(program, self.spec.build(program, held, self.device, self.axes))
 
     def step(self, work: Work) -> BoundStep:
@@ -79,13 +87,18 @@ class Rank:
         key = (work.schedule, work.programs, work.training)
         if key not in self.bound:
             schedule = generate(work.schedule, self.mesh.pp, len(work.programs))
-            loss_fn = self.spec.loss_fn if self.judges and work.training else None
+            loss_fn = self.loss_fn() if self.judges and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
             self.bound[key] = BoundStep(
                 schedule, self.place.stage, self.spec.pipeline, chunks, self.transport, self.device, loss_fn,
                 work.training,
             )  # fmt: skip
         return self.bound[key]
+
+    def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
+        if self.spec.autocast is None:
+            return self.spec.loss_fn
+        return in_autocast(self.spec.loss_fn, self.device, getattr(torch, self.spec.autocast))
 
     # -- steps -------------------------------------------------------------------------------------------------
 
@@ -112,11 +125,13 @@ class Rank:
     def train_step(self, work: Work) -> StepOutcome:
         """Gradients and an update: what earlier calls accumulated is part of it."""
         outcome = self.forward_backward(work, update_follows=True)
-        return StepOutcome(outcome.losses, outcome.outputs, self.updater.step())
+        return StepOutcome(outcome.losses, outcome.outputs, self.optimizer_step())
 
     def execute(self, work: Work, update_follows: bool) -> BoundStep:
         start = time.perf_counter()
         self.running = self.step(work)
+        self.running.loss_scale = self.updater.loss_scale
+        self.copies.refresh()
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
         self.running.run(work.data, work.keep_outputs, self.updater.arm if update_follows else None)
@@ -140,13 +155,18 @@ class Rank:
 
     def optimizer_step(self) -> float:
         """Clip, update, clear gradients; the global norm of the gradients before clipping."""
-        return self.updater.step()
+        norm = self.updater.step()
+        self.copies.forget()
+        return norm
 
     def zero_grad(self) -> None:
         self.updater.zero_grad()
 
     def scheduler_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         self.updater.scheduler_step(args, kwargs)
+
+    def loss_scale(self) -> float:
+        return self.updater.loss_scale
 
     def learning_rates(self) -> list[float]:
         """Learning rate of each parameter group; empty on a rank that updates nothing."""
@@ -166,6 +186,18 @@ class Rank:
             for name, tensor in tensors.items():
                 self.weights[name].copy_(tensor)
 
+    def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
+        """Write this rank's share of a checkpoint; why there is none, on any rank."""
+        return checkpoint.save(self, folder, header)
+
+    def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
+        """The header of a checkpoint that this rank can read."""
+        return checkpoint.inspect(folder)
+
+    def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
+        """Take over a checkpoint; why it was not, on any rank."""
+        return checkpoint.load(self, folder, header)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Copies on CPU of this rank's own gradients.
 
@@ -173,7 +205,7 @@ class Rank:
         gradients of several shards only the first is given.
         """
         return {
-            name: p.grad.detach().cpu().clone()
+            name: p.grad.detach().cpu() / self.updater.loss_scale
             for name, p in self.trainable.items()
             if p.grad is not None and (self.place.shard == 0 or self.spec.layout(name) != REPLICATED)
         }
@@ -186,7 +218,7 @@ class Rank:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.train_step(work)
             return torch.cuda.max_memory_allocated(self.device)
-        standing = sum(t.nbytes for t in self.weights.values()) + self.updater.state_bytes()
+        standing = sum(t.nbytes for t in self.weights.values()) + self.copies.num_bytes + self.updater.state_bytes()
         with TensorPeak() as peak:
             self.train_step(work)
         return standing + peak.bytes

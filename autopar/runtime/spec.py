@@ -44,6 +44,7 @@ class RankSpec:
         edges: every directed pair of stages that exchanges tensors.
         loss_fn, optimizer, lr_scheduler: as given to `autopar.parallelize`.
         clip_grad_norm: largest global gradient norm, or None.
+        autocast: the low dtype of mixed precision, or None.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class RankSpec:
     seed: int = 0
     storage: Mapping[str, Layout] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
+    autocast: str | None = None
 
     @property
     def place(self) -> Place:
@@ -67,7 +69,7 @@ class RankSpec:
 
     @property
     def rank_seed(self) -> int:
-        """Seed of what this rank draws without counters: one for the ranks of a tensor-parallel group, which draw alike."""
+        """Seed of what this rank draws without counters; one for a tensor-parallel group, whose ranks draw alike."""
         return self.seed + self.place.stage * self.mesh.dp + self.place.replica
 
     @property

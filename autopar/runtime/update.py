@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar.ir import TP
+from autopar.ir import TP, Layout
 from autopar.pytree import leaves
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
+from autopar.runtime.scaler import LossScaler
 from autopar.runtime.spec import Parameters, RankSpec
 from autopar.runtime.transport import Transport
 
@@ -28,6 +30,8 @@ class Updater:
         self.optimized = {name: p for name, p in trainable.items() if self.updates(name)}
         self.optimizer = spec.optimizer(Parameters(self.optimized)) if spec.optimizer and self.optimized else None
         self.scheduler = spec.lr_scheduler(self.optimizer) if spec.lr_scheduler and self.optimizer else None
+        self.num_updates = 0
+        self.scaler = LossScaler() if spec.autocast == "float16" else None
         self.replica_sum: ReplicaSum | None = None
         if spec.mesh.dp > 1 and trainable:
             self.replica_sum = ReplicaSum(trainable, spec.owners, spec.replicas, spec.place.replica, transport)
@@ -36,19 +40,41 @@ class Updater:
         """Whether this rank's replica updates a parameter."""
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
 
+    def layout(self, name: str) -> Layout:
+        """How the optimizer's parameter, and with it its state, lies."""
+        return self.spec.layout(name)
+
     def arm(self) -> None:
         """The next backward is the last one before `step`."""
         if self.replica_sum is not None:
             self.replica_sum.arm()
 
+    def came(self, name: str) -> None:
+        """A parameter's gradient has grown in a backward that did not accumulate into it itself."""
+        if self.replica_sum is not None:
+            self.replica_sum.came(name)
+
+    @property
+    def loss_scale(self) -> float:
+        """What all gradients are multiplied by until the next `step`."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
     def step(self) -> float:
-        """Sum, clip, update, clear gradients; the global norm of the gradients before clipping."""
+        """Sum, clip, update, clear gradients; the global norm of the gradients before clipping.
+
+        Where float16 gradients overflowed nothing is updated, and the norm is infinite.
+        """
         if self.replica_sum is not None:
             self.replica_sum.finish()
         self.sum_over_shards()
         self.sum_over_stages()
         norm = self.global_norm()
         gradients = [p for p in self.trainable.values() if p.grad is not None]
+        if self.scaler is not None:
+            norm /= self.scaler.unscale([p.grad for p in gradients if p.grad is not None])
+            if not self.scaler.update(norm.item()):
+                self.zero_grad()
+                return inf
         if self.spec.clip_grad_norm is not None and gradients:
             nn.utils.clip_grads_with_norm_(gradients, self.spec.clip_grad_norm, norm)
         if self.optimizer is not None:
@@ -56,6 +82,7 @@ class Updater:
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
+        self.num_updates += 1
         return norm.item()
 
     def sum_over_shards(self) -> None:

@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from autopar.errors import TraceError
-from autopar.ir import LocalDevice, Op, Ref, Value, refs
+from autopar.ir import NO_AUTOCAST, LocalDevice, Op, Ref, Value, refs
 from autopar.trace.autocast import cast_to
 from autopar.trace.export import is_internal
 from autopar.trace.inplace import STATISTICS, aliased_arguments, missing_defaults, out_of_place, written_arguments
@@ -52,7 +52,7 @@ class Converter:
         self.aliases: dict[str, set[str]] = defaultdict(set)
         self.ops: list[Op] = []
         self.updated_until: dict[str, int] = {}
-        self.autocast = False
+        self.autocast = ""  # of the innermost autocast region
         self.tracked: dict[str, Ref] = {}  # a value detached for a no_grad region -> the value with its history
 
     # -- walking -----------------------------------------------------------------------------------------------
@@ -114,7 +114,8 @@ class Converter:
         self.result |= dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
         outside = self.held, self.autocast
         self.held = self.held | {name for n, use in last_use.items() if use > position and (name := self.name_of(n))}
-        self.autocast = self.autocast or str(node.target) == "wrap_with_autocast"
+        if str(node.target) == "wrap_with_autocast":
+            self.autocast = str(node.args[1]).removeprefix("torch.") if node.args[2] else NO_AUTOCAST
         outputs = self.run(region.graph)
         self.held, self.autocast = outside
         if isinstance(outputs, tuple):
@@ -134,7 +135,7 @@ class Converter:
     def add(self, node: fx.Node, target: OpOverload, args: tuple, last_use: dict[fx.Node, int], position: int) -> Any:
         """Record an operation out of place if its side effect has no other reader, else in place."""
         kwargs = tuple((k, self.resolve(v)) for k, v in node.kwargs.items())
-        if self.autocast:
+        if self.autocast:  # a disabled region is known by its effect too, which is none
             args, kwargs = self.cast(node, target, args, kwargs)
         given = dict(zip((a.name for a in target._schema.arguments), args)) | dict(kwargs)
         written = [given[name].name for name in written_arguments(target) if isinstance(given.get(name), Ref)]
@@ -196,7 +197,8 @@ class Converter:
         self, node: fx.Node, name: str, target: OpOverload, args: tuple, kwargs: tuple, outputs: tuple, updated: tuple
     ) -> None:
         mutates = tuple(root for root in updated if root in self.weights)
-        self.ops.append(Op(name, str(target), args, kwargs, outputs, module_of(node), source_of(node), mutates))
+        module, source = module_of(node), source_of(node)
+        self.ops.append(Op(name, str(target), args, kwargs, outputs, module, source, mutates, autocast=self.autocast))
         self.values |= {value.name: value for value in outputs}
         self.updated_until |= dict.fromkeys(updated, len(self.ops) - 1)
 

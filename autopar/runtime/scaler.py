@@ -1,0 +1,63 @@
+"""Loss scaling for float16, whose smallest numbers are larger than many gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+import torch
+
+
+class LossScaler:
+    """The factor on the loss, halved when a gradient overflows and doubled after many updates without.
+
+    Every rank has one and tells it the same global norms, so that all of them agree without another message.
+    Defaults and state are those of torch.amp.GradScaler.
+    Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
+    """
+
+    def __init__(
+        self,
+        scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.scale = scale
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
+        self.finite_updates = 0  # since the scale changed
+
+    def unscale(self, gradients: list[torch.Tensor]) -> float:
+        """The scale, by which the gradients are divided."""
+        if gradients:
+            torch._foreach_mul_(gradients, 1 / self.scale)
+        return self.scale
+
+    def update(self, norm: float) -> bool:
+        """Whether to update the weights, given the global norm of the gradients; the scale of the next step is set."""
+        if not isfinite(norm):
+            self.scale *= self.backoff_factor
+            self.finite_updates = 0
+            return False
+        self.finite_updates += 1
+        if self.finite_updates == self.growth_interval:
+            self.scale *= self.growth_factor
+            self.finite_updates = 0
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the form of `torch.amp.GradScaler.state_dict`."""
+        return {
+            "scale": self.scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self.finite_updates,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another scaler, or a GradScaler, was."""
+        self.scale = float(state["scale"])
+        self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
+        self.growth_interval, self.finite_updates = int(state["growth_interval"]), int(state["_growth_tracker"])
