@@ -278,6 +278,7 @@ class Recurrent(nn.Module):
 LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lstm": (Recurrent, "lstm.lstm (aten.lstm.input"),
     "permuted batch": (lambda: Body(lambda x: x[torch.randperm(len(x))]), "randperm (aten.randperm.default"),
+    "fixed batch": (lambda: Body(lambda x: x.reshape(8, 4, 32) + torch.rand(8, 4, 32)), "rand (aten.rand.default"),
     "poisson": (lambda: Body(lambda x: torch.poisson(x)), "poisson (aten.poisson.default"),
 }
 
