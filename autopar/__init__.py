@@ -13,10 +13,13 @@ if TYPE_CHECKING:
     from autopar.api import parallelize, plan
     from autopar.errors import (
         AutoparError,
+        CheckpointError,
         HardwareError,
         InfeasibleError,
         NonFiniteLossWarning,
+        PlanDependentRandomWarning,
         PlanError,
+        ResumeWarning,
         TraceError,
         TrainingError,
         UnknownOpWarning,
@@ -34,14 +37,15 @@ __version__ = "0.1.0"
 _HOME = {
     "parallelize": "api", "plan": "api", "Plan": "ir", "ParallelModel": "model", "StepResult": "model",
     "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
-    "NonFiniteLossWarning": "errors", "PlanError": "errors", "TraceError": "errors", "TrainingError": "errors",
-    "UnknownOpWarning": "errors", "UsageError": "errors", "WorkerError": "errors", "Parameters": "runtime",
+    "NonFiniteLossWarning": "errors", "PlanDependentRandomWarning": "errors", "PlanError": "errors",
+    "TraceError": "errors", "TrainingError": "errors", "UnknownOpWarning": "errors", "UsageError": "errors",
+    "WorkerError": "errors", "Parameters": "runtime", "CheckpointError": "errors", "ResumeWarning": "errors",
 }  # fmt: skip
 
 __all__ = [
-    "AutoparError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning", "ParallelModel",
-    "Parameters", "Plan", "PlanError", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UsageError",
-    "WorkerError", "parallelize", "plan",
+    "AutoparError", "CheckpointError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning",
+    "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult",
+    "TraceError", "TrainingError", "UnknownOpWarning", "UsageError", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 

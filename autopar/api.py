@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar.batching import Call, as_call
 from autopar.codegen import graph_module
-from autopar.errors import UnknownOpWarning, UsageError
+from autopar.errors import PlanDependentRandomWarning, UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
 from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight
 from autopar.lowering import lowered
@@ -26,6 +26,7 @@ from autopar.options import Options
 from autopar.precision import check_device, mixed_dtype, own_precision
 from autopar.pricing import Costs
 from autopar.programs import Programs
+from autopar.random_ops import DRAWS, draws
 from autopar.refine import refine
 from autopar.rules import unruled
 from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, assigned
@@ -94,6 +95,7 @@ def make_plan(
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs
+        if v.name != DRAWS
     )
     info = ModelInfo(name, graph.fingerprint, graph.num_params, inputs, dict(kwargs))
     if options.memory is not None:
@@ -145,6 +147,21 @@ def warn_of_unruled(plan: Plan, graph: Graph) -> None:
         )
 
 
+def warn_of_generators(graph: Graph) -> None:
+    """Say which operations draw numbers that depend on the plan."""
+    left = [op for op in graph.ops if draws(op)]
+    if left:
+        listed = ", ".join(f"{op.name} ({op.target}{f' at {op.source}' if op.source else ''})" for op in left[:3])
+        warnings.warn(
+            f"{graph.model} has {len(left)} random operations that cannot count samples: {listed}"
+            f"{', …' if len(left) > 3 else ''}. Each rank draws them from a generator of its own, so their numbers "
+            "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or "
+            "F.dropout.",
+            PlanDependentRandomWarning,
+            stacklevel=3,  # the caller of parallelize
+        )
+
+
 def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, shape: tuple[int, ...] | None) -> Call:
     """Example inputs as a call at the global batch; derived from the model's config where none are given."""
     if example_inputs is not None:
@@ -191,7 +208,8 @@ def parallelize(
             ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``.
         lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
         plan: a plan or the path of one; skips planning.
-        seed: of random operations (dropout), which draw independently on every stage and data-parallel replica.
+        seed: of random operations (dropout). What they draw depends on it, the number of updates so far, the sample's
+            number since the last one and the place in the model, but not on the plan.
         constraints: the fields of `autopar.options.Options`.
 
     Raises:
@@ -216,6 +234,7 @@ def parallelize(
         check_given(chosen, devices, constraints)
     check_device(chosen.precision, machine)
     programs = Programs(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
+    warn_of_generators(programs.example)
     loss_fn = loss_fn or F.cross_entropy
     specs = rank_specs(programs, machine, loss_fn, optimizer, lr_scheduler, options.clip_grad_norm, seed)
     tensors = weight_tensors(model, programs.example)

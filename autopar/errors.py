@@ -21,6 +21,10 @@ class PlanError(UsageError):
     """A plan file is broken, stale, or made for another model; the message names the field."""
 
 
+class CheckpointError(UsageError):
+    """A checkpoint cannot be written, or is broken, or of another model; what was there before is as it was."""
+
+
 class HardwareError(UsageError):
     """A cost-model file is unknown, incomplete or malformed."""
 
@@ -55,6 +59,14 @@ class TrainingError(AutoparError):
 
 class NonFiniteLossWarning(UserWarning):
     """The loss of a step is NaN or infinite."""
+
+
+class PlanDependentRandomWarning(UserWarning):
+    """A random operation draws from a generator of its rank: its numbers differ from plan to plan."""
+
+
+class ResumeWarning(UserWarning):
+    """Training goes on from a checkpoint otherwise than the run that saved it would have."""
 
 
 class UnknownOpWarning(UserWarning):

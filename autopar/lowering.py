@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
-from autopar.batching import Call
+from autopar.batching import Call, is_batched
 from autopar.ir import Graph, Mode, Precision
 from autopar.precision import in_precision
+from autopar.pytree import unflatten
+from autopar.random_ops import counter_based
 from autopar.trace import trace
 
 
@@ -20,4 +25,18 @@ def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Prec
         TraceError: the model cannot be traced.
         UsageError: it cannot compute in this precision.
     """
-    return in_precision(trace(model, call.args, call.kwargs, mode, name), precision)
+    graph = in_precision(trace(model, call.args, call.kwargs, mode, name), precision)
+    # After the casts: what is drawn for a tensor then has its dtype.
+    return counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
+
+
+def trace_at(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph:
+    """The trace at another batch size."""
+
+    def resized(leaf: Any) -> Any:
+        if not is_batched(leaf, call.batch):
+            return leaf
+        return torch.empty((batch, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+    args, kwargs = unflatten([resized(leaf) for leaf in call.leaves], call.spec)
+    return trace(model, args, kwargs, mode)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf, isfinite
+from os import PathLike
 from typing import Any
 
 import torch
@@ -26,10 +27,13 @@ from autopar.batching import (
     split_leaves,
     split_targets,
 )
+from autopar.checkpoints import header_of, load, save
+from autopar.counter_random import rows
 from autopar.errors import NonFiniteLossWarning, UsageError
-from autopar.ir import TP, Mode, Place, Plan, Ref
+from autopar.ir import TP, Header, Mode, Place, Plan, Ref
 from autopar.machine import Machine
 from autopar.programs import Programs, Variant
+from autopar.random_ops import DRAWS
 from autopar.runtime import LocalRanks, RankSpec, RankStats, StepData, StepOutcome, TorchrunRanks, Work, WorkerPool
 from autopar.schedule import check, generate, max_in_flight
 from autopar.shards import assembled, part, summed
@@ -85,7 +89,8 @@ class ParallelModel:
         self._mode: Mode = "train"
         self._sent: set[int] = set()
         self._checked: set[tuple[str, int]] = set()
-        self._num_steps = 0
+        self.num_updates = 0  # calls of optimizer_step and train_step so far
+        self.num_drawn = 0  # samples since then, which random operations count
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
 
@@ -149,8 +154,9 @@ class ParallelModel:
         joined = None
         if outputs is not None:
             joined = outputs.join(self._ordered({rank: own.outputs for rank, own in results.items()}))
-        step = self._num_steps
-        self._num_steps += outcome.grad_norm is not None
+        step = self.num_updates
+        if command == "train_step":
+            self._updated()
         self._report_non_finite(outcome.losses, step)
         skipped = self._spec.autocast == "float16" and outcome.grad_norm == inf
         return StepResult(sum(outcome.losses), seconds, outcome.grad_norm, joined, skipped)
@@ -169,8 +175,13 @@ class ParallelModel:
         """
         self._check_optimizer()
         norms = self._call("optimizer_step")
-        self._num_steps += 1
+        self._updated()
         return norms[max(norms)]
+
+    def _updated(self) -> None:
+        """Count an update of the weights."""
+        self.num_updates += 1
+        self.num_drawn = 0
 
     def _check_optimizer(self) -> None:
         if self._spec.optimizer is None:
@@ -189,8 +200,9 @@ class ParallelModel:
         return self._train("train_step", x, y, return_outputs)
 
     def zero_grad(self) -> None:
-        """Drop accumulated gradients."""
+        """Drop accumulated gradients; random operations draw again what they drew for them."""
         self._call("zero_grad")
+        self.num_drawn = 0
 
     def _work(
         self, call: Call, target: tuple | None, schedule: str, keep_outputs: bool
@@ -216,18 +228,28 @@ class ParallelModel:
         for cut in cuts:
             self._check_schedule(schedule, variants, len(cut))
         shares = [size / (batch * self.data_size) for size in sizes]
+        draws = self._draws(sizes)
+        if self._mode == "train" or any(map(draws_numbers, variants)):
+            self.num_drawn += batch * self.data_size
         ends = list(accumulate(map(len, cuts), initial=0))
         work: dict[int, tuple[Work]] = {}
         for rank in self._ranks.numbers:
             place = mesh.place(rank)
             own = slice(*ends[place.replica % replicas :][:2])
             last = place.stage == mesh.pp - 1
-            inputs = [inputs_of(variant, place.stage, leaves) for variant, leaves in parts[own]]
+            inputs = [
+                inputs_of(variant, place.stage, leaves, rows) for (variant, leaves), rows in zip(parts[own], draws[own])
+            ]
             data = StepData(inputs, targets[own] if last else [], shares[own])
             numbers = tuple(v.number for v in variants[own])
             keeps = keep_outputs and last and place.shard == 0
             work[rank] = (Work(self._mode, schedule, numbers, data, training, keeps),)
         return work, outputs
+
+    def _draws(self, sizes: list[int]) -> list[torch.Tensor]:
+        """What random operations count in each microbatch: samples since the last update, in the global batch."""
+        first = self.num_drawn + self.data_rank * sum(sizes)
+        return list(rows(self._spec.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
     def _send_programs(self, variants: list[Variant]) -> None:
         for variant in variants:
@@ -302,6 +324,40 @@ class ParallelModel:
             arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
         self._ranks.call("load", arguments)
 
+    def save_checkpoint(self, folder: str | PathLike[str], extra: Any = None) -> None:
+        """Save all that training goes on from: weights, buffers, the state of optimizer and scheduler, counters, plan.
+
+        Every rank writes its parts, and `load_checkpoint` takes them under any other mesh. The folder always holds one
+        whole checkpoint, whenever the process is killed; while a new one is written it needs room for both. Gradients
+        that no update has used yet are not saved. Under torchrun all ranks call this, with a folder that they share.
+
+        Args:
+            extra: the caller's own, such as the position in the data; anything that JSON can hold.
+
+        Raises:
+            UsageError: ``extra`` is not such a thing.
+            CheckpointError: it cannot be written (the disk is full, say); the one that was there is as it was, and
+                training can go on.
+        """
+        save(self._ranks, folder, self._header(extra))
+
+    def load_checkpoint(self, folder: str | PathLike[str]) -> Any:
+        """Go on from a checkpoint that was saved under any mesh; the ``extra`` that was saved with it.
+
+        The options of parameter groups, learning rates among them, are those of the checkpoint. Where there is no
+        optimizer here, the weights alone are taken. Gradients are dropped.
+
+        Raises:
+            CheckpointError: it is none, is damaged, or is of another model or optimizer; nothing was changed.
+        """
+        header = load(self._ranks, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
+        self.num_updates, self.num_drawn = header.updates, 0
+        return header.extra
+
+    def _header(self, extra: Any) -> Header:
+        weights = self._programs.example.weights
+        return header_of(self.plan, weights, self._state_names, self._spec.seed, self.num_updates, extra)
+
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
         total = summed(self._call("gradients"), self._spec.storage, self.plan.mesh)
@@ -324,7 +380,9 @@ class ParallelModel:
         call = as_call(self._model, x)
         call = self._programs.call(call.args, call.kwargs)
         work, _ = self._work(call, (y,), self.plan.schedule, keep_outputs=False)
-        return self._ranks.call("tensor_peak", work)
+        found = self._ranks.call("tensor_peak", work)
+        self._updated()
+        return found
 
     # -- end ---------------------------------------------------------------------------------------------------
 
@@ -363,7 +421,14 @@ class SchedulerHandle:
         return self._owner.learning_rates()
 
 
-def inputs_of(variant: Variant, stage: int, leaves: list[Any]) -> list[torch.Tensor]:
-    """The tensors among a microbatch's leaves that a stage's program reads, in its order."""
-    by_name = {leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)}
+def draws_numbers(variant: Variant) -> bool:
+    """Whether a microbatch's programs draw random numbers by counters."""
+    return any(value.name == DRAWS for value in variant.graph.inputs)
+
+
+def inputs_of(variant: Variant, stage: int, leaves: list[Any], draws: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a stage's program reads for a microbatch, in its order: leaves, and what it draws from."""
+    by_name = {DRAWS: draws} | {
+        leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)
+    }
     return [by_name[value.name] for value in variant.programs[stage].inputs]

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-import autopar.collectives  # noqa: F401  (defines torch.ops.autopar)
+import autopar.collectives
+import autopar.counter_random  # noqa: F401  (both define operators of torch.ops.autopar)
 
 
 @functools.cache

@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 
-import torch
 from torch import nn
 
 from autopar.batching import Call
-from autopar.ir import Op
-from autopar.operators import operator
+from autopar.random_ops import draws
 from autopar.trace import trace
 
 # Modules that draw random numbers in training, and the attribute that holds the probability; by class name because some
@@ -20,7 +18,6 @@ SWITCHES = {
     "FeatureAlphaDropout": "p", "MultiheadAttention": "dropout", "LSTM": "dropout", "GRU": "dropout", "RNN": "dropout",
     "DropPath": "drop_prob", "DropBlock2d": "drop_prob", "PatchDropout": "prob", "StochasticDepth": "p",
 }  # fmt: skip
-PROBABILITIES, FLAGS = ("p", "dropout_p", "dropout"), ("train", "training")
 LEAST_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
 
 
@@ -48,15 +45,3 @@ def random_operations(model: nn.Module, call: Call) -> list[str]:
     """Names of the operations of the training graph that draw random numbers."""
     part = call.first(min(LEAST_SAMPLES, call.batch))
     return [op.name for op in trace(model, part.args, part.kwargs, "train").ops if draws(op)]
-
-
-def draws(op: Op) -> bool:
-    """Whether an operation draws random numbers with these arguments."""
-    target = operator(op.target)
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    schema = [argument.name for argument in target._schema.arguments]
-    given = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    given |= dict(zip(schema, op.args)) | dict(op.kwargs)
-    idle = any(given.get(name) == 0 for name in PROBABILITIES) or any(given.get(name) is False for name in FLAGS)
-    return not idle

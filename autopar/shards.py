@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
 from math import prod
 
 import torch
@@ -10,6 +12,63 @@ import torch
 from autopar.ir import REPLICATED, TP, AxisSizes, Layout, Mesh, Split
 
 Index = Mapping[str, int]  # a rank's number on each axis
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box that a rank holds of a tensor: where it starts in the whole and in the rank's part, and its size."""
+
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def of_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of the box in the rank's part."""
+        return narrowed(tensor, self.part, self.sizes)
+
+
+def chunks(shape: Sequence[int], layout: Layout, ranks: AxisSizes, index: Index) -> list[Chunk]:
+    """The boxes that the part of a rank consists of, as few as there can be.
+
+    A contiguous split has one; a digit further inside of a dim has as many as there are values of the digits outside.
+
+    Args:
+        shape: of the whole tensor.
+    """
+    splits = by_dim(layout)
+    runs = [
+        runs_of(held(size, splits[dim], ranks, index)) if dim in splits else [(0, 0, size)]
+        for dim, size in enumerate(shape)
+    ]
+    return [
+        Chunk(tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box)) for box in product(*runs)
+    ]
+
+
+def runs_of(indices: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Stretches of consecutive indices: the first index, its position, how many."""
+    starts = [0, *(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()] if len(indices) else []
+    ends = [*starts[1:], len(indices)]
+    return [(int(indices[start]), start, end - start) for start, end in zip(starts, ends)]
+
+
+def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A view of a box of a tensor."""
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def whole_shape(shape: Sequence[int], layout: Layout, ranks: AxisSizes) -> tuple[int, ...]:
+    """The shape of the tensor that a rank's part of this shape is of; inverse of `Layout.local_shape`."""
+    sizes = list(shape)
+    for split in layout.splits:
+        sizes[split.dim] *= ranks[split.axis]
+    return tuple(sizes)
 
 
 def part(tensor: torch.Tensor, layout: Layout, ranks: AxisSizes, index: Index) -> torch.Tensor:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.counter_random import rows
+
 
 @dataclass(frozen=True)
 class Case:
@@ -49,7 +51,7 @@ def z(*shape: int) -> Tensor:
 
 ONE_OPERAND = """
     abs acos alias angle asin atan celu ceil clone contiguous cos cosh deg2rad detach elu empty_like erf erfc
-    exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu
+    erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu
     lift_fresh_copy log log10 log1p log2 log_sigmoid logical_not logit mish nan_to_num neg ones_like rad2deg
     reciprocal relu relu6 resolve_conj resolve_neg round rsqrt selu sgn sigmoid sign silu sin sinc sinh softplus
     softshrink sqrt square tan tanh trunc zeros_like _to_copy
@@ -191,7 +193,7 @@ def normalisations() -> Iterator[Case]:
         yield case("batch_norm.default", x(4, 8, 4, 4), *weights, training, 0.1, 1e-5, True)
     yield case("batch_norm.default", x(4, 8), x(8), x(8), None, None, True, 0.1, 1e-5, True)
     yield case("instance_norm.default", x(4, 8, 4), x(8), x(8), fixed(8), fixed(8), True, 0.1, 1e-5, True)
-    for target in ("softmax.int", "log_softmax.int"):
+    for target in ("softmax.int", "log_softmax.int", "_safe_softmax.default"):
         yield case(target, x(4, 4, 8), -1)
         yield case(target, x(4, 4, 8), 1)
 
@@ -318,6 +320,7 @@ def mixtures() -> Iterator[Case]:
     yield case("roll.default", x(4, 8), (3,))
     yield case("flip.default", x(4, 8), (-1,))
     yield case("cumsum.default", x(4, 8), 1)
+    yield case("argsort.default", x(4, 8), 1)
     yield case("cumprod.default", x(4, 8), 0)
     yield case("tril.default", x(4, 4, 8))
     yield case("triu.default", x(4, 4, 8), 1)
@@ -345,6 +348,15 @@ def mixtures() -> Iterator[Case]:
     yield case("var_mean.correction", x(4, 8), (1,), correction=1)
 
 
+def counted() -> Iterator[Case]:
+    """Random numbers whose samples lie anywhere or nowhere; parts of them begin inside of a counter's four words."""
+    for samples, shape, dim, outer in (
+        (4, (4, 8), 0, 1), (4, (8, 4, 12), 1, 1), (4, (64, 3), 0, 4), (2, (8, 4), 0, 1), (4, (8, 12), -1, 1),
+    ):  # fmt: skip
+        draws = rows(1 << 40, 3, 5, samples)
+        yield Case("autopar.uniform.default", (draws, shape, "name", dim, outer))
+
+
 def unsplit() -> Iterator[Case]:
     """Operations that are never split, and those that lie however their operand lies."""
     yield case("new_empty.default", x(4, 8), (4, 1))
@@ -355,9 +367,14 @@ def unsplit() -> Iterator[Case]:
     yield case("dropout.default", x(4, 8), 0.5, False)
     yield case("dropout.default", x(4, 8), 0.0, True)
     yield case("feature_dropout.default", x(4, 8), 0.5, True)
+    yield case("alpha_dropout.default", x(4, 8), 0.5, True)
+    yield case("feature_alpha_dropout.default", x(4, 8), 0.5, True)
+    yield case("rrelu.default", x(4, 8), 0.1, 0.3, True)
+    yield case("bernoulli.default", fixed(4, 8))
     yield case("bernoulli.p", fixed(4, 8), 0.5)
-    yield case("rand_like.default", x(4, 8))
-    yield case("randn_like.default", x(4, 8))
+    yield case("randint_like.default", fixed(4, 8), 4)
+    for name in ("exponential", "normal_functional", "rand_like", "randn_like", "uniform"):
+        yield case(f"{name}.default", fixed(4, 8))
     for name in ("empty.memory_format", "ones.default", "rand.default", "randn.default", "zeros.default"):
         yield case(name, (4, 8))
     yield case("arange.default", 8)
@@ -382,6 +399,7 @@ def all_cases() -> list[Case]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         tables = (
-            per_element, products, convolutions, attention, normalisations, pixels, reshapes, parts, mixtures, unsplit
+            per_element, products, convolutions, attention, normalisations, pixels, reshapes, parts, mixtures, counted,
+            unsplit,
         )  # fmt: skip
         return [found for table in tables for found in table()]

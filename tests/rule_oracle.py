@@ -6,15 +6,18 @@ It shares no code with what it judges but the types: parts are cut and joined he
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from rule_cases import Case
 from torch import Tensor
 
-from autopar.ir import Layout, Op, Ref, Value, refs
+from autopar import collectives
+from autopar.ir import TP, Layout, Op, Ref, Value, refs
 from autopar.operators import operator
 from autopar.rules import Rule, Strategy, localised
 
@@ -98,7 +101,8 @@ def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
     found: list[dict[str, Tensor]] = []
     for rank in range(ranks):
         mine = {name: as_read(t, layouts[name], ranks, rank) for name, t in this.tensors.items()}
-        outputs, copy = run(local, mine)
+        with numbered(rank, ranks):
+            outputs, copy = run(local, mine)
         for y, value in zip(outputs, local.outputs, strict=True):
             assert tuple(y.shape) == value.shape, (
                 f"{this.op.target}: {tuple(y.shape)} is not the promised {value.shape}"
@@ -114,6 +118,16 @@ def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
         equal(f"gradient of {name}", [rank[name] for rank in found], gradient, layouts[name])
     for name in this.op.mutates:
         equal(f"updated {name}", [rank[name] for rank in copies], read[name], layouts[name])
+
+
+@contextmanager
+def numbered(rank: int, ranks: int) -> Iterator[None]:
+    """This process as a rank of the tensor axis, for operators that ask for its number."""
+    collectives.register(TP, SimpleNamespace(rank=rank, ranks=ranks))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        collectives.unregister(TP)
 
 
 def as_read(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -132,3 +133,22 @@ def test_exception_ends_all_with_its_cause() -> None:
         pm.train_step(x, y)
     assert time.monotonic() - start < FAULT_SECONDS
     assert not psutil.Process().children(recursive=True)
+
+
+def test_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
+    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    meshes: list[dict[str, Any]] = [{}, {"pp": 2}, {"tp": 2}, {"dp": 2, "zero1": True}]
+    losses = []
+    for i, mesh in enumerate(meshes):
+        devices = 2 if mesh else 1
+        with autopar.parallelize(tiny_vit(2), devices, x, optimizer=ADAMW, microbatches=2, **mesh) as pm:
+            pm.train_step(x, y)
+            if i > 0:
+                pm.load_checkpoint(tmp_path)
+            before = on_cpu(pm.state_dict())
+            pm.save_checkpoint(tmp_path)
+            losses.append([pm.train_step(x, y).loss for _ in range(3)])
+            pm.load_checkpoint(tmp_path)
+            assert all(torch.equal(t, before[n]) for n, t in on_cpu(pm.state_dict()).items())
+    for other in losses[1:]:
+        assert other == pytest.approx(losses[0], rel=1e-4)

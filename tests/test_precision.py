@@ -405,6 +405,26 @@ def test_a_plan_brings_its_precision() -> None:
         autopar.parallelize(model, 1, x, plan=plan, precision="fp32")
 
 
+def test_random_numbers_follow_the_precision_of_what_they_are_for() -> None:
+    model = tiny_vit(1, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1).train()
+    graph = graph_of(model, torch.randn(2, 3, 32, 32))
+    blocks = [
+        v for op in graph.ops for v in op.outputs if op.name.startswith("blocks.0.mlp") and "uniform" not in v.name
+    ]
+    assert {v.dtype for v in blocks if v.dtype != "bool"} == {"bfloat16"}
+    assert graph.values["blocks.0.attn.scaled_dot_product_attention.softmax"].dtype == "float32"
+    assert graph.values["blocks.0.attn.scaled_dot_product_attention"].dtype == "bfloat16"
+
+
+def test_the_same_masks_on_every_mesh() -> None:
+    torch.manual_seed(0)
+    model, x, y = tiny_vit(2, drop_rate=0.2, drop_path_rate=0.2), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    plans = [plan_by_hand(model, x, 2, firsts, precision="bf16") for firsts in ([], ["blocks.1.norm1.layer_norm"])]
+    models = [in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW) for plan in plans]
+    for _ in range(3):
+        assert len({pm.train_step(x, y).loss for pm in models}) == 1
+
+
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 

@@ -18,7 +18,7 @@ from autopar.rules.text import bind
 
 EXAMPLES = [example(case) for case in all_cases()]
 OUTERS = (2, 3)
-UNSPLIT = {key for key, entry in RULES.items() if entry is shapes.replicated}
+UNSPLIT = {key for key, entry in RULES.items() if entry in (shapes.replicated, shapes.drawn)}
 
 
 def rule_for(this: Example) -> Rule:

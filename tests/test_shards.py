@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.ir import REPLICATED, Layout, Mesh, Split, broadcast_layout, split_layout
-from autopar.shards import assembled, part, summed, whole
+from autopar.shards import assembled, chunks, narrowed, part, summed, whole, whole_shape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
@@ -86,3 +86,34 @@ def test_state_of_a_mesh_is_assembled() -> None:
     parts = {0: {"split": torch.tensor([1]), "copied": torch.tensor([7])}, 1: {"split": torch.tensor([2])}}
     state = assembled(parts, {"split": split_layout(0)}, mesh)
     assert {n: t.tolist() for n, t in state.items()} == {"split": [1, 2], "copied": [7]}
+
+
+def test_a_part_is_as_few_boxes_as_it_can_be() -> None:
+    boxes = chunks((12, 5), split_layout(0, 3), {"tp": 2}, {"tp": 1})
+    assert [(c.whole, c.part, c.sizes) for c in boxes] == [
+        ((2, 0), (0, 0), (2, 5)),
+        ((6, 0), (2, 0), (2, 5)),
+        ((10, 0), (4, 0), (2, 5)),
+    ]
+    assert [(c.whole, c.sizes) for c in chunks((12, 5), split_layout(1), {"tp": 5}, {"tp": 2})] == [((0, 2), (12, 1))]
+    assert [c.sizes for c in chunks((), REPLICATED, {"tp": 2}, {"tp": 1})] == [()]
+    assert [c.sizes for c in chunks((0, 3), REPLICATED, {"tp": 2}, {"tp": 1})] == [(0, 3)]
+
+
+@given(cases())
+def test_the_boxes_of_all_ranks_tile_the_whole(case: tuple[list[int], Layout, dict[str, int]]) -> None:
+    shape, layout, ranks = case
+    axes = sorted({split.axis for split in layout.splits})
+    source, tiled = torch.arange(prod(shape)).view(shape), torch.full(shape, -1)
+    for numbers in product(*(range(ranks[axis]) for axis in axes)):
+        index = dict(zip(axes, numbers))
+        own = part(source, layout, ranks, index)
+        assert whole_shape(own.shape, layout, ranks) == tuple(shape)
+        covered = torch.zeros_like(own)
+        for chunk in chunks(shape, layout, ranks, index):
+            box = narrowed(tiled, chunk.whole, chunk.sizes)
+            assert (box == -1).all()  # nobody else has it
+            box.copy_(chunk.of_part(own))
+            chunk.of_part(covered).add_(1)
+        assert (covered == 1).all()
+    assert torch.equal(tiled, source)

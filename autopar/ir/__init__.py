@@ -1,5 +1,6 @@
 """Every frozen type that crosses stages, its invariants and its printed form."""
 
+from autopar.ir.checkpoint import Header, SavedWeight
 from autopar.ir.choices import Choice, ChoiceGraph, ChoiceGroup, Conversion
 from autopar.ir.cost import CostGraph, Flow, Group, Holding
 from autopar.ir.graph import DTYPE_BYTES, NO_AUTOCAST, Graph, LocalDevice, Mode, Op, Ref, Value, Weight, refs
@@ -38,8 +39,8 @@ from autopar.ir.program import Edge, Program
 __all__ = [
     "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AxisSizes", "Balance",
     "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion", "CostGraph", "Edge", "Flow",
-    "Graph", "Group", "HardwareInfo", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode", "ModelInfo",
-    "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Ref", "ScheduleName", "SolverInfo", "Split", "Stage",
-    "Value", "Weight", "broadcast_layout", "compressed", "look_up", "partial_layout", "pattern_of", "refs",
-    "split_layout",
+    "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode",
+    "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Ref", "SavedWeight", "ScheduleName",
+    "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout", "compressed", "look_up", "partial_layout",
+    "pattern_of", "refs", "split_layout",
 ]  # fmt: skip

@@ -14,7 +14,7 @@ FREE = Conversion(0.0, 0.0)
 
 def is_collective(op: Op) -> bool:
     """Whether sharding has put an operation into the graph."""
-    return op.target.startswith(PREFIX)
+    return bool(op.home)
 
 
 def step_of(op: Op) -> Step:

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from autopar.hardware import Hardware
 from autopar.ir import BlockSharding, Collective, Graph, Layout, Op, Value, pattern_of
 from autopar.profile.collectives import is_collective, step_of, step_seconds, whole_bytes
-from autopar.profile.digits import sample_dims
 from autopar.profile.facts import Facts
 from autopar.profile.groups import origins
 from autopar.profile.price import Pricing
 from autopar.profile.rulebook import RuleBook
 from autopar.rules.rule import Rule, has
+from autopar.rules.samples import sample_dims
 
 REDUCTIONS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}
 CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
@@ -31,7 +31,7 @@ def limits(graph: Graph, facts: Facts, ranks: int) -> tuple[str, ...]:
         facts: of this graph, from `op_facts`.
     """
     book = RuleBook(graph, facts, ranks)
-    samples = sample_dims(book)
+    samples = sample_dims(graph, book.rule)
     found: dict[str, None] = {}
     for op in graph.ops:
         rule = book.rule(op) if facts.ops[op.name].forward_flops > 0 else None
@@ -97,7 +97,7 @@ def blocks(
     pricing = Pricing(local, facts, hardware, batch, ranks)
     parts = {op.name: op for op in local.ops}
     reduced = {op.home: REDUCTIONS[step_of(op).name] for op in local.ops if op.home and step_of(op).name in REDUCTIONS}
-    samples = sample_dims(book)
+    samples = sample_dims(graph, book.rule)
     rows: dict[str, dict[str, str]] = {}
     block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
     for op in graph.ops:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.ir import Graph, Layout, Op, split_layout
+from autopar.ir import Graph, Layout, Op
 from autopar.profile.rulebook import RuleBook
-from autopar.rules.rule import LABEL, Rule, Strategy, has, laid_out, letter_of
+from autopar.rules.rule import Strategy
+from autopar.rules.samples import sample_dims
 
 MOST = 12  # splits of one value that are followed; a dim that many reshapes take apart could have more
 
@@ -65,7 +66,7 @@ def digits(book: RuleBook, batch_divides: bool) -> Digits:
     Args:
         batch_divides: whether samples can be split, in operations that multiply no weights.
     """
-    samples = sample_dims(book)
+    samples = sample_dims(book.graph, book.rule)
     wanted, offered = Collected(book.graph, samples, {}), Collected(book.graph, samples, {})
 
     def usable(op: Op, carried: Iterable[Strategy | None]) -> Iterator[Strategy]:
@@ -100,30 +101,3 @@ def depends_on_batch(layout: Layout, samples: Layout | None, batch: int) -> bool
         return False
     (split,), (sample,) = layout.splits, samples.splits
     return split.dim == sample.dim and split.outer % (sample.outer * batch) == 0
-
-
-def sample_dims(book: RuleBook) -> Mapping[str, Layout]:
-    """The split along the samples of every value that has them: followed from the inputs' first dim."""
-    batch = book.graph.batch
-    found = {v.name: split_layout(0) for v in book.graph.inputs if v.shape and v.shape[0] == batch}
-    for op in book.graph.ops:
-        number = next((i for i, name in enumerate(op.reads) if name in found), None)
-        if number is None:
-            continue
-        rule, read = book.rule(op), op.reads[number]
-        for j, value in enumerate(op.outputs):
-            carried = carry(rule, number, j, found[read], batch) if rule is not None else None
-            if carried is None and value.shape[:1] == book.graph.shapes[read][:1] and found[read] == split_layout(0):
-                carried = found[read]
-            if carried is not None:
-                found[value.name] = carried
-    return found
-
-
-def carry(rule: Rule, operand: int, output: int, layout: Layout, ranks: int) -> Layout | None:
-    """The layout of an output when an operand is laid out so, even if the letter is whole; None where it has none."""
-    label = letter_of(rule, rule.operands[operand], layout, ranks)
-    match = LABEL.fullmatch(label) if label else None
-    if match is None or not has(rule.outputs[output], match[1]):
-        return None
-    return laid_out(rule, rule.outputs[output], match[1], int(match[2] or 1), layout.splits[0].axis)

@@ -264,6 +264,8 @@ def arguments(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
             return Slot(op.reads.index(tree.name))
         if isinstance(tree, LocalDevice):
             return META
+        if tree == op.name:  # an operation that draws is told its own
+            return ""
         return tuple(convert(item) for item in tree) if isinstance(tree, tuple) else tree
 
     return convert(op.args), {name: convert(value) for name, value in op.kwargs}

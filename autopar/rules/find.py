@@ -55,8 +55,6 @@ def in_slots(tree: Any, slots: Mapping[str, Ref]) -> Any:
 
 def key_of(target: str) -> str | None:
     """The entry of `RULES` for an operation: by its overload, else by its name."""
-    if not target.startswith("aten."):
-        return None
     overload = target.removeprefix("aten.")
     return next((key for key in (overload, overload.rpartition(".")[0]) if key in RULES), None)
 

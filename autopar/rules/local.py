@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from autopar.ir import Op, Value
+from autopar.ir import Layout, Op, Value
 from autopar.rules.call import Shape, argument
 from autopar.rules.find import key_of
 from autopar.rules.rule import Rule, Strategy, letter_and_parts
@@ -15,9 +15,10 @@ from autopar.rules.rule import Rule, Strategy, letter_and_parts
 
 @dataclass(frozen=True)
 class Part:
-    """An operation with the shapes of its outputs on one rank, the letter that is split, and over how many ranks."""
+    """An operation with its outputs' layouts and shapes on one rank, the letter that is split, over how many ranks."""
 
     op: Op
+    made: tuple[Layout, ...]
     shapes: tuple[Shape, ...]
     letter: str
     ranks: int
@@ -35,7 +36,7 @@ def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int) -> Op:
     assert len(strategy.outputs) == len(op.outputs) == len(rule.outputs), f"{strategy} of {op.name}"
     sizes = {split.axis: ranks for made in strategy.outputs for split in made.splits}
     shapes = tuple(made.local_shape(v.shape, sizes) for made, v in zip(strategy.outputs, op.outputs))
-    part = Part(op, shapes, letter_and_parts(strategy.label)[0], ranks)
+    part = Part(op, strategy.outputs, shapes, letter_and_parts(strategy.label)[0], ranks)
     outputs = tuple(local_value(value, shape) for value, shape in zip(op.outputs, shapes))
     key = key_of(op.target)
     localise = (LOCAL if part.letter else REPLICATED_TOO).get(key or "", as_it_is)
@@ -123,6 +124,14 @@ def narrowed(part: Part) -> Op:
     return with_argument(part.op, 3, "length", part.shapes[0][argument(part.op, 1, "dim")])
 
 
+def drawn_part(part: Part) -> Op:
+    """Random numbers of a rank's samples, or of its part of every sample."""
+    if part.letter == "b":
+        return with_argument(part.op, 1, "shape", part.shapes[0])
+    (split,) = part.made[0].splits
+    return replace(part.op, args=(*part.op.args, split.dim, split.outer, part.ranks, split.axis))
+
+
 def with_argument(op: Op, position: int, name: str, value: Any) -> Op:
     """The operation with another value of an argument, given by position or by name."""
     if len(op.args) > position:
@@ -154,4 +163,5 @@ LOCAL: Mapping[str, Callable[[Part], Op]] = {
     "split.sizes": split_by_sizes("split_size"),
     "split_with_sizes": split_by_sizes("split_sizes"),
     "narrow": narrowed,
+    "autopar.uniform": drawn_part,
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from string import ascii_lowercase
 
@@ -35,19 +35,37 @@ def made_new(call: Call) -> Rule | None:
 
 
 def replicated(call: Call) -> Rule | None:
-    """Never split.
-
-    Random operations are here: ranks that each drew a part would draw equal numbers for different parts, and what is
-    drawn must not depend on the plan.
-    """
+    """Never split."""
     operands = [numbered(shape, f"i{n}d") for n, shape in enumerate(call.operands)]
     outputs = [numbered(shape, f"o{n}d") for n, shape in enumerate(call.outputs)]
     return build(call, operands, outputs, whole=[x for dims in outputs for x in flat(dims)])
 
 
+def drawn(call: Call) -> Rule | None:
+    """Elements of a random operation: known to lie as the operand's do, but never split.
+
+    Ranks that each drew a part from their generators would draw equal numbers for different parts.
+    """
+    rule = elementwise(call)
+    return rule and replace(rule, whole=frozenset(rule.sizes))
+
+
 def dropout(call: Call) -> Rule | None:
     """Random, unless it drops nothing."""
-    return replicated(call) if call.argument(1, "p", 0.5) and call.argument(2, "train", True) else elementwise(call)
+    return drawn(call) if call.argument(1, "p", 0.5) and call.argument(2, "train", True) else elementwise(call)
+
+
+def counted(call: Call) -> Rule | None:
+    """Numbers drawn by counters: any dim, and the samples with their rows of the first operand."""
+    dim, outer = call.argument(3, "sample_dim"), call.argument(4, "sample_outer")
+    made = numbered(call.outputs[0])
+    if dim < 0:
+        rows = numbered(call.operands[0], "u")
+        return build(call, [rows], [made], whole=flat(rows))
+    samples = call.operands[0][0]
+    sizes = {"o": outer, "b": samples, "r": call.outputs[0][dim] // (outer * samples)}
+    made = (*made[:dim], ("o", "b", "r"), *made[dim + 1 :])
+    return build(call, [(("b",), ("w",))], [made], sizes=sizes, whole=["w"])
 
 
 def flat(dims: Dims) -> list[str]:

@@ -19,19 +19,23 @@ POOL_3D = "... d! h! w! -> ... z! y! x!"
 PER_ELEMENT = (
     "_to_copy abs acos add addcdiv addcmul alias angle asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor "
     "broadcast_to ceil celu clamp clamp_max clamp_min clone complex conj contiguous copy cos cosh deg2rad detach div "
-    "elu empty_like eq erf erfc exp exp2 expand expand_as expm1 fill floor floor_divide fmax fmin fmod frac full_like "
-    "ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu lerp "
-    "lift_fresh_copy log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor logit "
-    "lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like polar pow rad2deg reciprocal relu relu6 "
+    "elu empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1 fill floor floor_divide fmax fmin fmod frac "
+    "full_like ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu "
+    "lerp lift_fresh_copy log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor "
+    "logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like polar pow rad2deg reciprocal relu relu6 "
     "remainder resolve_conj resolve_neg round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink "
     "sqrt square sub tan tanh threshold to.device to.dtype to.dtype_layout true_divide trunc where.Scalar "
     "where.ScalarOther where.ScalarSelf where.self xlogy zeros_like"
 )
 RESHAPES = "_unsafe_view flatten.using_ints reshape reshape_as squeeze unflatten.int unsqueeze view.default view_as"
+# By a generator; `autopar.random_ops` leaves only few of them.
+DRAWN = (
+    "alpha_dropout bernoulli.default bernoulli.p exponential feature_alpha_dropout feature_dropout "
+    "normal_functional rand_like randint_like randn_like rrelu uniform"
+)
 NEVER_SPLIT = (
-    "arange bernoulli empty eye feature_dropout full linspace logspace lstm max.default mean.default meshgrid "
-    "min.default normal.float_float ones rand rand_like randint randn randn_like randperm scalar_tensor tril_indices "
-    "triu_indices zeros"
+    "arange empty eye full linspace logspace lstm max.default mean.default meshgrid min.default normal.float_float "
+    "ones rand randint randn randperm scalar_tensor tril_indices triu_indices zeros"
 )
 
 RULES: Mapping[str, str | Function] = {
@@ -60,6 +64,7 @@ RULES: Mapping[str, str | Function] = {
     "batch_norm": "n! c ...!, c, c, c, c -> n! c ...!",
     "instance_norm": "n! c ...!, c, c, c, c -> n! c ...!",
     "softmax.int": parts.along(1, "dim"),
+    "_safe_softmax": parts.along(1, "dim"),
     "log_softmax.int": parts.along(1, "dim"),
     # pixels
     "adaptive_avg_pool1d": POOL_1D,
@@ -125,6 +130,7 @@ RULES: Mapping[str, str | Function] = {
     # along dims
     "roll": parts.along(2, "dims"),
     "flip": parts.along(1, "dims"),
+    "argsort": parts.along(1, "dim"),
     "cumsum": parts.along(1, "dim"),
     "cumprod": parts.along(1, "dim"),
     "tril": "... r! c! -> ... r! c!",
@@ -158,6 +164,8 @@ RULES: Mapping[str, str | Function] = {
     "new_ones": shapes.made_new,
     "new_zeros": shapes.made_new,
     "dropout": shapes.dropout,
+    "autopar.uniform": shapes.counted,
+    **dict.fromkeys(DRAWN.split(), shapes.drawn),
     **dict.fromkeys(PER_ELEMENT.split(), shapes.elementwise),
     **dict.fromkeys(RESHAPES.split(), shapes.reshape),
     **dict.fromkeys(NEVER_SPLIT.split(), shapes.replicated),

@@ -1,6 +1,8 @@
 """The fifth stage: programs run as ranks: worker processes, torchrun's processes, or this one."""
 
+from autopar.runtime.checkpoint import read_tensors
 from autopar.runtime.executor import Span, StepData
+from autopar.runtime.folder import check_files, read_header
 from autopar.runtime.pool import WorkerPool
 from autopar.runtime.reduce import assigned
 from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, Work, rank_text
@@ -8,5 +10,5 @@ from autopar.runtime.spmd import Launched, LocalRanks, TorchrunRanks, launched
 
 __all__ = [
     "Launched", "LocalRanks", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome", "TorchrunRanks",
-    "Work", "WorkerPool", "assigned", "launched", "rank_text",
+    "Work", "WorkerPool", "assigned", "check_files", "launched", "rank_text", "read_header", "read_tensors",
 ]  # fmt: skip

@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir import REPLICATED, Mode, Program
+from autopar.errors import CheckpointError
+from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
+from autopar.runtime import checkpoint
+from autopar.runtime.contents import Averages
 from autopar.runtime.copies import Copies
 from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
@@ -51,6 +54,7 @@ class Rank:
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, transport)
         self.copies = Copies(self.weights, self.updater.came)
+        self.ema: Averages | None = None
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
@@ -181,6 +185,18 @@ class Rank:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.weights[name].copy_(tensor)
+
+    def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
+        """Write this rank's share of a checkpoint; why there is none, on any rank."""
+        return checkpoint.save(self, folder, header)
+
+    def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
+        """The header of a checkpoint that this rank can read."""
+        return checkpoint.inspect(folder)
+
+    def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
+        """Take over a checkpoint; why it was not, on any rank."""
+        return checkpoint.load(self, folder, header)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Copies on CPU of this rank's own gradients.

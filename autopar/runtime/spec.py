@@ -69,7 +69,7 @@ class RankSpec:
 
     @property
     def rank_seed(self) -> int:
-        """Seed of this rank's random operations: one for the ranks of a tensor-parallel group, which draw alike."""
+        """Seed of what this rank draws without counters; one for a tensor-parallel group, whose ranks draw alike."""
         return self.seed + self.place.stage * self.mesh.dp + self.place.replica
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir import TP
+from autopar.ir import TP, Layout
 from autopar.pytree import leaves
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
 from autopar.runtime.scaler import LossScaler
@@ -30,6 +30,7 @@ class Updater:
         self.optimized = {name: p for name, p in trainable.items() if self.updates(name)}
         self.optimizer = spec.optimizer(Parameters(self.optimized)) if spec.optimizer and self.optimized else None
         self.scheduler = spec.lr_scheduler(self.optimizer) if spec.lr_scheduler and self.optimizer else None
+        self.num_updates = 0
         self.scaler = LossScaler() if spec.autocast == "float16" else None
         self.replica_sum: ReplicaSum | None = None
         if spec.mesh.dp > 1 and trainable:
@@ -38,6 +39,10 @@ class Updater:
     def updates(self, name: str) -> bool:
         """Whether this rank's replica updates a parameter."""
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
+
+    def layout(self, name: str) -> Layout:
+        """How the optimizer's parameter, and with it its state, lies."""
+        return self.spec.layout(name)
 
     def arm(self) -> None:
         """The next backward is the last one before `step`."""
@@ -69,6 +74,7 @@ class Updater:
             norm /= self.scaler.unscale([p.grad for p in gradients if p.grad is not None])
             if not self.scaler.update(norm.item()):
                 self.zero_grad()
+                self.num_updates += 1
                 return inf
         if self.spec.clip_grad_norm is not None and gradients:
             nn.utils.clip_grads_with_norm_(gradients, self.spec.clip_grad_norm, norm)
@@ -77,6 +83,7 @@ class Updater:
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
+        self.num_updates += 1
         return norm.item()
 
     def sum_over_shards(self) -> None:

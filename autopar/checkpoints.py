@@ -1,0 +1,177 @@
+"""Checkpoints: saved and loaded by the ranks of a model, or read without any."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.errors import CheckpointError, ResumeWarning, UsageError
+from autopar.ir import Header, Plan, SavedWeight, Weight
+from autopar.runtime import LocalRanks, TorchrunRanks, WorkerPool, check_files, read_tensors
+from autopar.runtime import read_header as header_in
+
+Ranks = LocalRanks | TorchrunRanks | WorkerPool
+FEW = 3  # names that an error lists
+
+
+def read_header(folder: str | PathLike[str]) -> Header:
+    """What a checkpoint says of itself.
+
+    Raises:
+        CheckpointError: the folder has none that this version can read.
+    """
+    return header_in(Path(folder))
+
+
+def read_plan(folder: str | PathLike[str]) -> Plan:
+    """The plan of the run that saved: ``parallelize(model, …, plan=read_plan(folder))`` goes on exactly as it did.
+
+    Raises:
+        CheckpointError, PlanError: the folder has none that this version can read.
+    """
+    return Plan.from_json(json.dumps(read_header(folder).plan), f"the plan in {folder}")
+
+
+def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, torch.Tensor]:
+    """Full tensors by every name of the model's state dict; of tied weights, one tensor under each name.
+
+    Args:
+        ema: the averages of weights instead; what has none is as it is.
+
+    Raises:
+        CheckpointError: the folder has no whole checkpoint, or one without averages.
+    """
+    header = read_header(folder)
+    check_files(Path(folder), header)
+    if ema and not header.ema:
+        raise CheckpointError(
+            f"The checkpoint in {folder} has no averages of weights: parallelize was given no ema=. "
+            "Leave ema (--ema) out."
+        )
+    saved = [weight for weight in header.weights if weight.names]
+    tensors = read_tensors(Path(folder) / header.data, [weight.name for weight in saved], ema)
+    return {name: tensors[weight.name] for weight in saved for name in weight.names}
+
+
+def header_of(
+    plan: Plan, weights: Iterable[Weight], state_names: Iterable[str], seed: int, updates: int, extra: Any
+) -> Header:
+    """What a model says of itself in a checkpoint.
+
+    Args:
+        state_names: those of the model's state dict.
+
+    Raises:
+        UsageError: JSON cannot hold ``extra``.
+    """
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"extra cannot be saved: {error}. It must consist of numbers, texts, lists and dicts with texts for keys."
+        ) from error
+    known = frozenset(state_names)
+    saved = tuple(SavedWeight.of(weight, known) for weight in weights if weight.kind != "constant")
+    return Header(plan.model.name, saved, json.loads(plan.to_json()), seed, plan.batch, updates, extra)
+
+
+def save(ranks: Ranks, folder: str | PathLike[str], header: Header) -> None:
+    """Have the ranks write a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = str(Path(folder).absolute())
+    results = ranks.call("save_checkpoint", dict.fromkeys(ranks.numbers, (path, header)))
+    raise_first(results)
+
+
+def load(ranks: Ranks, folder: str | PathLike[str], here: Header, optimizer: Any, scheduler: Any) -> Header:
+    """Have the ranks take over a checkpoint; its header.
+
+    Args:
+        here: what the model would save.
+        optimizer, scheduler: what the model was given, or None.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or does not fit.
+    """
+    path = str(Path(folder).absolute())
+    found = ranks.call("inspect_checkpoint", dict.fromkeys(ranks.numbers, (path,)))
+    raise_first(found)
+    header: Header = found[min(found)]
+    check_same_model(header, here, path)
+    results = ranks.call("load_checkpoint", dict.fromkeys(ranks.numbers, (path, header)))
+    raise_first(results)
+    for change in changes(header, here, optimizer, scheduler):
+        warnings.warn(
+            f"The checkpoint in {folder} {change}", ResumeWarning, stacklevel=3
+        )  # the caller of load_checkpoint
+    return header
+
+
+def raise_first(results: Mapping[int, Any]) -> None:
+    """Raise the error that the first of the ranks with one returned."""
+    for _, result in sorted(results.items()):
+        if isinstance(result, CheckpointError):
+            raise result
+
+
+def check_same_model(saved: Header, here: Header, folder: str) -> None:
+    """Compare names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: lists the first few that differ.
+    """
+    there, own = ({weight.name: weight for weight in header.weights} for header in (saved, here))
+    missing, unknown = [n for n in own if n not in there], [n for n in there if n not in own]
+    other = [n for n in own if n in there and (own[n].shape, own[n].dtype) != (there[n].shape, there[n].dtype)]
+    found = [
+        *([f"{len(missing)} missing there ({few(missing)})"] if missing else []),
+        *([f"{len(unknown)} unknown here ({few(unknown)})"] if unknown else []),
+        *(
+            [f"{len(other)} other: {few([f'{n} {kind(there[n])} there, {kind(own[n])} here' for n in other])}"]
+            if other
+            else []
+        ),
+    ]
+    if found:
+        raise CheckpointError(
+            f"The checkpoint in {folder} is of another model ({saved.model}, here {here.model}). Of {len(own)} "
+            f"weights, {'; '.join(found)}. Build the model as the run that saved did."
+        )
+
+
+def kind(weight: SavedWeight) -> str:
+    return f"{weight.dtype}{list(weight.shape)}"
+
+
+def few(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def changes(saved: Header, here: Header, optimizer: Any, scheduler: Any) -> list[str]:
+    """In what the run that goes on differs from the one that saved."""
+    found = []
+    if saved.seed != here.seed:
+        found.append(
+            f"was saved with seed {saved.seed}, here it is {here.seed}: dropout and other random operations draw other "
+            f"numbers than that run would have. Pass seed={saved.seed} to go on as it would."
+        )
+    if saved.batch != here.batch:
+        found.append(
+            f"was saved with a global batch of {saved.batch}, here it is {here.batch}: gradients, and the number of "
+            "updates in an epoch, are others, while learning rate and schedule go on as they were."
+        )
+    if optimizer is not None and saved.optimizer is None:
+        found.append("has no optimizer: the one here starts from scratch.")
+    if scheduler is not None and saved.scheduler is None:
+        found.append("has no learning-rate scheduler: the one here starts from scratch.")
+    return found

@@ -1,0 +1,32 @@
+"""``autopar export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="A folder that save_checkpoint wrote.", metavar="FOLDER")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="MODEL.safetensors")],
+    ema: Annotated[bool, typer.Option("--ema", help="The averages of weights instead of the weights.")] = False,
+) -> None:
+    """Write a checkpoint's weights as a state dict of the unmodified model, which timm loads by checkpoint_path=."""
+    from safetensors.torch import save_file
+
+    from autopar.checkpoints import read_header, read_weights
+    from autopar.errors import UsageError
+
+    header = read_header(checkpoint)
+    weights = read_weights(checkpoint, ema)
+    try:
+        # Tied weights are written under each of their names: the format has no aliases.
+        copies = {name: tensor.clone() for name, tensor in weights.items()}
+        save_file(copies, output, metadata={"format": "pt", "model": header.model, "updates": str(header.updates)})
+    except Exception as error:  # safetensors reports what the system says as an error of its own
+        raise UsageError(
+            f"Cannot write {output}: {error}. Give a file in a folder that exists and has room."
+        ) from error
+    typer.echo(f"{output}: {len(weights)} tensors of {header.model} after {header.updates} updates")

@@ -1,0 +1,100 @@
+"""What a checkpoint says of itself: the header, which is JSON beside the tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from autopar.errors import CheckpointError
+from autopar.ir.graph import Weight
+
+CHECKPOINT_VERSION = 1
+STRICT = ConfigDict(extra="forbid")
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class SavedWeight:
+    """A parameter or buffer: its whole shape, and the names under which the model's state dict has it."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(weight: Weight, state_names: frozenset[str]) -> SavedWeight:
+        """What a header keeps of a traced weight."""
+        names = tuple(name for name in weight.names if name in state_names)
+        return SavedWeight(weight.name, weight.kind, weight.shape, weight.stored_dtype, names)
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Header:
+    """A checkpoint's contents.
+
+    Args:
+        model: as the plan calls it.
+        plan: that of the run that saved, as in a plan file.
+        batch: the global batch that the plan is for.
+        updates: optimizer steps so far.
+        extra: the caller's, anything that JSON can hold.
+        optimizer, scheduler: class names, None where there was none.
+        scaler, ema: whether the state of a loss scaler and averages of weights are there.
+        data: the folder beside the header that has the tensors.
+        files: byte sizes of the files in it.
+    """
+
+    model: str
+    weights: tuple[SavedWeight, ...]
+    plan: dict[str, Any]
+    seed: int
+    batch: int
+    updates: int
+    extra: Any = None
+    optimizer: str | None = None
+    scheduler: str | None = None
+    scaler: bool = False
+    ema: bool = False
+    data: str = ""
+    files: Mapping[str, int] = field(default_factory=dict)
+    schema_version: int = CHECKPOINT_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, where: str) -> Header:
+        """The header in a JSON text; ``where`` names it in errors.
+
+        Raises:
+            CheckpointError: it is no JSON, of another version, or a field is missing or wrong.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise CheckpointError(
+                f"{where} is not a complete JSON file: {error.msg} at line {error.lineno}, column {error.colno}. "
+                "autopar replaces it in one piece, so something else wrote it; use another checkpoint."
+            ) from error
+        version = data.get("schema_version") if isinstance(data, dict) else None
+        if not isinstance(version, int):
+            raise CheckpointError(f"{where} is not of autopar: it has no schema_version. Give a checkpoint's folder.")
+        if version != CHECKPOINT_VERSION:
+            newer = "Upgrade autopar." if version > CHECKPOINT_VERSION else "Load it with the version that saved it."
+            raise CheckpointError(
+                f"{where}: field schema_version is {version}, this autopar reads {CHECKPOINT_VERSION}. {newer}"
+            )
+        try:
+            return TypeAdapter(Header).validate_python(data)
+        except ValidationError as error:
+            problems = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
+            raise CheckpointError(
+                f"{where} is not a valid checkpoint. Field " + "; field ".join(problems[:5]) + ". Use another one."
+            ) from error
