@@ -113,6 +113,7 @@ def make_plan(
         memory_bytes=options.memory,
         balance=options.balance,
         pins=options.pins,
+        recompute=options.recompute,
         least_samples=LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1,
         time_limit_seconds=options.solver_seconds,
     )

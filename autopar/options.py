@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from autopar.errors import UsageError
-from autopar.ir import Balance, Precision, ScheduleName
+from autopar.ir import Balance, Precision, Recompute, ScheduleName
 
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
@@ -23,7 +23,8 @@ class Options:
     ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second. ``pp``, ``tp`` and
     ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica; ``zero1`` shares the
     optimizer's state among replicas; ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast` computes,
-    with float32 weights.
+    with float32 weights. ``recompute``: "auto" has stages compute activations again in the backward only where that is
+    what makes a plan fit, or a better one; results are the same, so it is the default.
     """
 
     pp: int | None = None
@@ -38,7 +39,7 @@ class Options:
     pins: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None
     precision: Precision | None = None
-    recompute: str = "none"
+    recompute: Recompute = "auto"
     hardware: str | None = None
     backend: str | None = None
     clip_grad_norm: float | None = None
@@ -52,13 +53,14 @@ class Options:
                 raise UsageError(f"{name}={number!r} must be a whole number of at least 1.")
         if self.zero1 not in (None, True, False):
             raise UsageError(f"zero1={self.zero1!r} must be True or False; leave it out to have it chosen.")
-        for name, only, has in (("chunks", 1, "one chunk per rank"), ("recompute", "none", "no recomputation")):
-            if getattr(self, name) != only:
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} is not available in this version, which has {has}. Leave it out, "
-                    f"or pass {name}={only!r}."
-                )
-        for name, known in (("schedule", ("1f1b", "gpipe")), ("balance", ("time", "params", "flops", "uniform"))):
+        if self.chunks != 1:
+            raise UsageError(
+                f"chunks={self.chunks!r} is not available in this version, which has one chunk per rank. Leave it out, "
+                "or pass chunks=1."
+            )
+        balances = ("time", "params", "flops", "uniform")
+        choices = {"schedule": ("1f1b", "gpipe"), "balance": balances, "recompute": ("none", "all", "auto")}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown. It is one of {', '.join(known)}.")
         if self.precision not in (None, "fp32", "bf16", "fp16", "fp64"):

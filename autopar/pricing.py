@@ -9,7 +9,18 @@ from typing import Any
 
 from autopar.hardware import Hardware
 from autopar.ir import TP, BlockSharding, ChoiceGraph, CostGraph, Graph, Layout
-from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price, reweighted
+from autopar.profile import (
+    Facts,
+    Sharing,
+    blocks,
+    choice_graph,
+    limits,
+    op_facts,
+    price,
+    reweighted,
+    segmented,
+    segments,
+)
 from autopar.rules.apply import shard_graph, storage
 from autopar.solve import Priced, Shardings, pareto
 
@@ -26,6 +37,7 @@ class Sharded:
     storage: Mapping[str, Layout]
     graph: Graph
     facts: Facts
+    segments: tuple[int, ...]
 
 
 class Costs:
@@ -38,6 +50,7 @@ class Costs:
     def __init__(self, graph: Graph, hardware: Hardware) -> None:
         self.graph, self.hardware = graph, hardware
         self.facts = op_facts(graph)
+        self.segments = segments(graph, self.facts)
         self.known: dict[tuple, Any] = {}
 
     def floor_seconds(self, tp: int, size: int) -> float:
@@ -75,13 +88,15 @@ class Costs:
 
     def whole(self, size: int) -> CostGraph:
         """The whole model on one device."""
-        return self.remember(("whole", size), price, self.graph, self.facts, self.hardware, size)
+        key, arguments = ("whole", size), (self.graph, self.facts, self.segments, self.hardware, size)
+        return self.remember(key, priced_with_segments, *arguments)
 
     def local(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
         """What each rank runs of a sharded model, without replicas."""
         sharing, groups = Sharing(tp, storage=sharded.storage), self.whole(size).groups
         key = ("local", id(sharded), size)  # a sharding is kept, and so its identity is its own
-        return self.remember(key, price, sharded.graph, sharded.facts, self.hardware, size, sharing, groups)
+        of = sharded.graph, sharded.facts, sharded.segments
+        return self.remember(key, priced_with_segments, *of, self.hardware, size, sharing, groups)
 
     def choices(self, tp: int, size: int) -> ChoiceGraph:
         """All shardings over ``tp`` ranks."""
@@ -128,4 +143,12 @@ def apply(graph: Graph, labels: Mapping[str, str], tp: int) -> Sharded:
     stored = storage(graph, labels, ranks)
     local = shard_graph(graph, labels, stored, ranks, dict.fromkeys((op.name for op in graph.ops), 0))
     strategies = labels if any(labels.values()) else {}
-    return Sharded(strategies, stored, local, op_facts(local))
+    facts = op_facts(local)
+    return Sharded(strategies, stored, local, facts, segments(local, facts))
+
+
+def priced_with_segments(
+    graph: Graph, facts: Facts, starts: tuple[int, ...], hardware: Hardware, size: int, *shared: Any
+) -> CostGraph:
+    """What `price` says of a graph, and what stages that recompute keep."""
+    return segmented(price(graph, facts, hardware, size, *shared), graph, facts, starts, hardware)

@@ -28,6 +28,7 @@ from autopar.ir import (
 )
 from autopar.lowering import lowered
 from autopar.pytree import unflatten
+from autopar.recompute import recomputing
 from autopar.rules.apply import shard_graph
 from autopar.rules.find import rule_of
 from autopar.rules.rule import strategy
@@ -83,12 +84,12 @@ class Programs:
     def split(self, graph: Graph, stage_of: Mapping[str, int]) -> tuple[Program, ...]:
         """What each stage's ranks run of a graph of whole tensors."""
         if self.plan.mesh.tp == 1:
-            return split(graph, stage_of, self.num_stages)
+            return recomputing(split(graph, stage_of, self.num_stages), graph, self.plan)
         found = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
         labels = {name: label for name, label in found.items() if label is not None}
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
         local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
-        return split(local, stage_of, self.num_stages)
+        return recomputing(split(local, stage_of, self.num_stages), local, self.plan)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
         """The model's graph, traced with its modules in the modes in which they were handed over."""

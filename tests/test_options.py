@@ -26,7 +26,7 @@ from autopar.trace import trace
         ({"dp": True}, "dp=True must be a whole number"),
         ({"zero1": "yes"}, "zero1='yes' must be True or False"),
         ({"chunks": 2}, "chunks=2 is not available in this version, which has one chunk per rank"),
-        ({"recompute": "auto"}, "recompute='auto' is not available in this version, which has no recomputation"),
+        ({"recompute": "some"}, "recompute='some' is unknown. It is one of none, all, auto"),
         ({"schedule": "zigzag"}, "It is one of 1f1b, gpipe"),
         ({"microbatch": 4}, "Did you mean microbatches"),
         ({"microbatches": 2, "microbatch_size": 2}, "not both"),

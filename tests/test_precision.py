@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -507,6 +508,24 @@ def test_gradients_and_losses_are_shown_unscaled() -> None:
         for name, parameter in expected.named_parameters():
             torch.testing.assert_close(pm.gradients()[name], parameter.grad, rtol=5e-3, atol=1e-4)
         assert pm.optimizer_step() < 10
+
+
+def test_the_scale_and_the_masters_are_in_the_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x, y = ConvNet(), torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
+    start = functools.partial(autopar.parallelize, model, 1, x, loss_fn=steep, optimizer=ADAMW, microbatches=2)
+    with start(precision="fp16") as pm:
+        first = [pm.train_step(x, y) for _ in range(4)]
+        assert first[0].skipped and pm.num_updates == 4
+        pm.save_checkpoint(tmp_path)
+        scale, following = pm.loss_scale(), pm.train_step(x, y)
+    with start(precision="fp16") as pm:
+        pm.load_checkpoint(tmp_path)
+        assert pm.loss_scale() == scale < 65536
+        assert pm.train_step(x, y).loss == following.loss
+    with start() as pm:  # in float32: the weights are the same
+        pm.load_checkpoint(tmp_path)
+        assert pm.train_step(x, y).loss == pytest.approx(following.loss, rel=1e-2)
 
 
 # -- errors and prices ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Dropout, attention dropout and drop path draw the same masks on every mesh: the same loss curve, with real processes."""
+"""Dropout, attention dropout and drop path draw the same masks on every mesh: one loss curve."""
 
 from __future__ import annotations
 

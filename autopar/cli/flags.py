@@ -65,7 +65,14 @@ class PlanFlags:
             help="fp32, bf16 or fp16: mixed precision with float32 weights; the model's own by default.", metavar="NAME"
         ),
     ] = None
-    recompute: Annotated[str | None, Option(help="none in this version.", metavar="NAME")] = None
+    recompute: Annotated[
+        str | None,
+        Option(
+            help="Compute activations again in the backward instead of keeping them: none, all, or auto (default), "
+            "on stages that do not fit otherwise.",
+            metavar="NAME",
+        ),
+    ] = None
     balance: Annotated[
         str | None, Option(help="What the stages share evenly: time (default), params, flops, uniform.", metavar="NAME")
     ] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from operator import getitem
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.codegen.segments import Recomputed, Segment, call, segments_of, source_of
 from autopar.ir import LocalDevice, Op, Program, Ref
 from autopar.operators import operator
 
@@ -28,22 +29,54 @@ def graph_module(
 ) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
 
+    Where the stage recomputes, each segment is a module in it.
+
     Args:
         weights: at least the program's own, by name; used as they are, so several modules can share them.
         device: replaces every device that tracing baked in.
         axes: for each mesh axis the key of its communicator in `autopar.collectives`; its name where it is not listed.
     """
     own = {w.name: weights[w.name] for w in program.weights}
+    segments = segments_of(program)
+    modules = {}
+    for s in segments:
+        body = function(s.ops, s.reads, s.makes, own, device, axes, "Segment")
+        modules[s.name] = Recomputed(body, [own[name] for name in s.mutates], s.draws)
+    once = program.ops[: program.segments[0]] if segments else program.ops
+    name = f"Stage{program.stage}"
+    return function(once, program.arguments, program.results, own | modules, device, axes, name, segments)
+
+
+def function(
+    ops: Sequence[Op],
+    arguments: Sequence[str],
+    results: Sequence[str],
+    held: Mapping[str, Any],
+    device: torch.device,
+    axes: Mapping[str, str],
+    class_name: str,
+    segments: Sequence[Segment] = (),
+) -> fx.GraphModule:
+    """A module from arguments to a tuple of results, by name, that runs operations and then segments.
+
+    Args:
+        held: weights and the segments' modules by name; those that are used become the module's own.
+    """
+    read = {name for op in ops for name in op.reads} | {*results} | {s.name for s in segments}
+    own = {name: value for name, value in held.items() if name in read}
     graph = fx.Graph()
-    made = (name for op in program.ops for name in (op.name, *(v.name for v in op.outputs)))
-    names = identifiers([*program.arguments, *own, *made])
-    nodes: dict[str, fx.Node] = {name: graph.placeholder(names[name]) for name in program.arguments}
-    for name in own:
+    made = [name for op in ops for name in (op.name, *(v.name for v in op.outputs))]
+    made += [name for s in segments for name in (s.name, *s.makes)]
+    names = identifiers([*arguments, *own, *made])
+    nodes: dict[str, fx.Node] = {name: graph.placeholder(names[name]) for name in arguments}
+    for name in [name for name in own if name not in {s.name for s in segments}]:
         nodes[name] = graph.create_node("get_attr", name, name=names[name])
-    for op in program.ops:
+    for op in ops:
         emit(graph, op, nodes, names, device, axes)
-    graph.output(tuple(nodes[name] for name in program.results))
-    return fx.GraphModule(own, graph, class_name=f"Stage{program.stage}")
+    for segment in segments:
+        call(graph, segment, nodes, names)
+    graph.output(tuple(nodes[name] for name in results))
+    return fx.GraphModule(own, graph, class_name=class_name)
 
 
 def emit(
@@ -103,11 +136,14 @@ def identifier(name: str) -> str:
 def source(program: Program) -> str:
     """The program as readable Python, with what it holds, receives and sends on top."""
     meta = {w.name: torch.empty(w.shape, dtype=getattr(torch, w.dtype), device="meta") for w in program.weights}
-    code = graph_module(program, meta, torch.device("cpu")).code.strip()
+    module = graph_module(program, meta, torch.device("cpu"))
     params = sum(w.numel for w in program.weights if w.kind == "parameter")
     lines = [f"# stage {program.stage}, {program.mode}, microbatch of {program.batch}: {len(program.ops)} operations, "
              f"{params:,} parameters in {sum(w.kind == 'parameter' for w in program.weights)} tensors"]  # fmt: skip
     lines += [f"# input   {v.name}: {v.dtype}{list(v.shape)}" for v in program.inputs]
     lines += [f"# from stage {e.src}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.receives]
     lines += [f"# to stage {e.dst}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.sends]
-    return "\n".join([*lines, code])
+    if program.segments:
+        lines.append(f"# kept for the backward is what enters its {len(program.segments)} segments, which run again")
+    bodies = [line for segment in segments_of(program) for line in source_of(segment, module)]
+    return "\n".join([*lines, module.code.strip(), *bodies])

@@ -30,6 +30,7 @@ from autopar.ir.plan import (
     Plan,
     Precision,
     Prediction,
+    Recompute,
     ScheduleName,
     SolverInfo,
     Stage,
@@ -38,9 +39,9 @@ from autopar.ir.program import Edge, Program
 
 __all__ = [
     "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AxisSizes", "Balance",
-    "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion", "CostGraph", "Edge", "Flow",
-    "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode",
-    "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Ref", "SavedWeight", "ScheduleName",
-    "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout", "compressed", "look_up", "partial_layout",
-    "pattern_of", "refs", "split_layout",
+    "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion", "CostGraph", "Edge",
+    "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh",
+    "Mode", "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Recompute", "Ref",
+    "SavedWeight", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout",
+    "compressed", "look_up", "partial_layout", "pattern_of", "refs", "split_layout",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import networkx as nx
@@ -15,6 +15,9 @@ class Group:
     ``seconds`` are per microbatch on one device. ``saved_bytes`` stay alive from forward to backward, per microbatch,
     counting only storages that no other group saves too; ``transient_bytes`` is the working set of its largest
     operation.
+
+    On a stage that recomputes, the group keeps only ``kept_bytes`` from forward to backward, per microbatch, and
+    when its backward runs, ``segment_bytes`` are there again: what its segment saves up to this group.
     """
 
     name: str
@@ -25,10 +28,22 @@ class Group:
     flops: float = 0.0
     saved_bytes: int = 0
     transient_bytes: int = 0
+    kept_bytes: int = 0
+    segment_bytes: int = 0
 
     @property
     def seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds
+
+    @property
+    def recomputed(self) -> Group:
+        """The group on a stage that recomputes: its backward runs its forward again."""
+        return replace(
+            self,
+            backward_seconds=self.backward_seconds + self.forward_seconds,
+            saved_bytes=self.kept_bytes,
+            transient_bytes=self.transient_bytes + self.segment_bytes,
+        )
 
 
 @dataclass(frozen=True)
@@ -89,6 +104,11 @@ class CostGraph:
     def loss(self) -> int:
         """Number of the loss group."""
         return len(self.groups) - 1
+
+    @cached_property
+    def recomputed(self) -> CostGraph:
+        """The same graph where every stage recomputes."""
+        return replace(self, groups=tuple(group.recomputed for group in self.groups), saved=())
 
     @cached_property
     def digraph(self) -> nx.DiGraph:

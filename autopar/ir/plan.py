@@ -22,6 +22,7 @@ SCHEMA_VERSION = 2
 ScheduleName = Literal["forward-only", "gpipe", "1f1b"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Balance = Literal["time", "params", "flops", "uniform"]
+Recompute = Literal["none", "all", "auto"]  # what may be asked for; a stage has one of the first two
 
 
 @with_config(STRICT)
@@ -53,6 +54,9 @@ class Stage:
 
     ``forward_seconds``, ``backward_seconds`` (tensor-parallel collectives included) and ``send_bytes`` (forward, to
     later stages) are of one rank and per microbatch. ``params`` counts whole parameters, however they are sharded.
+
+    With ``recompute`` "all" the stage's operations form segments (`autopar.profile.segments`); only what enters a
+    segment is kept for the backward, which runs the segment again first: that is part of ``backward_seconds``.
     """
 
     first: str
@@ -63,7 +67,7 @@ class Stage:
     backward_seconds: float
     send_bytes: int
     peak_bytes: int
-    recompute: Literal["none"] = "none"
+    recompute: Literal["none", "all"] = "none"
 
 
 @with_config(STRICT)
@@ -198,9 +202,11 @@ class Plan:
         sharded = sorted([*self.shardings.items(), *self.strategies.items()])
         split = f"; sharded {', '.join(f'{name} {text}' for name, text in sharded)}" if sharded else ""
         zero1 = ", ZeRO-1" if self.zero1 else ""
+        again = ", ".join(str(i) for i, stage in enumerate(self.stages) if stage.recompute == "all")
+        recompute = f"; recomputing on stages {again}" if again else ""
         return (
             f"{self.model.fingerprint}: {self.mesh}{zero1}; {cuts}{moved}; {self.schedule}, "
-            f"{self.microbatches} microbatches{split}"
+            f"{self.microbatches} microbatches{split}{recompute}"
         )
 
     def to_json(self) -> str:

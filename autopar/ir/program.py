@@ -23,6 +23,9 @@ class Program:
 
     Its function takes ``arguments`` and returns ``results``, both tuples of tensors. ``outputs`` are the model's
     flattened outputs (references or constants) on the last stage and empty elsewhere.
+
+    ``segments`` are the positions of the operations that each begin a segment: a training step keeps only what enters a
+    segment and runs it again in the backward. Operations before the first are run once; so are all where it is empty.
     """
 
     stage: int
@@ -35,10 +38,12 @@ class Program:
     sends: tuple[Edge, ...]
     outputs: tuple[Any, ...] = ()
     out_spec: Any = None
+    segments: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(e.dst == self.stage and e.src < self.stage for e in self.receives)
         assert all(e.src == self.stage and e.dst > self.stage for e in self.sends)
+        assert list(self.segments) == sorted({*self.segments} & {*range(len(self.ops))}), "segments begin out of order"
 
     @property
     def arguments(self) -> tuple[str, ...]:

@@ -63,6 +63,7 @@ def stage_table(plan: Plan, width: int) -> Table:
     slowest = max(s.forward_seconds + s.backward_seconds for s in stages)
     peaks = column([s.peak_bytes for s in stages], BYTES)
     full = [s.peak_bytes / plan.hardware.memory_bytes for s in stages]
+    again = {"recompute": [s.recompute for s in stages]} if any(s.recompute != "none" for s in stages) else {}
     shares = [percent(share, 0) for share in full]
     sends = column([s.send_bytes for s in stages], BYTES)
     numbers = {
@@ -72,6 +73,7 @@ def stage_table(plan: Plan, width: int) -> Table:
         "forward": column([s.forward_seconds for s in stages], TIME),
         "backward": column([s.backward_seconds for s in stages], TIME),
         LEFT: [time_bar(s, slowest) for s in stages],
+        **again,
         "peak memory": [f"{peak} {share:>{max(map(len, shares))}}" for peak, share in zip(peaks, shares)],
         "sends": [sent if s.send_bytes else "–" for s, sent in zip(stages, sends)],
     }

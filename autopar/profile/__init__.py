@@ -5,8 +5,9 @@ from autopar.profile.describe import blocks, limits
 from autopar.profile.facts import Facts, Operand, OpFacts, op_facts
 from autopar.profile.holding import Sharing
 from autopar.profile.price import price, reweighted
+from autopar.profile.segments import segmented, segments
 
 __all__ = [
     "Facts", "OpFacts", "Operand", "Sharing", "blocks", "choice_graph", "limits", "op_facts", "price",
-    "reweighted", "with_replicas",
+    "reweighted", "segmented", "segments", "with_replicas",
 ]  # fmt: skip

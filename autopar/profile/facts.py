@@ -87,6 +87,16 @@ def op_facts(graph: Graph) -> Facts:
     return Facts(ops)
 
 
+def roots(graph: Graph, facts: Facts) -> Mapping[str, str]:
+    """The value, input or weight whose memory each view lies in."""
+    root: dict[str, str] = {}
+    for op in graph.ops:
+        for output, operand in facts.ops[op.name].aliases:
+            source = op.reads[operand]
+            root[op.outputs[output].name] = root.get(source, source)
+    return root
+
+
 def facts_of(op: Op, read: tuple[Operand, ...]) -> OpFacts:
     """The facts of one operation; raises TraceError where torch cannot run it on meta tensors."""
     if op.target == ATTENTION and has_fused_kernel(op, read):

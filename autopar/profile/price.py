@@ -10,7 +10,7 @@ from functools import cached_property
 from autopar.hardware import Hardware, Kind
 from autopar.ir import CostGraph, Flow, Graph, Group, Holding, Op, refs
 from autopar.profile.collectives import is_collective, step_of, step_seconds, whole_bytes
-from autopar.profile.facts import ATTENTION, Facts
+from autopar.profile.facts import ATTENTION, Facts, roots
 from autopar.profile.groups import Members, fed_by_inputs, group_ops, regrouped
 from autopar.profile.holding import ALONE, Sharing, held
 
@@ -55,13 +55,7 @@ class Pricing:
 
     @cached_property
     def root(self) -> Mapping[str, str]:
-        """The value or weight whose memory each view lies in."""
-        root: dict[str, str] = {}
-        for op in self.graph.ops:
-            for output, operand in self.facts.ops[op.name].aliases:
-                source = op.reads[operand]
-                root[op.outputs[output].name] = root.get(source, source)
-        return root
+        return roots(self.graph, self.facts)
 
 
 def price(

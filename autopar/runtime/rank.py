@@ -53,8 +53,8 @@ class Rank:
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, transport)
-        self.copies = Copies(self.weights, self.updater.came)
         self.ema: Averages | None = None
+        self.copies = Copies(self.weights, self.updater.came)
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None

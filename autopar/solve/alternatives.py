@@ -10,6 +10,7 @@ from autopar.ir.units import plural
 from autopar.solve.assemble import Decision, Setting, step_time
 from autopar.solve.candidates import Candidate, Floors, Point, evaluated, judged, points_of, without_limit
 from autopar.solve.constraints import microbatch_candidates
+from autopar.solve.evaluate import stage_costs
 from autopar.solve.reasons import parts, why_slower
 
 MAX_MESHES = 8
@@ -26,7 +27,8 @@ def alternatives(
     refused: Mapping[Mesh, str],
     decision: Decision,
 ) -> tuple[Alternative, ...]:
-    """The best of every other mesh, fastest first; of the same mesh other settings and cuts; a single device."""
+    """The best of every other mesh, fastest first; of the same mesh other settings and cuts, and no recomputation; a
+    single device."""
     problem, batch = decision.problem, setting.constraints.batch
     chosen = parts(decision, step_time(setting, problem, decision.stage_of), batch)
 
@@ -39,6 +41,7 @@ def alternatives(
     rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
     rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
     rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, floors, by_mesh, decision)]
+    rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
     rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]
     if problem.mesh.devices > 1:
         alone = one_device(setting, floors)
@@ -85,6 +88,16 @@ def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
         if balance != problem.balance
     ]
     return [c for c in found if c.stage_of != decision.stage_of][:MAX_BALANCES]
+
+
+def without_recomputation(setting: Setting, decision: Decision) -> list[Candidate]:
+    """The same without recomputation, where the decision has any; what fits so is faster and would have been chosen."""
+    problem = decision.problem
+    if not any(c.recomputed for c in stage_costs(problem, decision.stage_of)):
+        return []
+    point, cost = Point(problem.mesh, problem.microbatches, decision.zero1), decision.priced.cost
+    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
+    return [judged(setting, point, decision.priced, replace(problem, cost=cost, recompute="none"), limit_bytes)]
 
 
 def one_device(setting: Setting, floors: Floors) -> Candidate:

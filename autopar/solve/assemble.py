@@ -105,6 +105,7 @@ def make_plan(
                 backward_seconds=c.backward_seconds,
                 send_bytes=sum(num_bytes for (src, dst), num_bytes in sent.items() if src == s < dst),
                 peak_bytes=c.memory_bytes,
+                recompute="all" if c.recomputed else "none",
             )
             for s, c in enumerate(costs)
         ),

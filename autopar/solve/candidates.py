@@ -43,6 +43,11 @@ class Candidate:
         return self.step.seconds if self.step is not None else float("inf")
 
     @property
+    def recomputes(self) -> bool:
+        """Whether any stage does."""
+        return self.stage_of is not None and any(c.recomputed for c in stage_costs(self.problem, self.stage_of))
+
+    @property
     def decision(self) -> Decision:
         assert self.stage_of is not None, f"{self.point} was not cut"
         return Decision(self.problem, self.priced, self.point.zero1, self.stage_of)
@@ -129,7 +134,7 @@ def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
     asked, mesh, microbatches = setting.constraints, point.mesh, point.microbatches
     compared = mesh.devices != asked.devices
     return CutProblem(
-        cost=priced.cost,
+        cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,
         stages=mesh.pp,
         microbatches=microbatches,
         capacity_bytes=asked.capacity_bytes(setting.hardware),
@@ -140,23 +145,28 @@ def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
         time_limit_seconds=asked.time_limit_seconds,
         tp=mesh.tp,
         dp=mesh.dp,
+        recompute=asked.recompute,
     )
 
 
 def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: float) -> Candidate | None:
     """The point with the fastest sharding that fits; None where its step is proven to reach the ceiling.
 
-    Where no sharding fits, the smallest one, with what it needs.
+    Where no sharding fits, the smallest one, with what it needs. One that fits only with recomputation is compared with
+    the smaller ones.
     """
-    smallest: Candidate | None = None
+    best: Candidate | None = None
     for priced in shardings_of(setting, point):
         floors.learn(point)
-        if step_floor(setting, point, priced) >= ceiling_seconds:
-            return None
-        smallest = cut(setting, point, priced)
-        if smallest.step is not None:
+        known = best.seconds if best is not None else float("inf")
+        if step_floor(setting, point, priced) >= min(ceiling_seconds, known):
+            return best if known < float("inf") else None
+        found = cut(setting, point, priced)
+        if best is None or found.seconds <= best.seconds:
+            best = found
+        if found.step is not None and not (found.problem.may_recompute and found.recomputes):
             break
-    return smallest
+    return best
 
 
 def cut(setting: Setting, point: Point, priced: Priced) -> Candidate:
@@ -197,7 +207,10 @@ def no_cuts_note(merged: Merged) -> str:
 
 def even_share_bytes(problem: CutProblem) -> int:
     """What the fullest stage needs at least: an even share of the weights and of one microbatch's activations."""
-    saved = sum(g.saved_bytes for g in problem.cost.groups) + sum(a.num_bytes for a in problem.cost.saved)
+    if problem.may_recompute:
+        saved = sum(min(g.saved_bytes, g.kept_bytes) for g in problem.cost.groups)
+    else:
+        saved = sum(g.saved_bytes for g in problem.cost.groups) + sum(a.num_bytes for a in problem.cost.saved)
     weights = sum(w.num_bytes for w in problem.cost.weights)
     return (weights + min(problem.in_flight) * saved) // problem.stages
 

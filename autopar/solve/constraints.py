@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import UsageError
 from autopar.hardware import Hardware, Link
-from autopar.ir import Balance, CostGraph, Graph, Mesh, ScheduleName
+from autopar.ir import Balance, CostGraph, Graph, Mesh, Recompute, ScheduleName
 
 # Left to the device's context, the allocator's fragments and the collectives' buffers.
 USABLE_MEMORY = 0.95
@@ -20,7 +20,8 @@ class Constraints:
 
     ``batch`` is the global batch in samples, ``microbatches`` counts per data-parallel replica, ``microbatch_size`` is
     the most samples of a microbatch, ``memory_bytes`` a device's (0.95 of the machine's by default). ``pins`` fixes
-    operations or whole modules, by name, to stages. ``least_samples`` is how few samples a microbatch may have where
+    operations or whole modules, by name, to stages. ``recompute``: no stage recomputes its activations in the backward,
+    all do, or those that do not fit otherwise. ``least_samples`` is how few samples a microbatch may have where
     their number is left to the search.
 
     Raises:
@@ -39,6 +40,7 @@ class Constraints:
     memory_bytes: int | None = None
     balance: Balance = "time"
     pins: Mapping[str, int] = field(default_factory=dict)
+    recompute: Recompute = "none"
     least_samples: int = 1
     time_limit_seconds: float = 60.0
 

@@ -132,6 +132,46 @@ def intervals_of(problem: CutProblem) -> Intervals:
     return Intervals(problem, {})
 
 
+@dataclass(frozen=True)
+class Fitting:
+    """Every interval on every stage within the capacity; as in `stage_costs` it recomputes where it does not fit
+    otherwise. ``fits`` and ``fits_at_once`` (without recomputing) have a matrix for each stage."""
+
+    once: Intervals
+    again: Intervals | None
+    fits_at_once: list[NDArray[np.bool_]]
+    fits: list[NDArray[np.bool_]]
+
+    def times(self, stage: int) -> StageTimes:
+        """Of every interval on a stage; those that do not fit are not told apart."""
+        once = self.once.times(stage)
+        if self.again is None:
+            return once
+        again, chosen = self.again.times(stage), self.fits_at_once[stage]
+        return StageTimes(
+            np.where(chosen, once.stage_seconds, again.stage_seconds),
+            np.where(chosen, once.added_seconds, again.added_seconds),
+        )
+
+    def at(self, stage: int, j: int, i: int) -> tuple[float, float]:
+        """Stage and added seconds of one interval."""
+        found = self.once if self.again is None or self.fits_at_once[stage][j, i] else self.again
+        times = found.times(stage)
+        return float(times.stage_seconds[j, i]), float(times.added_seconds[j, i])
+
+
+def fitting(problem: CutProblem) -> Fitting:
+    """Which intervals fit on which stage."""
+    limit = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
+    once = intervals_of(problem)
+    at_once = [once.memory_bytes(s) <= limit for s in range(problem.stages)]
+    if not problem.may_recompute:
+        return Fitting(once, None, at_once, at_once)
+    again = intervals_of(problem.recomputing)
+    fits = [own | (again.memory_bytes(s) <= limit) for s, own in enumerate(at_once)]
+    return Fitting(once, again, at_once, fits)
+
+
 def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The cheapest contiguous cuts within the capacity, or None where there are none.
 
@@ -139,27 +179,27 @@ def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """
     if problem.stages > problem.cost.loss:
         return None
-    found = intervals_of(problem)
-    limit = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
-    fits = [found.memory_bytes(s) <= limit for s in range(problem.stages)]
+    found = fitting(problem)
 
     def seconds(s: int) -> Matrix:
-        return np.where(fits[s], found.times(s).stage_seconds, np.inf)
+        return np.where(found.fits[s], found.times(s).stage_seconds, np.inf)
 
     balanced = _partition(problem.stages, seconds, np.maximum)
     if balanced is None:
         return None
 
     def total(cuts: tuple[int, ...]) -> float:
-        return sum(float(found.times(s).added_seconds[j, i]) for s, (i, j) in enumerate(_pairs(cuts, problem)))
+        return sum(found.at(s, j, i)[1] for s, (i, j) in enumerate(_pairs(cuts, problem)))
 
     def slowest(cuts: tuple[int, ...]) -> float:
-        return max(float(found.times(s).stage_seconds[j, i]) for s, (i, j) in enumerate(_pairs(cuts, problem)))
+        return max(found.at(s, j, i)[0] for s, (i, j) in enumerate(_pairs(cuts, problem)))
 
     def below(ceiling: float) -> Callable[[int], Matrix]:
-        return lambda s: np.where(
-            fits[s] & (found.times(s).stage_seconds < ceiling), found.times(s).added_seconds, np.inf
-        )
+        def added(s: int) -> Matrix:
+            times = found.times(s)
+            return np.where(found.fits[s] & (times.stage_seconds < ceiling), times.added_seconds, np.inf)
+
+        return added
 
     o = objective_of(problem)
     # What every solution pays beside its total: the fastest slowest stage, an even share of the update.
@@ -184,7 +224,12 @@ def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The contiguous cuts whose fullest stage is emptiest, or None where the pins allow none."""
     if problem.stages > problem.cost.loss:
         return None
-    cuts = _partition(problem.stages, intervals_of(problem).memory_bytes, np.maximum)
+    ways = [intervals_of(own) for own in ([problem, problem.recomputing] if problem.may_recompute else [problem])]
+
+    def memory_bytes(s: int) -> Matrix:
+        return np.minimum.reduce([way.memory_bytes(s) for way in ways])
+
+    cuts = _partition(problem.stages, memory_bytes, np.maximum)
     return None if cuts is None else _stage_of(cuts, problem)
 
 

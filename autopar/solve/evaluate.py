@@ -33,6 +33,12 @@ class StageCost:
     received_bytes: int
     transient_bytes: int
     in_flight: int
+    recomputed: bool = False
+
+    @property
+    def recompute_seconds(self) -> float:
+        """What of the backward runs the forward again."""
+        return self.forward_seconds if self.recomputed else 0.0
 
     @property
     def seconds(self) -> float:
@@ -74,6 +80,23 @@ def holders(holding: Holding, stage_of: Sequence[int]) -> set[int]:
 def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
     """The cost of every stage under the given assignment of groups to stages.
 
+    Where it is open which stages recompute, those do that do not fit otherwise and need less memory so.
+    """
+    plain = costs_as_given(problem, stage_of)
+    if not problem.may_recompute or max(c.memory_bytes for c in plain) <= (problem.capacity_bytes or 0):
+        return plain
+    pairs = zip(plain, costs_as_given(problem.recomputing, stage_of))
+    return tuple(again if recomputes(problem, once, again) else once for once, again in pairs)
+
+
+def recomputes(problem: CutProblem, once: StageCost, again: StageCost) -> bool:
+    """Whether a stage has to recompute, from its costs without and with that."""
+    return once.memory_bytes > (problem.capacity_bytes or 0) and again.memory_bytes < once.memory_bytes
+
+
+def costs_as_given(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
+    """The same with no stage recomputing, or all.
+
     A tensor is counted at every boundary it crosses, in time and in memory.
 
     Error: memory is too high by what crosses, per microbatch in flight, where a stage's operation saves the very tensor
@@ -111,6 +134,7 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
             received_bytes=forward[s - 1] if s else 0,
             transient_bytes=max((cost.groups[g].transient_bytes for g in members[s]), default=0),
             in_flight=problem.in_flight[s],
+            recomputed=problem.recompute == "all",
         )
         for s in stages
     )

@@ -167,30 +167,90 @@ def held(program: Program, prefix: str, holdings: Iterable[Holding]) -> list[lis
     return found
 
 
+@dataclass(frozen=True)
+class Again:
+    """Of one stage r, 1 where it recomputes, and u[v] = r · w[v] of every group that can be on it."""
+
+    stage: Expr
+    groups: Mapping[int, Expr]
+
+
+NEVER = Again(Expr(), {})
+
+
+def recomputations(program: Program) -> list[Again]:
+    """For each stage r[s] binary and u[v, s] with u <= r, u <= w, u >= w + r − 1; zero where that cannot be needed."""
+    found = []
+    for s in range(program.problem.stages):
+        if not may_overflow(program, s):
+            found.append(NEVER)
+            continue
+        stage, groups = Expr(program.lp.add_variable(f"r_{s}", cat="Binary")), {}
+        for v in program.candidates(s):
+            if program.ranges.earliest[v] == program.ranges.latest[v]:
+                groups[v] = stage
+                continue
+            inside, both = program.inside(v, s), program.variable(f"u_{v}_{s}", 1)
+            program.require(both - stage)
+            program.require(both - inside)
+            program.require(inside + stage - program.one - both)
+            groups[v] = both
+        found.append(Again(stage, groups))
+    return found
+
+
+def may_overflow(program: Program, stage: int) -> bool:
+    """Whether a stage may be open to recompute and everything that can be on it, without that, exceeds the capacity."""
+    problem = program.problem
+    if not problem.may_recompute or problem.capacity_bytes is None:
+        return False
+    cost, here = problem.cost, set(program.candidates(stage))
+    groups = [cost.groups[v] for v in here]
+    weights = sum(w.num_bytes for w in cost.weights if here & {*w.groups})
+    alive = sum(g.saved_bytes for g in groups) + sum(a.num_bytes for a in cost.saved if here & {*a.groups})
+    alive += sum(flow.num_bytes for flow in cost.flows) if stage else 0
+    most = weights + problem.in_flight[stage] * alive + max((g.transient_bytes for g in groups), default=0)
+    return most > problem.capacity_bytes
+
+
 def add_memory(
     program: Program,
     weights: Sequence[Sequence[tuple[Holding, Expr]]],
     crossing: Sequence[Sequence[tuple[Flow, Expr]]],
+    again: Sequence[Again],
     limit: Expr,
 ) -> None:
     """Weights + in flight · (saved + shared saved + received) + working set of every stage <= limit.
 
     Σ_k h[k, s]·bytes + n_s · (Σ_v w[v, s]·saved_v + Σ_a h[a, s]·bytes + Σ_f x[f, s−1]·bytes) + τ_s <= limit,
-    τ_s >= w[v, s]·transient_v.
+    τ_s >= w[v, s]·transient_v. Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and
+    u[v, s]·segment_v to τ_s's bounds, and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
     """
     cost = program.problem.cost
     shared = held(program, "s", cost.saved)
     for s in range(program.problem.stages):
+        redone = again[s].groups
         groups = [(v, cost.groups[v]) for v in program.candidates(s)]
         working = program.variable(f"w_{s}")
         for v, group in groups:
-            if group.transient_bytes:
-                program.require(group.transient_bytes / program.num_bytes * program.inside(v, s) - working)
+            need = group.transient_bytes / program.num_bytes * program.inside(v, s)
+            if v in redone:
+                need += group.segment_bytes / program.num_bytes * redone[v]
+            if group.transient_bytes or v in redone:
+                program.require(need - working)
+        keeps = shared[s]
+        if redone:
+            keeps = [(holding, program.variable(f"q_{k}_{s}", 1)) for k, (holding, _) in enumerate(shared[s])]
+            for (_, h), (_, q) in zip(shared[s], keeps, strict=True):
+                program.require(h - again[s].stage - q)
         alive = program.problem.in_flight[s] / program.num_bytes
         program.require(
             pulp.lpSum(holding.num_bytes / program.num_bytes * h for holding, h in weights[s])
             + pulp.lpSum(alive * group.saved_bytes * program.inside(v, s) for v, group in groups)
-            + pulp.lpSum(alive * holding.num_bytes * h for holding, h in shared[s])
+            + pulp.lpSum(
+                alive * (cost.groups[v].kept_bytes - cost.groups[v].saved_bytes) * u for v, u in redone.items()
+            )
+            + pulp.lpSum(alive * holding.num_bytes * q for holding, q in keeps)
             + pulp.lpSum(alive * flow.num_bytes * x for flow, x in (crossing[s - 1] if s else ()))
             + working
             - limit
@@ -201,23 +261,28 @@ def add_time_objective(
     program: Program,
     weights: Sequence[Sequence[tuple[Holding, Expr]]],
     transfers: Sequence[Expr],
+    again: Sequence[Again],
 ) -> None:
     """Minimise A · T + B · Σ t_s + C · Σ x_s + D · O with T >= t_s and O >= Σ_k h[k, s] · update_k of every stage.
 
-    t_s = Σ_v w[v, s]·load_v + transfers behind s where the balance is time; coefficients: `objective_of`;
-    a weight's update is its optimizer and the reduction of its gradient.
+    t_s = Σ_v w[v, s]·load_v + Σ_v u[v, s]·forward_v + transfers behind s where the balance is time; coefficients:
+    `objective_of`; a weight's update is its optimizer and the reduction of its gradient.
     """
     o = objective_of(program.problem)
     loads = group_loads(program.problem.cost, program.problem.balance)
-    slowest, optimizer = program.variable("T"), program.variable("O")
+    slowest, optimizer, repeated = program.variable("T"), program.variable("O"), Expr()
     for s in range(program.problem.stages):
         load = pulp.lpSum(loads[v] / program.seconds * program.inside(v, s) for v in program.candidates(s))
+        if program.problem.balance == "time":
+            forward = program.problem.cost.groups
+            more = pulp.lpSum(forward[v].forward_seconds / program.seconds * u for v, u in again[s].groups.items())
+            load, repeated = load + more, repeated + more
         program.require(load + o.transfer * transfers[s] - slowest)
         if o.optimizer:
             steps = pulp.lpSum(update_seconds(w) / program.seconds * h for w, h in weights[s])
             program.require(steps - optimizer)
     # Every group is on exactly one stage, so the loads sum to a constant.
-    everything = sum(loads) / program.seconds * program.one + o.transfer * pulp.lpSum(transfers)
+    everything = sum(loads) / program.seconds * program.one + repeated + o.transfer * pulp.lpSum(transfers)
     program.lp.setObjective(
         o.slowest * slowest + o.total * everything + o.traffic * pulp.lpSum(transfers) + o.optimizer * optimizer
     )
@@ -227,10 +292,10 @@ def time_program(problem: CutProblem, ranges: Ranges) -> Program:
     """The program that finds the cuts of least time within the capacity."""
     program = new_program(problem, ranges, float(problem.capacity_bytes or 1))
     weights = held(program, "h", problem.cost.weights)
-    crossing = crossings(program)
+    crossing, again = crossings(program), recomputations(program)
     if problem.capacity_bytes is not None:
-        add_memory(program, weights, crossing, Expr(program.one))
-    add_time_objective(program, weights, transfer_times(program, crossing))
+        add_memory(program, weights, crossing, again, Expr(program.one))
+    add_time_objective(program, weights, transfer_times(program, crossing), again)
     return program
 
 
@@ -239,6 +304,6 @@ def memory_program(problem: CutProblem, ranges: Ranges) -> Program:
     program = new_program(problem, ranges, float(problem.capacity_bytes or 1))
     weights = held(program, "h", problem.cost.weights)
     fullest = program.variable("M")
-    add_memory(program, weights, crossings(program), fullest)
+    add_memory(program, weights, crossings(program), recomputations(program), fullest)
     program.lp.setObjective(fullest)
     return program

@@ -110,8 +110,8 @@ def memory_argument(num_bytes: int) -> str:
 
 def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tuple[Part, ...]:
     """What fills the stage; of the activations also the block that has the most of them."""
-    cost = problem.cost
     own = stage_costs(problem, stage_of)[stage]
+    cost = problem.recomputing.cost if own.recomputed and problem.may_recompute else problem.cost
     blocks: Counter[str] = Counter()
     for group, s in zip(cost.groups, stage_of):
         if s == stage:
@@ -122,6 +122,7 @@ def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tu
             blocks[block_of(cost.groups[min(inside)])] += own.in_flight * holding.num_bytes
     block, most = blocks.most_common(1)[0]
     saved, received = own.in_flight * own.saved_bytes, own.in_flight * own.received_bytes
+    working = "a recomputed segment and " * own.recomputed + "the working set of one operation"
     batches = "1 microbatch" if own.in_flight == 1 else f"{own.in_flight} microbatches"
     return (
         Part(own.weight_bytes, f"weights with gradients and optimizer state ({text(own.weight_bytes, BYTES)})"),
@@ -129,7 +130,7 @@ def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tu
             saved, f"activations of {batches} in flight ({text(saved, BYTES)}, {text(most, BYTES)} of them in {block})"
         ),
         Part(received, f"received tensors ({text(received, BYTES)})"),
-        Part(own.transient_bytes, f"the working set of one operation ({text(own.transient_bytes, BYTES)})"),
+        Part(own.transient_bytes, f"{working} ({text(own.transient_bytes, BYTES)})"),
     )
 
 

@@ -86,6 +86,8 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         flops=sum(g.flops for g in groups),
         saved_bytes=sum(g.saved_bytes for g in groups),
         transient_bytes=max(g.transient_bytes for g in groups),
+        kept_bytes=sum(g.kept_bytes for g in groups),
+        segment_bytes=max(g.segment_bytes for g in groups),
     )
 
 

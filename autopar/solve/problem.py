@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autopar.hardware import Link
-from autopar.ir import Balance, BlockSharding, CostGraph, Holding, Layout, Mesh, SolverInfo
+from autopar.ir import Balance, BlockSharding, CostGraph, Holding, Layout, Mesh, Recompute, SolverInfo
 
 # Weight of the traffic against the largest load when stages are balanced by something other than time: small enough to
 # decide between equal loads only, large enough to be above the solver's tolerances.
@@ -68,6 +68,9 @@ class CutProblem:
     ``boundary[s]`` is the link from stage s to s + 1 and ``in_flight[s]`` the number of microbatches whose activations
     stage s holds at most. Every stage has ``tp`` × ``dp`` ranks, each of which costs what ``cost`` says. ``pins`` fixes
     groups to stages. ``gap`` is the relative distance from the optimum at which the solver may stop.
+
+    With ``recompute`` "auto" a stage recomputes where it does not fit otherwise; with "all" every stage does, which is
+    in ``cost`` already.
     """
 
     cost: CostGraph
@@ -82,6 +85,17 @@ class CutProblem:
     gap: float = 1e-3
     tp: int = 1
     dp: int = 1
+    recompute: Recompute = "none"
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether it is open which stages recompute: without a limit none needs to."""
+        return self.recompute == "auto" and self.capacity_bytes is not None
+
+    @property
+    def recomputing(self) -> CutProblem:
+        """The same problem where every stage recomputes."""
+        return replace(self, cost=self.cost.recomputed, recompute="all")
 
     @property
     def mesh(self) -> Mesh:

@@ -20,8 +20,10 @@ def parts(decision: Decision, step: StepTime, batch: int) -> Mapping[str, float]
     idle = step.bubble_fraction * step.pipeline_seconds
     microbatches = batch / problem.dp / problem.cost.batch
     collectives = decision.priced.collective_seconds * microbatches / problem.stages
+    again = sum(c.recompute_seconds for c in stage_costs(problem, decision.stage_of)) * microbatches / problem.stages
     return {
-        "compute": step.pipeline_seconds - idle - collectives,
+        "compute": step.pipeline_seconds - idle - collectives - again,
+        "recomputation": again,
         "bubble": idle,
         "collectives": collectives,
         "reduction": step.reduce_seconds,
@@ -41,6 +43,7 @@ def why_slower(candidate: Candidate, chosen: Mapping[str, float], batch: int) ->
         return ""
     words = {
         "compute": f"compute {text(excess['compute'], TIME)} more",
+        "recomputation": f"recomputation {text(own['recomputation'], TIME)}",
         "bubble": f"bubble {percent(candidate.step.bubble_fraction, 0)}",
         "collectives": f"collectives {text(own['collectives'], TIME)}",
         "reduction": f"reduction {text(own['reduction'], TIME)} exposed",
@@ -73,7 +76,7 @@ def bound_by(setting: Setting, decision: Decision) -> str:
         what = f"compute of {where}"
     if problem.stages > 1:
         what += f", {100 * over:.1f} % over the mean; bubble {percent(step.bubble_fraction, 0)}"
-    for name in ("collectives", "reduction"):
+    for name in ("recomputation", "collectives", "reduction"):
         if spent[name] > NOTABLE * step.seconds:
             what += f"; {name} {percent(spent[name] / step.seconds, 0)} of the step"
     free_seconds = seconds_without_limit(setting, decision, step.seconds)

@@ -102,10 +102,12 @@ def search(
     except InfeasibleError as error:
         mesh, others = chosen.point.mesh, len(explored.by_mesh) - 1
         which = f" Of all meshes {mesh} needs least." if others else ""
-        raise InfeasibleError(f"{error}{which}{devices_that_fit(setting, chosen)}") from error
+        remedies = devices_that_fit(setting, chosen) + recomputation_that_fits(setting, explored)
+        raise InfeasibleError(f"{error}{which}{remedies}") from error
     decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
     solver = certified(floors, decision, cuts)
-    if refine is not None and chosen.problem.tp > 1 and constraints.balance == "time":
+    again = any(c.recomputed for c in stage_costs(decision.problem, decision.stage_of))
+    if refine is not None and chosen.problem.tp > 1 and constraints.balance == "time" and not again:
         decision, solver = refined(setting, decision, solver, refine)
     return make_plan(
         setting, decision, solver, alternatives(setting, floors, explored.by_mesh, explored.refused, decision),
@@ -255,6 +257,15 @@ def devices_that_fit(setting: Setting, chosen: Candidate) -> str:
         if stages <= chosen.problem.cost.loss and fits(posed(setting, larger, chosen.priced)):
             return f" With {stages * width} devices it fits."
     return ""
+
+
+def recomputation_that_fits(setting: Setting, explored: Explored) -> str:
+    """A sentence where contiguous cuts fit once stages recompute, or nothing."""
+    if setting.constraints.recompute != "none":
+        return ""
+    open_ = replace(setting, constraints=replace(setting.constraints, recompute="auto"))
+    fitting = fits(leanest(open_, explored).problem)
+    return ' With recompute="auto" (--recompute auto) it fits.' if fitting else ""
 
 
 def fits(problem: CutProblem) -> bool:

@@ -1,0 +1,32 @@
+"""Programs of stages that recompute: the plan's decision brought to the operations of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.ir import Graph, Plan, Program
+from autopar.profile import op_facts, segments
+
+
+def recomputing(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[Program, ...]:
+    """The programs of a graph, with segments on the stages that recompute by the plan.
+
+    A segment of the graph that a cut divides becomes one on each side.
+    """
+    if all(stage.recompute == "none" for stage in plan.stages):
+        return tuple(programs)
+    begins = segments(graph, op_facts(graph))
+    place = {op.name: i for i, op in enumerate(graph.ops)}
+    return tuple(
+        replace(program, segments=own_segments([place[op.name] for op in program.ops], begins))
+        if plan.stages[program.stage].recompute == "all"
+        else program
+        for program in programs
+    )
+
+
+def own_segments(places: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
+    """Which of a program's operations, at these places of its graph, are the first of a segment."""
+    segment = [sum(begin <= place for begin in begins) for place in places]
+    return tuple(i for i, own in enumerate(segment) if own and (i == 0 or own != segment[i - 1]))
