@@ -33,10 +33,11 @@ from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, Wor
 from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import weight_tensors
+from autopar.train.optimizers import TimmOptimizer
 from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
-RUN_SETTINGS = frozenset({"backend", "timeout", "clip_grad_norm"})  # constraints that a plan says nothing of
+RUN_SETTINGS = frozenset({"backend", "timeout", "clip_grad_norm", "clip_grad_value"})  # that a plan says nothing of
 # Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
 # He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
 LEAST_BATCH_NORM_SAMPLES = 8
@@ -191,6 +192,7 @@ def parallelize(
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
     seed: int = 0,
+    ema: Callable[[nn.Module], Any] | None = None,
     **constraints: Any,
 ) -> ParallelModel:
     """The model split over devices and ready to train; the model itself is copied from, never modified.
@@ -204,13 +206,18 @@ def parallelize(
         example_inputs, batch_size: as in `plan`.
         loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default.
         optimizer: makes an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. It is
-            called once per rank with the parameters (or parts of them) that this rank updates. The list also has
+            called on each rank with all parameters of the model, of which it keeps those (or the parts of them) that
+            the rank updates; those that lie elsewhere have shapes and no values. The list also has
             ``named_parameters()`` with the model's own names, to group parameters by name:
-            ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``.
+            ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers that need a
+            parameter whole (LAMB, Muon, …) get whole ones. `autopar.train.timm_optimizer` makes any by timm's name.
         lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
+            `autopar.train.schedule` makes timm's.
         plan: a plan or the path of one; skips planning.
         seed: of random operations (dropout). What they draw depends on it, the number of updates so far, the sample's
             number since the last one and the place in the model, but not on the plan.
+        ema: makes a moving average of weights from a module, such as
+            ``functools.partial(timm.utils.ModelEmaV3, decay=0.999)``; see `ParallelModel.ema_weights`.
         constraints: the fields of `autopar.options.Options`.
 
     Raises:
@@ -237,7 +244,10 @@ def parallelize(
     programs = Programs(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
     warn_of_generators(programs.example)
     loss_fn = loss_fn or F.cross_entropy
-    specs = rank_specs(programs, machine, loss_fn, optimizer, lr_scheduler, options.clip_grad_norm, seed)
+    norm, value = options.clip_grad_norm, options.clip_grad_value
+    if isinstance(optimizer, TimmOptimizer):
+        norm = optimizer.norm_limit(norm, value)
+    specs = rank_specs(programs, machine, loss_fn, optimizer, lr_scheduler, norm, seed, value, ema)
     tensors = weight_tensors(model, programs.example)
     ranks = start(specs, tensors, machine, options.timeout, chosen.decision)
     return ParallelModel(model, chosen, programs, ranks, machine, specs[0])
@@ -280,6 +290,8 @@ def rank_specs(
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
     clip_grad_norm: float | None,
     seed: int,
+    clip_grad_value: float | None = None,
+    ema: Callable[[nn.Module], Any] | None = None,
 ) -> list[RankSpec]:
     """What each rank is told."""
     mesh, stored = programs.plan.mesh, programs.storage
@@ -309,6 +321,9 @@ def rank_specs(
         lr_scheduler=lr_scheduler,
         clip_grad_norm=clip_grad_norm,
         seed=seed,
+        clip_grad_value=clip_grad_value,
+        ema=ema,
+        trainable=tuple(weight for weight in programs.example.weights if weight.requires_grad),
         storage=stored,
         owners=owners,
         autocast=mixed_dtype(programs.example, programs.plan.precision),

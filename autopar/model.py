@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import inf, isfinite
@@ -91,6 +92,7 @@ class ParallelModel:
         self._checked: set[tuple[str, int]] = set()
         self.num_updates = 0  # calls of optimizer_step and train_step so far
         self.num_drawn = 0  # samples since then, which random operations count
+        self._averaged = False  # inside of `ema_weights`
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
 
@@ -128,26 +130,37 @@ class ParallelModel:
         assert outputs is not None
         return outputs.join(self._ordered(results))
 
-    def forward_backward(self, x: Any, y: Any, return_outputs: bool = False) -> StepResult:
+    def forward_backward(self, x: Any, y: Any, return_outputs: bool = False, share: float = 1.0) -> StepResult:
         """Loss and gradients of a batch; gradients add to those that are there.
+
+        To train on a batch in pieces, call it on all but the last one, and `train_step` on that, each with its share of
+        the samples: what is updated by is the gradient of the mean loss of all of them.
 
         Args:
             x: the model's input: a tensor, a tuple of positional inputs or a dict of keyword inputs. The first dim of
                 the first tensor is the batch. Every tensor with the same first size is cut into microbatches along
                 that dim, whatever it means there; all others go whole to each microbatch.
             y: the target of ``loss_fn``; tensors in it have the batch as their first dim.
+            share: factor of the gradients: the batch's part of all samples that the next update sees. The loss is
+                always the mean of this batch.
 
         Raises:
             UsageError: inputs of another structure, dtype or shape than the model takes, or a batch that the
                 data-parallel replicas cannot share evenly.
             WorkerError: a rank failed; all are ended.
         """
-        return self._train("forward_backward", x, y, return_outputs)
+        return self._train("forward_backward", x, y, return_outputs, share)
 
-    def _train(self, command: str, x: Any, y: Any, return_outputs: bool) -> StepResult:
+    def _train(self, command: str, x: Any, y: Any, return_outputs: bool, share: float) -> StepResult:
+        self._check_own_weights(command)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
+            raise UsageError(
+                f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
+                "1 / 4 for each of four equal parts."
+            )
         call = as_call(self._model, x)
         call = self._programs.call(call.args, call.kwargs)
-        work, outputs = self._work(call, (y,), self.plan.schedule, return_outputs)
+        work, outputs = self._work(call, (y,), self.plan.schedule, return_outputs, share)
         results: dict[int, StepOutcome] = self._ranks.call(command, work)
         seconds = self._ranks.call_seconds
         outcome = results[max(results)]
@@ -159,7 +172,7 @@ class ParallelModel:
             self._updated()
         self._report_non_finite(outcome.losses, step)
         skipped = self._spec.autocast == "float16" and outcome.grad_norm == inf
-        return StepResult(sum(outcome.losses), seconds, outcome.grad_norm, joined, skipped)
+        return StepResult(sum(outcome.losses) / share, seconds, outcome.grad_norm, joined, skipped)
 
     def _ordered(self, results: Mapping[int, list[list[Any]]]) -> list[list[Any]]:
         """The outputs of all microbatches of the caller's batch, in order, from those that each rank kept."""
@@ -174,6 +187,7 @@ class ParallelModel:
             UsageError: parallelize was given no optimizer.
         """
         self._check_optimizer()
+        self._check_own_weights("optimizer_step")
         norms = self._call("optimizer_step")
         self._updated()
         return norms[max(norms)]
@@ -190,14 +204,14 @@ class ParallelModel:
                 "Pass optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)."
             )
 
-    def train_step(self, x: Any, y: Any, return_outputs: bool = False) -> StepResult:
+    def train_step(self, x: Any, y: Any, return_outputs: bool = False, share: float = 1.0) -> StepResult:
         """`forward_backward` and `optimizer_step`; arguments and errors as there.
 
         With data parallelism it is the faster way: gradients are summed over the replicas while the last ones are still
         computed.
         """
         self._check_optimizer()
-        return self._train("train_step", x, y, return_outputs)
+        return self._train("train_step", x, y, return_outputs, share)
 
     def zero_grad(self) -> None:
         """Drop accumulated gradients; random operations draw again what they drew for them."""
@@ -205,7 +219,7 @@ class ParallelModel:
         self.num_drawn = 0
 
     def _work(
-        self, call: Call, target: tuple | None, schedule: str, keep_outputs: bool
+        self, call: Call, target: tuple | None, schedule: str, keep_outputs: bool, share: float = 1.0
     ) -> tuple[dict[int, tuple[Work]], Outputs | None]:
         """Each rank's part of a call, and how to join the outputs where they are kept."""
         mesh, batch, training = self.plan.mesh, call.batch, target is not None
@@ -227,7 +241,7 @@ class ParallelModel:
         self._send_programs(variants)
         for cut in cuts:
             self._check_schedule(schedule, variants, len(cut))
-        shares = [size / (batch * self.data_size) for size in sizes]
+        shares = [share * size / (batch * self.data_size) for size in sizes]
         draws = self._draws(sizes)
         if self._mode == "train" or any(map(draws_numbers, variants)):
             self.num_drawn += batch * self.data_size
@@ -303,6 +317,7 @@ class ParallelModel:
         Raises:
             UsageError: names are missing or unknown, or a shape differs; nothing was changed.
         """
+        self._check_own_weights("load_state_dict")
         missing = [n for n in self._state_names if n not in state]
         unknown = [n for n in state if n not in self._aliases]
         if missing or unknown:
@@ -324,6 +339,45 @@ class ParallelModel:
             arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
         self._ranks.call("load", arguments)
 
+    def ema_state_dict(self) -> dict[str, torch.Tensor]:
+        """The averages of the weights, as `state_dict` gives the weights; of buffers those of the first replica.
+
+        Raises:
+            UsageError: parallelize was given no ema.
+        """
+        self._check_ema()
+        merged = assembled(self._call("ema_state"), self._spec.storage, self.plan.mesh)
+        return {name: merged[self._aliases[name]] for name in self._state_names}
+
+    @contextmanager
+    def ema_weights(self) -> Iterator[None]:
+        """Within ``with``, the averages stand in for the weights: in `__call__` and `state_dict`.
+
+        Raises:
+            UsageError: parallelize was given no ema; or, within, training is asked for.
+        """
+        self._check_ema()
+        self._check_own_weights("ema_weights")
+        self._call("swap_ema", True)
+        self._averaged = True
+        try:
+            yield
+        finally:
+            self._averaged = False
+            if self._ranks.failed is None:
+                self._call("swap_ema", False)
+
+    def _check_ema(self) -> None:
+        if self._spec.ema is None:
+            raise UsageError(
+                f"The weights of {self.plan.model.name} are not averaged: parallelize was given no ema. Pass "
+                "ema=functools.partial(timm.utils.ModelEmaV3, decay=0.999)."
+            )
+
+    def _check_own_weights(self, what: str) -> None:
+        if self._averaged:
+            raise UsageError(f"{what} was called inside of ema_weights(), where averages stand in. Leave it first.")
+
     def save_checkpoint(self, folder: str | PathLike[str], extra: Any = None) -> None:
         """Save all that training goes on from: weights, buffers, the state of optimizer and scheduler, counters, plan.
 
@@ -339,6 +393,7 @@ class ParallelModel:
             CheckpointError: it cannot be written (the disk is full, say); the one that was there is as it was, and
                 training can go on.
         """
+        self._check_own_weights("save_checkpoint")
         save(self._ranks, folder, self._header(extra))
 
     def load_checkpoint(self, folder: str | PathLike[str]) -> Any:
@@ -350,13 +405,14 @@ class ParallelModel:
         Raises:
             CheckpointError: it is none, is damaged, or is of another model or optimizer; nothing was changed.
         """
+        self._check_own_weights("load_checkpoint")
         header = load(self._ranks, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
-        self.num_updates, self.num_drawn = header.updates, 0
+        self.num_updates, self.num_drawn = header.updates, header.drawn
         return header.extra
 
     def _header(self, extra: Any) -> Header:
-        weights = self._programs.example.weights
-        return header_of(self.plan, weights, self._state_names, self._spec.seed, self.num_updates, extra)
+        counters = (self._spec.seed, self.num_updates, self.num_drawn)
+        return header_of(self.plan, self._programs.example.weights, self._state_names, counters, extra)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
@@ -410,11 +466,22 @@ class SchedulerHandle:
         """Call ``step`` of every rank's scheduler.
 
         Raises:
-            UsageError: parallelize was given no lr_scheduler.
+            UsageError: parallelize was given no lr_scheduler, or the scheduler refuses the arguments.
         """
+        self._step("step", args, kwargs)
+
+    def step_update(self, *args: Any, **kwargs: Any) -> None:
+        """Call ``step_update`` of every rank's scheduler, which timm's have.
+
+        Raises:
+            UsageError: as `step`, or the scheduler has no such method.
+        """
+        self._step("step_update", args, kwargs)
+
+    def _step(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._owner._spec.lr_scheduler is None:
             raise UsageError("There is no learning-rate scheduler to step. Pass lr_scheduler=, a callable(optimizer).")
-        self._owner._call("scheduler_step", args, kwargs)
+        self._owner._call("scheduler_step", method, args, kwargs)
 
     def get_last_lr(self) -> list[float]:
         """Learning rate of each parameter group."""

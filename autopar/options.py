@@ -22,9 +22,10 @@ class Options:
 
     ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second. ``pp``, ``tp`` and
     ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica; ``zero1`` shares the
-    optimizer's state among replicas; ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast` computes,
-    with float32 weights. ``recompute``: "auto" has stages compute activations again in the backward only where that is
-    what makes a plan fit, or a better one; results are the same, so it is the default.
+    optimizer's state among replicas. ``clip_grad_norm`` limits the 2-norm of all gradients together,
+    ``clip_grad_value`` each of their elements. ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast`
+    computes, with float32 weights. ``recompute``: "auto" has stages compute activations again in the backward only
+    where that is what makes a plan fit, or a better one; results are the same, so it is the default.
     """
 
     pp: int | None = None
@@ -43,6 +44,7 @@ class Options:
     hardware: str | None = None
     backend: str | None = None
     clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
     solver_seconds: float = 10.0
     timeout: float = 600.0
 
@@ -68,12 +70,14 @@ class Options:
                 f"precision={self.precision!r} is unknown. It is fp32, bf16 or fp16 for a model with float32 "
                 "parameters; leave it out to compute in the model's own precision."
             )
-        for name in ("memory", "clip_grad_norm", "solver_seconds", "timeout"):
+        for name in ("memory", "clip_grad_norm", "clip_grad_value", "solver_seconds", "timeout"):
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int | float) or isinstance(number, bool) or number <= 0):
                 raise UsageError(f"{name}={number!r} must be a number above 0.")
         if self.backend not in (None, "gloo", "nccl"):
             raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
+        if self.clip_grad_norm is not None and self.clip_grad_value is not None:
+            raise UsageError("Pass clip_grad_norm or clip_grad_value, not both.")
         if self.microbatches is not None and self.microbatch_size is not None:
             raise UsageError("Pass microbatches or microbatch_size, not both.")
 

@@ -48,12 +48,12 @@ class ModelSource:
         """The callable that makes the model."""
         library, colon, name = self.name.partition(":")
         if not colon:
-            timm = need("timm", self.name)
+            timm = need("timm", f"Model {self.name!r}")
             if not timm.is_model(self.name):
                 raise unknown(self.name, timm.list_models(), "timm")
             return lambda **kwargs: timm.create_model(self.name, pretrained=False, **kwargs)
         if library == "torchvision":
-            models = need("torchvision.models", self.name)
+            models = need("torchvision.models", f"Model {self.name!r}")
             if name not in models.list_models():
                 raise unknown(name, models.list_models(), "torchvision")
             return lambda **kwargs: models.get_model(name, weights=None, **kwargs)
@@ -84,13 +84,13 @@ def unknown(name: str, known: list[str], where: str) -> UsageError:
     )
 
 
-def need(module_name: str, model: str) -> Any:
-    """An optional library, or the error that says how to install it."""
+def need(module_name: str, what: str) -> Any:
+    """An optional library, or the error that says what needs it and how to install it."""
     try:
         return importlib.import_module(module_name)
     except ImportError as error:
         package = module_name.split(".")[0]
-        raise UsageError(f"Model {model!r} needs {package}: pip install 'autopar[vision]'.") from error
+        raise UsageError(f"{what} needs {package}: pip install 'autopar[vision]'.") from error
 
 
 def default_input_shape(model: nn.Module, batch: int) -> tuple[int, ...]:

@@ -1,7 +1,11 @@
 """Settings of the whole suite."""
 
 import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -13,3 +17,11 @@ torch.set_num_threads(1)
 settings.register_profile("CI", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("CI")
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], list[Any]]:
+    """For each case and mesh of `training_worker`, what each rank found; it runs once, for all files that ask."""
+    from trained import train_all
+
+    return train_all(Path(tmp_path_factory.mktemp("training")))

@@ -111,6 +111,7 @@ class ThreadRanks:
         self.ranks = [Rank(spec, own, LocalTransport(spec.rank, hub)) for spec, own in zip(specs, copies)]
         self.numbers = range(len(self.ranks))
         self.call_seconds = 0.0
+        self.failed: str | None = None
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         with ThreadPoolExecutor(len(self.ranks)) as threads:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from io import BytesIO
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,14 +22,6 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # what the keys of tensors begin with
 OF_THE_RANK = frozenset({"params", "param_names"})  # in a parameter group; everything else is an option
-
-
-class Averages(Protocol):
-    """Averages of weights, each in the layout of its weight."""
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """By name; they share memory with the averages."""
-        ...
 
 
 @dataclass(frozen=True)

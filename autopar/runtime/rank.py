@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -14,8 +15,8 @@ from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
 from autopar.runtime import checkpoint
-from autopar.runtime.contents import Averages
 from autopar.runtime.copies import Copies
+from autopar.runtime.ema import Average
 from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.mixed_loss import in_autocast
@@ -53,7 +54,8 @@ class Rank:
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, transport)
-        self.ema: Averages | None = None
+        self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
+        self.set_aside: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
         self.copies = Copies(self.weights, self.updater.came)
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
@@ -154,22 +156,25 @@ class Rank:
         self.apart = mode == "train"
 
     def optimizer_step(self) -> float:
-        """Clip, update, clear gradients; the global norm of the gradients before clipping."""
+        """Clip, update, clear gradients, average; the global norm of the gradients before clipping."""
         norm = self.updater.step()
         self.copies.forget()
+        skipped = self.updater.scaler is not None and norm == inf
+        if self.ema is not None and not skipped:
+            self.ema.update(self.updater.num_updates)
         return norm
 
     def zero_grad(self) -> None:
         self.updater.zero_grad()
 
-    def scheduler_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.updater.scheduler_step(args, kwargs)
+    def scheduler_step(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.updater.scheduler_step(method, args, kwargs)
 
     def loss_scale(self) -> float:
         return self.updater.loss_scale
 
     def learning_rates(self) -> list[float]:
-        """Learning rate of each parameter group; empty on a rank that updates nothing."""
+        """Learning rate of each parameter group."""
         return self.updater.learning_rates()
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -179,6 +184,25 @@ class Rank:
         if self.place.replica != 0:
             return {}
         return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.first_copy(n)}
+
+    def ema_state(self) -> dict[str, torch.Tensor]:
+        """Copies on CPU of the averages of what `state` gives."""
+        assert self.ema is not None
+        if self.place.replica != 0:
+            return {}
+        return {n: t.cpu().clone() for n, t in self.ema.tensors().items() if self.spec.first_copy(n)}
+
+    def swap_ema(self, averages: bool) -> None:
+        """Put the averages in the place of the weights, or the weights back."""
+        assert self.ema is not None and averages == (self.set_aside is None)
+        if self.set_aside is None:
+            tensors = self.ema.tensors()
+            self.set_aside = {name: self.weights[name].detach().clone() for name in tensors}
+            self.load(tensors)
+        else:
+            self.load(self.set_aside)
+            self.set_aside = None
+        self.apart = True  # replicas average, and have, buffers of their own
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the weights named with this rank's parts of them."""

@@ -43,7 +43,10 @@ class RankSpec:
         owners: under ZeRO-1, the replica that updates each trainable weight of the model; else empty.
         edges: every directed pair of stages that exchanges tensors.
         loss_fn, optimizer, lr_scheduler: as given to `autopar.parallelize`.
+        trainable: every trainable weight of the model, in its order, with its whole shape; by default those held here.
         clip_grad_norm: largest global gradient norm, or None.
+        clip_grad_value: largest absolute value of a gradient's element, or None.
+        ema: makes the object that averages weights, as given to `autopar.parallelize`.
         autocast: the low dtype of mixed precision, or None.
     """
 
@@ -59,6 +62,9 @@ class RankSpec:
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
     clip_grad_norm: float | None = None
     seed: int = 0
+    clip_grad_value: float | None = None
+    ema: Callable[[nn.Module], Any] | None = None
+    trainable: tuple[Weight, ...] = ()
     storage: Mapping[str, Layout] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
     autocast: str | None = None

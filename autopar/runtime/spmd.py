@@ -25,7 +25,7 @@ from autopar.runtime.transport import Hub, LocalTransport
 from autopar.shards import part
 
 # Commands whose result every rank already has, so that nothing needs to be gathered after a step.
-REPLICATED = frozenset({"add_program", "optimizer_step", "zero_grad", "scheduler_step", "load"})
+REPLICATED = frozenset({"add_program", "optimizer_step", "zero_grad", "scheduler_step", "load", "swap_ema"})
 
 FEW = 4  # parts of a decision that an error lists
 

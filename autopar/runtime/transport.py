@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 Receipt = Callable[[], torch.Tensor]
 Delivery = Callable[[], None]
+Gathering = Callable[[], list[torch.Tensor]]
 
 
 class TransportError(RuntimeError):
@@ -57,6 +58,21 @@ class Transport(Protocol):
 
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
         """Start copying a contiguous tensor from ``root`` over those of the other ranks."""
+        ...
+
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+        """Start bringing every rank's contiguous row, all of one size, to ``root``; calling the result waits and
+        returns them in the order of ``ranks``, or nothing on the other ranks.
+        """
+        ...
+
+    def start_scatter(
+        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
+    ) -> Delivery:
+        """Start filling ``flat`` with the row that ``root`` has for this rank; the inverse of `start_gather`.
+
+        ``rows`` matter on ``root`` only, one for each of the ranks.
+        """
         ...
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
@@ -148,6 +164,31 @@ class ProcessGroupTransport:
             lambda: dist.broadcast(tensor, root, group=group, async_op=True), f"a broadcast over ranks {list(ranks)}"
         )
 
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+        group = self.groups[tuple(ranks)]
+        rows = [torch.empty_like(flat) for _ in ranks] if self.rank == root else []
+        delivery = started(
+            lambda: dist.gather(as_bytes(flat), [as_bytes(r) for r in rows] or None, root, group, async_op=True),
+            f"a gather over ranks {list(ranks)} on rank {root}",
+        )
+
+        def gathering() -> list[torch.Tensor]:
+            delivery()
+            return rows
+
+        return gathering
+
+    def start_scatter(
+        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
+    ) -> Delivery:
+        group = self.groups[tuple(ranks)]
+        given = [as_bytes(row) for row in rows] if self.rank == root else None
+        return started(
+            lambda: dist.scatter(as_bytes(flat), given, root, group, async_op=True),
+            f"a scatter over ranks {list(ranks)} from rank {root}",
+            rows,
+        )
+
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
         group = self.groups[tuple(ranks)]
@@ -162,6 +203,11 @@ class ProcessGroupTransport:
             groups.append(self.hosts)
         for group in groups:
             dist.destroy_process_group(group)
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every backend moves."""
+    return flat.view(torch.uint8)
 
 
 def started(call: Callable[[], Any], what: str, kept: Any = None) -> Delivery:
@@ -272,6 +318,26 @@ class LocalTransport:
 
         def delivery() -> None:
             tensor.copy_(receipt())
+
+        return delivery
+
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+        subject = self.next_call(ranks)
+        self.send(flat, root, subject)
+        receipts = [self.receive(flat.shape, flat.dtype, src, subject) for src in ranks] if self.rank == root else []
+        return lambda: [receipt() for receipt in receipts]
+
+    def start_scatter(
+        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
+    ) -> Delivery:
+        subject = self.next_call(ranks)
+        if self.rank == root:
+            for dst, row in zip(ranks, rows, strict=True):
+                self.send(row, dst, subject)
+        receipt = self.receive(flat.shape, flat.dtype, root, subject)
+
+        def delivery() -> None:
+            flat.copy_(receipt())
 
         return delivery
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir import TP, Layout
+from autopar.ir import REPLICATED, TP, Layout
 from autopar.pytree import leaves
+from autopar.runtime.optimizer import rank_optimizer
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
 from autopar.runtime.scaler import LossScaler
-from autopar.runtime.spec import Parameters, RankSpec
+from autopar.runtime.scheduling import scheduler_of, step_scheduler
+from autopar.runtime.spec import RankSpec
 from autopar.runtime.transport import Transport
 
 
@@ -27,9 +29,12 @@ class Updater:
 
     def __init__(self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport) -> None:
         self.spec, self.trainable, self.transport = spec, trainable, transport
-        self.optimized = {name: p for name, p in trainable.items() if self.updates(name)}
-        self.optimizer = spec.optimizer(Parameters(self.optimized)) if spec.optimizer and self.optimized else None
-        self.scheduler = spec.lr_scheduler(self.optimizer) if spec.lr_scheduler and self.optimizer else None
+        own = {name: p for name, p in trainable.items() if self.updates(name)}
+        made = rank_optimizer(spec, spec.optimizer, own, transport) if spec.optimizer else None
+        # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.
+        self.optimized = dict(made.parameters) if made else own
+        self.optimizer, self.wholes = (made.optimizer, made.wholes) if made else (None, None)
+        self.scheduler = scheduler_of(spec.lr_scheduler, self.optimizer) if made and spec.lr_scheduler else None
         self.num_updates = 0
         self.scaler = LossScaler() if spec.autocast == "float16" else None
         self.replica_sum: ReplicaSum | None = None
@@ -39,10 +44,6 @@ class Updater:
     def updates(self, name: str) -> bool:
         """Whether this rank's replica updates a parameter."""
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
-
-    def layout(self, name: str) -> Layout:
-        """How the optimizer's parameter, and with it its state, lies."""
-        return self.spec.layout(name)
 
     def arm(self) -> None:
         """The next backward is the last one before `step`."""
@@ -69,21 +70,24 @@ class Updater:
         self.sum_over_shards()
         self.sum_over_stages()
         norm = self.global_norm()
-        gradients = [p for p in self.trainable.values() if p.grad is not None]
+        self.num_updates += 1
         if self.scaler is not None:
-            norm /= self.scaler.unscale([p.grad for p in gradients if p.grad is not None])
+            gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
+            norm /= self.scaler.unscale(gradients)
             if not self.scaler.update(norm.item()):
                 self.zero_grad()
                 self.num_updates += 1
                 return inf
-        if self.spec.clip_grad_norm is not None and gradients:
-            nn.utils.clip_grads_with_norm_(gradients, self.spec.clip_grad_norm, norm)
+        self.clip(norm)
+        if self.wholes is not None:
+            self.wholes.gather()
         if self.optimizer is not None:
             self.optimizer.step()
+        if self.wholes is not None:
+            self.wholes.scatter()
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
-        self.num_updates += 1
         return norm.item()
 
     def sum_over_shards(self) -> None:
@@ -124,16 +128,28 @@ class Updater:
             self.transport.start_sum(square, range(self.spec.mesh.devices))()
         return square.sqrt().float()
 
+    def clip(self, norm: torch.Tensor) -> None:
+        """Limit the gradients as asked for; ``norm`` is that of all of them together."""
+        gradients = [p for p in self.trainable.values() if p.grad is not None]
+        if self.spec.clip_grad_norm is not None and gradients:
+            nn.utils.clip_grads_with_norm_(gradients, self.spec.clip_grad_norm, norm)
+        if self.spec.clip_grad_value is not None and gradients:
+            nn.utils.clip_grad_value_(gradients, self.spec.clip_grad_value)
+
+    def layout(self, name: str) -> Layout:
+        """How the optimizer's parameter, and with it its state, lies."""
+        return REPLICATED if self.wholes is not None and name in self.wholes.parts else self.spec.layout(name)
+
     def zero_grad(self) -> None:
         for parameter in self.trainable.values():
             parameter.grad = None
 
-    def scheduler_step(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def scheduler_step(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if self.scheduler is not None:
-            self.scheduler.step(*args, **kwargs)
+            step_scheduler(self.scheduler, method, args, kwargs)
 
     def learning_rates(self) -> list[float]:
-        """Learning rate of each parameter group; empty on a rank that updates nothing."""
+        """Learning rate of each parameter group of the whole model, the same on all ranks."""
         return [float(group["lr"]) for group in self.optimizer.param_groups] if self.optimizer else []
 
     def state_bytes(self) -> int:

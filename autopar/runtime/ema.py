@@ -1,0 +1,80 @@
+"""A moving average of a rank's weights, kept by an object of the user's such as timm's ModelEmaV3."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import AutoparError, UsageError
+from autopar.ir import Weight
+
+UNUSED = "unused"  # where a rank has no parameter, and ModelEmaV3 looks for the device of the first one
+
+
+def module_of(weights: Mapping[str, torch.Tensor], about: Mapping[str, Weight]) -> nn.Module:
+    """A module whose state dict is these tensors under their own names, all names of tied ones; nothing is copied.
+
+    timm averages a tied weight once for each of its names, and equality with one device demands the same here.
+    """
+    root = nn.Module()
+    for name, tensor in weights.items():
+        for alias in about[name].names or (name,):
+            *path, leaf = alias.split(".")
+            owner = root
+            for step in path:
+                if step not in dict(owner.named_children()):
+                    owner.add_module(step, nn.Module())
+                owner = owner.get_submodule(step)
+            if isinstance(tensor, nn.Parameter):
+                owner.register_parameter(leaf, tensor)
+            else:
+                owner.register_buffer(leaf, tensor, persistent=bool(about[name].names))
+    if not any(True for _ in root.parameters()):
+        device = next((t.device for t in weights.values()), torch.device("cpu"))
+        root.register_parameter(UNUSED, nn.Parameter(torch.zeros((), device=device), requires_grad=False))
+    return root
+
+
+class Average:
+    """Averages the weights that a rank holds: parts of them, which is the same as parts of the average."""
+
+    def __init__(
+        self, make: Callable[[nn.Module], Any], weights: Mapping[str, torch.Tensor], about: Mapping[str, Weight]
+    ) -> None:
+        """``make`` is the user's; it copies what it is given.
+
+        Raises:
+            UsageError: it fails, or gives something without ``update(module, step=…)`` and ``module``.
+        """
+        self.names = tuple(weights)
+        self.source = module_of(weights, about)
+        try:
+            self.keeper = make(self.source)
+            inspect.signature(self.keeper.update).bind(self.source, step=1)
+            assert isinstance(self.keeper.module, nn.Module)
+        except (AutoparError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise UsageError(
+                f"ema= cannot average the weights: {type(error).__name__}: {error}. It must be a callable(module) "
+                "that returns an object with update(module, step=int) and module, such as "
+                "functools.partial(timm.utils.ModelEmaV3, decay=0.999)."
+            ) from error
+
+    @property
+    def module(self) -> nn.Module:
+        """Holds the averages under the names of the weights."""
+        return self.keeper.module
+
+    def update(self, num_updates: int) -> None:
+        """Take in the weights after so many updates."""
+        self.keeper.update(self.source, step=num_updates)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """The averages by name, of all that is in a state dict; they share memory with them."""
+        averages = self.module.state_dict()
+        return {name: averages[name].detach() for name in self.names if name in averages}

@@ -1,0 +1,139 @@
+"""Learning-rate schedules by name: timm's, and torch's one-cycle, all stepped alike."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import OneCycleLR
+
+from autopar.errors import UsageError
+from autopar.zoo import need
+
+ONE_CYCLE, NONE = "onecycle", "none"
+NAMES = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "wsd", "rsqrt", "constant", ONE_CYCLE, NONE)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Makes the scheduler of an optimizer; plain data, so that it travels to workers.
+
+    Schedulers are driven as timm's are: ``pm.lr_scheduler.step_update(updates so far)`` after each update, and
+    ``pm.lr_scheduler.step(epochs so far, metric)`` after each epoch; each goes by one of the two, and by its argument
+    alone (but for ``plateau``).
+    """
+
+    name: str
+    epochs: int
+    updates_per_epoch: int
+    options: Mapping[str, Any]
+
+    def __call__(self, optimizer: Optimizer) -> Any:
+        """The scheduler; None for ``none``.
+
+        Raises:
+            UsageError: timm refuses the options.
+        """
+        return self.made(optimizer)[0]
+
+    @property
+    def total_epochs(self) -> int:
+        """Epochs to train for: with cycles, cool-down, and a warm-up that comes before the schedule."""
+        return self.made(torch.optim.SGD([torch.zeros(1)], lr=1.0))[1]
+
+    def made(self, optimizer: Optimizer) -> tuple[Any, int]:
+        """The scheduler, and the epochs to train for."""
+        try:
+            if self.name == ONE_CYCLE:
+                total = self.epochs * self.updates_per_epoch
+                return OneCycle(optimizer, total, self.options), self.epochs
+            scheduler, epochs = timm_factory(self.name)(
+                optimizer, self.name, num_epochs=self.epochs, updates_per_epoch=self.updates_per_epoch, **self.options
+            )
+        except (ValueError, AssertionError, TypeError) as error:
+            text = str(error).rstrip(".") or "the options contradict each other"
+            options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+            raise UsageError(
+                f"Schedule {self.name!r} over {self.epochs} epochs of {self.updates_per_epoch} updates with "
+                f"{options or 'no options'}: {text}."
+            ) from error
+        if scheduler is None and self.name != NONE:
+            raise UsageError(f"The installed timm has no schedule {self.name!r}. Update it, or choose cosine.")
+        return scheduler, epochs
+
+
+def timm_factory(name: str) -> Any:
+    """timm's function that makes a scheduler by name."""
+    return need("timm.scheduler", f"Schedule {name!r}").create_scheduler_v2
+
+
+class OneCycle:
+    """torch's OneCycleLR, driven as timm's schedulers are; a group's ``lr`` times its ``lr_scale`` is its peak."""
+
+    def __init__(self, optimizer: Optimizer, total_updates: int, options: Mapping[str, Any]) -> None:
+        peaks = [float(group["lr"]) * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
+        self.scheduler = OneCycleLR(optimizer, max_lr=peaks, total_steps=total_updates, **options)
+        self.last = total_updates - 1  # torch refuses to be asked for more
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        """Nothing: it goes by updates."""
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        """Go on to the learning rates after so many updates; at the end they stay."""
+        while self.scheduler.last_epoch < min(num_updates, self.last):
+            self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.scheduler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state)
+
+
+def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any) -> Schedule:
+    """What makes a learning-rate schedule, for the ``lr_scheduler`` argument of `autopar.parallelize`.
+
+    Args:
+        sched: ``cosine``, ``tanh``, ``step``, ``multistep``, ``plateau``, ``poly``, ``wsd``, ``rsqrt`` or ``constant``,
+            which are timm's; ``onecycle``, torch's; ``none`` leaves the learning rate alone.
+        epochs: length of the schedule.
+        updates_per_epoch: needed by ``onecycle``, and by the others with ``step_on_epochs=False``.
+        options: those of ``timm.scheduler.create_scheduler_v2`` (``warmup_epochs``, ``warmup_lr``, ``min_lr``,
+            ``decay_epochs``, ``decay_rate``, …), or of OneCycleLR.
+
+    Raises:
+        UsageError: unknown name or option, or options that contradict each other.
+    """
+    if sched not in NAMES:
+        near = difflib.get_close_matches(sched, NAMES, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UsageError(f"There is no learning-rate schedule {sched!r}.{hint} It is one of {', '.join(NAMES)}.")
+    accepted = options_of(sched)
+    unknown = [name for name in options if name not in accepted]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], accepted, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UsageError(f"Schedule {sched!r} has no option {unknown[0]!r}.{hint} It has {', '.join(accepted)}.")
+    by_updates = sched == ONE_CYCLE or options.get("step_on_epochs") is False
+    if epochs < 1 or (by_updates and updates_per_epoch < 1):
+        raise UsageError(
+            f"Schedule {sched!r} over {epochs} epochs of {updates_per_epoch} updates: both must be at least 1. Pass "
+            "updates_per_epoch=, the number of optimizer steps of an epoch."
+        )
+    found = Schedule(sched, epochs, updates_per_epoch, options)
+    found.made(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))  # refuses what is wrong before ranks start
+    return found
+
+
+def options_of(name: str) -> list[str]:
+    """What may be said of a schedule beyond its length."""
+    if name == ONE_CYCLE:
+        known, own = OneCycleLR, {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
+    else:
+        known, own = timm_factory(name), {"optimizer", "sched", "num_epochs", "updates_per_epoch"}
+    return [option for option in inspect.signature(known).parameters if option not in own]

@@ -1,0 +1,51 @@
+"""Runs `training_worker` once over two and once over four processes, and reads what it found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from test_mesh_parity import slow_compute
+from training_worker import CASES
+
+WORLDS = (2, 4)
+
+
+def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
+    """What each rank found in each case under each mesh."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    worker, hardware = str(Path(__file__).parent / "training_worker.py"), str(slow_compute(folder))
+    failures = []
+    for ranks in WORLDS:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+        done = subprocess.run([*command, worker, str(folder), hardware], env=environment, capture_output=True,
+                              text=True)  # fmt: skip
+        if done.returncode:
+            failures.append(done.stderr[-3000:])
+    found: dict[tuple[str, str], list[Any]] = {}
+    for file in sorted(folder.glob("*.json")):
+        name, mesh, _ = file.stem.split("+")
+        data = json.loads(file.read_text())
+        found.setdefault((name, mesh), []).append(data)
+        failures += [f"{file.stem}: {data['error']}"] if data["error"] else []
+    assert not failures, "\n".join(failures)
+    return found
+
+
+def cases(kind: str) -> list[tuple[str, str]]:
+    """Names and meshes of the cases with averages (``ema``), with a schedule alone, or with neither (``optimizer``)."""
+    kinds = {name: "ema" if c.ema else "schedule" if c.schedule else "optimizer" for name, c in CASES.items()}
+    return [(n, "-".join(map(str, mesh))) for n, c in CASES.items() if kinds[n] == kind for mesh in c.meshes]
+
+
+def assert_equals_one_device(found: list[Any], quantities: set[str]) -> None:
+    """Every quantity of every rank within its tolerance."""
+    for rank, data in enumerate(found):
+        assert data["worst"].keys() == {"learning rates", "loss", "norm", "weights"} | quantities
+        for quantity, excess in data["worst"].items():
+            assert excess <= 1, f"rank {rank}: {quantity} is {excess:.2f} times its tolerance off"
