@@ -26,9 +26,9 @@ def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Prec
         TraceError: the model cannot be traced.
         UsageError: it cannot compute in this precision.
     """
-    graph = trace(model, call.args, call.kwargs, mode, name)
-    graph = counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
-    return in_precision(graph, precision)
+    graph = in_precision(trace(model, call.args, call.kwargs, mode, name), precision)
+    # After the casts: what is drawn for a tensor then has its dtype.
+    return counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
 
 
 def trace_at(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph | None:

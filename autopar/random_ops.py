@@ -219,9 +219,11 @@ def attention(d: Drawing) -> Ref:
         scores = d.add("masked_fill.Scalar", scores, d.add("logical_not.default", mask), -math.inf)
     elif mask is not None:
         scores = d.add("add.Tensor", scores, mask)
+    if d.into.value(scores).dtype in ("float16", "bfloat16"):  # kernels, too, normalise in float32
+        scores = d.add("to.dtype", scores, torch.float32)
     # A query that may look at nothing gets zeros, not NaN.
     weights = d.add("softmax.int" if mask is None else "_safe_softmax.default", scores, -1)
-    return d.add("matmul.default", dropped(d, weights, d.given["dropout_p"], shape), value)
+    return d.add("matmul.default", d.cast(dropped(d, weights, d.given["dropout_p"], shape)), value)
 
 
 FORMS: Mapping[str, Callable[[Drawing], Ref]] = {
