@@ -196,6 +196,27 @@ def test_gradients_pass_what_was_kept() -> None:
         assert torch.allclose(gradient * x, y, rtol=1e-5)
 
 
+NOTHING_DROPPED = 1e-9
+ATTENTIONS: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda q, p: F.scaled_dot_product_attention(q, q.cos(), q.sin(), dropout_p=p),
+    "causal": lambda q, p: F.scaled_dot_product_attention(q, q[:, :, :40], q[:, :, :40], None, p, True),
+    "mask": lambda q, p: F.scaled_dot_product_attention(q, q, q.sin(), MASK, p, scale=0.3),
+    "bias": lambda q, p: F.scaled_dot_product_attention(q, q, q.sin(), q @ q.mT, p),
+    "grouped": lambda q, p: F.scaled_dot_product_attention(q, q[:, ::2], q[:, ::2], dropout_p=p, enable_gqa=True),
+    "bfloat16": lambda q, p: F.scaled_dot_product_attention(*[q.bfloat16()] * 3, dropout_p=p),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_equals_torchs_where_nothing_is_dropped(name: str) -> None:
+    x = torch.randn(2, 64, 32, generator=torch.Generator().manual_seed(2)).requires_grad_()
+    made = [ATTENTIONS[name](heads(x), 0.0), run(Body(lambda x: ATTENTIONS[name](heads(x), NOTHING_DROPPED)), x, [2])]
+    gradients = [torch.autograd.grad(y.float().square().sum(), x)[0] for y in made]
+    tolerance = 2e-2 if name == "bfloat16" else 1e-5
+    for one, other in (made, gradients):
+        torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance * one.abs().max().item())
+
+
 def test_a_dropout_as_text() -> None:
     lines = str(graph_of(nn.Dropout(0.25), torch.randn(4, 6))).splitlines()
     assert lines[1:] == [
