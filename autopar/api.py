@@ -197,12 +197,12 @@ def parallelize(
 ) -> ParallelModel:
     """The model split over devices and ready to train; the model itself is copied from, never modified.
 
-    In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun
-    every rank makes the same call and becomes one device; rank 0's weights count.
+    In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun or
+    srun, on one node or several, every process makes the same call and becomes one device; rank 0's weights count.
 
     Args:
         model: any module that torch.export can trace, on any device but meta.
-        devices: how many; under torchrun it must equal WORLD_SIZE.
+        devices: how many; under a launcher as many as it started processes.
         example_inputs, batch_size: as in `plan`.
         loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default.
         optimizer: makes an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. It is
@@ -233,7 +233,7 @@ def parallelize(
     if any(p.is_meta for p in model.parameters()):
         raise UsageError("The model is on the meta device and has no weights to run with. Build it on the CPU.")
     if plan is None:
-        hardware = load_hardware(options.hardware or default_hardware_name(machine))
+        hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
         if options.hardware is None and options.memory is None and machine.device_type == "cpu":
             options = replace(options, memory=psutil.virtual_memory().total // machine.local_devices(devices))
         chosen, graph = make_plan(model, call, devices, options, hardware, type(model).__name__, {})
@@ -339,6 +339,7 @@ def start(
 ) -> LocalRanks | TorchrunRanks | WorkerPool:
     """The ranks, running: this process's own under torchrun or alone, worker processes otherwise."""
     if machine.launched is not None:
+        machine.limit_threads()
         return TorchrunRanks(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds, decision)
     if len(specs) == 1:
         return LocalRanks(specs[0], tensors)

@@ -187,13 +187,29 @@ def check_copies(marks: Sequence[int], mesh: Mesh) -> None:
 
 
 def mark(tree: Any) -> int:
-    """A checksum that tells batches apart: of every tensor's first and last sample, or all of it if it has one dim."""
+    """A checksum that tells batches apart: of every tensor's first and last sample, or all of it if it has one dim.
+
+    Tensors on the meta device, which hold no samples, do not count.
+    """
     total = 0
     for leaf in flatten(tree)[0]:
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
             ends = leaf[[0, -1]] if leaf.ndim > 1 and len(leaf) else leaf
             total = zlib.crc32(ends.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), total)
     return total
+
+
+def check_real(tree: Any, what: str, rank: int) -> None:
+    """Refuse tensors on the meta device among what a rank reads.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in flatten(tree)[0]):
+        raise UsageError(
+            f"Rank {rank} was given {what}s on the meta device, which hold no numbers, but reads them. Pass real ones "
+            f"where pm.needs_{what}s is true."
+        )
 
 
 def split_leaves(leaves: Sequence[Any], batch: int, sizes: Sequence[int]) -> list[list[Any]]:

@@ -60,12 +60,13 @@ def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, to
 
 
 def header_of(
-    plan: Plan, weights: Iterable[Weight], state_names: Iterable[str], seed: int, updates: int, extra: Any
+    plan: Plan, weights: Iterable[Weight], state_names: Iterable[str], counters: tuple[int, int, int], extra: Any
 ) -> Header:
     """What a model says of itself in a checkpoint.
 
     Args:
         state_names: those of the model's state dict.
+        counters: what random operations count: the seed, updates so far, and samples drawn since the last one.
 
     Raises:
         UsageError: JSON cannot hold ``extra``.
@@ -78,7 +79,7 @@ def header_of(
         ) from error
     known = frozenset(state_names)
     saved = tuple(SavedWeight.of(weight, known) for weight in weights if weight.kind != "constant")
-    return Header(plan.model.name, saved, json.loads(plan.to_json()), seed, plan.batch, updates, extra)
+    return Header(plan.model.name, saved, json.loads(plan.to_json()), plan.batch, *counters, extra)
 
 
 def save(ranks: Ranks, folder: str | PathLike[str], header: Header) -> None:
@@ -174,4 +175,6 @@ def changes(saved: Header, here: Header, optimizer: Any, scheduler: Any) -> list
         found.append("has no optimizer: the one here starts from scratch.")
     if scheduler is not None and saved.scheduler is None:
         found.append("has no learning-rate scheduler: the one here starts from scratch.")
+    if optimizer is not None and scheduler is None and saved.scheduler is not None:
+        found.append(f"was saved with a {saved.scheduler}, here is no lr_scheduler: learning rates stay as they are.")
     return found

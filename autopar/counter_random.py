@@ -17,6 +17,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from math import prod
 
 import torch
@@ -192,11 +193,19 @@ def in_tiles(counters: Tensor, draws: Tensor, name: str) -> Tensor:
     return numbers
 
 
+def in_a_kernel(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+    """The same on a GPU, in one pass."""
+    from autopar.philox_kernel import generate
+
+    return generate(counters, draws, number_of(name), ROUNDS)
+
+
 def drawn(counters: Tensor, draws: Tensor, name: str, in_place: bool) -> tuple[Tensor, ...]:
     """The four numbers of each counter, [samples, counters] each."""
     seed_low, seed_high, step, sample = draws[:, :, None].unbind(1)
     number = torch.full_like(sample, number_of(name))
-    words = philox((counters, number, sample, step), (seed_low, seed_high), in_place)
+    # Cut to a word although they have no more: inductor would multiply a plain range as an index, in 32 bits.
+    words = philox((counters & WORD, number, sample, step), (seed_low, seed_high), in_place)
     return tuple((word >> (32 - BITS)).to(torch.float32) * 2.0**-BITS for word in words)
 
 
@@ -218,6 +227,8 @@ def arranged(numbers: Tensor, first: Tensor, part: Part) -> Tensor:
     return apart.reshape(part.shape).contiguous()
 
 
-# A compiler takes the composite apart; eager calls on CPU find the other one first.
+# A compiler takes the composite apart; eager calls find the kernels of their devices first.
 torch.library.impl("autopar::uniform", "CompositeImplicitAutograd", partial(uniform, generate=at_once))
 torch.library.impl("autopar::uniform", "CPU", partial(uniform, generate=in_tiles))
+if find_spec("triton"):
+    torch.library.impl("autopar::uniform", "CUDA", partial(uniform, generate=in_a_kernel))

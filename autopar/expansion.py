@@ -37,7 +37,8 @@ class Expansion:
         dtype = str(made.dtype).removeprefix("torch.")
         value = Value(name, tuple(made.shape), dtype, tuple(made.stride()), made.requires_grad)
         self.values[name] = value
-        self.ops.append(Op(name, target, args, tuple(kwargs.items()), (value,), self.op.module, self.op.source))
+        module, source, autocast = self.op.module, self.op.source, self.op.autocast
+        self.ops.append(Op(name, target, args, tuple(kwargs.items()), (value,), module, source, autocast=autocast))
         return Ref(name)
 
     def fresh(self, name: str) -> str:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autopar.batching import Call, is_batched
+from autopar.errors import TraceError
 from autopar.ir import Graph, Mode, Precision
 from autopar.precision import in_precision
 from autopar.pytree import unflatten
@@ -25,13 +26,13 @@ def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Prec
         TraceError: the model cannot be traced.
         UsageError: it cannot compute in this precision.
     """
-    graph = trace(model, call.args, call.kwargs, mode, name)
-    graph = counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
-    return in_precision(graph, precision)
+    graph = in_precision(trace(model, call.args, call.kwargs, mode, name), precision)
+    # After the casts: what is drawn for a tensor then has its dtype.
+    return counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
 
 
-def trace_at(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph:
-    """The trace at another batch size."""
+def trace_at(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph | None:
+    """The trace at another batch size; None for a model that takes no other."""
 
     def resized(leaf: Any) -> Any:
         if not is_batched(leaf, call.batch):
@@ -39,4 +40,7 @@ def trace_at(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph:
         return torch.empty((batch, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
 
     args, kwargs = unflatten([resized(leaf) for leaf in call.leaves], call.spec)
-    return trace(model, args, kwargs, mode)
+    try:
+        return trace(model, args, kwargs, mode)
+    except TraceError:
+        return None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from autopar.errors import UsageError
-from autopar.runtime import Launched, launched
+from autopar.hardware import Hardware, Link
+from autopar.runtime import Launched, launched, starts_once
 
 # Substrings of CUDA device names, and the cost model that describes such a device.
 DEVICE_COST_MODELS = {"H200": "h200-nvlink", "H100": "h100-nvlink", "A100": "a100-nvlink", "4090": "rtx4090-pcie"}
@@ -26,40 +28,94 @@ class Machine:
     launched: Launched | None
 
     def local_devices(self, devices: int) -> int:
-        """How many of the devices share this host."""
-        return self.launched.local_world if self.launched else devices
+        """How many of the devices share a host; on the fullest one, where there are several."""
+        return self.launched.devices_per_node if self.launched else devices
 
     def device_of(self, rank: int) -> str:
         """The torch device of a rank."""
         if self.device_type == "cpu":
             return "cpu"
-        return f"cuda:{self.launched.local_rank if self.launched else rank}"
+        if self.launched is None:
+            return f"cuda:{rank}"
+        # A launcher may show each process its own GPU alone (srun --gpus-per-task=1).
+        return f"cuda:{self.launched.local_rank if torch.cuda.device_count() > 1 else 0}"
+
+    def limit_threads(self) -> None:
+        """Share this host's processors among its processes, as torchrun does and srun leaves to the program."""
+        if self.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(min(torch.get_num_threads(), self.num_threads))
+
+    def described(self, hardware: Hardware) -> Hardware:
+        """A cost model with this run's nodes: how many devices each has, and what lies between them."""
+        if self.launched is None or self.launched.num_nodes == 1:
+            return hardware
+        network = hardware.network
+        if network is None:
+            network = Link(
+                max(hardware.link.latency_seconds, hardware.collective.latency_seconds),
+                min(hardware.link.bytes_per_second, hardware.collective.bytes_per_second),
+            )
+            warnings.warn(
+                f"Cost model {hardware.name} has no network: links between the {self.launched.num_nodes} nodes are "
+                "priced like those inside one. Pass hardware= with a [network] table.",
+                stacklevel=3,
+            )
+        return replace(hardware, devices_per_node=self.launched.devices_per_node, network=network)
 
 
 def this_machine(devices: int | None = None, backend: str | None = None) -> Machine:
     """What a run over ``devices`` would use: NCCL on GPUs where there are any, else Gloo on CPU processes.
 
     Raises:
-        UsageError: too few GPUs, a backend that is not here, or a count that disagrees with torchrun's.
+        UsageError: too few GPUs, a backend that is not here, or a count that disagrees with the launcher's.
     """
     launch = launched()
     if launch is not None and devices is not None and launch.world != devices:
+        flag = "--nproc-per-node" if launch.launcher == "torchrun" else "--ntasks"
         raise UsageError(
-            f"devices={devices}, but torchrun started {launch.world} processes. "
-            f"Pass devices={launch.world} or --nproc-per-node {devices}."
+            f"devices={devices}, but {launch.launcher} started {launch.world} processes. "
+            f"Pass devices={launch.world} or {flag} {devices}."
         )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if backend == "nccl" and gpus == 0:
         raise UsageError('backend="nccl" needs GPUs and there is none here. Leave it out to run on CPU over Gloo.')
+    if launch is None and (devices or 1) > 1:
+        warn_of_idle_nodes(devices)
     if gpus == 0 or backend == "gloo":
-        processes = devices or 1
-        return Machine("gloo", "cpu", max(1, (os.cpu_count() or 1) // processes), launch)
+        processes = launch.local_world if launch else devices or 1
+        return Machine("gloo", "cpu", max(1, num_processors() // processes), launch)
     if devices is not None and launch is None and devices > gpus:
         raise UsageError(
             f"devices={devices}, but this machine has {gpus} GPUs. "
-            f'Pass devices={gpus}, or backend="gloo" to try it on CPU processes.'
+            f'Pass devices={gpus}, or backend="gloo" to try it on CPU processes.{slurm_hint()}'
+        )
+    if launch is not None and 1 < gpus <= launch.local_rank:
+        raise UsageError(
+            f"Rank {launch.rank} is number {launch.local_rank} of its node's {launch.local_world} processes, and the "
+            f'node has {gpus} GPUs. Start {gpus} processes per node, or pass backend="gloo" to try it on CPU.'
         )
     return Machine("nccl", "cuda", torch.get_num_threads(), launch)
+
+
+def num_processors() -> int:
+    """Processors that this process may use; srun's tasks and containers have a part of the host's."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def slurm_hint() -> str:
+    """What to do in a Slurm job where python was started once; nothing elsewhere."""
+    if "SLURM_PROCID" not in os.environ or not starts_once(os.environ):
+        return ""
+    return " This is a Slurm job in which python runs once: start it with `srun python …` to have a process per task."
+
+
+def warn_of_idle_nodes(devices: int | None) -> None:
+    """Say that a script which Slurm runs on the first node of a job uses none of the others."""
+    hint, nodes = slurm_hint(), os.environ.get("SLURM_NNODES", "1")
+    if hint and nodes != "1":
+        warnings.warn(f"All {devices} devices are on the first of this job's {nodes} nodes.{hint}", stacklevel=4)
 
 
 def default_hardware_name(machine: Machine) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,6 +20,7 @@ from autopar.batching import (
     as_call,
     check_copies,
     check_parts,
+    check_real,
     check_shares,
     join_outputs,
     mark,
@@ -95,6 +96,28 @@ class ParallelModel:
         self._averaged = False  # inside of `ema_weights`
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
+
+    # -- data --------------------------------------------------------------------------------------------------
+
+    @property
+    def needs_inputs(self) -> bool:
+        """Whether this process has to pass real inputs; if not, tensors on the meta device do as well."""
+        stages = {self.plan.mesh.place(rank).stage for rank in self._ranks.numbers}
+        read = {v.name for variant in self._programs.known.values() for s in stages for v in variant.programs[s].inputs}
+        return not read <= {DRAWS}
+
+    @property
+    def needs_targets(self) -> bool:
+        """Whether this process has to pass real targets; if not, tensors on the meta device do as well."""
+        return any(self.plan.mesh.place(rank).stage == self.plan.mesh.pp - 1 for rank in self._ranks.numbers)
+
+    def data_sum(self, numbers: Sequence[float]) -> list[float]:
+        """Sums over data ranks of numbers that each has of its part; all ranks of torchrun make the call."""
+        if not isinstance(self._ranks, TorchrunRanks):
+            return list(numbers)
+        given = self._ranks.gathered(list(numbers))
+        firsts = [given[self.plan.mesh.rank(Place(0, replica))] for replica in range(self.data_size)]
+        return [sum(column) for column in zip(*firsts, strict=True)]
 
     @property
     def autocast(self) -> str | None:
@@ -255,6 +278,8 @@ class ParallelModel:
                 inputs_of(variant, place.stage, leaves, rows) for (variant, leaves), rows in zip(parts[own], draws[own])
             ]
             data = StepData(inputs, targets[own] if last else [], shares[own])
+            check_real(data.inputs, "input", rank)
+            check_real(data.targets, "target", rank)
             numbers = tuple(v.number for v in variants[own])
             keeps = keep_outputs and last and place.shard == 0
             work[rank] = (Work(self._mode, schedule, numbers, data, training, keeps),)
@@ -407,12 +432,12 @@ class ParallelModel:
         """
         self._check_own_weights("load_checkpoint")
         header = load(self._ranks, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
-        self.num_updates, self.num_drawn = header.updates, 0
+        self.num_updates, self.num_drawn = header.updates, header.drawn
         return header.extra
 
     def _header(self, extra: Any) -> Header:
-        weights = self._programs.example.weights
-        return header_of(self.plan, weights, self._state_names, self._spec.seed, self.num_updates, extra)
+        counters = (self._spec.seed, self.num_updates, self.num_drawn)
+        return header_of(self.plan, self._programs.example.weights, self._state_names, counters, extra)
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""

@@ -219,9 +219,11 @@ def attention(d: Drawing) -> Ref:
         scores = d.add("masked_fill.Scalar", scores, d.add("logical_not.default", mask), -math.inf)
     elif mask is not None:
         scores = d.add("add.Tensor", scores, mask)
+    if d.into.value(scores).dtype in ("float16", "bfloat16"):  # kernels, too, normalise in float32
+        scores = d.add("to.dtype", scores, torch.float32)
     # A query that may look at nothing gets zeros, not NaN.
     weights = d.add("softmax.int" if mask is None else "_safe_softmax.default", scores, -1)
-    return d.add("matmul.default", dropped(d, weights, d.given["dropout_p"], shape), value)
+    return d.add("matmul.default", d.cast(dropped(d, weights, d.given["dropout_p"], shape)), value)
 
 
 FORMS: Mapping[str, Callable[[Drawing], Ref]] = {
@@ -265,22 +267,21 @@ def draws(op: Op) -> bool:
     return not (any(given.get(n) == 0 for n in PROBABILITIES) or any(given.get(n) is False for n in FLAGS))
 
 
-def counter_based(graph: Graph, larger: Callable[[], Graph]) -> Graph:
+def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
     """The graph with its random operations written as functions of counters, which are a further input.
 
     Operations keep their names and come after those that were put before them, so that a plan can name them. What has
     no such form is left; `draws` tells.
 
     Args:
-        larger: the same model's graph at another batch size, asked for only where nothing else tells which dim of
-            something drawn are the samples: ``torch.rand(b, n)`` reads no tensor.
+        larger: the same model's graph at another batch size, if it has one; asked for only where nothing else tells
+            which dim of something drawn are the samples: ``torch.rand(b, n)`` reads no tensor.
     """
     random = [op for op in graph.ops if draws(op)]
     if not random:
         return graph
     rows = Value(DRAWS, (graph.batch, 4), "int64", (4, 1))
-    weights = (Value(w.name, w.shape, w.dtype, contiguous(w.shape), w.requires_grad) for w in graph.weights)
-    known = dict(graph.values) | {value.name: value for value in (*weights, rows)}
+    known = readable(graph) | {DRAWS: rows}
     taken = known.keys() | {op.name for op in graph.ops}
     old, where = {op.name: op for op in graph.ops}, placements(graph, random, larger)
     put: dict[str, tuple[Op, ...]] = {}
@@ -319,18 +320,25 @@ def written_out(op: Op, samples: Samples, known: Mapping[str, Value], taken: Set
     return (*others, replace(last, name=op.name, args=args, outputs=(replace(last.outputs[0], name=op.name),)))
 
 
+def readable(graph: Graph) -> dict[str, Value]:
+    """Every value and weight by name."""
+    weights = (Value(w.name, w.shape, w.dtype, contiguous(w.shape), w.requires_grad) for w in graph.weights)
+    return dict(graph.values) | {value.name: value for value in weights}
+
+
 def result_of(op: Op, known: Mapping[str, Value]) -> Value:
     """What a random operation makes, or fills in place."""
     return op.outputs[0] if op.outputs else known[op.args[0].name]
 
 
-def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph]) -> Mapping[str, Samples | None]:
-    """Where the samples lie in the result of each random operation, None for several dims; see `counter_based`."""
+def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | None]) -> Mapping[str, Samples | None]:
+    """Where the samples lie in the result of each random operation, None where nothing tells; see `counter_based`."""
+    known = readable(graph)
     followed = sample_dims(graph, lambda op: rule_of(op, graph.shapes.__getitem__))
     found: dict[str, Samples | None] = {}
     unknown: dict[str, tuple[int, ...]] = {}
     for op in random:
-        value = result_of(op, graph.values)
+        value = result_of(op, known)
         if value.name in followed:
             (split,) = followed[value.name].splits
             found[op.name] = Samples(split.dim, split.outer)
@@ -338,9 +346,17 @@ def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph]) 
             found[op.name] = Samples()
         else:
             unknown[op.name] = value.shape
-    other = larger() if unknown else graph
-    made = {op.name: result_of(op, other.values).shape for op in other.ops if op.name in unknown}
-    for name, shape in unknown.items():
-        grown = [dim for dim, (a, b) in enumerate(zip(shape, made[name], strict=True)) if a != b]
-        found[name] = None if len(grown) > 1 else Samples(grown[0]) if grown else Samples()
-    return found
+    other = larger() if unknown else None
+    sizes = readable(other) if other is not None else {}
+    made = {
+        op.name: result_of(op, sizes).shape for op in (other.ops if other is not None else ()) if op.name in unknown
+    }
+    return found | {name: grown(shape, made.get(name, ())) for name, shape in unknown.items()}
+
+
+def grown(shape: tuple[int, ...], other: tuple[int, ...]) -> Samples | None:
+    """Where the samples lie in a tensor that has these shapes at two batch sizes; None where that is not one dim."""
+    dims = [dim for dim, (size, more) in enumerate(zip(shape, other)) if size != more]
+    if len(shape) != len(other) or len(dims) > 1:
+        return None
+    return Samples(dims[0]) if dims else Samples()

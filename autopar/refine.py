@@ -31,20 +31,34 @@ def refine(costs: Costs, decision: Decision) -> Refined | None:
 
     Returns None where the decision is outside what the joint model can express, or the time limit ended the search.
     Error: choices are priced as in `autopar.profile.run_cost`. Memory leaves out what a stage receives and its working
-    set; where a solution does not fit after all, the search keeps its own.
+    set; where a solution does not fit after all, the search keeps its own. It has no stages that recompute: where some
+    may, the gap is against the best without a memory limit, which no such plan beats.
     """
     problem = joint_problem(costs, decision)
     known = Assignment(decision.priced.picks, decision.stage_of)
     loads = stage_loads(problem, known)
     if problem.capacity_bytes is not None and max(load.memory_bytes for load in loads) > problem.capacity_bytes:
         return None
-    found = answer(problem, known)
+    found = answer(replace(problem, capacity_bytes=None), known) if decision.problem.may_recompute else None
+    bound = found.bound_seconds if found is not None else 0.0
+    if found is None or not within_capacity(problem, found):
+        found = answer(problem, known)
     if found is None:
         return None
+    if decision.problem.may_recompute:
+        seconds = found.objective_seconds
+        gap = (seconds - bound) / seconds if seconds else 0.0
+        found = replace(found, bound_seconds=bound, solver=replace(found.solver, gap=gap))
     before, priced = joint_seconds(problem, loads), decision.priced
     if found.picks != known.picks:
         priced = costs.picked(found.picks, problem.ranks, decision.problem.dp, decision.zero1, decision.size)
     return Refined(priced, found.stage_of, found.solver, (before - found.bound_seconds) / before if before else 0.0)
+
+
+def within_capacity(problem: JointProblem, found: Joint) -> bool:
+    """Whether every stage of a solution has room."""
+    loads = stage_loads(problem, Assignment(found.picks, found.stage_of))
+    return problem.capacity_bytes is None or max(load.memory_bytes for load in loads) <= problem.capacity_bytes
 
 
 def answer(problem: JointProblem, known: Assignment) -> Joint | None:

@@ -29,10 +29,9 @@ from autopar.ir import (
     SolverInfo,
     Stage,
 )
+from autopar.lowering import lowered
 from autopar.machine import this_machine
 from autopar.model import ParallelModel
-from autopar.precision import autocast
-from autopar.precision.choose import LOW
 from autopar.programs import Programs
 from autopar.runtime import RankSpec
 from autopar.runtime.rank import Rank
@@ -58,9 +57,7 @@ def plan_by_hand(
     """A plan whose stages start at the model's first operation and at each operation of ``firsts``."""
     call = as_call(model, x)
     microbatch = call.first(-(-(call.batch // dp) // microbatches))
-    graph = trace(model, microbatch.args, microbatch.kwargs)
-    if precision in LOW:
-        graph = autocast(graph, LOW[precision])
+    graph = lowered(model, microbatch, "train", "", precision)
     names = [op.name for op in graph.ops]
     starts = [0, *(names.index(first) for first in firsts), len(names)]
     mesh = Mesh(len(starts) - 1, tp, dp)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -206,6 +207,19 @@ def test_a_gpu_draws_the_same() -> None:
     draws = rows(1, 2, 3, 4)
     shape = (4, 197, 768)
     assert torch.equal(uniform(draws.cuda(), shape, "op", 0, 1).cpu(), uniform(draws, shape, "op", 0, 1))
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+def test_the_kernel_of_gpus_draws_the_same() -> None:
+    code = (
+        "import torch, autopar.counter_random as r; counters = torch.arange(5, 2000, 3);"
+        "draws = r.rows(1 << 40, 7, 3, 2);"
+        "made = r.in_a_kernel(counters, draws, 'op'); wanted = r.in_tiles(counters, draws, 'op');"
+        "assert made.shape == (2, 665, 4) and torch.equal(made, wanted); print('same')"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "same", done.stderr[-2000:]
 
 
 def test_it_runs_without_data() -> None:

@@ -7,6 +7,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -405,6 +406,26 @@ def test_a_plan_brings_its_precision() -> None:
         autopar.parallelize(model, 1, x, plan=plan, precision="fp32")
 
 
+def test_random_numbers_follow_the_precision_of_what_they_are_for() -> None:
+    model = tiny_vit(1, drop_rate=0.1, attn_drop_rate=0.1, drop_path_rate=0.1).train()
+    graph = graph_of(model, torch.randn(2, 3, 32, 32))
+    blocks = [
+        v for op in graph.ops for v in op.outputs if op.name.startswith("blocks.0.mlp") and "uniform" not in v.name
+    ]
+    assert {v.dtype for v in blocks if v.dtype != "bool"} == {"bfloat16"}
+    assert graph.values["blocks.0.attn.scaled_dot_product_attention.softmax"].dtype == "float32"
+    assert graph.values["blocks.0.attn.scaled_dot_product_attention"].dtype == "bfloat16"
+
+
+def test_the_same_masks_on_every_mesh() -> None:
+    torch.manual_seed(0)
+    model, x, y = tiny_vit(2, drop_rate=0.2, drop_path_rate=0.2), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    plans = [plan_by_hand(model, x, 2, firsts, precision="bf16") for firsts in ([], ["blocks.1.norm1.layer_norm"])]
+    models = [in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW) for plan in plans]
+    for _ in range(3):
+        assert len({pm.train_step(x, y).loss for pm in models}) == 1
+
+
 # -- real processes ---------------------------------------------------------------------------------------------------
 
 
@@ -487,6 +508,24 @@ def test_gradients_and_losses_are_shown_unscaled() -> None:
         for name, parameter in expected.named_parameters():
             torch.testing.assert_close(pm.gradients()[name], parameter.grad, rtol=5e-3, atol=1e-4)
         assert pm.optimizer_step() < 10
+
+
+def test_the_scale_and_the_masters_are_in_the_checkpoint(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x, y = ConvNet(), torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
+    start = functools.partial(autopar.parallelize, model, 1, x, loss_fn=steep, optimizer=ADAMW, microbatches=2)
+    with start(precision="fp16") as pm:
+        first = [pm.train_step(x, y) for _ in range(4)]
+        assert first[0].skipped and pm.num_updates == 4
+        pm.save_checkpoint(tmp_path)
+        scale, following = pm.loss_scale(), pm.train_step(x, y)
+    with start(precision="fp16") as pm:
+        pm.load_checkpoint(tmp_path)
+        assert pm.loss_scale() == scale < 65536
+        assert pm.train_step(x, y).loss == following.loss
+    with start() as pm:  # in float32: the weights are the same
+        pm.load_checkpoint(tmp_path)
+        assert pm.train_step(x, y).loss == pytest.approx(following.loss, rel=1e-2)
 
 
 # -- errors and prices ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Dropout, attention dropout and drop path draw the same masks on every mesh: one loss curve."""
+"""Dropout, attention dropout and drop path draw the same masks on every mesh: the same losses, with real processes."""
 
 from __future__ import annotations
 

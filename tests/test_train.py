@@ -1,165 +1,47 @@
-"""Training on real images: the data, the loop, and whole runs of the command."""
+"""Whole runs of ``autopar train``: what is printed and written, and what is refused."""
 
 from __future__ import annotations
 
-import importlib
-import json
-import os
 import re
-import subprocess
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
-from typer.testing import CliRunner
+from train_cli import TINY, invoke, losses, records, start
 
 import autopar
-from autopar.cli import app
-from autopar.errors import TrainingError, UsageError
-from autopar.train import Data, Recipe, accuracy, fit, load_data, load_weights, save_weights
-from autopar.train.loop import batches, shifted
-
-ROOT = Path(autopar.__file__).parents[1]
-TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "embed_dim=48", "num_heads=3"]
-
-
-def invoke(*args: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(args), prog_name="autopar")
-    return result.exit_code, result.stdout, re.sub(r"\s+", " ", result.stderr)
-
-
-# -- data --------------------------------------------------------------------------------------------------------------
-
-
-def test_digits_are_split_once_and_normalised():
-    data = load_data("digits", 32, 3, seed=0)
-    assert data.train_images.shape == (1438, 3, 32, 32) and data.test_images.shape == (359, 3, 32, 32)
-    assert data.num_classes == 10
-    assert data.train_images.mean().item() == pytest.approx(0, abs=1e-4)
-    assert data.train_images.std().item() == pytest.approx(1, abs=1e-4)
-    shares = data.test_labels.bincount() / (data.test_labels.bincount() + data.train_labels.bincount())
-    assert shares.tolist() == pytest.approx([0.2] * 10, abs=0.01)
-
-
-def test_the_seed_decides_the_split():
-    first, again, other = (load_data("digits", 8, 1, seed) for seed in (1, 1, 2))
-    assert torch.equal(first.test_labels, again.test_labels) and torch.equal(first.test_images, again.test_images)
-    assert not torch.equal(first.test_labels, other.test_labels)
-
-
-def test_unknown_data_has_near_matches():
-    with pytest.raises(UsageError, match=r"No data set is named 'digit'\. Did you mean digits\?"):
-        load_data("digit", 32, 3, 0)
-
-
-def test_missing_scikit_learn_says_what_to_install(monkeypatch):
-    real = importlib.import_module
-
-    def without(name: str, package: str | None = None):
-        if name.startswith("sklearn"):
-            raise ImportError(name)
-        return real(name, package)
-
-    monkeypatch.setattr(importlib, "import_module", without)
-    with pytest.raises(UsageError, match=re.escape("pip install 'autopar[train]'")):
-        load_data("digits", 32, 3, 0)
-
-
-# -- loop --------------------------------------------------------------------------------------------------------------
-
-
-def test_every_epoch_has_its_own_order():
-    recipe = Recipe(epochs=2, batch_size=4, lr=1e-3, weight_decay=0.0, seed=0)
-    first, again, second = (torch.stack(batches(10, recipe, torch.Generator().manual_seed(n))) for n in (1, 1, 2))
-    assert first.shape == (2, 4) and len(first.unique()) == 8
-    assert torch.equal(first, again) and not torch.equal(first, second)
-    with pytest.raises(UsageError, match="--batch-size 4 is more than the 3 training images"):
-        recipe.steps_per_epoch(3)
-
-
-def test_accuracy_counts_the_ragged_last_batch():
-    labels = torch.tensor([0, 1, 2, 3, 4])
-    data = Data(torch.empty(0), torch.empty(0), torch.eye(5), labels, 5)
-    assert accuracy(lambda images: images.roll(1, 0) if len(images) == 1 else images, data, 2) == 1.0
-    assert accuracy(lambda images: torch.ones(len(images), 5).cumsum(1), data, 2) == 0.2
-
-
-class Silent:
-    def step(self, epoch: int, loss: float, lr: float, samples_per_second: float) -> None:
-        """Not looked at."""
-
-    def epoch(self, epoch: object) -> None:
-        """Not looked at."""
-
-
-def test_a_loss_that_is_not_finite_stops_the_training():
-    data = load_data("digits", 8, 1, 0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
-    recipe = Recipe(epochs=2, batch_size=256, lr=1e-3, weight_decay=0.0, seed=0)
-    poisoned = replace(data, train_images=data.train_images.clone())
-    generator = torch.Generator().manual_seed(1)  # of epoch 1 at seed 0
-    poisoned.train_images[batches(1438, recipe, generator)[2][0]] = float("inf")
-    example = torch.empty(256, 1, 8, 8)
-    scheduler = recipe.scheduler(1438)
-    with (
-        autopar.parallelize(model, 1, example, optimizer=recipe.optimizer, lr_scheduler=scheduler) as pm,
-        pytest.raises(TrainingError, match=r"The loss became (nan|inf) in epoch 1, step 3 of 5"),
-    ):
-        fit(pm, poisoned, recipe, Silent())
-
-
-def test_images_are_moved_not_changed():
-    images = torch.arange(18.0).reshape(2, 1, 3, 3)
-    assert torch.equal(shifted(images, 0, torch.Generator()), images)
-    moved = shifted(images, 1, torch.Generator().manual_seed(0))
-    corners = {float(image[0, 1, 1]) for image in shifted(images[:1].expand(200, 1, 3, 3), 1, torch.Generator())}
-    assert moved.shape == images.shape and not torch.equal(moved, images)
-    assert corners == {float(v) for v in range(9)}
-
-
-class TiedHead(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.second.weight = self.first.weight
-
-
-def test_tied_weights_survive_the_file(tmp_path):
-    model, fresh = TiedHead(), TiedHead()
-    save_weights(model.state_dict(), tmp_path / "w.safetensors")
-    load_weights(fresh, tmp_path / "w.safetensors")
-    assert torch.equal(fresh.second.weight, model.first.weight) and not fresh.training
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
+from autopar.train import Wanted, evaluate_alone, evaluation_loader, load_data
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The folder and the output of a short run on two processes, started as a user would."""
+    """The folder and the output of a short run on two processes."""
     folder = tmp_path_factory.mktemp("run")
-    command = [sys.executable, "-c", "from autopar.cli import main; main()", "train", *TINY]
-    command += ["--data", "digits", "--devices", "2", "--epochs", "3", "--microbatches", "2", "--lr", "3e-3"]
-    command += ["--shift", "1", "--clip-grad", "1", "-o", "out"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return folder / "out", done.stdout
+    process = start(
+        folder, "train", *TINY, "--data", "digits", "--devices", "2", "--epochs", "3", "--microbatches", "2",
+        "--train-num-samples", "512", "--val-num-samples", "200", "--lr", "5e-3", "--sched", "onecycle",
+        "--shift", "1", "--clip-grad", "1", "-o", "out",
+    )  # fmt: skip
+    printed, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error
+    return folder / "out", printed
+
+
+# -- what is printed and written ---------------------------------------------------------------------------------------
 
 
 def test_train_learns_and_reports(trained):
     folder, printed = trained
-    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert [h["epoch"] for h in history] == [1, 2, 3]
-    assert history[2]["loss"] < history[0]["loss"] and history[2]["accuracy"] > 0.2
-    assert len(re.findall(r"^epoch [123]/3  loss .* samples/s$", printed, re.M)) == 3
+    history = records(folder / "history.jsonl")
+    assert [h["epoch"] for h in history] == [1, 2, 3] and len(losses(folder)) == 24
+    assert history[2]["loss"] < history[0]["loss"]
+    assert len(re.findall(r"^epoch [123]/3  loss .*  accuracy .* %  lr .* samples/s  [\d.]+ MiB$", printed, re.M)) == 3
+    assert "digits: 512 training and 200 test images of 3×32×32, 10 classes; 3 epochs of 8 updates" in printed
     figures = re.findall(r"(\d+\.\d+) %  (?:on 2 devices|with the weights in the unmodified)", printed)
     assert len(figures) == 2 and figures[0] == figures[1]
     assert float(figures[0]) == pytest.approx(100 * history[2]["accuracy"], abs=0.01)
+    assert {p.name for p in folder.iterdir()} >= {"last", "best", "tensorboard", "plan.json", "model.safetensors"}
 
 
 def test_the_weights_load_into_the_unmodified_model(trained):
@@ -169,26 +51,47 @@ def test_the_weights_load_into_the_unmodified_model(trained):
     plan = autopar.Plan.load(folder / "plan.json")
     model = timm.create_model(plan.model.name, **plan.model.kwargs)
     model.load_state_dict(load_file(folder / "model.safetensors"))
-    history = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
-    assert accuracy(model.eval(), load_data("digits", 32, 3, 0), 64) == history[-1]["accuracy"]
+    scored = evaluate_alone(model.eval(), evaluation_loader(load_data("digits", Wanted(32, num_test=200)), 64).epoch(1))
+    assert scored.accuracy == records(folder / "history.jsonl")[-1]["accuracy"]
 
 
 def test_the_saved_plan_can_be_used_again(trained, tmp_path):
     folder, _ = trained
     code, out, error = invoke(
         "train", *TINY, "--data", "digits", "--plan", str(folder / "plan.json"), "--epochs", "1",
-        "--batch-size", "512", "-o", str(tmp_path),
+        "--batch-size", "1024", "--grad-accum-steps", "2", "-o", str(tmp_path),
     )  # fmt: skip
     assert code == 0, error
-    assert "epoch 1/1" in out
+    assert "epoch 1/1" in out and "1 epochs of 1 updates" in out
     code, out, _ = invoke("codegen", str(tmp_path / "plan.json"), "--rank", "0")
     assert code == 0 and re.match(r"# rank 0 .*\n# stage 0, train, microbatch of \d+: ", out), out
+
+
+def test_a_config_file_and_averaged_weights(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        'data = "synthetic"\ndevices = 4\nepochs = 1\nbatch-size = 16\ntrain_num_samples = 32\nval-num-samples = 8\n'
+        'model-ema = true\nmodel-ema-decay = 0.5\nopt = "lamb"\ndrop-path = 0.1\namp-dtype = "float32"\n'
+        "[model-kwargs]\ndepth = 1\npatch_size = 8\nembed_dim = 24\nnum_heads = 3\n"
+    )
+    out = tmp_path / "out"
+    code, printed, error = invoke(
+        "train", TINY[0], "--config", str(tmp_path / "run.toml"), "--devices", "1", "-o", str(out)
+    )
+    assert code == 0, error
+    assert "drop_path_rate=0.1" in printed and "1 epochs of 2 updates" in printed
+    plain, averaged = (load_file(out / name) for name in ("model.safetensors", "model_ema.safetensors"))
+    assert plain.keys() == averaged.keys() and not torch.equal(plain["head.weight"], averaged["head.weight"])
+    assert records(out / "history.jsonl")[0]["ema_accuracy"] is not None
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--data", "cifar", "--devices", "2"], "No data set is named 'cifar'. There is digits"),
+        (["--data", "cifar", "--devices", "2"], "No data set is named 'cifar'. Did you mean cifar10 or cifar100?"),
+        (["--data", "cifar10", "--devices", "2"], "there is no folder data/cifar-10-batches-py. Put the unpacked"),
         (["--data", "digits"], "On how many devices"),
         (["--data", "digits", "--devices", "2", "--batch-size", "2000"], "--batch-size 2000 is more than the 1438"),
         (
@@ -198,6 +101,26 @@ def test_the_saved_plan_can_be_used_again(trained, tmp_path):
         (["--data", "digits", "--devices", "2", "--model-kwargs", "num_classes=5"], "num_classes=5: the data has 10"),
         (["--data", "digits", "--plan", "none.json"], "Cannot read plan file none.json"),
         (["--data", "digits", "--devices", "2", "-o", "/dev/null/x"], "Cannot make the folder /dev/null/x"),
+        (["--data", "digits", "--devices", "1", "--opt", "adamv"], "adamv"),
+        (["--data", "digits", "--devices", "1", "--sched", "cosin"], "Did you mean cosine?"),
+        (["--data", "digits", "--devices", "1", "--sched", "onecycle", "--min-lr", "1"], "Leave out --min-lr."),
+        (["--data", "digits", "--devices", "1", "--mixup", "0.2", "-b", "33"], "a batch of 33 leaves an image alone"),
+        (
+            ["--data", "digits", "--devices", "1", "-b", "30", "--grad-accum-steps", "4"],
+            "A batch of 30 cannot be accumulated in 4 equal steps. Use a multiple of 4.",
+        ),
+        (["--data", "digits", "--devices", "1", "--clip-mode", "agc"], "--clip-mode agc is unknown"),
+        (["--data", "digits", "--devices", "1", "--amp-dtype", "half"], "--amp-dtype half is unknown"),
+        (
+            ["--data", "digits", "--devices", "1", "--amp-dtype", "float16", "--precision", "bf16"],
+            "--amp-dtype float16 and --precision bf16 disagree",
+        ),
+        (
+            ["--data", "digits", "--devices", "1", "--drop", "0.1", "--model-kwargs", "drop_rate=0.2"],
+            "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given",
+        ),
+        (["--data", "digits", "--devices", "1", "--resume", "none"], "--resume none: there is no such folder."),
+        (["--data", "digits", "--config", "none.toml"], "Cannot read --config none.toml: No such file"),
     ],
 )
 def test_bad_arguments_of_train(args, message, tmp_path, monkeypatch):
@@ -205,6 +128,24 @@ def test_bad_arguments_of_train(args, message, tmp_path, monkeypatch):
     code, _, error = invoke("train", *TINY, *args)
     assert code == 2
     assert message in error, error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "there is no flag --epoch. Did you mean epochs?"),
+        ("warmup-epoch = 3", "Did you mean warmup-epochs"),
+        ("epochs = 3.5", "Invalid value for '--epochs': Input should be a valid integer"),
+        ("epochs = [3]", "epochs must be one value; it is [3]."),
+        ("scale = 0.5", "scale must be a list, such as [1, 2]; it is 0.5."),
+        ("epochs 3", "is no TOML file"),
+    ],
+)
+def test_bad_config_files(text, message, tmp_path):
+    (tmp_path / "run.toml").write_text(text)
+    code, _, error = invoke("train", *TINY, "--data", "digits", "--config", str(tmp_path / "run.toml"))
+    assert code == 2
+    assert message in re.sub(r" [│┃] ", " ", error), error
 
 
 def test_a_plan_and_constraints_exclude_each_other(trained):

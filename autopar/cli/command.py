@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import traceback
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
 import typer
@@ -28,7 +28,10 @@ class Command(TyperCommand):
     """A command that ends with one readable message and the error's exit code."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, spread(args))
+        try:
+            return super().parse_args(ctx, spread(args))
+        except AutoparError as error:  # of a --config file, which is read before the other flags
+            raise report(error, str(error), error.exit_code, ctx.find_root().params["debug"]) from error
 
     def invoke(self, ctx: Any) -> Any:
         debug = ctx.find_root().params["debug"]
@@ -78,7 +81,12 @@ def takes_flags(function: Callable[..., None]) -> Callable[..., None]:
             continue
         inner = get_type_hints(groups[parameter.name], include_extras=True)
         parameters += [
-            inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=inner[f.name])
+            inspect.Parameter(
+                f.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=inspect.Parameter.empty if f.default is MISSING else f.default,
+                annotation=inner[f.name],
+            )
             for f in fields(groups[parameter.name])
         ]
 

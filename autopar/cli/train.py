@@ -8,14 +8,20 @@ from typing import Annotated
 import typer
 
 from autopar.cli.command import takes_flags
+from autopar.cli.config import ConfigFlag
 from autopar.cli.flags import DEFAULT_BATCH, MODEL_HELP, BuildFlags, PlanFlags, RunFlags
+from autopar.cli.train_flags import AugmentationFlags, DataFlags, OptimizerFlags, RegularizationFlags, ScheduleFlags
 from autopar.errors import UsageError
 
 
 @takes_flags
 def train(
     model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
-    data: Annotated[str, typer.Option(help="Data set: digits (1,797 images, no download).", metavar="NAME")],
+    data_flags: DataFlags,
+    augmentation_flags: AugmentationFlags,
+    optimizer_flags: OptimizerFlags,
+    schedule_flags: ScheduleFlags,
+    regularization_flags: RegularizationFlags,
     build_flags: BuildFlags,
     plan_flags: PlanFlags,
     run_flags: RunFlags,
@@ -31,35 +37,44 @@ def train(
             "--batch",
             "-b",
             min=1,
-            help=f"Global batch; the plan's, or {DEFAULT_BATCH}.",
+            help="Global batch: images of one update, over all devices and accumulation steps; "
+            f"the plan's, or {DEFAULT_BATCH}.",
             metavar="N",
         ),
     ] = None,
-    lr: Annotated[float, typer.Option(min=0, help="Peak of the one-cycle learning rate.", metavar="X")] = 1e-3,
-    weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.", metavar="X")] = 0.05,
-    clip_grad: Annotated[
-        float | None, typer.Option(min=0, help="Largest norm of all gradients together.", metavar="X")
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of weights, split, shuffling and everything random.", metavar="N")
+    ] = 0,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on from a checkpoint: its folder, or an earlier run's --output.", metavar="PATH"),
     ] = None,
-    shift: Annotated[int, typer.Option(min=0, help="Move training images by up to N pixels.", metavar="N")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, split and shuffling.", metavar="N")] = 0,
+    checkpoint_steps: Annotated[
+        int | None, typer.Option(min=1, help="Also save the last checkpoint every N updates.", metavar="N")
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Folder for results; runs/MODEL by default.", metavar="DIR"),
     ] = None,
     plan: Annotated[Path | None, typer.Option(help="Use this plan instead of making one.", metavar="PLAN.json")] = None,
+    config: ConfigFlag = None,
 ) -> None:
     """Train MODEL on images over N devices, and show that its weights work in the unmodified model."""
     from autopar.cli.training import Run, run
     from autopar.ir import Plan
-    from autopar.train import Recipe
 
-    constraints = plan_flags.constraints() | run_flags.constraints()
+    del config  # its values came in as those of the other flags
+    constraints = plan_flags.constraints()
     given = Plan.load(plan) if plan is not None else None
-    if given is not None and plan_flags.constraints():
-        raise UsageError(f"--plan decides already; leave out {', '.join(plan_flags.constraints())}.")
-    batch = batch_size or (given.batch if given is not None else DEFAULT_BATCH)
-    recipe = Recipe(epochs, batch, lr, weight_decay, seed, shift)
-    if clip_grad is not None:
-        constraints["clip_grad_norm"] = clip_grad
+    if given is not None and constraints:
+        raise UsageError(f"--plan decides already; leave out {', '.join(constraints)}.")
+    constraints |= run_flags.constraints() | optimizer_flags.constraints(plan_flags.precision)
+    accumulated = optimizer_flags.grad_accum_steps
+    batch = batch_size or (given.batch * accumulated if given is not None else DEFAULT_BATCH)
     folder = output or Path("runs") / model.replace(":", "_")
-    run(Run(model, build_flags, data, devices, recipe, folder, given, constraints))
+    run(
+        Run(
+            model, build_flags, data_flags, augmentation_flags, optimizer_flags, schedule_flags, regularization_flags,
+            devices, epochs, batch, seed, resume, checkpoint_steps, folder, given, constraints,
+        )
+    )  # fmt: skip

@@ -2,28 +2,55 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
+from torch import nn
 
 from autopar.api import parallelize
 from autopar.cli.flags import BuildFlags, parse_kwargs
 from autopar.cli.models import SIZE_ARGUMENTS, accepts, named_plan, sized
 from autopar.cli.output import save_plan, show_plan
-from autopar.cli.progress import TrainingProgress
-from autopar.errors import TrainingError, UsageError
+from autopar.cli.proof import Proof, prove
+from autopar.cli.train_flags import AugmentationFlags, DataFlags, OptimizerFlags, RegularizationFlags, ScheduleFlags
+from autopar.errors import UsageError
 from autopar.ir import Plan
-from autopar.ir.units import percent
+from autopar.model import ParallelModel
 from autopar.runtime import launched
-from autopar.train import Data, Epoch, Recipe, accuracy, fit, load_data, load_weights, save_weights
+from autopar.train import (
+    LAST,
+    Checkpoints,
+    Data,
+    JsonLog,
+    Mixup,
+    ProgressBar,
+    TensorBoard,
+    Trainer,
+    evaluation_loader,
+    leads,
+    load_data,
+    make_folder,
+    micro_batch,
+    save_weights,
+    schedule,
+    timm_optimizer,
+    training_loader,
+)
+from autopar.train.mixup import check_even
+from autopar.train.optional import needed
 from autopar.zoo import ModelSource
 
 DEFAULT_SIDE = 32
-WEIGHTS, PLAN, HISTORY = "model.safetensors", "plan.json", "history.jsonl"
+WEIGHTS, EMA_WEIGHTS, PLAN = "model.safetensors", "model_ema.safetensors", "plan.json"
+IN_MEMORY = ("digits", "synthetic")  # data sets so small that reading them in this process is quicker
+MOST_WORKERS = 4
+ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that do not depend on the number of epochs
 
 
 @dataclass(frozen=True)
@@ -32,12 +59,48 @@ class Run:
 
     model: str
     build: BuildFlags
-    data: str
+    data: DataFlags
+    augmentation: AugmentationFlags
+    optimizer: OptimizerFlags
+    schedule: ScheduleFlags
+    regularization: RegularizationFlags
     devices: int | None
-    recipe: Recipe
+    epochs: int
+    batch_size: int
+    seed: int
+    resume: Path | None
+    checkpoint_steps: int | None
     folder: Path
     plan: Plan | None
     constraints: Mapping[str, Any]
+
+    @property
+    def at_once(self) -> int:
+        """Images that go through the model at once."""
+        return micro_batch(self.batch_size, self.optimizer.grad_accum_steps)
+
+    @property
+    def workers(self) -> int:
+        """Processes that read images, for each rank."""
+        if self.data.workers is not None:
+            return self.data.workers
+        return 0 if self.data.data in IN_MEMORY else min(MOST_WORKERS, os.cpu_count() or 1)
+
+    def mixup(self, num_classes: int) -> Mixup | None:
+        flags = self.regularization
+        if flags.mixup == flags.cutmix == 0:
+            return None
+        prob, switch = flags.mixup_prob, flags.mixup_switch_prob
+        return Mixup(num_classes, flags.mixup, flags.cutmix, prob, switch, flags.smoothing, self.seed)
+
+    def loss_fn(self) -> nn.Module | None:
+        """timm's loss for soft targets or smoothed labels; None for plain cross-entropy."""
+        flags = self.regularization
+        if flags.mixup or flags.cutmix:
+            return needed("timm.loss", "--mixup").SoftTargetCrossEntropy()
+        return (
+            needed("timm.loss", "--smoothing").LabelSmoothingCrossEntropy(flags.smoothing) if flags.smoothing else None
+        )
 
 
 def run(asked: Run) -> None:
@@ -48,56 +111,160 @@ def run(asked: Run) -> None:
         TrainingError: a loss was not finite, or the accuracies differ.
     """
     devices = number_of_devices(asked)
-    leader = is_leader()
-    source = ModelSource(asked.model, parse_kwargs(asked.build.model_kwargs))
-    side = image_side(asked.build, source)
-    data = load_data(asked.data, side, source.kwargs.get("in_chans", 3), asked.recipe.seed)
-    source = sized(with_classes(source, data.num_classes), side)
-    recipe = asked.recipe
-    torch.manual_seed(recipe.seed)
+    checkpoint = checkpoint_of(asked.resume) if asked.resume is not None else None
+    source, data = model_and_data(asked)
+    torch.manual_seed(asked.seed)
     model = source.build("cpu")
-    example = torch.empty(recipe.batch_size, *data.train_images.shape[1:], device="meta")
-    scheduler = recipe.scheduler(len(data.train_labels))
-    if leader:
+    example = torch.empty(asked.at_once, *data.form.shape, device="meta")
+    updating = how_to_update(asked, model, steps_per_epoch(asked, data))
+    if leads():
         make_folder(asked.folder)
-    with parallelize(
-        model, devices, example, optimizer=recipe.optimizer, lr_scheduler=scheduler, plan=asked.plan,
-        seed=recipe.seed, **asked.constraints,
-    ) as pm:  # fmt: skip
+    with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **updating, **asked.constraints) as pm:
+        trainer = trainer_of(asked, pm, source, data)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
         plan = named_plan(pm.plan, source)
-        if leader:
+        if leads():
+            save_plan(plan, asked.folder / PLAN)
             show_plan(plan)
-            typer.echo(f"\n{data_text(asked.data, data, recipe)}\n")
-        steps = recipe.steps_per_epoch(len(data.train_labels))
-        with TrainingProgress(recipe.epochs, steps, asked.folder / HISTORY if leader else None) as progress:
-            history = fit(pm, data, recipe, progress)
-        state = pm.state_dict()
-    if leader:
-        save_plan(plan, asked.folder / PLAN)
-        save_weights(state, asked.folder / WEIGHTS)
-        verify(source, data, asked, history[-1], devices)
+            typer.echo(f"\n{data}; {asked.epochs} epochs of {trainer.position.steps} updates\n")
+        fit(trainer)
+        proof = Proof.of(pm, data, asked.at_once)
+        weights = {WEIGHTS: pm.state_dict()}
+        if asked.optimizer.model_ema:
+            weights[EMA_WEIGHTS] = pm.ema_state_dict()
+        device = pm.machine.device_type
+    if leads():
+        for name, state in weights.items():
+            save_weights(state, asked.folder / name)
+        prove(proof, source, asked.folder / WEIGHTS, plan, device)
+        files = [*weights, PLAN, JsonLog(asked.folder).epochs.name]
+        typer.echo(f"saved          {', '.join(str(asked.folder / name) for name in files)}")
 
 
-def verify(source: ModelSource, data: Data, asked: Run, last: Epoch, devices: int) -> None:
-    """Load the saved weights into the unmodified model in this process and compare its accuracy.
+def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
+    """The model for the data's classes, and the data in the model's image size.
 
     Raises:
-        TrainingError: it is another one.
+        UsageError: flags that contradict each other, or there is no such data.
     """
-    model = load_weights(source.build("cpu"), asked.folder / WEIGHTS)
-    alone = accuracy(model, data, asked.recipe.batch_size)
-    right, total = round(alone * len(data.test_labels)), len(data.test_labels)
-    typer.echo(f"\ntest accuracy  {percent(last.accuracy, 2)}  on {devices} devices")
-    typer.echo(
-        f"               {percent(alone, 2)}  with the weights in the unmodified {source.name}, one process "
-        f"({right} of {total} images)"
-    )
-    typer.echo(f"saved          {', '.join(str(asked.folder / name) for name in (WEIGHTS, PLAN, HISTORY))}")
-    if alone != last.accuracy:
-        raise TrainingError(
-            f"The unmodified {source.name} gets {percent(alone, 2)} of the {total} test images right with the saved "
-            f"weights, the parallel model got {percent(last.accuracy, 2)}. Run `autopar check` on it and report that."
+    given = parse_kwargs(asked.build.model_kwargs)
+    flags = asked.regularization.model_kwargs()
+    for name in flags.keys() & given.keys():
+        flag = "--drop" if name == "drop_rate" else "--drop-path"
+        raise UsageError(f"{flag} {flags[name]} and --model-kwargs {name}={given[name]} are both given. Leave one out.")
+    source = ModelSource(asked.model, given | flags)
+    side = image_side(asked.build, source)
+    data = load_data(asked.data.data, asked.data.wanted(side, source.kwargs.get("in_chans", 3), asked.seed))
+    return sized(with_classes(source, data.num_classes), side), data
+
+
+def steps_per_epoch(asked: Run, data: Data) -> int:
+    """Updates of an epoch.
+
+    Raises:
+        UsageError: there is none, or batches cannot be mixed.
+    """
+    samples = len(data.train.labels)
+    if asked.batch_size > samples:
+        raise UsageError(
+            f"--batch-size {asked.batch_size} is more than the {samples} training images. Use {samples} or less."
         )
+    if asked.mixup(data.num_classes) is not None:
+        check_even(asked.at_once, 1)
+    return samples // asked.batch_size
+
+
+def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
+    """Loss, optimizer, scheduler and averages as keyword arguments of `autopar.parallelize`."""
+    flags, going = asked.optimizer, asked.schedule
+    arguments: dict[str, Any] = {
+        "loss_fn": asked.loss_fn(),
+        "optimizer": timm_optimizer(
+            model, flags.opt, flags.lr, flags.weight_decay, flags.momentum, flags.layer_decay, **flags.options()
+        ),
+        "lr_scheduler": schedule(going.sched, asked.epochs, steps, **going.options(asked.epochs)),
+    }
+    if flags.model_ema:
+        average = needed("timm.utils", "--model-ema").ModelEmaV3
+        arguments["ema"] = partial(average, decay=flags.model_ema_decay)
+    return arguments
+
+
+def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -> Trainer:
+    """The trainer with all that the command writes and shows."""
+    folder = asked.folder
+    writing = (JsonLog(folder), TensorBoard(folder / "tensorboard"), Checkpoints(folder, asked.checkpoint_steps))
+    return Trainer(
+        pm,
+        training_loader(
+            pm,
+            data,
+            asked.batch_size,
+            seed=asked.seed,
+            augmentation=asked.augmentation.augmentation(data.augmentation),
+            grad_accum_steps=asked.optimizer.grad_accum_steps,
+            mixup=asked.mixup(data.num_classes),
+            num_workers=asked.workers,
+        ),
+        evaluation_loader(data, asked.at_once, pm, asked.workers),
+        epochs=asked.epochs,
+        grad_accum_steps=asked.optimizer.grad_accum_steps,
+        schedule="timm",
+        ema=asked.optimizer.model_ema,
+        callbacks=(*writing, ProgressBar()),
+        settings=settings(asked, source, data),
+    )
+
+
+def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
+    """What must not change when a run goes on: what decides on the images of each step, and what a checkpoint brings
+    along whatever the flags say (the optimizer's and the schedule's options).
+    """
+    dropout = asked.regularization.model_kwargs()
+    given: dict[str, Any] = {
+        "model": source.name,
+        "model arguments": {k: v for k, v in source.kwargs.items() if k not in dropout},
+        "--data": data.name,
+        "image size": data.form.side,
+        "number of training images": len(data.train.labels),
+        "--seed": asked.seed,
+        "--batch-size": asked.batch_size,
+    }
+    for group in (asked.optimizer, asked.schedule):
+        given |= {f"--{name.replace('_', '-')}": value for name, value in group.carried().items()}
+    if asked.schedule.sched not in ENDLESS:
+        given["--epochs (the length of the schedule)"] = asked.epochs
+    return given
+
+
+def fit(trainer: Trainer) -> None:
+    """Train; on Ctrl-C say how to go on."""
+    try:
+        trainer.fit()
+    except KeyboardInterrupt:
+        if leads():
+            saved = trainer.checkpoint
+            typer.echo(
+                f"\nInterrupted in epoch {trainer.position.epoch}, after {trainer.position.step} updates. "
+                + (f"Go on with the same flags and --resume {saved}" if saved else "There is no checkpoint yet."),
+                err=True,
+            )
+        raise
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that ``--resume`` means: a run's last one, or the folder itself.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    if not path.is_dir():
+        raise UsageError(
+            f"--resume {path}: there is no such folder. Give a checkpoint, such as runs/MODEL/{LAST}, or the --output "
+            "of an earlier run."
+        )
+    return path / LAST if (path / LAST).is_dir() else path
 
 
 def number_of_devices(asked: Run) -> int:
@@ -114,12 +281,6 @@ def number_of_devices(asked: Run) -> int:
     if launch is not None:
         return launch.world
     raise UsageError("On how many devices? Pass --devices N, or --plan PLAN.json, or start it with torchrun.")
-
-
-def is_leader() -> bool:
-    """Whether this process prints and writes: the only one, or torchrun's first."""
-    launch = launched()
-    return launch is None or launch.rank == 0
 
 
 def image_side(flags: BuildFlags, source: ModelSource) -> int:
@@ -146,25 +307,3 @@ def with_classes(source: ModelSource, num_classes: int) -> ModelSource:
     if given is not None or not accepts(source, "num_classes"):
         return source
     return replace(source, kwargs={**source.kwargs, "num_classes": num_classes})
-
-
-def make_folder(folder: Path) -> None:
-    """Create the folder for the results.
-
-    Raises:
-        UsageError: it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"Cannot make the folder {folder}: {error.strerror}. Choose another --output.") from error
-
-
-def data_text(name: str, data: Data, recipe: Recipe) -> str:
-    """One line on the data and the recipe."""
-    channels, side = data.train_images.shape[1:3]
-    return (
-        f"{name}: {len(data.train_labels):,} training and {len(data.test_labels):,} test images of "
-        f"{channels}×{side}×{side}, {data.num_classes} classes; {recipe.epochs} epochs of "
-        f"{recipe.steps_per_epoch(len(data.train_labels))} steps"
-    )

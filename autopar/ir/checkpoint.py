@@ -43,7 +43,7 @@ class Header:
         model: as the plan calls it.
         plan: that of the run that saved, as in a plan file.
         batch: the global batch that the plan is for.
-        updates: optimizer steps so far.
+        updates, drawn: calls of the optimizer so far, and samples since then, which random operations count.
         extra: the caller's, anything that JSON can hold.
         optimizer, scheduler: class names, None where there was none.
         scaler, ema: whether the state of a loss scaler and averages of weights are there.
@@ -54,9 +54,10 @@ class Header:
     model: str
     weights: tuple[SavedWeight, ...]
     plan: dict[str, Any]
-    seed: int
     batch: int
+    seed: int
     updates: int
+    drawn: int
     extra: Any = None
     optimizer: str | None = None
     scheduler: str | None = None

@@ -1,14 +1,16 @@
-"""The fifth stage: programs run as ranks: worker processes, torchrun's processes, or this one."""
+"""The fifth stage: programs run as ranks: worker processes, a launcher's processes, or this one."""
 
 from autopar.runtime.checkpoint import read_tensors
 from autopar.runtime.executor import Span, StepData
 from autopar.runtime.folder import check_files, read_header
+from autopar.runtime.launch import Launched, launched, starts_once
 from autopar.runtime.pool import WorkerPool
 from autopar.runtime.reduce import assigned
 from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, Work, rank_text
-from autopar.runtime.spmd import Launched, LocalRanks, TorchrunRanks, launched
+from autopar.runtime.spmd import LocalRanks, TorchrunRanks
 
 __all__ = [
     "Launched", "LocalRanks", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome", "TorchrunRanks",
     "Work", "WorkerPool", "assigned", "check_files", "launched", "rank_text", "read_header", "read_tensors",
+    "starts_once",
 ]  # fmt: skip

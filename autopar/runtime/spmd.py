@@ -1,15 +1,12 @@
-"""This process is a rank: alone, or one of those that torchrun started."""
+"""This process is a rank: alone, or one of those that a launcher (torchrun, srun) started."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +15,12 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.ir import TP
+from autopar.runtime.alarm import Alarm
 from autopar.runtime.connect import ConnectedRank, init_process_group
+from autopar.runtime.launch import launched, launcher_store
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, rank_text
-from autopar.runtime.transport import Hub, LocalTransport
+from autopar.runtime.transport import Hub, LocalTransport, TransportError
 from autopar.shards import part
 
 # Commands whose result every rank already has, so that nothing needs to be gathered after a step.
@@ -31,26 +30,6 @@ FEW = 4  # parts of a decision that an error lists
 
 # Numbers this process's groups: addresses that an earlier group left in the store must not be taken for a new one's.
 ROUNDS = itertools.count()
-
-
-@dataclass(frozen=True)
-class Launched:
-    """What torchrun told this process."""
-
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-
-
-def launched() -> Launched | None:
-    """What torchrun's environment says of this process, or None in a plain script."""
-    if "RANK" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
-        return None
-    rank = int(os.environ["RANK"])
-    world = int(os.environ["WORLD_SIZE"])
-    local_rank, local_world = os.environ.get("LOCAL_RANK", rank), os.environ.get("LOCAL_WORLD_SIZE", world)
-    return Launched(rank, world, int(local_rank), int(local_world))
 
 
 class RandomState:
@@ -127,16 +106,28 @@ class TorchrunRanks:
             UsageError: they do not.
         """
         self.failed: str | None = None
+        self.closed = False
         self.call_seconds = 0.0  # of the last call
         self.numbers: Sequence[int] = (spec.rank,)
         device, world = torch.device(spec.device), spec.mesh.devices
         self.joined = not dist.is_initialized()
+        self.alarm: Alarm | None = None  # where the caller's own group leaves no store to speak through
         if self.joined:
-            store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(spec.rank, world))
+            launch = launched()
+            assert launch is not None
+            store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
             init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
-        # For objects, whatever carries the tensors.
-        self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-        check_agreement(self.gathered(decision), spec.rank)
+            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank))
+        with self.alarm.guarding("parallelize") if self.alarm else nullcontext():
+            # For objects, whatever carries the tensors.
+            self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+            check_agreement(self.gathered(decision), spec.rank)
+            self.connected = ConnectedRank(spec, self.received(spec, tensors), timeout_seconds)
+        self.rank = self.connected.rank
+        self.random = RandomState(spec.rank_seed, device)
+
+    def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's parts of rank 0's weights."""
         own = {weight.name for weight in spec.weights}
         received = {}
         for name, tensor in sorted(tensors.items()):
@@ -144,14 +135,15 @@ class TorchrunRanks:
             dist.broadcast(copy, 0, group=self.control)
             if name in own:
                 received[name] = part(copy, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard})
-        self.connected = ConnectedRank(spec, received, timeout_seconds)
-        self.rank = self.connected.rank
-        self.random = RandomState(spec.rank_seed, device)
+        return received
 
     def gathered(self, thing: Any) -> list[Any]:
         """What each rank passes here, by rank; all of them make the call."""
         things: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(things, thing, group=self.control)
+        try:
+            dist.all_gather_object(things, thing, group=self.control)
+        except RuntimeError as error:
+            raise TransportError(f"gathering what all ranks have: {error}") from error
         return things
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
@@ -160,17 +152,25 @@ class TorchrunRanks:
             raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
         number = self.rank.spec.rank
         start = time.perf_counter()
-        with self.random.active():
-            results = {number: carry_out(self.rank, name, arguments[number])}
-        if name not in REPLICATED:
-            results = dict(enumerate(self.gathered(results[number])))
+        try:
+            with self.alarm.guarding(name) if self.alarm else nullcontext():
+                with self.random.active():
+                    results = {number: carry_out(self.rank, name, arguments[number])}
+                if name not in REPLICATED:
+                    results = dict(enumerate(self.gathered(results[number])))
+        except Exception as error:
+            self.failed = f"{type(error).__name__} during {name}."
+            raise
         self.call_seconds = time.perf_counter() - start
         return results
 
     def close(self) -> None:
-        if self.failed is not None:
+        if self.closed:
             return
-        self.failed = "close() was called."
+        self.closed = True
+        self.failed = self.failed or "close() was called."
+        if self.alarm is not None:
+            self.alarm.close()
         if dist.is_initialized():
             self.connected.close()
             dist.destroy_process_group(self.control)
@@ -199,13 +199,6 @@ def beyond(words: Sequence[str], others: Sequence[str]) -> str:
     own = [word for word in words if word not in others]
     more = f" and {len(own) - FEW} more" if len(own) > FEW else ""
     return (", ".join(own[:FEW]) or "nothing else") + more
-
-
-@functools.cache
-def launcher_store(rank: int, world: int) -> dist.Store:
-    """The store that the launcher's environment names; one for the life of the process, as it may be a server."""
-    store, _, _ = next(dist.rendezvous("env://", rank, world))
-    return store
 
 
 def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:

@@ -15,6 +15,7 @@ from autopar.errors import TraceError
 from autopar.ir import Graph, Mode, Op, Ref, Value, Weight, refs
 from autopar.trace.convert import Converter, value_from
 from autopar.trace.export import ADVICE, export
+from autopar.trace.masks import without_idle_masks
 
 __all__ = ["ADVICE", "trace", "weight_tensors"]
 
@@ -70,7 +71,7 @@ def trace(
             )
     converter = Converter(known, set(weights))
     outputs = converter.run(program.graph)
-    ops = live(converter.finished(), outputs)
+    ops = live(without_idle_masks(converter.finished()), outputs)
     kept = {op.name for op in ops}
     used = {r for op in ops for r in op.reads} | set(refs(outputs))
     groups = (tuple(n for n in names if n in kept) for names in converter.together())

@@ -1,12 +1,24 @@
-"""Training a model on images under a plan: data, loop, and the proof that the weights fit the unmodified model."""
+"""Training a model on images under a plan: data, loop, callbacks, and weights on disk for the unmodified model."""
 
-from autopar.train.data import DATASETS, Data, load_data
-from autopar.train.loop import Epoch, Progress, Recipe, accuracy, fit
+from autopar.train.callbacks import BEST, LAST, Callback, Checkpoints, JsonLog, TensorBoard, leads, make_folder
+from autopar.train.data import DATASETS, Data, Wanted, load_data
+from autopar.train.evaluation import Evaluation, evaluate, evaluate_alone
+from autopar.train.images import first
+from autopar.train.loader import Batch, PartLoader, evaluation_loader, micro_batch, training_loader
+from autopar.train.mixup import Mixup
 from autopar.train.optimizers import TimmOptimizer, timm_optimizer
+from autopar.train.progress import ProgressBar
+from autopar.train.reports import EpochReport, StepReport
+from autopar.train.sampler import PartSampler
 from autopar.train.saved import load_weights, save_weights
 from autopar.train.schedules import Schedule, schedule
+from autopar.train.trainer import Trainer
+from autopar.train.transforms import Augmentation
 
 __all__ = [
-    "DATASETS", "Data", "Epoch", "Progress", "Recipe", "Schedule", "TimmOptimizer", "accuracy", "fit", "load_data",
-    "load_weights", "save_weights", "schedule", "timm_optimizer",
+    "BEST", "DATASETS", "LAST", "Augmentation", "Batch", "Callback", "Checkpoints", "Data", "EpochReport",
+    "Evaluation", "JsonLog", "Mixup", "PartLoader", "PartSampler", "ProgressBar", "Schedule", "StepReport",
+    "TensorBoard", "TimmOptimizer", "Trainer", "Wanted", "evaluate", "evaluate_alone", "evaluation_loader", "first",
+    "leads", "load_data", "load_weights", "make_folder", "micro_batch", "save_weights", "schedule",
+    "timm_optimizer", "training_loader",
 ]  # fmt: skip

@@ -1,0 +1,77 @@
+"""``--config file.toml``: values for flags that the command line leaves out."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.errors import UsageError
+
+
+def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
+    """Values by parameter name, as the command line would hold them.
+
+    Args:
+        flags: the parameters that there are, and whether each may be given several times.
+
+    Raises:
+        UsageError: the file cannot be read, or names a flag that there is not.
+    """
+    try:
+        given = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"Cannot read --config {path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"--config {path} is no TOML file: {error}. Write lines such as epochs = 10.") from error
+    values: dict[str, Any] = {}
+    for key, value in given.items():
+        name = key.replace("-", "_")
+        if name not in flags:
+            near = difflib.get_close_matches(name, flags, 2)
+            hint = f" Did you mean {' or '.join(n.replace('_', '-') for n in near)}?" if near else ""
+            raise UsageError(
+                f"--config {path}: there is no flag --{key}.{hint} Keys are the names of flags, see --help."
+            )
+        values[name] = written(path, key, value, several=flags[name])
+    return values
+
+
+def written(path: Path, key: str, value: Any, several: bool) -> Any:
+    """A value as text, so that it is read as strictly as on the command line; switches stay true or false.
+
+    Raises:
+        UsageError: a table or a list where one value belongs, or the other way round.
+    """
+    if several and isinstance(value, Mapping):  # [model-kwargs] depth = 6
+        return [f"{name}={one!r}" for name, one in value.items()]
+    if several and isinstance(value, list):
+        return [str(one) for one in value]
+    if several or isinstance(value, Mapping | list):
+        wanted = "a list, such as [1, 2]" if several else "one value"
+        raise UsageError(f"--config {path}: {key} must be {wanted}; it is {value!r}.")
+    return value if isinstance(value, bool) else str(value)
+
+
+def use_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Make a file's values the defaults of the other flags."""
+    if path is not None:
+        parameters = {p.name: p.multiple or p.nargs != 1 for p in context.command.params if p.name}  # type: ignore[attr-defined]
+        parameters.pop("config")
+        context.default_map = read_config(path, parameters)
+    return path
+
+
+ConfigFlag = Annotated[
+    Path | None,
+    typer.Option(
+        is_eager=True,
+        callback=use_config,
+        help="Values for flags, by their names; flags that are given win.",
+        metavar="FILE.toml",
+    ),
+]

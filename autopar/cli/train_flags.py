@@ -1,0 +1,193 @@
+"""Flags of ``autopar train``, named as timm's training script names them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Option
+
+from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from autopar.train import Augmentation, Wanted
+
+AMP_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+CLIP_MODES = ("norm", "value")
+
+
+@dataclass(frozen=True)
+class DataFlags:
+    """Which images, and how they are read."""
+
+    data: Annotated[
+        str, Option(help="Data set: digits (no download), cifar10, cifar100, imagefolder, synthetic.", metavar="NAME")
+    ]
+    data_dir: Annotated[Path | None, Option(help="Folder of the data set's files.", metavar="PATH")] = None
+    download: Annotated[bool, Option("--download", help="Fetch the files into --data-dir.")] = False
+    train_num_samples: Annotated[
+        int | None, Option(min=1, help="Use the first N training images only.", metavar="N")
+    ] = None
+    val_num_samples: Annotated[int | None, Option(min=1, help="Use the first N test images only.", metavar="N")] = None
+    workers: Annotated[
+        int | None, Option("--workers", "-j", min=0, help="Processes that read images, for each rank.", metavar="N")
+    ] = None
+
+    def wanted(self, side: int, channels: int, seed: int) -> Wanted:
+        """The data set in the size that the model takes."""
+        from autopar.train import Wanted
+
+        return Wanted(side, channels, seed, self.data_dir, self.download, self.train_num_samples, self.val_num_samples)
+
+
+@dataclass(frozen=True)
+class AugmentationFlags:
+    """Random changes of training images; what is not given is usual for the data set."""
+
+    shift: Annotated[int | None, Option(min=0, help="Move images by up to N pixels.", metavar="N")] = None
+    scale: Annotated[
+        tuple[float, float] | None, Option(help="Area of the random crop, of the image's.", metavar="MIN MAX")
+    ] = None
+    ratio: Annotated[tuple[float, float] | None, Option(help="Aspect ratio of the random crop.", metavar="MIN MAX")] = (
+        None
+    )
+    hflip: Annotated[float | None, Option(min=0, max=1, help="Share of images that are mirrored.", metavar="P")] = None
+    color_jitter: Annotated[float | None, Option(min=0, help="Strength of colour changes.", metavar="X")] = None
+    aa: Annotated[str | None, Option(help="AutoAugment policy, such as rand-m9-mstd0.5.", metavar="NAME")] = None
+    reprob: Annotated[float | None, Option(min=0, max=1, help="Share of images with a part erased.", metavar="P")] = (
+        None
+    )
+
+    def augmentation(self, usual: Augmentation) -> Augmentation:
+        """What is usual, with what was given in its place."""
+        return replace(usual, **{name: value for name, value in asdict(self).items() if value is not None})
+
+
+@dataclass(frozen=True)
+class OptimizerFlags:
+    """How weights are updated."""
+
+    opt: Annotated[str, Option(help="Optimizer: any of timm's, such as adamw, sgd, lamb.", metavar="NAME")] = "adamw"
+    lr: Annotated[float, Option(min=0, help="Highest learning rate.", metavar="X")] = 1e-3
+    weight_decay: Annotated[
+        float, Option(min=0, help="Of weight matrices; biases and norms have none.", metavar="X")
+    ] = 0.05
+    momentum: Annotated[float, Option(min=0, help="Of optimizers that have one.", metavar="X")] = 0.9
+    opt_eps: Annotated[float | None, Option(min=0, help="Epsilon; the optimizer's own by default.", metavar="X")] = None
+    opt_betas: Annotated[
+        tuple[float, float] | None, Option(help="Betas; the optimizer's own by default.", metavar="B1 B2")
+    ] = None
+    layer_decay: Annotated[
+        float | None, Option(min=0, help="Learning rate of each layer, of that of the next one.", metavar="X")
+    ] = None
+    clip_grad: Annotated[
+        float | None, Option(min=0, help="Largest gradient norm, or value: see --clip-mode.", metavar="X")
+    ] = None
+    clip_mode: Annotated[str, Option(help="norm (of all gradients together) or value.", metavar="NAME")] = "norm"
+    amp_dtype: Annotated[
+        str | None, Option(help="Compute in float16 or bfloat16; weights stay float32.", metavar="DTYPE")
+    ] = None
+    grad_accum_steps: Annotated[
+        int, Option(min=1, help="Go through the batch in N parts, one after the other.", metavar="N")
+    ] = 1
+    model_ema: Annotated[bool, Option("--model-ema", help="Keep a moving average of the weights.")] = False
+    model_ema_decay: Annotated[float, Option(min=0, max=1, help="Of that average, for each update.", metavar="X")] = (
+        0.9998
+    )
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of the optimizer that were given."""
+        given = {"eps": self.opt_eps, "betas": self.opt_betas}
+        return {name: value for name, value in given.items() if value is not None}
+
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint of the optimizer brings along."""
+        names = ("opt", "lr", "weight_decay", "momentum", "opt_eps", "opt_betas", "layer_decay")
+        return {name: value for name, value in asdict(self).items() if name in names}
+
+    def constraints(self, precision: str | None) -> dict[str, Any]:
+        """The keyword arguments of `autopar.parallelize` for clipping and precision.
+
+        Args:
+            precision: given by --precision.
+        Raises:
+            UsageError: an unknown mode or dtype, or two precisions.
+        """
+        if self.clip_mode not in CLIP_MODES:
+            raise UsageError(f"--clip-mode {self.clip_mode} is unknown. It is one of {', '.join(CLIP_MODES)}.")
+        constraints: dict[str, Any] = {}
+        if self.clip_grad is not None:
+            constraints[f"clip_grad_{self.clip_mode}"] = self.clip_grad
+        if self.amp_dtype is None:
+            return constraints
+        if self.amp_dtype not in AMP_DTYPES:
+            raise UsageError(f"--amp-dtype {self.amp_dtype} is unknown. It is one of {', '.join(AMP_DTYPES)}.")
+        chosen = AMP_DTYPES[self.amp_dtype]
+        if precision not in (None, chosen):
+            raise UsageError(f"--amp-dtype {self.amp_dtype} and --precision {precision} disagree. Leave one out.")
+        return constraints | {"precision": chosen}
+
+
+@dataclass(frozen=True)
+class ScheduleFlags:
+    """How the learning rate goes up and down."""
+
+    sched: Annotated[
+        str,
+        Option(help="Schedule: onecycle, or timm's cosine, step, multistep, poly, tanh, …", metavar="NAME"),
+    ] = "cosine"
+    sched_on_updates: Annotated[
+        bool, Option("--sched-on-updates", help="Change the rate after each update, not each epoch.")
+    ] = False
+    warmup_epochs: Annotated[
+        int | None,
+        Option(min=0, help="Epochs in which the rate rises; by default a sixth of them, at most 5.", metavar="N"),
+    ] = None
+    warmup_lr: Annotated[float | None, Option(min=0, help="Where the rate starts to rise; 1e-5.", metavar="X")] = None
+    min_lr: Annotated[float | None, Option(min=0, help="Where the rate ends; 0.", metavar="X")] = None
+    decay_epochs: Annotated[float | None, Option(min=0, help="Epochs between steps down.", metavar="X")] = None
+    decay_milestones: Annotated[
+        list[int] | None, Option(help="Epoch of a step down; may be repeated.", metavar="N")
+    ] = None
+    decay_rate: Annotated[float | None, Option(min=0, help="What a step down multiplies by.", metavar="X")] = None
+
+    def carried(self) -> dict[str, Any]:
+        """What a checkpoint of the schedule brings along."""
+        return asdict(self)
+
+    def options(self, epochs: int) -> dict[str, Any]:
+        """Arguments of the schedule: those that were given, and a warm-up.
+
+        Raises:
+            UsageError: onecycle, which has none of them.
+        """
+        given = {n: v for n, v in asdict(self).items() if n not in ("sched", "sched_on_updates") and v is not None}
+        if self.sched == "onecycle":
+            if given:
+                flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+                raise UsageError(f"--sched onecycle has a warm-up and an end of its own. Leave out {flags}.")
+            return {}
+        return {"warmup_epochs": min(5, epochs // 6), "step_on_epochs": not self.sched_on_updates} | given
+
+
+@dataclass(frozen=True)
+class RegularizationFlags:
+    """What keeps the model from learning images by heart."""
+
+    smoothing: Annotated[float, Option(min=0, max=1, help="Label smoothing.", metavar="X")] = 0.0
+    mixup: Annotated[float, Option(min=0, help="Alpha of Mixup; 0 is off.", metavar="X")] = 0.0
+    cutmix: Annotated[float, Option(min=0, help="Alpha of CutMix; 0 is off.", metavar="X")] = 0.0
+    mixup_prob: Annotated[float, Option(min=0, max=1, help="Share of updates that are mixed.", metavar="P")] = 1.0
+    mixup_switch_prob: Annotated[
+        float, Option(min=0, max=1, help="Share of CutMix where both are on.", metavar="P")
+    ] = 0.5
+    drop: Annotated[float | None, Option(min=0, max=1, help="Dropout: the model's drop_rate.", metavar="P")] = None
+    drop_path: Annotated[
+        float | None, Option(min=0, max=1, help="Stochastic depth: the model's drop_path_rate.", metavar="P")
+    ] = None
+
+    def model_kwargs(self) -> dict[str, float]:
+        """Arguments of the model that were given."""
+        given = {"drop_rate": self.drop, "drop_path_rate": self.drop_path}
+        return {name: value for name, value in given.items() if value is not None}

@@ -1,0 +1,62 @@
+"""The progress of a training run: one moving line in a terminal, a line for each epoch elsewhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from autopar.ir.units import BYTES, percent, text
+from autopar.train.callbacks import Callback, leads
+from autopar.train.reports import EpochReport, StepReport
+
+if TYPE_CHECKING:
+    from autopar.train.trainer import Trainer
+
+
+class ProgressBar(Callback):
+    """Shows loss, accuracy, learning rate, images per second and memory, on the leading rank."""
+
+    def __init__(self) -> None:
+        self.console = Console(quiet=not leads(), highlight=False)
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(None), TimeRemainingColumn(compact=True),
+            console=self.console, disable=not self.console.is_terminal or not leads(),
+        )  # fmt: skip
+        self.task = self.bar.add_task("")
+        self.accuracy = "–"
+
+    def on_start(self, trainer: Trainer) -> None:
+        done = trainer.position
+        if trainer.history:
+            self.accuracy = accuracy_text(trainer.history[-1])
+        text = f"epoch {done.epoch}/{trainer.epochs}"
+        self.bar.update(self.task, total=trainer.epochs * done.steps, completed=done.update, description=text)
+        self.bar.start()
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.bar.update(self.task, completed=report.update, description=self.line(trainer.epochs, report))
+
+    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+        self.accuracy = accuracy_text(report)
+        line = self.line(trainer.epochs, report)
+        self.bar.update(self.task, description=line)
+        if not self.console.is_terminal:
+            self.console.print(line, soft_wrap=True)
+
+    def on_end(self, trainer: Trainer) -> None:
+        del trainer
+        self.bar.stop()
+
+    def line(self, epochs: int, report: StepReport | EpochReport) -> str:
+        """Where the training is, in one line."""
+        return (
+            f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy:>7}  "
+            f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  {text(report.peak_bytes, BYTES)}"
+        )
+
+
+def accuracy_text(report: EpochReport) -> str:
+    """The score of the last epoch, or a dash where there is none."""
+    return "–" if report.score is None else percent(report.score)

@@ -1,0 +1,99 @@
+"""Which images each batch has, and which of them each data rank reads: the same images on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils.data import Sampler
+
+from autopar.errors import UsageError
+
+SEED_STRIDE = 1_000_003  # keeps the shuffles of neighbouring seeds apart
+SEED_MASK = 2**63 - 1
+
+
+class Key(NamedTuple):
+    """An image of one epoch: its augmentation depends on both, and on nothing else but the seed."""
+
+    epoch: int
+    index: int
+
+
+class PartSampler(Sampler[list[Key]]):
+    """The batches of one data rank: part ``data_rank`` of ``data_size`` of each global batch, in a DataLoader's form.
+
+    In training each epoch is shuffled by (seed, epoch) and its last samples that fill no batch are left out. In
+    evaluation images come in order and each of them once; where the last batch cannot be shared evenly, its last image
+    fills the parts up, and `counts` says how many are real.
+    """
+
+    def __init__(
+        self,
+        num_samples: int,
+        batch_size: int,
+        data_rank: int = 0,
+        data_size: int = 1,
+        *,
+        training: bool = True,
+        seed: int = 0,
+        group: int = 1,
+    ) -> None:
+        """Start at epoch 1.
+
+        Args:
+            batch_size: samples that go through the model at once, over all data ranks.
+            group: so many batches belong together (gradient accumulation); an epoch has a multiple of it.
+
+        Raises:
+            UsageError: there are too few samples, or data ranks cannot share a batch to train on.
+        """
+        if training and batch_size % data_size:
+            raise UsageError(
+                f"A batch of {batch_size} cannot be shared by {data_size} data-parallel ranks in equal parts. "
+                f"Use a multiple of {data_size}."
+            )
+        if training and num_samples < batch_size * group:
+            raise UsageError(
+                f"A batch of {batch_size * group} is more than the {num_samples} training images. "
+                f"Use {num_samples} or less."
+            )
+        if num_samples == 0:
+            raise UsageError("There is no image to evaluate on. Give at least one.")
+        self.num_samples, self.batch_size = num_samples, batch_size
+        self.data_rank, self.data_size = data_rank, data_size
+        self.training, self.seed = training, seed
+        self.num_batches = num_samples // (batch_size * group) * group if training else -(-num_samples // batch_size)
+        self.epoch, self.first = 1, 0
+
+    def start(self, epoch: int, first: int = 0) -> None:
+        """The next iteration is that of an epoch (from 1) from its batch ``first`` (from 0) on."""
+        self.epoch, self.first = epoch, first
+
+    def __len__(self) -> int:
+        """Batches that the next iteration has."""
+        return self.num_batches - self.first
+
+    def __iter__(self) -> Iterator[list[Key]]:
+        order = self.order()
+        for batch in range(self.first, self.num_batches):
+            whole = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+            size = -(-len(whole) // self.data_size)
+            whole += whole[-1:] * (size * self.data_size - len(whole))
+            own = whole[self.data_rank * size : (self.data_rank + 1) * size]
+            yield [Key(self.epoch, index) for index in own]
+
+    def order(self) -> list[int]:
+        """All images in the order of the epoch."""
+        if not self.training:
+            return list(range(self.num_samples))
+        generator = torch.Generator().manual_seed((self.seed * SEED_STRIDE + self.epoch) & SEED_MASK)
+        return torch.randperm(self.num_samples, generator=generator).tolist()
+
+    def counts(self) -> Iterator[int]:
+        """How many images of this rank's part of each batch are real."""
+        for batch in range(self.first, self.num_batches):
+            whole = min(self.batch_size, self.num_samples - batch * self.batch_size)
+            size = -(-whole // self.data_size)
+            yield min(size, max(0, whole - self.data_rank * size))

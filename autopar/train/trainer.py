@@ -1,0 +1,252 @@
+"""The training loop: updates, an evaluation after each epoch, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from math import isfinite
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from autopar.checkpoints import read_header
+from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
+from autopar.model import ParallelModel
+from autopar.train.callbacks import Callback
+from autopar.train.evaluation import Evaluation, evaluate, plain_scores
+from autopar.train.loader import Batch, Loader, Plain
+from autopar.train.reports import EpochReport, Position, Running, StepReport
+
+Schedule = Literal["none", "update", "epoch", "timm"]
+
+
+class Trainer:
+    """Trains a parallel model for some epochs and tells callbacks of it.
+
+    What it does in between is a few lines of ``pm.train_step``, which a loop of your own can do as well.
+
+    Callbacks may read its ``position``, ``history`` (a report for each epoch) and ``best`` (the highest score so far).
+    """
+
+    def __init__(
+        self,
+        pm: ParallelModel,
+        train_loader: Loader | DataLoader[Any],
+        eval_loader: Loader | DataLoader[Any] | None = None,
+        *,
+        epochs: int,
+        grad_accum_steps: int = 1,
+        schedule: Schedule = "none",
+        ema: bool = False,
+        callbacks: Sequence[Callback] = (),
+        scores: Callable[[Any], torch.Tensor] = plain_scores,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Get ready; nothing runs yet.
+
+        Args:
+            train_loader: of `autopar.train.training_loader`, or a DataLoader of your own. Its batches are those that go
+                through the model at once.
+            grad_accum_steps: batches of an update.
+            schedule: when the learning rate's scheduler steps: never, after each update, after each epoch, or after
+                both as timm's schedulers do.
+            ema: evaluate the averaged weights as well; the model must have been made with ``ema=``.
+            scores: gets [batch, classes] from the model's output.
+            settings: plain values that a run must share with the checkpoint that it goes on from, by name.
+
+        Raises:
+            UsageError: a number is out of range.
+        """
+        if epochs < 1 or grad_accum_steps < 1:
+            raise UsageError(f"epochs={epochs} and grad_accum_steps={grad_accum_steps} must be at least 1.")
+        self.pm, self.epochs, self.grad_accum_steps = pm, epochs, grad_accum_steps
+        self.train_loader = as_loader(train_loader)
+        self.eval_loader = as_loader(eval_loader) if eval_loader is not None else None
+        self.schedule, self.ema, self.scores = schedule, ema, scores
+        self.callbacks = tuple(callbacks)
+        self.settings = json.loads(json.dumps(dict(settings or {})))  # as a checkpoint gives them back
+        steps = len(self.train_loader) // grad_accum_steps
+        if steps == 0:
+            raise UsageError(
+                f"An epoch has {len(self.train_loader)} batches, an update takes grad_accum_steps={grad_accum_steps}. "
+                "Use a smaller batch or fewer accumulation steps."
+            )
+        self.position, self.running = Position(1, 0, steps), Running()
+        self.history: list[EpochReport] = []
+        self.best: float | None = None
+        self.peak_bytes = 0
+        self.checkpoint: Path | None = None  # the last one written or read
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def fit(self) -> list[EpochReport]:
+        """Train from the current position to the last epoch; what each epoch came to.
+
+        Raises:
+            TrainingError: a loss is not finite; names epoch and step. Checkpoints stay as they are.
+        """
+        with ExitStack() as ends:
+            for callback in self.callbacks:
+                ends.callback(callback.on_end, self)
+                callback.on_start(self)
+            while self.position.epoch <= self.epochs:
+                self.train_epoch()
+                self.finish_epoch()
+        return self.history
+
+    def train_epoch(self) -> None:
+        """The updates that are left of the current epoch."""
+        self.pm.train()
+        batches = self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps)
+        while not self.position.epoch_done:
+            report = self.update(batches)
+            for callback in self.callbacks:
+                callback.on_step(self, report)
+
+    def update(self, batches: Iterator[Batch]) -> StepReport:
+        """One update, of as many batches as it takes."""
+        k = self.grad_accum_steps
+        losses, seconds, samples = [], 0.0, 0
+        lr = max(self.pm.learning_rates(), default=0.0)
+        for i in range(k):
+            batch = next(batches)
+            step = self.pm.train_step if i == k - 1 else self.pm.forward_backward
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better below
+                result = step(batch.x, batch.y, share=1 / k)
+            losses.append(result.loss)
+            seconds += result.step_seconds
+            samples += batch.count * self.pm.data_size
+        loss = sum(losses) / k
+        self.position = self.position.next
+        if not isfinite(loss) and not result.skipped:
+            raise self.not_finite(loss, lr)
+        self.running = self.running.plus(None if result.skipped else loss, seconds, samples, lr)
+        if self.schedule == "timm":
+            self.pm.lr_scheduler.step_update(self.position.update)
+        elif self.schedule == "update":
+            self.pm.lr_scheduler.step()
+        if self.peak_bytes == 0:
+            self.measure_memory()
+        return StepReport(
+            self.position.epoch, self.position.step, self.position.update, loss, lr, result.grad_norm,
+            self.running.samples_per_second, self.peak_bytes, result.skipped,
+        )  # fmt: skip
+
+    def not_finite(self, loss: float, lr: float) -> TrainingError:
+        saved = f"The last checkpoint is {self.checkpoint}. " if self.checkpoint is not None else ""
+        return TrainingError(
+            f"The loss became {loss} in epoch {self.position.epoch}, step {self.position.step} of "
+            f"{self.position.steps}, at a learning rate of {lr:.3g}. The weights are of no use any more. {saved}"
+            "Use a lower learning rate, clip gradients, or look at the data of this step."
+        )
+
+    def finish_epoch(self) -> None:
+        """Evaluate, tell, and go on to the next epoch."""
+        done, running = self.position, self.running
+        plain, averaged = self.evaluations()
+        self.measure_memory()
+        score = averaged or plain
+        best = score is not None and (self.best is None or score.accuracy > self.best)
+        report = EpochReport(
+            done.epoch,
+            done.update,
+            running.mean_loss,
+            running.lr,
+            running.samples_per_second,
+            self.peak_bytes,
+            plain.accuracy if plain else None,
+            plain.top5 if plain else None,
+            plain.loss if plain else None,
+            averaged.accuracy if averaged else None,
+            best,
+        )
+        if self.schedule == "timm":
+            self.pm.lr_scheduler.step(done.epoch, report.score)
+        elif self.schedule == "epoch":
+            self.pm.lr_scheduler.step()
+        self.history.append(report)
+        self.best = report.score if best else self.best
+        self.position, self.running = done.next_epoch, Running()
+        for callback in self.callbacks:
+            callback.on_epoch(self, report)
+
+    def evaluations(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """Of the weights, and of their averages; None where there are none, or nothing to evaluate on."""
+        if self.eval_loader is None:
+            return None, None
+        plain = evaluate(self.pm, self.eval_loader.epoch(1), self.scores)
+        if not self.ema:
+            return plain, None
+        with self.pm.ema_weights():
+            return plain, evaluate(self.pm, self.eval_loader.epoch(1), self.scores)
+
+    def measure_memory(self) -> None:
+        self.peak_bytes = max(stats.peak_bytes for stats in self.pm.stats().values())
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write a checkpoint of the model and of where the training is; all ranks of torchrun make the call."""
+        state = {
+            "position": asdict(self.position),
+            "running": asdict(self.running),
+            "history": [asdict(report) for report in self.history],
+            "best": self.best,
+            "settings": self.settings,
+        }
+        self.pm.save_checkpoint(folder, extra=state)
+        self.checkpoint = Path(folder)
+        for callback in self.callbacks:
+            callback.on_checkpoint(self, self.checkpoint)
+
+    def resume(self, folder: str | PathLike[str]) -> None:
+        """Go on from a checkpoint, on whatever mesh.
+
+        Raises:
+            UsageError: it was not written by a trainer, or by one with other settings; says which. Nothing was changed.
+            CheckpointError: as `ParallelModel.load_checkpoint`.
+        """
+        state = read_header(folder).extra
+        if not isinstance(state, Mapping) or not {"position", "settings"} <= state.keys():
+            raise UsageError(
+                f"Checkpoint {folder} does not say how far a training was, because no Trainer wrote it. "
+                "Load it with pm.load_checkpoint and start at epoch 1."
+            )
+        check_same(state["settings"], self.settings, folder)
+        position = Position(**state["position"])
+        if position.steps != self.position.steps:
+            raise UsageError(
+                f"Checkpoint {folder} is of epochs of {position.steps} updates, now they have {self.position.steps}. "
+                "Use the batch size and the data of the run that wrote it."
+            )
+        self.pm.load_checkpoint(folder)
+        self.position, self.running = position, Running(**state["running"])
+        self.history = [EpochReport(**report) for report in state["history"]]
+        self.best, self.checkpoint = state["best"], Path(folder)
+
+
+def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: str | PathLike[str]) -> None:
+    """Compare the settings of a checkpoint with those of the run that is to go on from it.
+
+    Raises:
+        UsageError: says what would change.
+    """
+    names = [*before, *(name for name in now if name not in before)]
+    changes = [f"{n} from {before.get(n)} to {now.get(n)}" for n in names if before.get(n) != now.get(n)]
+    if changes:
+        raise UsageError(
+            f"Checkpoint {folder} cannot be resumed so: this would change {', '.join(changes)}. That would be another "
+            "run. Give the values of the one that wrote it, or start anew."
+        )
+
+
+def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
+    """A loader that knows epochs."""
+    return Plain(loader, len(loader)) if isinstance(loader, DataLoader) else loader

@@ -1,0 +1,66 @@
+"""ResNet-50 on CIFAR-10 as a pipeline: the planner balances stages whose layers differ much in cost.
+
+Batch 64 in 4 microbatches through 2 stages; Adam, whose learning rate rises over 5 epochs and falls linearly until
+epoch 60. Batch norm uses the statistics of a microbatch, as it would with gradient accumulation on one device.
+
+    python examples/resnet_pipeline.py --data-dir data --download
+    torchrun --nproc-per-node 2 examples/resnet_pipeline.py --data-dir data
+
+To try it without the data, and in seconds:
+
+    python examples/resnet_pipeline.py --model test_resnet --data synthetic --limit 128 --epochs 2
+"""
+
+import argparse
+import functools
+from pathlib import Path
+
+import timm
+import torch
+
+import autopar
+from autopar import train
+
+parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+parser.add_argument("--model", default="resnet50", help="a timm name")
+parser.add_argument("--img-size", type=int, default=32)
+parser.add_argument("--data", default="cifar10", help="digits, cifar10, cifar100, imagefolder or synthetic")
+parser.add_argument("--data-dir", type=Path, help="where the data lies")
+parser.add_argument("--download", action="store_true", help="fetch the data into --data-dir first")
+parser.add_argument("--limit", type=int, help="train and test on so many images only")
+parser.add_argument("--devices", type=int, default=2, help="stages of the pipeline")
+parser.add_argument("--microbatches", type=int, default=4)
+parser.add_argument("--batch-size", type=int, default=64)
+parser.add_argument("--epochs", type=int, default=60)
+parser.add_argument("--warmup-epochs", type=int, default=5)
+parser.add_argument("--lr", type=float, default=1e-3)
+args = parser.parse_args()
+
+wanted = train.Wanted(
+    args.img_size, folder=args.data_dir, download=args.download, num_train=args.limit, num_test=args.limit
+)
+data = train.load_data(args.data, wanted)
+torch.manual_seed(0)
+model = timm.create_model(args.model, num_classes=data.num_classes)
+
+with autopar.parallelize(
+    model,
+    devices=args.devices,
+    pp=args.devices,
+    microbatches=args.microbatches,
+    example_inputs=torch.empty(args.batch_size, 3, args.img_size, args.img_size),
+    optimizer=functools.partial(torch.optim.Adam, lr=args.lr),
+    lr_scheduler=train.schedule("poly", args.epochs, warmup_epochs=args.warmup_epochs, decay_rate=1.0),
+) as pm:
+    if train.leads():
+        print(pm.plan)
+    trainer = train.Trainer(
+        pm,
+        train.training_loader(pm, data, args.batch_size),
+        train.evaluation_loader(data, args.batch_size, pm),
+        epochs=args.epochs,
+        schedule="timm",
+        callbacks=[train.ProgressBar()],
+    )
+    trainer.fit()
+    model.load_state_dict(pm.state_dict())  # back into the unmodified model

@@ -1,0 +1,276 @@
+"""Data sets by name, read from small files in their own formats, and batches that are the same on any mesh."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import pickle
+import random
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+
+from autopar.errors import UsageError
+from autopar.train import Augmentation, Data, PartSampler, Wanted, load_data
+from autopar.train.loader import Batch, PartLoader, Samples
+from autopar.train.transforms import Format, evaluation_transform, training_transform
+
+CLASSES = 10
+
+
+def write_cifar(root: Path, monkeypatch: pytest.MonkeyPatch, fine: bool = False) -> np.ndarray:
+    """Two small files in the format of CIFAR-10 (or, with fine labels, CIFAR-100), which torchvision then takes for the
+    real ones; the training pixels [samples, 32, 32, 3].
+    """
+    source = datasets.CIFAR100 if fine else datasets.CIFAR10
+    folder = root / source.base_folder
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (12, 3 * 32 * 32), dtype=np.uint8)
+    sums = {}
+    for name, part in (("train_part", pixels), ("test_part", pixels[:5])):
+        key = "fine_labels" if fine else "labels"
+        content = pickle.dumps({"data": part, key: [i % CLASSES for i in range(len(part))]})
+        (folder / name).write_bytes(content)
+        sums[name] = hashlib.md5(content).hexdigest()
+    names_key = "fine_label_names" if fine else "label_names"
+    meta = pickle.dumps({names_key: [f"class{i}" for i in range(CLASSES)]})
+    (folder / "names").write_bytes(meta)
+    monkeypatch.setattr(source, "train_list", [["train_part", sums["train_part"]]])
+    monkeypatch.setattr(source, "test_list", [["test_part", sums["test_part"]]])
+    monkeypatch.setattr(source, "meta", {"filename": "names", "key": names_key, "md5": hashlib.md5(meta).hexdigest()})
+    return pixels.reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1)
+
+
+def write_folder(root: Path, counts: dict[str, int], side: int = 20) -> None:
+    """PNGs in class folders, as many as ``counts`` says for each ``train/cat``."""
+    generator = np.random.default_rng(1)
+    for name, count in counts.items():
+        (root / name).mkdir(parents=True)
+        for i in range(count):
+            image = Image.fromarray(generator.integers(0, 256, (side, side + 4, 3), dtype=np.uint8))
+            image.save(root / name / f"{i}.png")
+
+
+def tensors(data: Data, augmentation: Augmentation | None = None, epoch: int = 1, **options) -> list[Batch]:
+    """All training batches of an epoch."""
+    samples_seed, workers = options.pop("seed", 0), options.pop("workers", 0)
+    chosen = augmentation or Augmentation()
+    samples = Samples(data.train, training_transform(data.form, chosen), samples_seed, chosen.random)
+    sampler = PartSampler(len(data.train.labels), 4, seed=samples_seed, **options)
+    return list(PartLoader(samples, sampler, data.form.shape, True, workers).epoch(epoch))
+
+
+# -- data sets ---------------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_split_once_and_normalised():
+    data = load_data("digits", Wanted(8))
+    assert str(data) == "digits: 1,438 training and 359 test images of 3×8×8, 10 classes"
+    transform = evaluation_transform(data.form)
+    images = torch.stack([transform(data.train.image(i)) for i in range(1438)])
+    assert images.shape[1:] == (3, 8, 8) and torch.equal(images[:, 0], images[:, 2])
+    assert images.mean().item() == pytest.approx(0, abs=0.02)
+    assert images.std().item() == pytest.approx(1, abs=0.02)
+    tests, trains = (torch.tensor(part.labels).bincount() for part in (data.test, data.train))
+    assert (tests / (tests + trains)).tolist() == pytest.approx([0.2] * 10, abs=0.01)
+
+
+def test_the_seed_decides_the_split():
+    first, again, other = (load_data("digits", Wanted(8, 1, seed)) for seed in (1, 1, 2))
+    assert first.test.labels == again.test.labels and first.test.image(3) == again.test.image(3)
+    assert first.test.labels != other.test.labels
+    assert first.form.shape == (1, 8, 8)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "cifar100"])
+def test_cifar_is_read_by_torchvision(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pixels = write_cifar(tmp_path, monkeypatch, fine=name == "cifar100")
+    data = load_data(name, Wanted(32, folder=tmp_path))
+    assert (len(data.train.labels), len(data.test.labels)) == (12, 5)
+    assert data.num_classes == (100 if name == "cifar100" else 10)
+    assert list(data.train.labels) == [i % CLASSES for i in range(12)]
+    assert np.array_equal(np.asarray(data.train.image(7)), pixels[7])
+    tensor = evaluation_transform(data.form)(data.train.image(7))
+    raw = torch.from_numpy(pixels[7] / 255).permute(2, 0, 1)
+    expected = (raw - torch.tensor(data.form.mean)[:, None, None]) / torch.tensor(data.form.std)[:, None, None]
+    assert torch.allclose(tensor.double(), expected, atol=1e-6)
+    assert data.augmentation == Augmentation(shift=4, hflip=0.5)
+    grown = load_data(name, Wanted(48, folder=tmp_path, num_train=6))
+    assert evaluation_transform(grown.form)(grown.train.image(0)).shape == (3, 48, 48)
+    assert len(grown.train.labels) == 6
+
+
+def test_images_in_folders(tmp_path: Path):
+    write_folder(tmp_path, {"train/cat": 3, "train/dog": 2, "val/cat": 1, "val/dog": 2})
+    data = load_data("imagefolder", Wanted(16, folder=tmp_path))
+    assert list(data.train.labels) == [0, 0, 0, 1, 1] and list(data.test.labels) == [0, 1, 1]
+    assert data.num_classes == 2
+    assert data.train.image(4).size == (24, 20)
+    assert evaluation_transform(data.form)(data.train.image(4)).shape == (3, 16, 16)
+    batches = tensors(data, data.augmentation)
+    assert len(batches) == 1 and batches[0].x.shape == (4, 3, 16, 16) and batches[0].count == 4
+
+
+def test_synthetic_images_of_any_size():
+    data, again, other = (load_data("synthetic", Wanted(24, 3, seed, num_train=40)) for seed in (0, 0, 1))
+    assert (len(data.train.labels), len(data.test.labels)) == (40, 128)
+    assert data.train.image(5).size == (24, 24) and data.train.image(5) == again.train.image(5)
+    assert data.train.image(5) not in (data.test.image(5), other.train.image(5), data.train.image(6))
+    assert set(data.train.labels) <= set(range(data.num_classes))
+
+
+# -- what is missing or wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "message"),
+    [
+        ("cifar", {}, "No data set is named 'cifar'. Did you mean cifar10 or cifar100? There is digits, cifar10,"),
+        ("imagefoldr", {}, "Did you mean imagefolder?"),
+        (
+            "cifar10",
+            {"folder": "none"},
+            "is not in none: there is no folder none/cifar-10-batches-py. Put the unpacked",
+        ),
+        ("cifar100", {}, "there is no folder data/cifar-100-python. Put the unpacked https://www.cs.toronto.edu"),
+        ("cifar10", {}, "(files test_batch, …), say where it is with --data-dir, or add --download."),
+        ("imagefolder", {}, "needs --data-dir FOLDER, with images as FOLDER/train/CLASS/IMAGE"),
+        ("imagefolder", {"folder": "none"}, "there is no folder none/train. Images must lie as FOLDER/train/CLASS"),
+        ("imagefolder", {"folder": ".", "download": True}, "nothing can be downloaded. Leave --download out."),
+        ("digits", {"download": True}, "Data set 'digits' needs no files. Leave --download out."),
+        ("synthetic", {"folder": "x"}, "Data set 'synthetic' needs no files. Leave --data-dir x out."),
+        ("digits", {"channels": 4}, "The model takes 4 channels; images have 3 (or 1, grey)."),
+    ],
+)
+def test_data_that_is_not_there(name, wanted, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    if "folder" in wanted:
+        wanted = wanted | {"folder": Path(wanted["folder"])}
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_data(name, Wanted(32, **wanted))
+
+
+def test_a_damaged_cifar_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_cifar(tmp_path, monkeypatch)
+    (tmp_path / "cifar-10-batches-py" / "test_part").write_bytes(b"cut off")
+    with pytest.raises(UsageError, match=r"a file of cifar-10-batches-py is missing or has another checksum\. Unpack"):
+        load_data("cifar10", Wanted(32, folder=tmp_path))
+
+
+def test_a_download_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(datasets.CIFAR10, "url", "http://127.0.0.1:9/cifar.tar.gz")
+    with pytest.raises(UsageError, match=r"could not be fetched from http://127\.0\.0\.1:9/cifar\.tar\.gz into"):
+        load_data("cifar10", Wanted(32, folder=tmp_path, download=True))
+
+
+def test_ranks_do_not_download_over_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    message = r"4 processes would write the same files in .* torchvision\.datasets\.CIFAR100\('.*', download=True\)"
+    with pytest.raises(UsageError, match=message):
+        load_data("cifar100", Wanted(32, folder=tmp_path, download=True))
+
+
+def test_folders_that_do_not_go_together(tmp_path: Path):
+    write_folder(tmp_path, {"train/cat": 1, "train/dog": 1, "val/cat": 1})
+    message = r"train has 2 classes, .*val has 1; only one of them has dog\. Use the same class folders"
+    with pytest.raises(UsageError, match=message):
+        load_data("imagefolder", Wanted(16, folder=tmp_path))
+    (tmp_path / "val" / "dog").mkdir()
+    with pytest.raises(UsageError, match=r"Found no valid file for the classes dog"):
+        load_data("imagefolder", Wanted(16, folder=tmp_path))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_cannot_be_read_is_named(workers: int, tmp_path: Path):
+    write_folder(tmp_path, {"train/cat": 4, "val/cat": 1})
+    (tmp_path / "train" / "cat" / "2.png").write_bytes(b"no image")
+    with pytest.raises(UsageError, match=r"^Cannot read image 2 of 4, .*cat/2\.png: cannot identify image file"):
+        tensors(load_data("imagefolder", Wanted(16, folder=tmp_path)), workers=workers)
+
+
+def test_missing_scikit_learn_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    real = importlib.import_module
+
+    def without(name: str, package: str | None = None):
+        if name.startswith("sklearn"):
+            raise ImportError(name)
+        return real(name, package)
+
+    monkeypatch.setattr(importlib, "import_module", without)
+    with pytest.raises(UsageError, match=re.escape("needs scikit-learn: pip install 'autopar[train]'")):
+        load_data("digits", Wanted(32))
+
+
+# -- augmentation ------------------------------------------------------------------------------------------------------
+
+STRONG = Augmentation(2, (0.3, 1.0), (0.8, 1.2), 0.5, 0.4, "rand-m9-mstd0.5", 0.5)
+
+
+def same(one: list[Batch], other: list[Batch]) -> bool:
+    return all(torch.equal(a.x, b.x) and torch.equal(a.y, b.y) for a, b in zip(one, other, strict=True))
+
+
+def test_augmentation_depends_on_seed_epoch_and_image_alone():
+    data = load_data("synthetic", Wanted(16, num_train=16))
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    expected = torch.rand(1), random.random(), np.random.rand()
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    whole = tensors(data, STRONG)
+    assert (torch.rand(1), random.random(), np.random.rand()) == expected  # the user's draws are untouched
+    assert same(whole, tensors(data, STRONG)) and same(whole, tensors(data, STRONG, workers=2))
+    parts = [tensors(data, STRONG, data_rank=rank, data_size=2) for rank in range(2)]
+    joined = [Batch(torch.cat([a.x, b.x]), torch.cat([a.y, b.y]), 4) for a, b in zip(*parts)]
+    assert same(whole, joined)
+    assert not same(whole, tensors(data, STRONG, epoch=2)) and not same(whole, tensors(data, STRONG, seed=1))
+
+
+def test_an_epoch_from_its_middle_with_loader_processes():
+    data = load_data("synthetic", Wanted(16, num_train=16))
+    samples = Samples(data.train, training_transform(data.form, STRONG), 0, True)
+    loader = PartLoader(samples, PartSampler(16, 4), data.form.shape, True, 1)
+    first, second = list(loader.epoch(1)), list(loader.epoch(2))
+    assert len(loader) == 4 and not same(first, second)
+    assert same(list(loader.epoch(2, 3)), second[3:]) and same(list(loader.epoch(1, 1)), first[1:])
+
+
+def test_without_images_there_are_labels_and_shapes():
+    data = load_data("synthetic", Wanted(16, num_train=16))
+    samples = Samples(data.train, training_transform(data.form, STRONG), 0, True)
+    read, unread = (
+        list(PartLoader(samples, PartSampler(16, 4), data.form.shape, reads).epoch(1)) for reads in (True, False)
+    )
+    assert all(torch.equal(a.y, b.y) and a.x.shape == b.x.shape and b.x.is_meta for a, b in zip(read, unread))
+
+
+def test_images_are_moved_not_changed():
+    form = Format(1, 3, (0.0,), (1.0,))
+    image = Image.fromarray(np.arange(0, 90, 10, dtype=np.uint8).reshape(3, 3))
+    still = training_transform(form, Augmentation())(image)
+    assert (still * 255).round().flatten().tolist() == list(range(0, 90, 10))
+    move = training_transform(form, Augmentation(shift=1))
+    torch.manual_seed(0)
+    centres = {round(float(move(image)[0, 1, 1]) * 255) for _ in range(200)}
+    assert centres == set(range(0, 90, 10))
+
+
+@pytest.mark.parametrize(
+    ("channels", "augmentation", "message"),
+    [
+        (3, Augmentation(aa="no-such-policy"), "timm does not understand these settings"),
+        (1, Augmentation(aa="rand-m9"), "--aa rand-m9 changes colours, but the images are grey"),
+    ],
+)
+def test_augmentation_that_cannot_be(channels, augmentation, message):
+    with pytest.raises(UsageError, match=message):
+        training_transform(Format(channels, 8, (0.5,) * channels, (0.5,) * channels), augmentation)

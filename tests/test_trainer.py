@@ -1,0 +1,324 @@
+"""The training loop, its callbacks and its checkpoints, on one device in this process."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autopar
+from autopar.errors import TrainingError, UsageError
+from autopar.train import (
+    Augmentation,
+    Batch,
+    Callback,
+    Checkpoints,
+    Data,
+    JsonLog,
+    ProgressBar,
+    TensorBoard,
+    Trainer,
+    Wanted,
+    evaluate,
+    evaluate_alone,
+    evaluation_loader,
+    load_data,
+    load_weights,
+    save_weights,
+    schedule,
+    training_loader,
+)
+from autopar.train.evaluation import evaluation, judged
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
+MOVED = Augmentation(shift=1)
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 10))
+
+
+@pytest.fixture(scope="module")
+def data() -> Data:
+    return load_data("digits", Wanted(8, 1, num_train=100, num_test=50))
+
+
+def parallel(batch: int = 20, **options) -> autopar.ParallelModel:
+    return autopar.parallelize(small(), 1, torch.empty(batch, 1, 8, 8), optimizer=ADAMW, **options)
+
+
+def trainer(pm: autopar.ParallelModel, data: Data, batch: int = 20, epochs: int = 2, k: int = 1, **options) -> Trainer:
+    loader = training_loader(pm, data, batch, seed=1, augmentation=MOVED, grad_accum_steps=k)
+    return Trainer(pm, loader, evaluation_loader(data, 16, pm), epochs=epochs, grad_accum_steps=k, **options)
+
+
+class Record(Callback):
+    """Writes down which hooks were called when."""
+
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.calls: list[str] = []
+        self.fail_at = fail_at
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.calls.append("start")
+
+    def on_step(self, trainer: Trainer, report) -> None:
+        self.calls.append(f"step {report.epoch}.{report.step}")
+        if report.update == self.fail_at:
+            raise KeyboardInterrupt
+
+    def on_epoch(self, trainer: Trainer, report) -> None:
+        assert trainer.history[-1] is report and trainer.position.update == report.update
+        self.calls.append(f"epoch {report.epoch}")
+
+    def on_checkpoint(self, trainer: Trainer, folder: Path) -> None:
+        self.calls.append(folder.name)
+
+    def on_end(self, trainer: Trainer) -> None:
+        self.calls.append("end")
+
+
+def lines(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in lines(folder / "steps.jsonl")]
+
+
+# -- loop and callbacks ------------------------------------------------------------------------------------------------
+
+
+def test_hooks_log_tensorboard_and_checkpoints(data: Data, tmp_path: Path, capsys: pytest.CaptureFixture):
+    record = Record()
+    make = schedule("cosine", 2, 5, warmup_epochs=0)
+    with parallel(lr_scheduler=make) as pm:
+        callbacks = (
+            record, JsonLog(tmp_path), TensorBoard(tmp_path / "tb"), Checkpoints(tmp_path, every=3), ProgressBar(),
+        )  # fmt: skip
+        history = trainer(pm, data, schedule="timm", callbacks=callbacks).fit()
+        scored = evaluate(pm, evaluation_loader(data, 16, pm).epoch(1))
+    steps, epochs = lines(tmp_path / "steps.jsonl"), lines(tmp_path / "history.jsonl")
+    assert [(s["epoch"], s["step"], s["update"]) for s in steps] == [(1 + i // 5, 1 + i % 5, 1 + i) for i in range(10)]
+    assert [s["lr"] for s in steps] == [3e-3] * 5 + [pytest.approx(1.5e-3)] * 5
+    assert [e["epoch"] for e in epochs] == [1, 2] and [e["update"] for e in epochs] == [5, 10]
+    assert epochs[0]["loss"] == pytest.approx(sum(s["loss"] for s in steps[:5]) / 5)
+    assert epochs[1]["accuracy"] == history[1].accuracy == scored.accuracy
+    assert epochs[1]["test_loss"] == pytest.approx(scored.loss) and epochs[1]["top5"] == scored.top5 > scored.accuracy
+    assert all(s["samples_per_second"] > 0 and s["peak_bytes"] > 0 and not s["skipped"] for s in steps)
+    best = "best" if epochs[1]["best"] else None
+    expected = ["start", *(f"step 1.{i}" for i in (1, 2, 3)), "last", "step 1.4", "step 1.5", "epoch 1", "best", "last"]
+    expected += ["step 2.1", "last", "step 2.2", "step 2.3", "step 2.4", "last", "step 2.5", "epoch 2", best, "last"]
+    assert record.calls == [*filter(None, expected), "end"]
+    assert {path.name for path in tmp_path.iterdir()} >= {"last", "best", "tb"}
+    assert re.search(
+        r"^epoch 2/2  loss +\d\.\d+  accuracy .* %  lr 1\.5e-03  .* samples/s  ", capsys.readouterr().out, re.M
+    )
+    scalars = tensorboard(tmp_path / "tb")
+    assert scalars["train/loss"] == [pytest.approx(s["loss"]) for s in steps]
+    assert scalars["epoch/accuracy"] == [pytest.approx(e["accuracy"]) for e in epochs]
+
+
+def tensorboard(folder: Path) -> dict[str, list[float]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+
+
+def test_accumulation_is_the_whole_batch(data: Data, tmp_path: Path):
+    states = []
+    for k, folder in ((1, tmp_path / "1"), (4, tmp_path / "4")):
+        with parallel(20 // k) as pm:
+            trainer(pm, data, k=k, callbacks=(JsonLog(folder),)).fit()
+            states.append(pm.state_dict())
+    assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "1"), rel=1e-4)
+    assert all(torch.allclose(t, states[1][n], atol=1e-5) for n, t in states[0].items())
+
+
+def test_a_loader_of_the_users_own(data: Data):
+    x, y = torch.randn(50, 1, 8, 8), torch.randint(10, (50,))
+    loader = DataLoader(TensorDataset(x, y), batch_size=16)
+    record = Record()
+    with parallel(16) as pm:
+        history = Trainer(pm, loader, loader, epochs=2, callbacks=(record,)).fit()
+    assert record.calls.count("step 2.4") == 1 and len(history) == 2
+    assert history[1].loss < history[0].loss
+
+
+def test_averaged_weights_decide_what_is_best(data: Data):
+    with parallel(ema=Averaged) as pm:
+        history = trainer(pm, data, ema=True).fit()
+    assert history[0].score == history[0].ema_accuracy and history[0].best
+    assert history[1].score == history[0].score and not history[1].best  # the average stayed
+
+
+class Averaged:
+    """Keeps the first weights it saw."""
+
+    def __init__(self, module: nn.Module) -> None:
+        import copy
+
+        self.module = copy.deepcopy(module)
+
+    def update(self, module: nn.Module, step: int) -> None:
+        """The average stays."""
+
+
+# -- evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_evaluation_counts_ragged_batches_and_leaves_out_what_fills_them():
+    labels = torch.tensor([0, 1, 2, 3, 4, 5])
+    scores = torch.eye(7)[labels] + torch.linspace(0, 0.1, 7)
+    scores[4] = scores[3]
+    whole = evaluation(judged(scores, labels))
+    assert (whole.right, whole.samples, whole.accuracy) == (5, 6, 5 / 6)
+    assert whole.loss == pytest.approx(nn.functional.cross_entropy(scores, labels).item())
+    batches = [Batch(scores[:4], labels[:4], 4), Batch(scores[4:], labels[4:], 1), Batch(scores[5:], labels[5:], 1)]
+    assert evaluate_alone(lambda x: x, batches).samples == 6
+    assert evaluate_alone(lambda x: x, batches).loss == pytest.approx(whole.loss)
+    assert evaluate_alone(lambda x: x, [*batches, Batch(scores[:1], labels[:1], 0)]).right == 5
+
+
+def test_top5_is_told_apart():
+    scores = torch.arange(8.0).expand(8, 8)
+    top = evaluation(judged(scores, torch.arange(8)))
+    assert (top.accuracy, top.top5) == (1 / 8, 5 / 8)
+
+
+def test_outputs_that_are_no_scores(data: Data):
+    with (
+        autopar.parallelize(nn.Flatten(0), 1, torch.empty(16, 1, 8, 8)) as pm,
+        pytest.raises(
+            UsageError, match=r"output is of shape \[1024\]; its accuracy needs scores of \[batch, classes\]"
+        ),
+    ):
+        evaluate(pm, evaluation_loader(data, 16, pm).epoch(1))
+
+
+def test_what_a_process_has_to_read(data: Data):
+    with parallel() as pm:
+        assert pm.needs_inputs and pm.needs_targets and pm.data_sum([1, 2.5]) == [1, 2.5]
+        x, y = torch.empty(20, 1, 8, 8), torch.zeros(20, dtype=torch.int64)
+        message = r"Rank 0 was given {0}s on the meta device, .* Pass real ones where pm\.needs_{0}s is true"
+        with pytest.raises(UsageError, match=message.format("input")):
+            pm(x.to("meta"))
+        with pytest.raises(UsageError, match=message.format("target")):
+            pm.train_step(x, y.to("meta"))
+
+
+# -- what goes wrong ---------------------------------------------------------------------------------------------------
+
+
+class Poisoned:
+    """A loader whose third batch of the second epoch holds an infinite number."""
+
+    def __init__(self, inner) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def epoch(self, number: int, first: int = 0):
+        for i, batch in enumerate(self.inner.epoch(number, first), first):
+            if (number, i) == (2, 2):
+                batch.x[0, 0, 0, 0] = float("inf")
+            yield batch
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(data: Data, tmp_path: Path):
+    record = Record()
+    with parallel() as pm:
+        poisoned = Poisoned(training_loader(pm, data, 20, augmentation=Augmentation()))
+        run = Trainer(pm, poisoned, epochs=3, callbacks=(Checkpoints(tmp_path), record))
+        message = (
+            rf"The loss became (nan|inf) in epoch 2, step 3 of 5, at a .* last checkpoint is {tmp_path}/last\. Use"
+        )
+        with pytest.raises(TrainingError, match=message):
+            run.fit()
+    assert record.calls[-3:] == ["step 2.1", "step 2.2", "end"]
+    with parallel() as pm:
+        again = Trainer(pm, training_loader(pm, data, 20), epochs=3)
+        again.resume(tmp_path / "last")
+        assert again.position.epoch == 2 and len(again.history) == 1
+
+
+def test_numbers_out_of_range(data: Data):
+    with parallel() as pm:
+        loader = training_loader(pm, data, 20)
+        with pytest.raises(UsageError, match="epochs=0 and grad_accum_steps=1 must be at least 1"):
+            Trainer(pm, loader, epochs=0)
+        with pytest.raises(UsageError, match="An epoch has 5 batches, an update takes grad_accum_steps=6"):
+            Trainer(pm, loader, epochs=1, grad_accum_steps=6)
+        with pytest.raises(UsageError, match="A batch of 20 cannot be accumulated in 3 equal steps"):
+            training_loader(pm, data, 20, grad_accum_steps=3)
+        with pytest.raises(UsageError, match="A batch of 200 is more than the 100 training images"):
+            training_loader(pm, data, 200)
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interrupted", [3, 7])
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(interrupted: int, data: Data, tmp_path: Path):
+    make = schedule("cosine", 3, 5, warmup_epochs=1, step_on_epochs=False)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    with parallel(lr_scheduler=make) as pm:
+        expected = trainer(pm, data, epochs=3, schedule="timm", callbacks=(JsonLog(whole),)).fit()
+        state = pm.state_dict()
+    callbacks = (JsonLog(cut), Checkpoints(cut, every=2), Record(fail_at=interrupted))
+    with parallel(lr_scheduler=make) as pm, pytest.raises(KeyboardInterrupt):
+        trainer(pm, data, epochs=3, schedule="timm", callbacks=callbacks).fit()
+    assert len(losses(cut)) == interrupted
+    with (cut / "steps.jsonl").open("a") as file:
+        file.write('{"epo')  # as a killed process may leave it
+    with parallel(lr_scheduler=make) as pm:
+        again = trainer(pm, data, epochs=3, schedule="timm", callbacks=callbacks[:2])
+        again.resume(cut / "last")
+        assert again.position.update == interrupted - 1
+        history = again.fit()
+        assert all(torch.equal(t, state[name]) for name, t in pm.state_dict().items())
+    assert losses(cut) == losses(whole)
+    assert [s["lr"] for s in lines(cut / "steps.jsonl")] == [s["lr"] for s in lines(whole / "steps.jsonl")]
+    assert [h.accuracy for h in history] == [h.accuracy for h in expected]
+    assert [h.loss for h in history] == pytest.approx([h.loss for h in expected], abs=1e-12)
+
+
+def test_a_run_with_other_settings_is_not_resumed(data: Data, tmp_path: Path):
+    with parallel() as pm:
+        trainer(pm, data, epochs=1, settings={"seed": 0, "side": (8, 8)}).save(tmp_path / "c")
+        trainer(pm, data, settings={"seed": 0, "side": (8, 8)}).resume(tmp_path / "c")
+        message = r"cannot be resumed so: this would change seed from 0 to 2, lr from None to 1\. That would be another"
+        with pytest.raises(UsageError, match=message):
+            trainer(pm, data, settings={"seed": 2, "side": (8, 8), "lr": 1}).resume(tmp_path / "c")
+        with pytest.raises(UsageError, match=r"is of epochs of 5 updates, now they have 10\. Use the"):
+            trainer(pm, data, batch=10, settings={"seed": 0, "side": (8, 8)}).resume(tmp_path / "c")
+        pm.save_checkpoint(tmp_path / "plain", extra={"mine": 1})
+        with pytest.raises(UsageError, match="does not say how far a training was, because no Trainer wrote it"):
+            trainer(pm, data).resume(tmp_path / "plain")
+
+
+# -- weights on disk ---------------------------------------------------------------------------------------------------
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+
+
+def test_tied_weights_survive_the_file(tmp_path: Path):
+    model, fresh = TiedHead(), TiedHead()
+    save_weights(model.state_dict(), tmp_path / "w.safetensors")
+    load_weights(fresh, tmp_path / "w.safetensors")
+    assert torch.equal(fresh.second.weight, model.first.weight) and not fresh.training
