@@ -94,6 +94,7 @@ def by_name(name: str, **options: Any) -> Make:
         (by_name("sgd"), False, ""),
         (functools.partial(torch.optim.AdamW, lr=torch.tensor(0.0), fused=True), False, ""),
         (functools.partial(torch.optim.Rprop, lr=1e-3), False, ""),
+        (functools.partial(torch.optim.Adagrad, lr=0.0, initial_accumulator_value=0.1), False, ""),
         (by_name("adan"), False, ""),
         (by_name("lion"), False, ""),
         (by_name("lookahead_adamw"), False, ""),
@@ -285,7 +286,7 @@ def test_groups_are_timms(weight_decay: float, filter_bias_and_bn: bool, layer_d
     ("opt", "options", "message"),
     [
         ("lamm", {}, "timm has no optimizer 'lamm'. Did you mean lamb"),
-        ("lookforward_adamw", {}, "timm has no optimizer 'lookforward_adamw'. It has 1"),
+        ("lookforward_adamw", {}, "timm has no optimizer 'lookforward_adamw'. It has "),
         ("lamb", {"max_grad_nom": 1.0}, "timm's lamb has no option 'max_grad_nom'. Did you mean max_grad_norm?"),
         ("adamw", {"betas": (2.0, 0.9)}, "timm's optimizer adamw cannot be made: ValueError: Invalid beta parameter"),
         ("adahessian", {}, "timm's adahessian differentiates gradients once more"),

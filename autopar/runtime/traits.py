@@ -195,7 +195,7 @@ def trial_group(group: Mapping[str, Any], members: list[nn.Parameter]) -> dict[s
 
 
 def twin(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> Optimizer:
-    """An optimizer with the same settings and no state yet, whose groups have other parameters.
+    """An optimizer with the same settings, before its first step, whose groups have other parameters.
 
     Nothing is shared but attributes that cannot be copied, such as locks.
     """
@@ -214,4 +214,16 @@ def twin(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> Optimiz
         same = own.param_groups is optimizer.param_groups  # a wrapper may add to the list of what it wraps
         other["param_groups"] = groups if same else [made_of[id(group)] for group in own.param_groups]
         other["state"] = defaultdict(dict)
+        for group, pieces in zip(optimizer.param_groups, members, strict=True):
+            for piece in pieces:
+                model = next(p for p in group["params"] if p.ndim == piece.ndim)
+                if model in own.state:
+                    other["state"][piece] = {k: first_state(v, model, piece) for k, v in own.state[model].items()}
     return twins[id(optimizer)]
+
+
+def first_state(value: Any, of: nn.Parameter, piece: nn.Parameter) -> Any:
+    """What an optimizer that makes its state at once (torch's Adagrad) would have made for a piece."""
+    if isinstance(value, torch.Tensor) and value.shape == of.shape:
+        return value.flatten()[:1].to(piece.dtype).expand(piece.shape).clone()
+    return copy.deepcopy(value)
