@@ -17,12 +17,14 @@ import torch
 import torch.nn.functional as F
 from handmade import even_firsts, plan_by_hand
 from reference import Reference, assert_all_close, assert_close
+from timm import create_model
 from torch import nn
 from zoo import Tied, UNet, resnet18, tiny_vit
 
 import autopar
 from autopar import WorkerError
 from autopar.parity import compare
+from autopar.train import timm_optimizer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -152,3 +154,30 @@ def test_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:
             assert all(torch.equal(t, before[n]) for n, t in on_cpu(pm.state_dict()).items())
     for other in losses[1:]:
         assert other == pytest.approx(losses[0], rel=1e-4)
+
+
+def losses_on(mesh: dict[str, Any], optimizer: Any = ADAMW, steps: int = 5, **options: Any) -> list[float]:
+    """Losses of a few steps of a ViT with dropout on a mesh; one device if it is empty."""
+    torch.manual_seed(0)
+    model = create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, num_classes=10, drop_rate=0.1, drop_path_rate=0.1
+    )
+    x, y = torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))
+    factory = optimizer(model) if optimizer is not ADAMW else ADAMW
+    with autopar.parallelize(model, 2 if mesh else 1, x, optimizer=factory, seed=3, **mesh, **options) as pm:
+        return [pm.train_step(x, y).loss for _ in range(steps)]
+
+
+def test_dropout_is_the_same_on_every_mesh_and_recomputed() -> None:
+    alone = losses_on({}, microbatches=2)
+    for mesh in ({"pp": 2, "microbatches": 4}, {"tp": 2, "microbatches": 1}, {"dp": 2, "microbatches": 2}):
+        for recompute in ("none", "all"):
+            assert losses_on(mesh, recompute=recompute) == pytest.approx(alone, rel=1e-5), (mesh, recompute)
+    assert alone[0] != pytest.approx(losses_on({}, microbatches=2, precision="bf16")[0], rel=1e-6)
+
+
+def test_lamb_updates_whole_parameters() -> None:
+    lamb = functools.partial(timm_optimizer, opt="lamb", lr=1e-2, weight_decay=0.02)
+    alone = losses_on({}, lamb, microbatches=2)
+    for mesh in ({"tp": 2}, {"dp": 2, "zero1": True}):
+        assert losses_on(mesh, lamb, microbatches=2) == pytest.approx(alone, rel=1e-4), mesh
