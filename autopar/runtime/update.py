@@ -76,7 +76,6 @@ class Updater:
             norm /= self.scaler.unscale(gradients)
             if not self.scaler.update(norm.item()):
                 self.zero_grad()
-                self.num_updates += 1
                 return inf
         self.clip(norm)
         if self.wholes is not None:
