@@ -528,6 +528,26 @@ def test_the_scale_and_the_masters_are_in_the_checkpoint(tmp_path: Path) -> None
         assert pm.train_step(x, y).loss == pytest.approx(following.loss, rel=1e-2)
 
 
+def test_averages_leave_out_skipped_updates() -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
+    averaged: list[int] = []
+
+    class Noted:
+        def __init__(self, module: nn.Module) -> None:
+            self.module = copy.deepcopy(module)
+
+        def update(self, module: nn.Module, step: int) -> None:
+            averaged.append(step)
+
+    with autopar.parallelize(
+        ConvNet(), 1, x, loss_fn=steep, optimizer=ADAMW, microbatches=2, precision="fp16", ema=Noted
+    ) as pm:
+        skipped = [pm.train_step(x, y).skipped for _ in range(6)]
+    assert skipped[0] and not skipped[-1]
+    assert averaged == [number for number, left_out in enumerate(skipped, 1) if not left_out]
+
+
 # -- errors and prices ------------------------------------------------------------------------------------------------
 
 
