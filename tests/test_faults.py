@@ -228,8 +228,9 @@ def test_an_optimizer_that_cannot_be_made_fails_the_start() -> None:
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         raise LookupError("no optimizer of that name")
 
-    with pytest.raises(WorkerError, match=r"failed during start: LookupError: no optimizer of that name"):
+    with pytest.raises(UsageError, match=r"optimizer=optimizer failed .* LookupError: no optimizer of that name"):
         start(2, F.cross_entropy, optimizer=optimizer)
+    assert not workers(os.getpid())
 
 
 SCRIPT = """

@@ -237,7 +237,7 @@ def test_a_fault_on_one_node_ends_the_other_with_the_cause(tmp_path: Path) -> No
 def test_a_node_that_dies_ends_the_other(tmp_path: Path) -> None:
     done = two_launchers(tmp_path, 1, c10d(), "die", "2", "1")
     assert all(run.returncode for run in done), said(done)
-    assert "Signal 9 (SIGKILL)" in said(done) and "TransportError" in said(done), said(done)
+    assert "exitcode: -9" in said(done), said(done)  # whether the other notices it or its launcher does, it is ended
 
 
 def srun(folder: Path, *arguments: str, nodes: int = 2, backend: str = "gloo") -> list[Any]:

@@ -160,10 +160,10 @@ def fails(parameters: Any) -> torch.optim.Optimizer:
         (functools.partial(torch.optim.LBFGS, lr=1.0), "LBFGS.step needs a closure that evaluates the loss again"),
         (
             lambda p: torch.optim.AdamW(p, lrr=1.0),  # type: ignore[call-arg]
-            "The optimizer <lambda> cannot be made from the model's 2 ",
+            "optimizer=<lambda> failed on the model's 2 parameters: TypeError",
         ),
-        (torch.optim.Muon, "The optimizer Muon cannot be made .* ValueError: Muon only supports 2D parameters"),
-        (fails, "The optimizer fails cannot be made from the model's 2 parameters: KeyError: 'no such group'"),
+        (torch.optim.Muon, "optimizer=Muon failed .* ValueError: Muon only supports 2D parameters"),
+        (fails, "optimizer=fails failed on the model's 2 parameters: KeyError: 'no such group'"),
         (list, "optimizer=list returns a list; it must return a torch.optim.Optimizer"),
         (torch.optim.SparseAdam, r"SparseAdam fails in a trial on parameters of shapes \[4\], \[4, 8\]: RuntimeError"),
     ],

@@ -70,7 +70,7 @@ def with_all_groups(
     The callable sees every parameter of the model; those that are not here have no memory, and are taken out again.
     """
     placeholders: dict[str, nn.Parameter] = {
-        w.name: nn.Parameter(torch.empty(w.shape, dtype=getattr(torch, w.dtype), device="meta"))
+        w.name: nn.Parameter(torch.empty(w.shape, dtype=getattr(torch, w.stored_dtype), device="meta"))
         for w in spec.trainable
         if w.name not in held
     }
@@ -81,8 +81,7 @@ def with_all_groups(
         raise
     except Exception as error:
         raise UsageError(
-            f"The optimizer {name_of(make)} cannot be made from the model's {len(names)} parameters: "
-            f"{type(error).__name__}: {error}"
+            f"optimizer={name_of(make)} failed on the model's {len(names)} parameters: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
