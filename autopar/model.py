@@ -458,6 +458,7 @@ class ParallelModel:
 
     def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
         """Most bytes in tensors at once on each rank during a training step, which is done; slower than a plain one."""
+        self._check_own_weights("measure_memory")
         call = as_call(self._model, x)
         call = self._programs.call(call.args, call.kwargs)
         work, _ = self._work(call, (y,), self.plan.schedule, keep_outputs=False)

@@ -43,6 +43,8 @@ parser.add_argument("--recompute", default="all", choices=["none", "all", "auto"
 parser.add_argument("--output", type=Path, default=Path("runs/vit"))
 parser.add_argument("--resume", type=Path, help="a checkpoint of an earlier run, on whatever mesh")
 args = parser.parse_args()
+if args.parallel == "hybrid" and args.devices % 4:
+    parser.error(f"--parallel hybrid is tp 2 × pp 2 × dp: --devices {args.devices} is no multiple of 4")
 
 MESHES = {
     "data": {"dp": args.devices, "pp": 1, "tp": 1},

@@ -85,7 +85,7 @@ def test_weights_come_back_after_an_exception_and_training_waits_until_then() ->
         "train_step": lambda: pm.train_step(x, y), "forward_backward": lambda: pm.forward_backward(x, y),
         "optimizer_step": pm.optimizer_step, "load_state_dict": lambda: pm.load_state_dict(before),
         "ema_weights": pm.ema_weights().__enter__, "save_checkpoint": lambda: pm.save_checkpoint("x"),
-        "load_checkpoint": lambda: pm.load_checkpoint("x"),
+        "load_checkpoint": lambda: pm.load_checkpoint("x"), "measure_memory": lambda: pm.measure_memory(x, y),
     }  # fmt: skip
     for name, call in calls.items():
         with pytest.raises(autopar.UsageError, match=rf"{name} was called inside of ema_weights\(\)"), pm.ema_weights():

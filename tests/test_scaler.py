@@ -45,3 +45,12 @@ def test_gradients_are_unscaled() -> None:
     assert LossScaler().unscale(gradients) == 65536.0
     assert [g.tolist() for g in gradients] == [[1.0, 1.0], [2.0]]
     assert LossScaler().unscale([]) == 65536.0
+
+
+def test_recovers_from_any_number_of_overflows() -> None:
+    scaler = LossScaler(growth_interval=1)
+    assert not any(scaler.update(float("inf")) for _ in range(500))
+    gradient = torch.full((2,), 3.0) * scaler.scale
+    scaler.unscale([gradient])
+    assert gradient.tolist() == [3.0, 3.0]
+    assert scaler.update(1.0) and scaler.scale == 2.0**-23

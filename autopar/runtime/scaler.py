@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+SMALLEST_SCALE = 2.0**-24  # float16's smallest number: under a smaller factor its gradients would all be zero
+
 
 class LossScaler:
     """The factor on the loss, halved when a gradient overflows and doubled after many updates without.
 
     Every rank has one and tells it the same global norms, so that all of them agree without another message.
-    Defaults and state are those of torch.amp.GradScaler.
+    Defaults and state are those of torch.amp.GradScaler; unlike there the scale has a floor, so that training recovers
+    from any number of overflows.
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
     """
 
@@ -37,7 +40,7 @@ class LossScaler:
     def update(self, norm: float) -> bool:
         """Whether to update the weights, given the global norm of the gradients; the scale of the next step is set."""
         if not isfinite(norm):
-            self.scale *= self.backoff_factor
+            self.scale = max(self.scale * self.backoff_factor, SMALLEST_SCALE)
             self.finite_updates = 0
             return False
         self.finite_updates += 1
