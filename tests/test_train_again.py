@@ -67,8 +67,10 @@ def test_ctrl_c_says_how_to_go_on(tmp_path):
 
 def test_another_run_is_not_resumed(alone):
     code, _, error = invoke(
-        "train", *SHORT, "--devices", "1", "--seed", "3", "--batch-size", "64", "--epochs", "5", "--resume", str(alone)
-    )
+        "train", *SHORT, "--devices", "1", "--seed", "3", "--batch-size", "64", "--epochs", "5", "--resume", str(alone),
+        "--smoothing", "0.25", "--scale", "0.5", "1.0",
+    )  # fmt: skip
     assert code == 2
     assert "this would change --seed from 0 to 3, --batch-size from 32 to 64" in error, error
     assert "--epochs (the length of the schedule) from 2 to 5" in error
+    assert "--scale from None to [0.5, 1.0], --smoothing from " in error and " to 0.25" in error

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -218,8 +219,8 @@ def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -
 
 
 def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
-    """What must not change when a run goes on: what decides on the images of each step, and what a checkpoint brings
-    along whatever the flags say (the optimizer's and the schedule's options).
+    """What must not change when a run goes on: what decides on the images and targets of each step and on dropout, and
+    what a checkpoint brings along whatever the flags say (the optimizer's and the schedule's options).
     """
     dropout = asked.regularization.model_kwargs()
     given: dict[str, Any] = {
@@ -231,11 +232,17 @@ def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
         "--seed": asked.seed,
         "--batch-size": asked.batch_size,
     }
-    for group in (asked.optimizer, asked.schedule):
-        given |= {f"--{name.replace('_', '-')}": value for name, value in group.carried().items()}
+    groups = (
+        asked.optimizer.carried(),
+        asked.schedule.carried(),
+        asdict(asked.augmentation),
+        asdict(asked.regularization),
+    )
+    for group in groups:
+        given |= {f"--{name.replace('_', '-')}": value for name, value in group.items()}
     if asked.schedule.sched not in ENDLESS:
         given["--epochs (the length of the schedule)"] = asked.epochs
-    return given
+    return json.loads(json.dumps(given))  # as a checkpoint gives it back: no tuples
 
 
 def fit(trainer: Trainer) -> None:
