@@ -14,7 +14,8 @@ def recomputing(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[
 
     A segment of the graph that a cut divides becomes one on each side.
     """
-    if all(stage.recompute == "none" for stage in plan.stages):
+    recomputes = any(stage.recompute == "all" for stage in plan.stages)
+    if not recomputes or graph.mode == "eval":  # only a backward needs segments
         return tuple(programs)
     begins = segments(graph, op_facts(graph))
     place = {op.name: i for i, op in enumerate(graph.ops)}

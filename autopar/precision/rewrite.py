@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -14,6 +13,7 @@ from autopar.ir import Graph, Op, Ref, Value, Weight, refs
 from autopar.operators import operator
 from autopar.precision.policy import base_name, treatment_of
 from autopar.profile.facts import Operand, arguments, contiguous, fill, meta_tensor
+from autopar.rules.apply import renamed
 
 CAST = "aten.to.dtype"
 CASTABLE = ("float32", "bfloat16", "float16")  # autocast leaves float64 alone
@@ -227,10 +227,3 @@ def result_dtypes(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
 def name_of(dtype: torch.dtype) -> str:
     """``float32`` for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
-
-
-def renamed(tree: Any, names: Mapping[str, str]) -> Any:
-    """(Nested) arguments with other references."""
-    if isinstance(tree, Ref):
-        return Ref(names[tree.name])
-    return tuple(renamed(item, names) for item in tree) if isinstance(tree, tuple) else tree

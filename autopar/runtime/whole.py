@@ -11,7 +11,7 @@ from autopar.ir import TP
 from autopar.runtime.reduce import Bucket, buckets_of
 from autopar.runtime.spec import RankSpec
 from autopar.runtime.transport import Transport
-from autopar.shards import part, whole
+from autopar.shards import part, whole, whole_shape
 
 
 def shard_owners(numel: Mapping[str, int], shards: int) -> dict[str, int]:
@@ -44,10 +44,7 @@ class Wholes:
         self.owned: dict[str, nn.Parameter] = {}
         for name, own in self.parts.items():
             if self.owners[name] == self.shard:
-                shape = list(own.shape)
-                for split in spec.layout(name).splits:
-                    shape[split.dim] *= spec.mesh.tp
-                self.owned[name] = nn.Parameter(own.new_zeros(shape))
+                self.owned[name] = nn.Parameter(own.new_zeros(whole_shape(own.shape, spec.layout(name), self.sizes)))
 
     def buckets(self) -> tuple[Bucket, ...]:
         """What travels together this step. A gradient exists on all shards or on none."""
