@@ -25,7 +25,7 @@ class ProgressBar(Callback):
             console=self.console, disable=not self.console.is_terminal or not leads(),
         )  # fmt: skip
         self.task = self.bar.add_task("")
-        self.accuracy = "–"
+        self.accuracy = f"{'–':>7}"
 
     def on_start(self, trainer: Trainer) -> None:
         done = trainer.position
@@ -52,11 +52,14 @@ class ProgressBar(Callback):
     def line(self, epochs: int, report: StepReport | EpochReport) -> str:
         """Where the training is, in one line."""
         return (
-            f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy:>7}  "
+            f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy}  "
             f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  {text(report.peak_bytes, BYTES)}"
         )
 
 
 def accuracy_text(report: EpochReport) -> str:
-    """The score of the last epoch, or a dash where there is none."""
-    return "–" if report.score is None else percent(report.score)
+    """Accuracies of the last epoch: of the weights, and of their averages where there are any; a dash for none."""
+    if report.accuracy is None:
+        return f"{'–':>7}"
+    averaged = f" (EMA {percent(report.ema_accuracy)})" if report.ema_accuracy is not None else ""
+    return f"{percent(report.accuracy):>7}{averaged}"
