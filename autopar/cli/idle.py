@@ -71,6 +71,5 @@ def refuse_idle(
     beside = Beside(optimizer, schedule, regularization, augmentation, schedule.warmup(epochs))
     for rule in RULES:
         if given.get(rule.flag, False) is not False and not rule.acts(beside):
-            flag, value = f"--{rule.flag.replace('_', '-')}", given[rule.flag]
-            written = flag if value is True else f"{flag} {value}"
-            raise UsageError(f"{written} does nothing here: it takes {rule.wants}. Leave {flag} out, or change that.")
+            flag = f"--{rule.flag.replace('_', '-')}"
+            raise UsageError(f"{flag} does nothing here: it takes {rule.wants}. Leave it out, or change that.")
