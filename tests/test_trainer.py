@@ -147,9 +147,10 @@ def test_accumulation_is_the_whole_batch(data: Data, tmp_path: Path):
     assert all(torch.allclose(t, states[1][n], atol=1e-5) for n, t in states[0].items())
 
 
-@pytest.mark.parametrize("mesh", [{"dp": 2}, {"pp": 2}], ids=["dp", "pp"])
+@pytest.mark.parametrize(
+    ("data_size", "mesh"), [(1, {"dp": 2}), (1, {"pp": 2}), (2, {"dp": 2})], ids=["dp", "pp", "dp under torchrun"]
+)
 @pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("data_size", [1, 2])
 def test_images_per_second_count_each_image_once(
     data_size: int, k: int, mesh: dict[str, int], data: Data, monkeypatch: pytest.MonkeyPatch
 ):
