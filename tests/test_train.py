@@ -38,7 +38,12 @@ def test_train_learns_and_reports(trained):
     history = records(folder / "history.jsonl")
     assert [h["epoch"] for h in history] == [1, 2, 3] and len(losses(folder)) == 24
     assert history[2]["loss"] < history[0]["loss"]
-    assert len(re.findall(r"^epoch [123]/3  loss .*  accuracy .* %  lr .* samples/s  [\d.]+ MiB$", printed, re.M)) == 3
+    assert (
+        len(
+            re.findall(r"^epoch [123]/3  loss .*  accuracy .* %  lr .* samples/s  process \+[\d.]+ MiB$", printed, re.M)
+        )
+        == 3
+    )
     assert "digits: 512 training and 200 test images of 3×32×32, 10 classes; 3 epochs of 8 updates" in printed
     figures = re.findall(r"(\d+\.\d+) %  (?:on 2 devices|with model.safetensors in the unmodified)", printed)
     assert len(figures) == 2 and figures[0] == figures[1]

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Shows loss, accuracy, learning rate, images per second and memory, on the leading rank."""
+    """Shows loss, accuracy, learning rate, images per second and memory, on the leading rank.
+
+    Memory is the GPU allocator's peak; on CPU what the process has grown by, with libraries and images that came later.
+    """
 
     def __init__(self) -> None:
         self.console = Console(quiet=not leads(), highlight=False)
@@ -26,9 +29,11 @@ class ProgressBar(Callback):
         )  # fmt: skip
         self.task = self.bar.add_task("")
         self.accuracy = f"{'–':>7}"
+        self.whose = ""
 
     def on_start(self, trainer: Trainer) -> None:
         done = trainer.position
+        self.whose = "process +" if trainer.pm.machine.device_type == "cpu" else ""
         if trainer.history:
             self.accuracy = accuracy_text(trainer.history[-1])
         text = f"epoch {done.epoch}/{trainer.epochs}"
@@ -53,7 +58,8 @@ class ProgressBar(Callback):
         """Where the training is, in one line."""
         return (
             f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy}  "
-            f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  {text(report.peak_bytes, BYTES)}"
+            f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  "
+            f"{self.whose}{text(report.peak_bytes, BYTES)}"
         )
 
 
