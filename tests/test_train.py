@@ -227,7 +227,8 @@ def test_every_rule_of_idle_flags_is_tested():
     "flags",
     [
         "--mixup-prob 0.5 --cutmix 1", "--color-jitter 0 --aa rand-m9", "--color-jitter 0.1 --aa 3a",
-        "--sched multistep --decay-milestones 3", "--sched-on-updates --warmup-lr 0.1 --warmup-epochs 1",
+        "--sched multistep --decay-milestones 3", "--sched cosin --min-lr 0.1",
+        "--sched-on-updates --warmup-lr 0.1 --warmup-epochs 1",
     ],
 )  # fmt: skip
 def test_flags_that_do_something(flags):

@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from autopar.cli.train_flags import AugmentationFlags, OptimizerFlags, RegularizationFlags, ScheduleFlags
 from autopar.errors import UsageError
 
-
-@dataclass(frozen=True)
-class Beside:
-    """The values that decide whether a flag does anything."""
-
-    optimizer: OptimizerFlags
-    schedule: ScheduleFlags
-    regularization: RegularizationFlags
-    augmentation: AugmentationFlags
-    warmup: int
+Values = Mapping[str, Any]  # of all flags by name; ``warmup`` is --warmup-epochs or its default
 
 
 @dataclass(frozen=True)
@@ -26,26 +17,33 @@ class Rule:
     """``flag`` does something only where ``acts``; ``wants`` says where that is."""
 
     flag: str
-    acts: Callable[[Beside], Any]
+    acts: Callable[[Values], Any]
     wants: str
 
 
-def of_schedules(flag: str, *names: str) -> Rule:
-    """The rule of a flag that only some schedules read, as timm.scheduler.create_scheduler_v2 does."""
-    return Rule(flag, lambda beside: beside.schedule.sched in names, f"--sched {', '.join(names)}")
-
-
 WARMING = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "wsd", "rsqrt", "constant")
+FIXED = ("onecycle", "none")
+
+
+def of_schedules(flag: str, *names: str) -> Rule:
+    """The rule of a flag that only some schedules read, as timm.scheduler.create_scheduler_v2 does.
+
+    A misspelt schedule is for `autopar.train.schedule` to report.
+    """
+    others = {*WARMING, *FIXED} - {*names}
+    return Rule(flag, lambda f: f["sched"] not in others, f"--sched {', '.join(names)}")
+
+
 RULES = (
-    Rule("clip_mode", lambda b: b.optimizer.clip_grad is not None, "--clip-grad"),
-    Rule("model_ema_decay", lambda b: b.optimizer.model_ema, "--model-ema"),
-    Rule("mixup_prob", lambda b: b.regularization.mixup or b.regularization.cutmix, "--mixup or --cutmix"),
-    Rule("mixup_switch_prob", lambda b: b.regularization.mixup and b.regularization.cutmix, "--mixup and --cutmix"),
+    Rule("clip_mode", lambda f: f["clip_grad"] is not None, "--clip-grad"),
+    Rule("model_ema_decay", lambda f: f["model_ema"], "--model-ema"),
+    Rule("mixup_prob", lambda f: f["mixup"] or f["cutmix"], "--mixup or --cutmix"),
+    Rule("mixup_switch_prob", lambda f: f["mixup"] and f["cutmix"], "--mixup and --cutmix"),
     # timm's transforms change colours by the policy alone, unless it is one of three augmentations.
-    Rule("color_jitter", lambda b: b.augmentation.color_jitter == 0 or "3a" in (b.augmentation.aa or "3a"), "no --aa"),
+    Rule("color_jitter", lambda f: f["color_jitter"] == 0 or "3a" in (f["aa"] or "3a"), "no --aa"),
     of_schedules("warmup_epochs", *WARMING),
     of_schedules("warmup_lr", *WARMING),
-    Rule("warmup_lr", lambda b: b.warmup, "--warmup-epochs of at least 1"),
+    Rule("warmup_lr", lambda f: f["warmup"], "--warmup-epochs of at least 1"),
     of_schedules("min_lr", "cosine", "tanh", "plateau", "poly", "wsd", "rsqrt"),
     of_schedules("decay_epochs", "step", "wsd", "rsqrt"),
     of_schedules("decay_milestones", "multistep"),
@@ -66,10 +64,11 @@ def refuse_idle(
     Raises:
         UsageError: one does nothing; says what it takes.
     """
-    groups = (optimizer, schedule, regularization, augmentation)
-    given = {name: value for group in groups for name, value in asdict(group).items() if value is not None}
-    beside = Beside(optimizer, schedule, regularization, augmentation, schedule.warmup(epochs))
+    values: dict[str, Any] = {"warmup": schedule.warmup(epochs)}
+    for group in (optimizer, schedule, regularization, augmentation):
+        values |= asdict(group)
     for rule in RULES:
-        if given.get(rule.flag, False) is not False and not rule.acts(beside):
+        given = values[rule.flag] is not None and values[rule.flag] is not False
+        if given and not rule.acts(values):
             flag = f"--{rule.flag.replace('_', '-')}"
             raise UsageError(f"{flag} does nothing here: it takes {rule.wants}. Leave it out, or change that.")

@@ -196,7 +196,7 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
     optimizer = timm_optimizer(
         model, flags.opt, flags.lr, flags.weight_decay, flags.momentum, flags.layer_decay, **flags.options()
     )
-    if "clip_grad_value" in asked.constraints:
+    if "clip_grad_value" in asked.constraints:  # in the place of LAMB's own norm
         optimizer = replace(optimizer, clip_grad_norm=None)
     arguments: dict[str, Any] = {
         "loss_fn": asked.loss_fn(),

@@ -76,8 +76,7 @@ class Trainer:
         if steps == 0:
             raise UsageError(
                 f"An epoch has {plural(len(self.train_loader), 'batch', 'es')}, an update takes "
-                f"grad_accum_steps={grad_accum_steps}. "
-                "Use a smaller batch or fewer accumulation steps."
+                f"grad_accum_steps={grad_accum_steps}. Use a smaller batch or fewer accumulation steps."
             )
         self.position, self.running = Position(1, 0, steps), Running()
         self.history: list[EpochReport] = []
@@ -226,8 +225,7 @@ class Trainer:
         if position.steps != self.position.steps:
             raise UsageError(
                 f"Checkpoint {folder} is of epochs of {plural(position.steps, 'update')}, now they have "
-                f"{self.position.steps}. "
-                "Use the batch size and the data of the run that wrote it."
+                f"{self.position.steps}. Use the batch size and the data of the run that wrote it."
             )
         self.pm.load_checkpoint(folder)
         self.position, self.running = position, Running(**state["running"])
