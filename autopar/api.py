@@ -19,6 +19,7 @@ from autopar.codegen import graph_module
 from autopar.errors import PlanDependentRandomWarning, UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
 from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight
+from autopar.ir.units import plural
 from autopar.lowering import lowered
 from autopar.machine import Machine, default_hardware_name, this_machine
 from autopar.model import ParallelModel
@@ -170,7 +171,8 @@ def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, 
         call = as_call(model, example_inputs)
         if batch_size is not None and batch_size != call.batch:
             raise UsageError(
-                f"batch_size={batch_size}, but the example inputs hold {call.batch} samples. Pass one of them."
+                f"batch_size={batch_size}, but the example inputs hold {plural(call.batch, 'sample')}. "
+                "Pass one of them."
             )
         return call
     if batch_size is not None and batch_size < 1:
@@ -277,7 +279,7 @@ def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> Non
     """
     plan.validate()
     if plan.mesh.devices != devices:
-        raise UsageError(f"The plan is for {plan.mesh.devices} devices, parallelize was asked for {devices}.")
+        raise UsageError(f"The plan is for {plural(plan.mesh.devices, 'device')}, parallelize was asked for {devices}.")
     for name in constraints.keys() - RUN_SETTINGS:
         raise UsageError(f"Both plan= and {name}= are given; the plan decides already. Leave {name} out.")
 

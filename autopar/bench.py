@@ -16,6 +16,7 @@ from torch import nn
 from autopar.api import parallelize
 from autopar.batching import microbatch_sizes, partition
 from autopar.ir import Plan
+from autopar.ir.units import plural
 from autopar.model import ParallelModel
 from autopar.runtime import Span
 from autopar.runtime.plain import plain_step_seconds
@@ -86,7 +87,7 @@ def run_bench(
         progress: is told what is running.
         constraints: of the plan.
     """
-    progress(f"plan over {devices} devices")
+    progress(f"plan over {plural(devices, 'device')}")
     with parallelize(model, devices, example_inputs=x, optimizer=optimizer_of, **constraints) as pm:
         plan, machine = pm.plan, pm.machine
         seconds, bounds = timed(pm, x, y, steps)

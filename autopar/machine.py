@@ -11,6 +11,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.hardware import Hardware, Link
+from autopar.ir.units import plural
 from autopar.runtime import Launched, launched, starts_once
 
 # Substrings of CUDA device names, and the cost model that describes such a device.
@@ -73,7 +74,7 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
     if launch is not None and devices is not None and launch.world != devices:
         flag = "--nproc-per-node" if launch.launcher == "torchrun" else "--ntasks"
         raise UsageError(
-            f"devices={devices}, but {launch.launcher} started {launch.world} processes. "
+            f"devices={devices}, but {launch.launcher} started {plural(launch.world, 'process', 'es')}. "
             f"Pass devices={launch.world} or {flag} {devices}."
         )
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -86,7 +87,7 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
         return Machine("gloo", "cpu", max(1, num_processors() // processes), launch)
     if devices is not None and launch is None and devices > gpus:
         raise UsageError(
-            f"devices={devices}, but this machine has {gpus} GPUs. "
+            f"devices={devices}, but this machine has {plural(gpus, 'GPU')}. "
             f'Pass devices={gpus}, or backend="gloo" to try it on CPU processes.{slurm_hint()}'
         )
     if launch is not None and 1 < gpus <= launch.local_rank:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import sys
 from statistics import median
 
 import timm
@@ -26,6 +27,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="timed steps, after three of warm-up")
     parser.add_argument("--hardware", help="cost model to plan with")
     args = parser.parse_args()
+    if "WORLD_SIZE" not in os.environ:
+        parser.error("start it with torchrun --nproc-per-node N, as its first lines say")
     devices, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     torch.manual_seed(0)
     model = timm.create_model(args.model, num_classes=1000)
@@ -59,4 +62,7 @@ def divisors(number: int) -> list[int]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except autopar.AutoparError as error:
+        sys.exit(f"error: {error}")

@@ -14,6 +14,7 @@ To try it without the data, and in seconds:
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,68 +25,85 @@ from transformers import ViTConfig, ViTForImageClassification, get_cosine_schedu
 import autopar
 from autopar import train
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--hidden-size", type=int, default=768)
-parser.add_argument("--layers", type=int, default=12)
-parser.add_argument("--heads", type=int, default=12)
-parser.add_argument("--img-size", type=int, default=224)
-parser.add_argument("--data", default="cifar10", help="digits, cifar10, cifar100, imagefolder or synthetic")
-parser.add_argument("--data-dir", type=Path, help="where the data lies")
-parser.add_argument("--download", action="store_true", help="fetch the data into --data-dir first")
-parser.add_argument("--limit", type=int, help="train and test on so many images only")
-parser.add_argument("--tp", type=int, default=2)
-parser.add_argument("--pp", type=int, default=2)
-parser.add_argument("--batch-size", type=int, default=32)
-parser.add_argument("--epochs", type=int, default=3)
-parser.add_argument("--lr", type=float, default=3e-4)
-parser.add_argument("--weight-decay", type=float, default=0.1)
-parser.add_argument("--warmup-ratio", type=float, default=0.3)
-args = parser.parse_args()
 
-wanted = train.Wanted(
-    args.img_size, folder=args.data_dir, download=args.download, num_train=args.limit, num_test=args.limit
-)
-data = train.load_data(args.data, wanted)
-torch.manual_seed(0)
-config = ViTConfig(
-    hidden_size=args.hidden_size,
-    num_hidden_layers=args.layers,
-    num_attention_heads=args.heads,
-    intermediate_size=4 * args.hidden_size,
-    image_size=args.img_size,
-)
-config.num_labels = data.num_classes
-model = ViTForImageClassification(config)
-updates = args.epochs * (len(data.train.labels) // args.batch_size)
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hidden-size", type=int, default=768)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=12)
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--data", default="cifar10", help="digits, cifar10, cifar100, imagefolder or synthetic")
+    parser.add_argument("--data-dir", type=Path, help="where the data lies")
+    parser.add_argument("--download", action="store_true", help="fetch the data into --data-dir first")
+    parser.add_argument("--limit", type=int, help="train and test on so many images only")
+    parser.add_argument("--tp", type=int, default=2)
+    parser.add_argument("--pp", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--warmup-ratio", type=float, default=0.3)
+    parser.add_argument("--output", type=Path, default=Path("runs/hf-vit"), help="folder for checkpoints")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of an earlier run, such as runs/hf-vit/last")
+    args = parser.parse_args(argv)
+    if args.hidden_size % args.heads:
+        parser.error(f"--hidden-size {args.hidden_size} is no multiple of --heads {args.heads}")
+    return args
 
 
 def loss_fn(output: Any, target: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(output.logits, target)
 
 
-with autopar.parallelize(
-    model,
-    devices=args.tp * args.pp,
-    tp=args.tp,
-    pp=args.pp,
-    microbatches=4,
-    example_inputs=torch.empty(args.batch_size, 3, args.img_size, args.img_size),
-    loss_fn=loss_fn,
-    optimizer=functools.partial(torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay),
-    lr_scheduler=lambda optimizer: get_cosine_schedule_with_warmup(
-        optimizer, round(args.warmup_ratio * updates), updates
-    ),
-) as pm:
-    if train.leads():
-        print(pm.plan)
-    trainer = train.Trainer(
-        pm,
-        train.training_loader(pm, data, args.batch_size),
-        train.evaluation_loader(data, args.batch_size, pm),
-        epochs=args.epochs,
-        schedule="update",
-        scores=lambda output: output.logits,
-        callbacks=[train.ProgressBar()],
+def main(args: argparse.Namespace) -> None:
+    wanted = train.Wanted(
+        args.img_size, folder=args.data_dir, download=args.download, num_train=args.limit, num_test=args.limit
     )
-    trainer.fit()
-    model.load_state_dict(pm.state_dict())  # model.save_pretrained(...) as ever
+    data = train.load_data(args.data, wanted)
+    torch.manual_seed(0)
+    config = ViTConfig(
+        hidden_size=args.hidden_size,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.heads,
+        intermediate_size=4 * args.hidden_size,
+        image_size=args.img_size,
+    )
+    config.num_labels = data.num_classes
+    model = ViTForImageClassification(config)
+    updates = args.epochs * (len(data.train.labels) // args.batch_size)
+
+    with autopar.parallelize(
+        model,
+        devices=args.tp * args.pp,
+        tp=args.tp,
+        pp=args.pp,
+        microbatches=4,
+        example_inputs=torch.empty(args.batch_size, 3, args.img_size, args.img_size),
+        loss_fn=loss_fn,
+        optimizer=functools.partial(torch.optim.AdamW, lr=args.lr, weight_decay=args.weight_decay),
+        lr_scheduler=lambda optimizer: get_cosine_schedule_with_warmup(
+            optimizer, round(args.warmup_ratio * updates), updates
+        ),
+    ) as pm:
+        if train.leads():
+            print(pm.plan)
+        trainer = train.Trainer(
+            pm,
+            train.training_loader(pm, data, args.batch_size),
+            train.evaluation_loader(data, args.batch_size, pm),
+            epochs=args.epochs,
+            schedule="update",
+            scores=lambda output: output.logits,
+            callbacks=[train.ProgressBar(), train.Checkpoints(args.output)],
+        )
+        if args.resume:
+            trainer.resume(args.resume)
+        trainer.fit()
+        model.load_state_dict(pm.state_dict())  # model.save_pretrained(...) as ever
+
+
+if __name__ == "__main__":
+    try:
+        main(options())
+    except autopar.AutoparError as error:
+        sys.exit(f"error: {error}")

@@ -8,11 +8,12 @@ epoch 60. Batch norm uses the statistics of a microbatch, as it would with gradi
 
 To try it without the data, and in seconds:
 
-    python examples/resnet_pipeline.py --model test_resnet --data synthetic --limit 128 --epochs 2
+    python examples/resnet_pipeline.py --model test_resnet --data synthetic --limit 128 --epochs 3 --warmup-epochs 1
 """
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 
 import timm
@@ -21,46 +22,64 @@ import torch
 import autopar
 from autopar import train
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--model", default="resnet50", help="a timm name")
-parser.add_argument("--img-size", type=int, default=32)
-parser.add_argument("--data", default="cifar10", help="digits, cifar10, cifar100, imagefolder or synthetic")
-parser.add_argument("--data-dir", type=Path, help="where the data lies")
-parser.add_argument("--download", action="store_true", help="fetch the data into --data-dir first")
-parser.add_argument("--limit", type=int, help="train and test on so many images only")
-parser.add_argument("--devices", type=int, default=2, help="stages of the pipeline")
-parser.add_argument("--microbatches", type=int, default=4)
-parser.add_argument("--batch-size", type=int, default=64)
-parser.add_argument("--epochs", type=int, default=60)
-parser.add_argument("--warmup-epochs", type=int, default=5)
-parser.add_argument("--lr", type=float, default=1e-3)
-args = parser.parse_args()
 
-wanted = train.Wanted(
-    args.img_size, folder=args.data_dir, download=args.download, num_train=args.limit, num_test=args.limit
-)
-data = train.load_data(args.data, wanted)
-torch.manual_seed(0)
-model = timm.create_model(args.model, num_classes=data.num_classes)
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="resnet50", help="a timm name")
+    parser.add_argument("--img-size", type=int, default=32)
+    parser.add_argument("--data", default="cifar10", help="digits, cifar10, cifar100, imagefolder or synthetic")
+    parser.add_argument("--data-dir", type=Path, help="where the data lies")
+    parser.add_argument("--download", action="store_true", help="fetch the data into --data-dir first")
+    parser.add_argument("--limit", type=int, help="train and test on so many images only")
+    parser.add_argument("--devices", type=int, default=2, help="stages of the pipeline")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--warmup-epochs", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--output", type=Path, default=Path("runs/resnet"), help="folder for checkpoints")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of an earlier run, such as runs/resnet/last")
+    args = parser.parse_args(argv)
+    if not timm.is_model(args.model):
+        parser.error(f"--model {args.model}: timm has no such model")
+    return args
 
-with autopar.parallelize(
-    model,
-    devices=args.devices,
-    pp=args.devices,
-    microbatches=args.microbatches,
-    example_inputs=torch.empty(args.batch_size, 3, args.img_size, args.img_size),
-    optimizer=functools.partial(torch.optim.Adam, lr=args.lr),
-    lr_scheduler=train.schedule("poly", args.epochs, warmup_epochs=args.warmup_epochs, decay_rate=1.0),
-) as pm:
-    if train.leads():
-        print(pm.plan)
-    trainer = train.Trainer(
-        pm,
-        train.training_loader(pm, data, args.batch_size),
-        train.evaluation_loader(data, args.batch_size, pm),
-        epochs=args.epochs,
-        schedule="timm",
-        callbacks=[train.ProgressBar()],
+
+def main(args: argparse.Namespace) -> None:
+    wanted = train.Wanted(
+        args.img_size, folder=args.data_dir, download=args.download, num_train=args.limit, num_test=args.limit
     )
-    trainer.fit()
-    model.load_state_dict(pm.state_dict())  # back into the unmodified model
+    data = train.load_data(args.data, wanted)
+    torch.manual_seed(0)
+    model = timm.create_model(args.model, num_classes=data.num_classes)
+
+    with autopar.parallelize(
+        model,
+        devices=args.devices,
+        pp=args.devices,
+        microbatches=args.microbatches,
+        example_inputs=torch.empty(args.batch_size, 3, args.img_size, args.img_size),
+        optimizer=functools.partial(torch.optim.Adam, lr=args.lr),
+        lr_scheduler=train.schedule("poly", args.epochs, warmup_epochs=args.warmup_epochs, decay_rate=1.0),
+    ) as pm:
+        if train.leads():
+            print(pm.plan)
+        trainer = train.Trainer(
+            pm,
+            train.training_loader(pm, data, args.batch_size),
+            train.evaluation_loader(data, args.batch_size, pm),
+            epochs=args.epochs,
+            schedule="timm",
+            callbacks=[train.ProgressBar(), train.Checkpoints(args.output)],
+        )
+        if args.resume:
+            trainer.resume(args.resume)
+        trainer.fit()
+        model.load_state_dict(pm.state_dict())  # back into the unmodified model
+
+
+if __name__ == "__main__":
+    try:
+        main(options())
+    except autopar.AutoparError as error:
+        sys.exit(f"error: {error}")

@@ -14,6 +14,7 @@ To try it without the data, and in seconds:
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 import timm
@@ -22,55 +23,73 @@ import torch
 import autopar
 from autopar import train
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--devices", type=int, default=4)
-parser.add_argument("--model", default="vit_base_patch32_224", help="a timm name")
-parser.add_argument("--img-size", type=int, default=224)
-parser.add_argument("--data", default="imagefolder", help="digits, cifar10, cifar100, imagefolder or synthetic")
-parser.add_argument("--data-dir", type=Path, help="where the data lies")
-parser.add_argument("--limit", type=int, help="train and test on so many images only")
-parser.add_argument("--workers", type=int, default=0, help="processes that read images")
-parser.add_argument("--batch-size", type=int, default=32768, help="images of one update")
-parser.add_argument("--grad-accum-steps", type=int, default=64)
-parser.add_argument("--epochs", type=int, default=300)
-parser.add_argument("--warmup-epochs", type=int, default=150)
-parser.add_argument("--lr", type=float, default=1.8e-2)
-parser.add_argument("--weight-decay", type=float, default=0.1)
-parser.add_argument("--mixup", type=float, default=0.2)
-parser.add_argument("--clip-grad", type=float, default=1.0)
-args = parser.parse_args()
 
-wanted = train.Wanted(args.img_size, folder=args.data_dir, num_train=args.limit, num_test=args.limit)
-data = train.load_data(args.data, wanted)
-torch.manual_seed(0)
-model = timm.create_model(args.model, img_size=args.img_size, num_classes=data.num_classes)
-at_once = args.batch_size // args.grad_accum_steps
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--devices", type=int, default=4)
+    parser.add_argument("--model", default="vit_base_patch32_224", help="a timm name")
+    parser.add_argument("--img-size", type=int, default=224)
+    parser.add_argument("--data", default="imagefolder", help="digits, cifar10, cifar100, imagefolder or synthetic")
+    parser.add_argument("--data-dir", type=Path, help="where the data lies")
+    parser.add_argument("--limit", type=int, help="train and test on so many images only")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read images")
+    parser.add_argument("--batch-size", type=int, default=32768, help="images of one update")
+    parser.add_argument("--grad-accum-steps", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=300)
+    parser.add_argument("--warmup-epochs", type=int, default=150)
+    parser.add_argument("--lr", type=float, default=1.8e-2)
+    parser.add_argument("--weight-decay", type=float, default=0.1)
+    parser.add_argument("--mixup", type=float, default=0.2)
+    parser.add_argument("--clip-grad", type=float, default=1.0)
+    parser.add_argument("--output", type=Path, default=Path("runs/vit-large-batch"), help="folder for checkpoints")
+    parser.add_argument("--resume", type=Path, help="a checkpoint of an earlier run, such as runs/vit-large-batch/last")
+    args = parser.parse_args(argv)
+    if not timm.is_model(args.model):
+        parser.error(f"--model {args.model}: timm has no such model")
+    return args
 
-with autopar.parallelize(
-    model,
-    args.devices,
-    example_inputs=torch.empty(at_once, 3, args.img_size, args.img_size),
-    optimizer=train.timm_optimizer(model, "lamb", args.lr, args.weight_decay),
-    lr_scheduler=train.schedule("cosine", args.epochs, warmup_epochs=args.warmup_epochs),
-    clip_grad_norm=args.clip_grad,
-) as pm:
-    if train.leads():
-        print(pm.plan)
-    trainer = train.Trainer(
-        pm,
-        train.training_loader(
+
+def main(args: argparse.Namespace) -> None:
+    wanted = train.Wanted(args.img_size, folder=args.data_dir, num_train=args.limit, num_test=args.limit)
+    data = train.load_data(args.data, wanted)
+    torch.manual_seed(0)
+    model = timm.create_model(args.model, img_size=args.img_size, num_classes=data.num_classes)
+    at_once = train.micro_batch(args.batch_size, args.grad_accum_steps)
+
+    with autopar.parallelize(
+        model,
+        args.devices,
+        example_inputs=torch.empty(at_once, 3, args.img_size, args.img_size),
+        optimizer=train.timm_optimizer(model, "lamb", args.lr, args.weight_decay),
+        lr_scheduler=train.schedule("cosine", args.epochs, warmup_epochs=args.warmup_epochs),
+        clip_grad_norm=args.clip_grad,
+    ) as pm:
+        if train.leads():
+            print(pm.plan)
+        trainer = train.Trainer(
             pm,
-            data,
-            args.batch_size,
+            train.training_loader(
+                pm,
+                data,
+                args.batch_size,
+                grad_accum_steps=args.grad_accum_steps,
+                mixup=train.Mixup(data.num_classes, mixup=args.mixup, smoothing=0.0),
+                num_workers=args.workers,
+            ),
+            train.evaluation_loader(data, at_once, pm, num_workers=args.workers),
+            epochs=args.epochs,
             grad_accum_steps=args.grad_accum_steps,
-            mixup=train.Mixup(data.num_classes, mixup=args.mixup, smoothing=0.0),
-            num_workers=args.workers,
-        ),
-        train.evaluation_loader(data, at_once, pm, num_workers=args.workers),
-        epochs=args.epochs,
-        grad_accum_steps=args.grad_accum_steps,
-        schedule="timm",
-        callbacks=[train.ProgressBar()],
-    )
-    trainer.fit()
-    model.load_state_dict(pm.state_dict())  # back into the unmodified model
+            schedule="timm",
+            callbacks=[train.ProgressBar(), train.Checkpoints(args.output)],
+        )
+        if args.resume:
+            trainer.resume(args.resume)
+        trainer.fit()
+        model.load_state_dict(pm.state_dict())  # back into the unmodified model
+
+
+if __name__ == "__main__":
+    try:
+        main(options())
+    except autopar.AutoparError as error:
+        sys.exit(f"error: {error}")

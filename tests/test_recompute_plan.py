@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from handmade import in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import Reference, assert_all_close
 from test_solve import memory, problems
 from test_solve import step_seconds as seconds_at_once
 from zoo import tiny_vit
@@ -133,6 +137,38 @@ def test_only_stages_that_need_it_recompute(asked: dict[str, Any]) -> None:
     every = autopar.plan(**asked, memory=second - 1)
     assert chosen(every) == ["all", "all"]
     assert max(every.prediction.peak_bytes) < second
+
+
+def test_stages_that_have_to_recompute_do_and_gradients_stay(asked: dict[str, Any]) -> None:
+    first, second = autopar.plan(**asked).prediction.peak_bytes
+    plan = autopar.plan(**asked, memory=(first + second) // 2)
+    model, (x, y) = asked["model"], images()
+    pm = in_threads(model, plan, x, F.cross_entropy)
+    reference = Reference(model)
+    assert pm.forward_backward(x, y).loss == pytest.approx(reference.forward_backward(x, y, 4), abs=1e-5)
+    assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+    training = next(iter(pm._programs.known.values())).programs
+    assert [bool(program.segments) for program in training] == [True, False]
+
+
+def test_a_limit_alone_makes_one_device_recompute(asked: dict[str, Any]) -> None:
+    model, (x, y) = asked["model"], images()
+    free = autopar.plan(model, 1, x, microbatches=2)
+    limit = int(0.7 * free.prediction.peak_bytes[0])
+    with autopar.parallelize(model, 1, x, microbatches=2, memory=limit) as pm:
+        assert chosen(free) == ["none"] and chosen(pm.plan) == ["all"]
+        assert re.search(r"^stage .* recompute .*\n.*\n +0 .* all ", str(pm.plan), re.MULTILINE), str(pm.plan)
+        reference = Reference(model)
+        expected = reference.forward_backward(x, y, 2)
+        assert pm.forward_backward(x, y).loss == pytest.approx(expected, abs=1e-5)
+        assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+        assert pm.measure_memory(x, y)[0] <= limit < free.prediction.peak_bytes[0]
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch for the model."""
+    torch.manual_seed(1)
+    return torch.randn(16, 3, 96, 96), torch.randint(10, (16,))
 
 
 def test_the_error_says_where_recomputation_would_fit(asked: dict[str, Any]) -> None:

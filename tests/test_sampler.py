@@ -73,7 +73,7 @@ def test_evaluation_counts_each_image_once(data_size: int, samples: int):
     ("arguments", "message"),
     [
         ((10, 6, 0, 4), "A batch of 6 cannot be shared by 4 data-parallel ranks in equal parts. Use a multiple of 4."),
-        ((7, 8), "A batch of 8 is more than the 7 training images. Use 7 or less."),
+        ((7, 8), "A batch of 8 is more than the 7 training images. Use a batch (--batch-size) of 7 or less."),
     ],
 )
 def test_batches_that_cannot_be(arguments, message):
@@ -82,7 +82,7 @@ def test_batches_that_cannot_be(arguments, message):
 
 
 def test_accumulation_needs_images_for_all_its_steps():
-    with pytest.raises(UsageError, match="A batch of 32 is more than the 20 training images"):
+    with pytest.raises(UsageError, match="A batch of 32 in 4 accumulation steps of 8 is more than the 20 "):
         PartSampler(20, 8, group=4)
     with pytest.raises(UsageError, match="no image to evaluate on"):
         PartSampler(0, 8, training=False)

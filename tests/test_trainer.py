@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from handmade import in_threads
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,7 +22,9 @@ from autopar.train import (
     Checkpoints,
     Data,
     JsonLog,
+    Mixup,
     ProgressBar,
+    StepReport,
     TensorBoard,
     Trainer,
     Wanted,
@@ -142,6 +145,35 @@ def test_accumulation_is_the_whole_batch(data: Data, tmp_path: Path):
             states.append(pm.state_dict())
     assert losses(tmp_path / "4") == pytest.approx(losses(tmp_path / "1"), rel=1e-4)
     assert all(torch.allclose(t, states[1][n], atol=1e-5) for n, t in states[0].items())
+
+
+@pytest.mark.parametrize(
+    ("data_size", "mesh"), [(1, {"dp": 2}), (1, {"pp": 2}), (2, {"dp": 2})], ids=["dp", "pp", "dp under torchrun"]
+)
+@pytest.mark.parametrize("k", [1, 2])
+def test_images_per_second_count_each_image_once(
+    data_size: int, k: int, mesh: dict[str, int], data: Data, monkeypatch: pytest.MonkeyPatch
+):
+    """Under torchrun ``data_size`` processes read a part of each batch; else this one reads all."""
+    x = torch.empty(40 // k // data_size, 1, 8, 8)
+    plan = autopar.plan(small(), 2, x, **mesh)
+    pm = in_threads(small(), plan, x, nn.functional.cross_entropy, optimizer=ADAMW)
+    monkeypatch.setattr(pm, "data_size", data_size)
+    monkeypatch.setattr(pm._ranks, "call_seconds", 0.5)  # as if each call had taken so long
+    mixed = training_loader(pm, data, 40, grad_accum_steps=k, mixup=Mixup(10, mixup=0.5))
+    seen = Seen()
+    Trainer(pm, mixed, epochs=2, grad_accum_steps=k, callbacks=(seen,)).fit()
+    assert seen.rates == [40 / (0.5 * k)] * 4
+
+
+class Seen(Callback):
+    """Images per second of each update."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+        self.rates.append(report.samples_per_second)
 
 
 def test_a_loader_of_the_users_own(data: Data):

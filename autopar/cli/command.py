@@ -32,6 +32,13 @@ class Command(TyperCommand):
             return super().parse_args(ctx, spread(args))
         except AutoparError as error:  # of a --config file, which is read before the other flags
             raise report(error, str(error), error.exit_code, ctx.find_root().params["debug"]) from error
+        except typer.BadParameter as error:
+            name = (error.param.name if error.param else None) or ""
+            source = ctx.get_parameter_source(name)
+            if source is None or source.name != "DEFAULT_MAP":
+                raise
+            message = f"{error.message} (key {name.replace('_', '-')} of --config {ctx.params['config']})"
+            raise typer.BadParameter(message, ctx, error.param) from error
 
     def invoke(self, ctx: Any) -> Any:
         debug = ctx.find_root().params["debug"]

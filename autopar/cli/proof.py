@@ -11,7 +11,7 @@ import typer
 
 from autopar.errors import TrainingError
 from autopar.ir import Plan
-from autopar.ir.units import percent
+from autopar.ir.units import percent, plural
 from autopar.model import ParallelModel
 from autopar.train import Data, Evaluation, evaluate, evaluate_alone, evaluation_loader, first, load_weights
 from autopar.zoo import ModelSource
@@ -37,9 +37,11 @@ class Proof:
         return Proof(some, batch_size, evaluate(pm, evaluation_loader(some, batch_size, pm).epoch(1)))
 
 
-def prove(proof: Proof, source: ModelSource, weights: Path, plan: Plan, device: str) -> None:
+def prove(proof: Proof, source: ModelSource, weights: Path, plan: Plan, device: str, title: str) -> None:
     """Load the weights into the unmodified model in this process and compare its accuracy.
 
+    Args:
+        title: what is printed before the figures.
     Raises:
         TrainingError: it is another one.
     """
@@ -52,13 +54,13 @@ def prove(proof: Proof, source: ModelSource, weights: Path, plan: Plan, device: 
 
     scored = evaluate_alone(alone, evaluation_loader(proof.data, proof.batch_size).epoch(1))
     total = scored.samples
-    typer.echo(f"\ntest accuracy  {percent(proof.scored.accuracy, 2)}  on {plan.mesh.devices} devices")
+    typer.echo(f"{title:<14} {percent(proof.scored.accuracy, 2)}  on {plural(plan.mesh.devices, 'device')}")
     typer.echo(
-        f"               {percent(scored.accuracy, 2)}  with the weights in the unmodified {source.name}, one process "
-        f"({scored.right} of {total} images)"
+        f"{'':<14} {percent(scored.accuracy, 2)}  with {weights.name} in the unmodified {source.name}, one process "
+        f"({scored.right} of {plural(total, 'image')})"
     )
     if abs(scored.right - proof.scored.right) > ALLOWED[plan.precision] * total:
         raise TrainingError(
-            f"The unmodified {source.name} gets {scored.right} of {total} test images right with the saved weights, "
+            f"The unmodified {source.name} gets {scored.right} of {total} test images right with {weights}, "
             f"the parallel model got {proof.scored.right}. Run `autopar check` on it and report that."
         )

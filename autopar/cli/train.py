@@ -10,6 +10,7 @@ import typer
 from autopar.cli.command import takes_flags
 from autopar.cli.config import ConfigFlag
 from autopar.cli.flags import DEFAULT_BATCH, MODEL_HELP, BuildFlags, PlanFlags, RunFlags
+from autopar.cli.idle import refuse_idle
 from autopar.cli.train_flags import AugmentationFlags, DataFlags, OptimizerFlags, RegularizationFlags, ScheduleFlags
 from autopar.errors import UsageError
 
@@ -27,7 +28,11 @@ def train(
     run_flags: RunFlags,
     devices: Annotated[
         int | None,
-        typer.Option(min=1, help="Devices to train on; by default the plan's, or torchrun's processes.", metavar="N"),
+        typer.Option(
+            min=1,
+            help="Devices to train on; by default the plan's, torchrun's processes, all GPUs here, or one CPU process.",
+            metavar="N",
+        ),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.", metavar="N")] = 30,
     batch_size: Annotated[
@@ -64,11 +69,12 @@ def train(
     from autopar.ir import Plan
 
     del config  # its values came in as those of the other flags
-    constraints = plan_flags.constraints()
+    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs)
+    constraints = plan_flags.constraints() | optimizer_flags.precision(plan_flags.precision)
     given = Plan.load(plan) if plan is not None else None
     if given is not None and constraints:
         raise UsageError(f"--plan decides already; leave out {', '.join(constraints)}.")
-    constraints |= run_flags.constraints() | optimizer_flags.constraints(plan_flags.precision)
+    constraints |= run_flags.constraints() | optimizer_flags.clipping()
     accumulated = optimizer_flags.grad_accum_steps
     batch = batch_size or (given.batch * accumulated if given is not None else DEFAULT_BATCH)
     folder = output or Path("runs") / model.replace(":", "_")

@@ -13,8 +13,9 @@ from autopar.errors import UsageError
 if TYPE_CHECKING:
     from autopar.train import Augmentation, Wanted
 
-AMP_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+AMP_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # what timm calls the precisions
 CLIP_MODES = ("norm", "value")
+EMA_DECAY, MIXUP_PROB, MIXUP_SWITCH_PROB = 0.9998, 1.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class OptimizerFlags:
     weight_decay: Annotated[
         float, Option(min=0, help="Of weight matrices; biases and norms have none.", metavar="X")
     ] = 0.05
-    momentum: Annotated[float, Option(min=0, help="Of optimizers that have one.", metavar="X")] = 0.9
+    momentum: Annotated[float | None, Option(min=0, help="Of optimizers that have one; 0.9.", metavar="X")] = None
     opt_eps: Annotated[float | None, Option(min=0, help="Epsilon; the optimizer's own by default.", metavar="X")] = None
     opt_betas: Annotated[
         tuple[float, float] | None, Option(help="Betas; the optimizer's own by default.", metavar="B1 B2")
@@ -84,17 +85,25 @@ class OptimizerFlags:
     clip_grad: Annotated[
         float | None, Option(min=0, help="Largest gradient norm, or value: see --clip-mode.", metavar="X")
     ] = None
-    clip_mode: Annotated[str, Option(help="norm (of all gradients together) or value.", metavar="NAME")] = "norm"
+    clip_mode: Annotated[
+        str | None,
+        Option(
+            help="norm (of all gradients together; default) or value (in the place of an optimizer's own limit of the "
+            "norm, such as LAMB's).",
+            metavar="NAME",
+        ),
+    ] = None
     amp_dtype: Annotated[
-        str | None, Option(help="Compute in float16 or bfloat16; weights stay float32.", metavar="DTYPE")
+        str | None,
+        Option(help="--precision by timm's names: float32, bfloat16 (bf16) or float16 (fp16).", metavar="DTYPE"),
     ] = None
     grad_accum_steps: Annotated[
         int, Option(min=1, help="Go through the batch in N parts, one after the other.", metavar="N")
     ] = 1
     model_ema: Annotated[bool, Option("--model-ema", help="Keep a moving average of the weights.")] = False
-    model_ema_decay: Annotated[float, Option(min=0, max=1, help="Of that average, for each update.", metavar="X")] = (
-        0.9998
-    )
+    model_ema_decay: Annotated[
+        float | None, Option(min=0, max=1, help=f"Of that average, for each update; {EMA_DECAY}.", metavar="X")
+    ] = None
 
     def options(self) -> dict[str, Any]:
         """Arguments of the optimizer that were given."""
@@ -106,27 +115,33 @@ class OptimizerFlags:
         names = ("opt", "lr", "weight_decay", "momentum", "opt_eps", "opt_betas", "layer_decay")
         return {name: value for name, value in asdict(self).items() if name in names}
 
-    def constraints(self, precision: str | None) -> dict[str, Any]:
-        """The keyword arguments of `autopar.parallelize` for clipping and precision.
+    def clipping(self) -> dict[str, Any]:
+        """The keyword argument of `autopar.parallelize` for clipping.
+
+        Raises:
+            UsageError: an unknown mode.
+        """
+        mode = self.clip_mode or CLIP_MODES[0]
+        if mode not in CLIP_MODES:
+            raise UsageError(f"--clip-mode {mode} is unknown. It is one of {', '.join(CLIP_MODES)}.")
+        return {} if self.clip_grad is None else {f"clip_grad_{mode}": self.clip_grad}
+
+    def precision(self, precision: str | None) -> dict[str, Any]:
+        """The keyword argument of `autopar.plan` for --amp-dtype.
 
         Args:
             precision: given by --precision.
         Raises:
-            UsageError: an unknown mode or dtype, or two precisions.
+            UsageError: an unknown dtype, or two precisions.
         """
-        if self.clip_mode not in CLIP_MODES:
-            raise UsageError(f"--clip-mode {self.clip_mode} is unknown. It is one of {', '.join(CLIP_MODES)}.")
-        constraints: dict[str, Any] = {}
-        if self.clip_grad is not None:
-            constraints[f"clip_grad_{self.clip_mode}"] = self.clip_grad
         if self.amp_dtype is None:
-            return constraints
+            return {}
         if self.amp_dtype not in AMP_DTYPES:
             raise UsageError(f"--amp-dtype {self.amp_dtype} is unknown. It is one of {', '.join(AMP_DTYPES)}.")
         chosen = AMP_DTYPES[self.amp_dtype]
         if precision not in (None, chosen):
             raise UsageError(f"--amp-dtype {self.amp_dtype} and --precision {precision} disagree. Leave one out.")
-        return constraints | {"precision": chosen}
+        return {"precision": chosen}
 
 
 @dataclass(frozen=True)
@@ -156,19 +171,16 @@ class ScheduleFlags:
         """What a checkpoint of the schedule brings along."""
         return asdict(self)
 
-    def options(self, epochs: int) -> dict[str, Any]:
-        """Arguments of the schedule: those that were given, and a warm-up.
+    def warmup(self, epochs: int) -> int:
+        """Epochs in which the rate rises."""
+        return min(5, epochs // 6) if self.warmup_epochs is None else self.warmup_epochs
 
-        Raises:
-            UsageError: onecycle, which has none of them.
-        """
-        given = {n: v for n, v in asdict(self).items() if n not in ("sched", "sched_on_updates") and v is not None}
+    def options(self, epochs: int) -> dict[str, Any]:
+        """Arguments of the schedule: those that were given, and a warm-up; onecycle has none."""
         if self.sched == "onecycle":
-            if given:
-                flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-                raise UsageError(f"--sched onecycle has a warm-up and an end of its own. Leave out {flags}.")
             return {}
-        return {"warmup_epochs": min(5, epochs // 6), "step_on_epochs": not self.sched_on_updates} | given
+        given = {n: v for n, v in asdict(self).items() if n not in ("sched", "sched_on_updates") and v is not None}
+        return given | {"warmup_epochs": self.warmup(epochs), "step_on_epochs": not self.sched_on_updates}
 
 
 @dataclass(frozen=True)
@@ -178,10 +190,13 @@ class RegularizationFlags:
     smoothing: Annotated[float, Option(min=0, max=1, help="Label smoothing.", metavar="X")] = 0.0
     mixup: Annotated[float, Option(min=0, help="Alpha of Mixup; 0 is off.", metavar="X")] = 0.0
     cutmix: Annotated[float, Option(min=0, help="Alpha of CutMix; 0 is off.", metavar="X")] = 0.0
-    mixup_prob: Annotated[float, Option(min=0, max=1, help="Share of updates that are mixed.", metavar="P")] = 1.0
+    mixup_prob: Annotated[
+        float | None, Option(min=0, max=1, help=f"Share of updates that are mixed; {MIXUP_PROB}.", metavar="P")
+    ] = None
     mixup_switch_prob: Annotated[
-        float, Option(min=0, max=1, help="Share of CutMix where both are on.", metavar="P")
-    ] = 0.5
+        float | None,
+        Option(min=0, max=1, help=f"Share of CutMix where both are on; {MIXUP_SWITCH_PROB}.", metavar="P"),
+    ] = None
     drop: Annotated[float | None, Option(min=0, max=1, help="Dropout: the model's drop_rate.", metavar="P")] = None
     drop_path: Annotated[
         float | None, Option(min=0, max=1, help="Stochastic depth: the model's drop_path_rate.", metavar="P")

@@ -19,9 +19,19 @@ from autopar.cli.flags import BuildFlags, parse_kwargs
 from autopar.cli.models import SIZE_ARGUMENTS, accepts, named_plan, sized
 from autopar.cli.output import save_plan, show_plan
 from autopar.cli.proof import Proof, prove
-from autopar.cli.train_flags import AugmentationFlags, DataFlags, OptimizerFlags, RegularizationFlags, ScheduleFlags
+from autopar.cli.train_flags import (
+    EMA_DECAY,
+    MIXUP_PROB,
+    MIXUP_SWITCH_PROB,
+    AugmentationFlags,
+    DataFlags,
+    OptimizerFlags,
+    RegularizationFlags,
+    ScheduleFlags,
+)
 from autopar.errors import UsageError
 from autopar.ir import Plan
+from autopar.ir.units import plural
 from autopar.model import ParallelModel
 from autopar.runtime import launched
 from autopar.train import (
@@ -30,6 +40,7 @@ from autopar.train import (
     Data,
     JsonLog,
     Mixup,
+    PartSampler,
     ProgressBar,
     TensorBoard,
     Trainer,
@@ -91,7 +102,8 @@ class Run:
         flags = self.regularization
         if flags.mixup == flags.cutmix == 0:
             return None
-        prob, switch = flags.mixup_prob, flags.mixup_switch_prob
+        prob = MIXUP_PROB if flags.mixup_prob is None else flags.mixup_prob
+        switch = MIXUP_SWITCH_PROB if flags.mixup_switch_prob is None else flags.mixup_switch_prob
         return Mixup(num_classes, flags.mixup, flags.cutmix, prob, switch, flags.smoothing, self.seed)
 
     def loss_fn(self) -> nn.Module | None:
@@ -128,17 +140,22 @@ def run(asked: Run) -> None:
         if leads():
             save_plan(plan, asked.folder / PLAN)
             show_plan(plan)
-            typer.echo(f"\n{data}; {asked.epochs} epochs of {trainer.position.steps} updates\n")
+            length = f"{plural(asked.epochs, 'epoch')} of {plural(trainer.position.steps, 'update')}"
+            typer.echo(f"\n{data}; {length}\n")
         fit(trainer)
-        proof = Proof.of(pm, data, asked.at_once)
-        weights = {WEIGHTS: pm.state_dict()}
+        weights, proofs = {WEIGHTS: pm.state_dict()}, {WEIGHTS: Proof.of(pm, data, asked.at_once)}
         if asked.optimizer.model_ema:
             weights[EMA_WEIGHTS] = pm.ema_state_dict()
+            with pm.ema_weights():
+                proofs[EMA_WEIGHTS] = Proof.of(pm, data, asked.at_once)
         device = pm.machine.device_type
     if leads():
         for name, state in weights.items():
             save_weights(state, asked.folder / name)
-        prove(proof, source, asked.folder / WEIGHTS, plan, device)
+        typer.echo("")
+        for name, proof in proofs.items():
+            title = "test accuracy" if name == WEIGHTS else "of averages"
+            prove(proof, source, asked.folder / name, plan, device, title)
         files = [*weights, PLAN, JsonLog(asked.folder).epochs.name]
         typer.echo(f"saved          {', '.join(str(asked.folder / name) for name in files)}")
 
@@ -166,29 +183,29 @@ def steps_per_epoch(asked: Run, data: Data) -> int:
     Raises:
         UsageError: there is none, or batches cannot be mixed.
     """
-    samples = len(data.train.labels)
-    if asked.batch_size > samples:
-        raise UsageError(
-            f"--batch-size {asked.batch_size} is more than the {samples} training images. Use {samples} or less."
-        )
+    accumulated = asked.optimizer.grad_accum_steps
+    sampler = PartSampler(len(data.train.labels), asked.at_once, group=accumulated)
     if asked.mixup(data.num_classes) is not None:
         check_even(asked.at_once, 1)
-    return samples // asked.batch_size
+    return len(sampler) // accumulated
 
 
 def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
     """Loss, optimizer, scheduler and averages as keyword arguments of `autopar.parallelize`."""
     flags, going = asked.optimizer, asked.schedule
+    optimizer = timm_optimizer(
+        model, flags.opt, flags.lr, flags.weight_decay, flags.momentum, flags.layer_decay, **flags.options()
+    )
+    if "clip_grad_value" in asked.constraints:  # in the place of LAMB's own norm
+        optimizer = replace(optimizer, clip_grad_norm=None)
     arguments: dict[str, Any] = {
         "loss_fn": asked.loss_fn(),
-        "optimizer": timm_optimizer(
-            model, flags.opt, flags.lr, flags.weight_decay, flags.momentum, flags.layer_decay, **flags.options()
-        ),
+        "optimizer": optimizer,
         "lr_scheduler": schedule(going.sched, asked.epochs, steps, **going.options(asked.epochs)),
     }
     if flags.model_ema:
         average = needed("timm.utils", "--model-ema").ModelEmaV3
-        arguments["ema"] = partial(average, decay=flags.model_ema_decay)
+        arguments["ema"] = partial(average, decay=EMA_DECAY if flags.model_ema_decay is None else flags.model_ema_decay)
     return arguments
 
 
@@ -275,11 +292,7 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def number_of_devices(asked: Run) -> int:
-    """As asked for, or those of the plan or of torchrun.
-
-    Raises:
-        UsageError: nobody says.
-    """
+    """As asked for, or those of the plan or of torchrun, or all GPUs, or one CPU process."""
     launch = launched()
     if asked.devices is not None:
         return asked.devices
@@ -287,7 +300,10 @@ def number_of_devices(asked: Run) -> int:
         return asked.plan.mesh.devices
     if launch is not None:
         return launch.world
-    raise UsageError("On how many devices? Pass --devices N, or --plan PLAN.json, or start it with torchrun.")
+    gpus = 0 if asked.constraints.get("backend") == "gloo" else torch.cuda.device_count()
+    where = f"all {gpus} GPUs" if gpus > 1 else "the GPU" if gpus else "one CPU process"
+    typer.echo(f"Training on {where} of this machine; --devices N chooses another number.\n")
+    return gpus or 1
 
 
 def image_side(flags: BuildFlags, source: ModelSource) -> int:

@@ -16,6 +16,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import STRICT, Mesh
+from autopar.ir.units import plural
 
 SCHEMA_VERSION = 2
 
@@ -206,7 +207,7 @@ class Plan:
         recompute = f"; recomputing on stages {again}" if again else ""
         return (
             f"{self.model.fingerprint}: {self.mesh}{zero1}; {cuts}{moved}; {self.schedule}, "
-            f"{self.microbatches} microbatches{split}{recompute}"
+            f"{plural(self.microbatches, 'microbatch', 'es')}{split}{recompute}"
         )
 
     def to_json(self) -> str:
@@ -289,7 +290,10 @@ class Plan:
         if self.zero1 and mesh.dp == 1:
             fail("zero1", "needs replicas to share the optimizer's state; mesh.dp is 1.")
         if len(self.prediction.peak_bytes) != mesh.devices:
-            fail("prediction.peak_bytes", f"has {len(self.prediction.peak_bytes)} entries for {mesh.devices} ranks.")
+            fail(
+                "prediction.peak_bytes",
+                f"has {len(self.prediction.peak_bytes)} entries for {plural(mesh.devices, 'rank')}.",
+            )
         if self.prediction.step_seconds <= 0:
             fail("prediction.step_seconds", f"is {self.prediction.step_seconds}, must be above 0.")
         if self.batch % mesh.dp:

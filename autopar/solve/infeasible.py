@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir import Group
-from autopar.ir.units import BYTES, text
+from autopar.ir.units import BYTES, plural, text
 from autopar.solve.contiguous import least_memory_cuts
 from autopar.solve.evaluate import stage_costs
 from autopar.solve.ilp import memory_program
@@ -72,7 +72,7 @@ def no_cuts(problem: CutProblem, proven: bool) -> UsageError | InfeasibleError:
     """The error for pins that leave a stage empty, or for a solver that found nothing in its time."""
     if not proven:
         return InfeasibleError(
-            f"No cuts of {problem.cost.model} into {problem.stages} stages were found in "
+            f"No cuts of {problem.cost.model} into {plural(problem.stages, 'stage')} were found in "
             f"{problem.time_limit_seconds:g} s. Give the solver more time or use fewer stages."
         )
     pins = ", ".join(f"{problem.cost.groups[g].name} to {s}" for g, s in sorted(problem.pins.items()))

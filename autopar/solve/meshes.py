@@ -65,9 +65,9 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
     if constraints.batch % mesh.dp:
         return f"{mesh.dp} replicas cannot share a batch of {constraints.batch:,} evenly"
     if constraints.tp is None and mesh.devices > per_node and per_node % mesh.tp:
-        return f"groups of {mesh.tp} ranks cross nodes of {per_node} devices"
+        return f"groups of {mesh.tp} ranks cross nodes of {plural(per_node, 'device')}"
     if constraints.microbatches is not None and constraints.microbatches > local:
-        return f"a replica has {local:,} samples for {constraints.microbatches:,} microbatches"
+        return f"a replica has {plural(local, 'sample')} for {constraints.microbatches:,} microbatches"
     if constraints.zero1 and mesh.dp == 1:
         return "no replicas to share the optimizer's state"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
@@ -112,13 +112,14 @@ def check_replicas(constraints: Constraints) -> None:
         able = " or ".join(f"dp={d}" for d in nearest(dp, divisors(batch)))
         near = " or ".join(f"{b:,}" for b in (batch // dp * dp, (batch // dp + 1) * dp) if b)
         raise UsageError(
-            f"dp={dp}: {dp} replicas cannot share a batch of {batch:,} samples evenly. Use {able}, or a batch of "
-            f"{near}."
+            f"dp={dp}: {dp} replicas cannot share a batch of {plural(batch, 'sample')} evenly. Use {able}, or "
+            f"a batch of {near}."
         )
     if constraints.microbatches is not None and constraints.microbatches > batch // dp:
         raise UsageError(
-            f"microbatches={constraints.microbatches}, but each of {dp} replicas has {batch // dp} samples of the "
-            f"batch of {batch:,}. Use microbatches={batch // dp} or less, or fewer replicas."
+            f"microbatches={constraints.microbatches}, but each of {plural(dp, 'replica')} has "
+            f"{plural(batch // dp, 'sample')} of the batch of {batch:,}. Use microbatches={batch // dp} or less, or "
+            "fewer replicas."
         )
 
 
@@ -136,7 +137,7 @@ def check_pinned_stages(constraints: Constraints) -> None:
                     f"{name} is pinned to stage {stage}, stages are 0 to {most - 1}. Pin it to one of these."
                 )
             raise UsageError(
-                f"{name} is pinned to stage {stage}, but {constraints.devices} devices make "
+                f"{name} is pinned to stage {stage}, but {plural(constraints.devices, 'device')} make "
                 f"{plural(most, 'stage')} at most, stages are counted from 0. Pin it to an earlier stage."
             )
 
@@ -146,7 +147,7 @@ def no_mesh(model: str, constraints: Constraints, refused: Mapping[Mesh, str]) -
     listed = "; ".join(f"{mesh}: {reason}" for mesh, reason in list(refused.items())[:MAX_LISTED])
     more = f"; and {len(refused) - MAX_LISTED} more" if len(refused) > MAX_LISTED else ""
     return InfeasibleError(
-        f"No mesh of {constraints.devices} devices works for {model} and a batch of {constraints.batch:,}. "
+        f"No mesh of {plural(constraints.devices, 'device')} works for {model} and a batch of {constraints.batch:,}. "
         f"{listed}{more}. Use another number of devices or another batch."
     )
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import UsageError
+from autopar.ir.units import plural
 from autopar.runtime import launched
 from autopar.train.images import Arrays, Files, Images, Noise, first
 from autopar.train.optional import needed
@@ -63,8 +64,8 @@ class Data:
     def __str__(self) -> str:
         channels, side, _ = self.form.shape
         return (
-            f"{self.name}: {len(self.train.labels):,} training and {len(self.test.labels):,} test images of "
-            f"{channels}×{side}×{side}, {self.num_classes} classes"
+            f"{self.name}: {len(self.train.labels):,} training and {plural(len(self.test.labels), 'test image')} of "
+            f"{channels}×{side}×{side}, {plural(self.num_classes, 'class', 'es')}"
         )
 
 
@@ -183,8 +184,9 @@ def image_folder(wanted: Wanted) -> Data:
     if classes != test_classes:
         other = sorted(set(classes) ^ set(test_classes))
         raise UsageError(
-            f"Data set 'imagefolder': {wanted.folder / TRAINING_FOLDER} has {len(classes)} classes, {tests[0]} has "
-            f"{len(test_classes)}; only one of them has {', '.join(other[:3])}. Use the same class folders in both."
+            f"Data set 'imagefolder': {wanted.folder / TRAINING_FOLDER} has {plural(len(classes), 'class', 'es')}, "
+            f"{tests[0]} has {len(test_classes)}; only one of them has {', '.join(other[:3])}. Use the same class "
+            "folders in both."
         )
     form = image_format(wanted.channels, wanted.side, IMAGENET_MEAN, IMAGENET_STD, crop=0.875)
     augmentation = Augmentation(scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=0.4)

@@ -34,7 +34,6 @@ class TimmOptimizer:
 
     name: str
     lr: float | None
-    momentum: float
     groups: tuple[Group, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     clip_grad_norm: float | None = None
@@ -56,7 +55,7 @@ class TimmOptimizer:
                 f"{', '.join(list(known)[:2])} …. Make the optimizer with the model that is parallelized."
             )
         factory = need("timm.optim", f"Optimizer {self.name!r}")
-        return factory.create_optimizer_v2(groups, self.name, lr=self.lr, momentum=self.momentum, **self.options)
+        return factory.create_optimizer_v2(groups, self.name, lr=self.lr, **self.options)
 
     def norm_limit(self, given: float | None, by_value: float | None) -> float | None:
         """What to clip the norm of all gradients to, when a caller asks for limits of its own.
@@ -79,7 +78,7 @@ def timm_optimizer(
     opt: str,
     lr: float | None,
     weight_decay: float = 0.0,
-    momentum: float = 0.9,
+    momentum: float | None = None,
     layer_decay: float | None = None,
     filter_bias_and_bn: bool = True,
     **options: Any,
@@ -91,6 +90,7 @@ def timm_optimizer(
 
     Args:
         model: the unmodified model.
+        momentum: of an optimizer that has one, 0.9 by default.
         options: the optimizer's own, such as ``betas=(0.9, 0.98)``.
 
     Raises:
@@ -98,6 +98,8 @@ def timm_optimizer(
     """
     library = need("timm.optim", f"Optimizer {opt!r}")
     accepted = arguments(library, opt)
+    if momentum is not None:
+        options["momentum"] = momentum
     unknown = [name for name in options if name not in accepted]
     if unknown:
         near = difflib.get_close_matches(unknown[0], accepted, 1)
@@ -108,7 +110,7 @@ def timm_optimizer(
         limit = options.get("max_grad_norm", accepted["max_grad_norm"])
         options["max_grad_norm"] = None
     groups = named_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn)
-    made = TimmOptimizer(opt, lr, momentum, groups, options, limit)
+    made = TimmOptimizer(opt, lr, groups, options, limit)
     stand_ins = {name: nn.Parameter(torch.zeros(1)) for group in groups for name in group.names}
     example = explained(opt, lambda: made(Parameters(stand_ins)))
     if getattr(example, "is_second_order", False):
@@ -120,7 +122,7 @@ def timm_optimizer(
 
 
 def arguments(library: Any, opt: str) -> dict[str, Any]:
-    """The options of an optimizer and their defaults; with those that timm drops where they do not apply.
+    """The options of an optimizer and their defaults.
 
     Raises:
         UsageError: unknown name, or a library or device that it needs is missing.
@@ -136,8 +138,7 @@ def arguments(library: Any, opt: str) -> dict[str, Any]:
         )
     found = explained(opt, lambda: library.get_optimizer_class(name, bind_defaults=False))
     given = inspect.signature(found).parameters.values()
-    own = {p.name: p.default for p in given if p.name not in ("params", "lr", "weight_decay", "momentum")}
-    return {"eps": None, "betas": None} | own
+    return {p.name: p.default for p in given if p.name not in ("params", "lr", "weight_decay")}
 
 
 def explained(opt: str, make: Callable[[], Any]) -> Any:

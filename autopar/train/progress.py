@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class ProgressBar(Callback):
-    """Shows loss, accuracy, learning rate, images per second and memory, on the leading rank."""
+    """Shows loss, accuracy, learning rate, images per second and memory, on the leading rank.
+
+    Memory is the GPU allocator's peak; on CPU what the process has grown by, with libraries and images that came later.
+    """
 
     def __init__(self) -> None:
         self.console = Console(quiet=not leads(), highlight=False)
@@ -25,10 +28,12 @@ class ProgressBar(Callback):
             console=self.console, disable=not self.console.is_terminal or not leads(),
         )  # fmt: skip
         self.task = self.bar.add_task("")
-        self.accuracy = "–"
+        self.accuracy = f"{'–':>7}"
+        self.whose = ""
 
     def on_start(self, trainer: Trainer) -> None:
         done = trainer.position
+        self.whose = "process +" if trainer.pm.machine.device_type == "cpu" else ""
         if trainer.history:
             self.accuracy = accuracy_text(trainer.history[-1])
         text = f"epoch {done.epoch}/{trainer.epochs}"
@@ -52,11 +57,15 @@ class ProgressBar(Callback):
     def line(self, epochs: int, report: StepReport | EpochReport) -> str:
         """Where the training is, in one line."""
         return (
-            f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy:>7}  "
-            f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  {text(report.peak_bytes, BYTES)}"
+            f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy}  "
+            f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  "
+            f"{self.whose}{text(report.peak_bytes, BYTES)}"
         )
 
 
 def accuracy_text(report: EpochReport) -> str:
-    """The score of the last epoch, or a dash where there is none."""
-    return "–" if report.score is None else percent(report.score)
+    """Accuracies of the last epoch: of the weights, and of their averages where there are any; a dash for none."""
+    if report.accuracy is None:
+        return f"{'–':>7}"
+    averaged = f" (EMA {percent(report.ema_accuracy)})" if report.ema_accuracy is not None else ""
+    return f"{percent(report.accuracy):>7}{averaged}"

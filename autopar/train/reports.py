@@ -31,7 +31,8 @@ class EpochReport:
 
     ``loss`` is the mean of its steps, ``lr`` that of its first one; ``accuracy``, ``top5`` and ``test_loss`` are from
     the evaluation, ``ema_accuracy`` from that of the averaged weights, each None where there is no such thing. ``best``
-    says whether no epoch before was as good. ``peak_bytes`` is the most that any rank has used so far.
+    says whether no epoch before was as good. ``peak_bytes`` is the most that any rank has used so far, as
+    `autopar.runtime.RankStats` says: on CPU that counts more than tensors, which the plan predicts.
     """
 
     epoch: int

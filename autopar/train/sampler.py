@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Sampler
 
 from autopar.errors import UsageError
+from autopar.ir.units import plural
 
 SEED_STRIDE = 1_000_003  # keeps the shuffles of neighbouring seeds apart
 SEED_MASK = 2**63 - 1
@@ -55,9 +56,11 @@ class PartSampler(Sampler[list[Key]]):
                 f"Use a multiple of {data_size}."
             )
         if training and num_samples < batch_size * group:
+            parts = f" in {group} accumulation steps of {batch_size}" if group > 1 else ""
+            fewer = " and fewer accumulation steps (--grad-accum-steps), which must divide it" if group > 1 else ""
             raise UsageError(
-                f"A batch of {batch_size * group} is more than the {num_samples} training images. "
-                f"Use {num_samples} or less."
+                f"A batch of {batch_size * group}{parts} is more than the {plural(num_samples, 'training image')}. Use "
+                f"a batch (--batch-size) of {num_samples} or less{fewer}."
             )
         if num_samples == 0:
             raise UsageError("There is no image to evaluate on. Give at least one.")

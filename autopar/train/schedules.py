@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from autopar.errors import UsageError
+from autopar.ir.units import plural
 from autopar.zoo import need
 
 ONE_CYCLE, NONE = "onecycle", "none"
@@ -46,6 +47,11 @@ class Schedule:
         """Epochs to train for: with cycles, cool-down, and a warm-up that comes before the schedule."""
         return self.made(torch.optim.SGD([torch.zeros(1)], lr=1.0))[1]
 
+    @property
+    def length(self) -> str:
+        """How long it is, in words."""
+        return f"{plural(self.epochs, 'epoch')} of {plural(self.updates_per_epoch, 'update')}"
+
     def made(self, optimizer: Optimizer) -> tuple[Any, int]:
         """The scheduler, and the epochs to train for."""
         try:
@@ -59,8 +65,7 @@ class Schedule:
             text = str(error).rstrip(".") or "the options contradict each other"
             options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
             raise UsageError(
-                f"Schedule {self.name!r} over {self.epochs} epochs of {self.updates_per_epoch} updates with "
-                f"{options or 'no options'}: {text}."
+                f"Schedule {self.name!r} over {self.length} with {options or 'no options'}: {text}."
             ) from error
         if scheduler is None and self.name != NONE:
             raise UsageError(f"The installed timm has no schedule {self.name!r}. Update it, or choose cosine.")
@@ -126,7 +131,13 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
             "updates_per_epoch=, the number of optimizer steps of an epoch."
         )
     found = Schedule(sched, epochs, updates_per_epoch, options)
-    found.made(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))  # refuses what is wrong before ranks start
+    scheduler, total = found.made(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))
+    warmup = options.get("warmup_epochs", 0)
+    if scheduler is not None and warmup >= total:
+        raise UsageError(
+            f"Schedule {sched!r} over {plural(total, 'epoch')} with warmup_epochs={warmup}: the learning rate would "
+            f"never reach its peak. Use {total - 1} or less (--warmup-epochs {total - 1}), or more epochs."
+        )
     return found
 
 

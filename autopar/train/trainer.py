@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from autopar.checkpoints import read_header
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
+from autopar.ir.units import plural
 from autopar.model import ParallelModel
 from autopar.train.callbacks import Callback
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
@@ -74,8 +75,8 @@ class Trainer:
         steps = len(self.train_loader) // grad_accum_steps
         if steps == 0:
             raise UsageError(
-                f"An epoch has {len(self.train_loader)} batches, an update takes grad_accum_steps={grad_accum_steps}. "
-                "Use a smaller batch or fewer accumulation steps."
+                f"An epoch has {plural(len(self.train_loader), 'batch', 'es')}, an update takes "
+                f"grad_accum_steps={grad_accum_steps}. Use a smaller batch or fewer accumulation steps."
             )
         self.position, self.running = Position(1, 0, steps), Running()
         self.history: list[EpochReport] = []
@@ -223,8 +224,8 @@ class Trainer:
         position = Position(**state["position"])
         if position.steps != self.position.steps:
             raise UsageError(
-                f"Checkpoint {folder} is of epochs of {position.steps} updates, now they have {self.position.steps}. "
-                "Use the batch size and the data of the run that wrote it."
+                f"Checkpoint {folder} is of epochs of {plural(position.steps, 'update')}, now they have "
+                f"{self.position.steps}. Use the batch size and the data of the run that wrote it."
             )
         self.pm.load_checkpoint(folder)
         self.position, self.running = position, Running(**state["running"])

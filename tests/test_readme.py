@@ -1,0 +1,55 @@
+"""The Python blocks of README.md run as they are pasted, here at toy size and on one device."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+# What makes a block small; the second one goes on from the first.
+SMALLER = (
+    {
+        '"vit_small_patch16_224", num_classes=10': '"test_vit", img_size=32, num_classes=10',
+        "torch.randn(32, 3, 224, 224)": "torch.randn(4, 3, 32, 32)",
+        "(32,)": "(4,)",
+        "devices=2, batch_size=32": "devices=1, batch_size=4",
+    },
+    {"devices=2": "devices=1", "batch_size=32": "batch_size=4"},
+    {
+        "Wanted(side=32)": "Wanted(side=32, num_train=64, num_test=8)",
+        "patch_size=8": "patch_size=8, depth=1",
+        "devices=2": "devices=1",
+        "epochs=10": "epochs=1",
+    },
+)
+
+
+def smaller(number: int) -> str:
+    """A block with what takes long made small."""
+    block = BLOCKS[number]
+    for long, short in SMALLER[number].items():
+        assert block.count(long) == 1, long
+        block = block.replace(long, short)
+    return block
+
+
+def test_the_blocks_that_use_a_model_run(capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(smaller(0), names)
+    assert len(re.findall(r"^\d\.\d+$", capsys.readouterr().out, re.MULTILINE)) == 3  # the losses that it prints
+    exec(smaller(1), names)
+    names["pm"].close()
+
+
+def test_the_block_that_trains_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(smaller(2), {})
+    assert {"last", "history.jsonl"} <= {path.name for path in (tmp_path / "runs" / "mine").iterdir()}
+
+
+def test_there_is_no_other_block() -> None:
+    assert len(BLOCKS) == len(SMALLER)
