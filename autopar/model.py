@@ -150,6 +150,7 @@ class ParallelModel:
         call = self._programs.call(args, kwargs)
         work, outputs = self._work(call, None, "forward-only", keep_outputs=True)
         results = self._ranks.call("forward", work)
+        self._drawn(call)
         assert outputs is not None
         return outputs.join(self._ordered(results))
 
@@ -185,14 +186,15 @@ class ParallelModel:
         call = self._programs.call(call.args, call.kwargs)
         work, outputs = self._work(call, (y,), self.plan.schedule, return_outputs, share)
         results: dict[int, StepOutcome] = self._ranks.call(command, work)
+        self._drawn(call)
         seconds = self._ranks.call_seconds
         outcome = results[max(results)]
-        joined = None
-        if outputs is not None:
-            joined = outputs.join(self._ordered({rank: own.outputs for rank, own in results.items()}))
         step = self.num_updates
         if command == "train_step":
             self._updated()
+        joined = None
+        if outputs is not None:
+            joined = outputs.join(self._ordered({rank: own.outputs for rank, own in results.items()}))
         self._report_non_finite(outcome.losses, step)
         skipped = self._spec.autocast == "float16" and outcome.grad_norm == inf
         return StepResult(sum(outcome.losses) / share, seconds, outcome.grad_norm, joined, skipped)
@@ -266,8 +268,6 @@ class ParallelModel:
             self._check_schedule(schedule, variants, len(cut))
         shares = [share * size / (batch * self.data_size) for size in sizes]
         draws = self._draws(sizes)
-        if self._mode == "train" or any(map(draws_numbers, variants)):
-            self.num_drawn += batch * self.data_size
         ends = list(accumulate(map(len, cuts), initial=0))
         work: dict[int, tuple[Work]] = {}
         for rank in self._ranks.numbers:
@@ -289,6 +289,11 @@ class ParallelModel:
         """What random operations count in each microbatch: samples since the last update, in the global batch."""
         first = self.num_drawn + self.data_rank * sum(sizes)
         return list(rows(self._spec.seed, self.num_updates, first, sum(sizes)).split(sizes))
+
+    def _drawn(self, call: Call) -> None:
+        """Count a call's samples, now that it has been made, where random operations count them."""
+        if any(draws_numbers(v) for (mode, _), v in self._programs.known.items() if mode == self._mode):
+            self.num_drawn += call.batch * self.data_size
 
     def _send_programs(self, variants: list[Variant]) -> None:
         for variant in variants:
