@@ -289,6 +289,7 @@ def test_groups_are_timms(weight_decay: float, filter_bias_and_bn: bool, layer_d
         ("lookforward_adamw", {}, "timm has no optimizer 'lookforward_adamw'. It has "),
         ("lamb", {"max_grad_nom": 1.0}, "timm's lamb has no option 'max_grad_nom'. Did you mean max_grad_norm?"),
         ("adamw", {"betas": (2.0, 0.9)}, "timm's optimizer adamw cannot be made: ValueError: Invalid beta parameter"),
+        ("adamw", {"layer_decay": "0.5"}, "timm's optimizer adamw cannot be made: TypeError: unsupported operand"),
         ("adahessian", {}, "timm's adahessian differentiates gradients once more"),
     ],
 )
@@ -296,6 +297,16 @@ def test_bad_optimizers_of_timm(opt: str, options: dict[str, Any], message: str)
     with pytest.raises(autopar.UsageError) as caught:
         timm_optimizer(nn.Linear(8, 4), opt, lr=1e-3, **options)
     assert message in str(caught.value)
+
+
+def test_a_model_and_a_name_in_this_order() -> None:
+    swapped: Any = ("lamb", nn.Linear(8, 4))
+    expected = r"timm_optimizer was given a str and a Linear; it takes a model and the name of an optimizer, such as"
+    with pytest.raises(autopar.UsageError, match=expected):
+        timm_optimizer(*swapped, lr=1e-3)
+    parameters: Any = list(nn.Linear(8, 4).parameters())
+    with pytest.raises(autopar.UsageError, match="was given a list and a str"):
+        timm_optimizer(parameters, "lamb", lr=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it needs apex alone")

@@ -94,8 +94,14 @@ def timm_optimizer(
         options: the optimizer's own, such as ``betas=(0.9, 0.98)``.
 
     Raises:
-        UsageError: unknown name or option, or an optimizer that needs a library or curvature that is not there.
+        UsageError: no model, unknown name or option, or an optimizer that needs a library or curvature that is not
+            there.
     """
+    if not isinstance(model, nn.Module) or not isinstance(opt, str):
+        raise UsageError(
+            f"timm_optimizer was given a {type(model).__name__} and a {type(opt).__name__}; it takes a model and "
+            'the name of an optimizer, such as timm_optimizer(model, "lamb", lr=1e-3).'
+        )
     library = need("timm.optim", f"Optimizer {opt!r}")
     accepted = arguments(library, opt)
     unknown = [name for name in options if name not in accepted]
@@ -107,7 +113,7 @@ def timm_optimizer(
     if "max_grad_norm" in accepted:
         limit = options.get("max_grad_norm", accepted["max_grad_norm"])
         options["max_grad_norm"] = None
-    groups = named_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn)
+    groups = explained(opt, lambda: named_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn))
     made = TimmOptimizer(opt, lr, momentum, groups, options, limit)
     stand_ins = {name: nn.Parameter(torch.zeros(1)) for group in groups for name in group.names}
     example = explained(opt, lambda: made(Parameters(stand_ins)))
