@@ -22,6 +22,7 @@ from zoo import Tied, tiny_vit
 
 import autopar
 from autopar.ir import Mesh, Weight, split_layout
+from autopar.options import Options
 from autopar.runtime import Parameters, RankSpec
 from autopar.runtime.rank import Rank
 from autopar.runtime.traits import couples, kind_of, split_wrongly
@@ -329,12 +330,12 @@ def test_groups_of_another_model() -> None:
 def test_what_lamb_clips_itself_is_clipped_over_all_ranks() -> None:
     model = nn.Linear(8, 4)
     lamb = timm_optimizer(model, "lamb", lr=1e-3)
-    assert (lamb.clip_grad_norm, lamb.norm_limit(None, None)) == (1.0, 1.0)
-    assert (lamb.norm_limit(0.1, None), lamb.norm_limit(9.0, None)) == (0.1, 1.0)
-    with pytest.raises(autopar.UsageError, match=r"clip_grad_value=0\.1: lamb clips by norm 1 itself"):
-        lamb.norm_limit(None, 0.1)
-    plain = timm_optimizer(model, "lamb", lr=1e-3, max_grad_norm=None)
-    assert plain.norm_limit(9.0, None) == 9.0 and plain.norm_limit(None, 0.1) is None
+    assert [Options(clip_grad_norm=limit).norm_limit(lamb) for limit in (None, 0.1, 9.0)] == [1.0, 0.1, 1.0]
+    with pytest.raises(autopar.UsageError, match=r"clip_grad_value=0\.1: the optimizer clips by norm 1 itself"):
+        autopar.parallelize(model, 1, torch.randn(4, 8), optimizer=lamb, clip_grad_value=0.1)
+    for plain in (timm_optimizer(model, "lamb", lr=1e-3, max_grad_norm=None), ADAMW, None):
+        assert Options(clip_grad_norm=9.0).norm_limit(plain) == 9.0
+        assert Options(clip_grad_value=0.1).norm_limit(plain) is None
 
 
 @pytest.mark.parametrize("zero1", [False, True])

@@ -58,21 +58,6 @@ class TimmOptimizer:
         factory = need("timm.optim", f"Optimizer {self.name!r}")
         return factory.create_optimizer_v2(groups, self.name, lr=self.lr, momentum=self.momentum, **self.options)
 
-    def norm_limit(self, given: float | None, by_value: float | None) -> float | None:
-        """What to clip the norm of all gradients to, when a caller asks for limits of its own.
-
-        Raises:
-            UsageError: it asks for one by value.
-        """
-        if self.clip_grad_norm is None:
-            return given
-        if by_value is not None:
-            raise UsageError(
-                f"clip_grad_value={by_value}: {self.name} clips by norm {self.clip_grad_norm:g} itself. Leave it out, "
-                "or make the optimizer with max_grad_norm=None."
-            )
-        return self.clip_grad_norm if given is None else min(given, self.clip_grad_norm)
-
 
 def timm_optimizer(
     model: nn.Module,
