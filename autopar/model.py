@@ -188,7 +188,7 @@ class ParallelModel:
         return Request(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
     def optimizer_step(self) -> UpdateResult:
-        """Clip, update the weights, clear the gradients.
+        """Clip, update the weights, clear the gradients; their norm, and whether the update was skipped.
 
         Raises:
             UsageError: parallelize was given no optimizer.

@@ -155,7 +155,7 @@ class Rank:
         self.apart = mode == "train"
 
     def optimizer_step(self, num_updates: int) -> UpdateResult:
-        """Clip, update, clear gradients, average; ``num_updates`` is how many updates there were before."""
+        """As `Updater.step`; averages follow. ``num_updates`` is how many updates there were before."""
         result = self.updater.step()
         self.copies.forget()
         if self.ema is not None and not result.skipped:

@@ -60,7 +60,7 @@ class Updater:
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def step(self) -> UpdateResult:
-        """Sum, clip, update, clear gradients."""
+        """Sum, clip, update, clear gradients; their norm, and whether float16 overflowed and nothing was updated."""
         if self.replica_sum is not None:
             self.replica_sum.finish()
         self.sum_over_shards()
