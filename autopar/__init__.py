@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from autopar.ir import Plan
     from autopar.model import ParallelModel, StepResult
-    from autopar.runtime import Parameters
+    from autopar.runtime import Parameters, UpdateResult
     from autopar.zoo import ModelSource
 
 __version__ = "0.1.0"
@@ -40,12 +40,14 @@ _HOME = {
     "NonFiniteLossWarning": "errors", "PlanDependentRandomWarning": "errors", "PlanError": "errors",
     "TraceError": "errors", "TrainingError": "errors", "UnknownOpWarning": "errors", "UsageError": "errors",
     "WorkerError": "errors", "Parameters": "runtime", "CheckpointError": "errors", "ResumeWarning": "errors",
+    "UpdateResult": "runtime",
 }  # fmt: skip
 
 __all__ = [
     "AutoparError", "CheckpointError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning",
     "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult",
-    "TraceError", "TrainingError", "UnknownOpWarning", "UsageError", "WorkerError", "parallelize", "plan",
+    "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult", "UsageError", "WorkerError",
+    "parallelize", "plan",
 ]  # fmt: skip
 
 

@@ -34,7 +34,6 @@ from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, Wor
 from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import weight_tensors
-from autopar.train.optimizers import TimmOptimizer
 from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
@@ -212,7 +211,8 @@ def parallelize(
             the rank updates; those that lie elsewhere have shapes and no values. The list also has
             ``named_parameters()`` with the model's own names, to group parameters by name:
             ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers that need a
-            parameter whole (LAMB, Muon, …) get whole ones. `autopar.train.timm_optimizer` makes any by timm's name.
+            parameter whole (LAMB, Muon, …) get whole ones. If the callable has a ``clip_grad_norm``, the norm of all
+            gradients is limited to that too. `autopar.train.timm_optimizer` makes any by timm's name.
         lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
             `autopar.train.schedule` makes timm's.
         plan: a plan or the path of one; skips planning.
@@ -245,11 +245,17 @@ def parallelize(
     check_device(chosen.precision, machine)
     programs = Programs(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
     warn_of_generators(programs.example)
-    loss_fn = loss_fn or F.cross_entropy
-    norm, value = options.clip_grad_norm, options.clip_grad_value
-    if isinstance(optimizer, TimmOptimizer):
-        norm = optimizer.norm_limit(norm, value)
-    specs = rank_specs(programs, machine, loss_fn, optimizer, lr_scheduler, norm, seed, value, ema)
+    specs = rank_specs(
+        programs,
+        machine,
+        loss_fn=loss_fn or F.cross_entropy,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        ema=ema,
+        seed=seed,
+        clip_grad_norm=options.norm_limit(optimizer),
+        clip_grad_value=options.clip_grad_value,
+    )
     tensors = weight_tensors(model, programs.example)
     ranks = start(specs, tensors, machine, options.timeout, chosen.decision)
     return ParallelModel(model, chosen, programs, ranks, machine, specs[0])
@@ -287,13 +293,14 @@ def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> Non
 def rank_specs(
     programs: Programs,
     machine: Machine,
+    *,
     loss_fn: Callable[[Any, Any], torch.Tensor],
-    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None,
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None,
-    clip_grad_norm: float | None,
-    seed: int,
-    clip_grad_value: float | None = None,
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
     ema: Callable[[nn.Module], Any] | None = None,
+    seed: int = 0,
+    clip_grad_norm: float | None = None,
+    clip_grad_value: float | None = None,
 ) -> list[RankSpec]:
     """What each rank is told."""
     mesh, stored = programs.plan.mesh, programs.storage

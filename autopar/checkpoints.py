@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from autopar.dispatch import Dispatcher
 from autopar.errors import CheckpointError, ResumeWarning, UsageError
 from autopar.ir import Header, Plan, SavedWeight, Weight
-from autopar.runtime import LocalRanks, TorchrunRanks, WorkerPool, check_files, read_tensors
+from autopar.runtime import check_files, read_tensors
 from autopar.runtime import read_header as header_in
 
-Ranks = LocalRanks | TorchrunRanks | WorkerPool
 FEW = 3  # names that an error lists
 
 
@@ -82,18 +82,18 @@ def header_of(
     return Header(plan.model.name, saved, json.loads(plan.to_json()), plan.batch, *counters, extra)
 
 
-def save(ranks: Ranks, folder: str | PathLike[str], header: Header) -> None:
+def save(ranks: Dispatcher, folder: str | PathLike[str], header: Header) -> None:
     """Have the ranks write a checkpoint.
 
     Raises:
         CheckpointError: it cannot be written.
     """
     path = str(Path(folder).absolute())
-    results = ranks.call("save_checkpoint", dict.fromkeys(ranks.numbers, (path, header)))
+    results = ranks.call_all("save_checkpoint", path, header)
     raise_first(results)
 
 
-def load(ranks: Ranks, folder: str | PathLike[str], here: Header, optimizer: Any, scheduler: Any) -> Header:
+def load(ranks: Dispatcher, folder: str | PathLike[str], here: Header, optimizer: Any, scheduler: Any) -> Header:
     """Have the ranks take over a checkpoint; its header.
 
     Args:
@@ -104,11 +104,11 @@ def load(ranks: Ranks, folder: str | PathLike[str], here: Header, optimizer: Any
         CheckpointError: it is none, is damaged, or does not fit.
     """
     path = str(Path(folder).absolute())
-    found = ranks.call("inspect_checkpoint", dict.fromkeys(ranks.numbers, (path,)))
+    found = ranks.call_all("inspect_checkpoint", path)
     raise_first(found)
     header: Header = found[min(found)]
     check_same_model(header, here, path)
-    results = ranks.call("load_checkpoint", dict.fromkeys(ranks.numbers, (path, header)))
+    results = ranks.call_all("load_checkpoint", path, header)
     raise_first(results)
     for change in changes(header, here, optimizer, scheduler):
         warnings.warn(

@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from math import inf, isfinite
 from os import PathLike
 from typing import Any
@@ -14,30 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.batching import (
-    Call,
-    Outputs,
-    as_call,
-    check_copies,
-    check_parts,
-    check_real,
-    check_shares,
-    join_outputs,
-    mark,
-    microbatch_sizes,
-    replica_sizes,
-    split_leaves,
-    split_targets,
-)
+from autopar.batching import as_call
 from autopar.checkpoints import header_of, load, save
-from autopar.counter_random import rows
+from autopar.dispatch import Dispatcher, Request
 from autopar.errors import NonFiniteLossWarning, UsageError
-from autopar.ir import TP, Header, Mode, Place, Plan, Ref
+from autopar.ir import TP, Header, Mode, Place, Plan
 from autopar.machine import Machine
-from autopar.programs import Programs, Variant
+from autopar.programs import Programs
 from autopar.random_ops import DRAWS
-from autopar.runtime import LocalRanks, RankSpec, RankStats, StepData, StepOutcome, TorchrunRanks, Work, WorkerPool
-from autopar.schedule import check, generate, max_in_flight
+from autopar.runtime import LocalRanks, RankSpec, RankStats, StepOutcome, TorchrunRanks, UpdateResult, WorkerPool
 from autopar.shards import assembled, part, summed
 
 
@@ -85,15 +69,9 @@ class ParallelModel:
         self._spec = spec
         self.lr_scheduler = SchedulerHandle(self)
         self._model, self._programs, self._ranks = model, programs, ranks
-        apart = isinstance(ranks, TorchrunRanks)
-        self.data_size = plan.mesh.dp if apart else 1
-        self.data_rank = plan.mesh.place(ranks.numbers[0]).replica if apart else 0
+        self._dispatcher = Dispatcher(programs, ranks, spec.seed)
+        self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
         self._mode: Mode = "train"
-        self._sent: set[int] = set()
-        self._checked: set[tuple[str, int]] = set()
-        self.num_updates = 0  # calls of optimizer_step and train_step so far
-        self.num_drawn = 0  # samples since then, which random operations count
-        self._averaged = False  # inside of `ema_weights`
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
 
@@ -118,6 +96,16 @@ class ParallelModel:
         given = self._ranks.gathered(list(numbers))
         firsts = [given[self.plan.mesh.rank(Place(0, replica))] for replica in range(self.data_size)]
         return [sum(column) for column in zip(*firsts, strict=True)]
+
+    @property
+    def num_updates(self) -> int:
+        """Calls of `optimizer_step` and `train_step` so far."""
+        return self._dispatcher.num_updates
+
+    @property
+    def num_drawn(self) -> int:
+        """Samples since the last update that random operations have counted."""
+        return self._dispatcher.num_drawn
 
     @property
     def autocast(self) -> str | None:
@@ -148,10 +136,10 @@ class ParallelModel:
             UsageError: as `forward_backward`, or an output depends on the batch and cannot be joined from microbatches.
         """
         call = self._programs.call(args, kwargs)
-        work, outputs = self._work(call, None, "forward-only", keep_outputs=True)
-        results = self._ranks.call("forward", work)
+        request = Request("forward", self._mode, "forward-only", call, keep_outputs=True)
+        results, outputs = self._dispatcher.carry_out(request)
         assert outputs is not None
-        return outputs.join(self._ordered(results))
+        return self._dispatcher.joined(outputs, results)
 
     def forward_backward(self, x: Any, y: Any, return_outputs: bool = False, share: float = 1.0) -> StepResult:
         """Loss and gradients of a batch; gradients add to those that are there.
@@ -175,50 +163,40 @@ class ParallelModel:
         return self._train("forward_backward", x, y, return_outputs, share)
 
     def _train(self, command: str, x: Any, y: Any, return_outputs: bool, share: float) -> StepResult:
-        self._check_own_weights(command)
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share < inf:
             raise UsageError(
                 f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
                 "1 / 4 for each of four equal parts."
             )
-        call = as_call(self._model, x)
-        call = self._programs.call(call.args, call.kwargs)
-        work, outputs = self._work(call, (y,), self.plan.schedule, return_outputs, share)
-        results: dict[int, StepOutcome] = self._ranks.call(command, work)
-        seconds = self._ranks.call_seconds
+        request = self._training(command, x, y, return_outputs, share)
+        results: dict[int, StepOutcome]
+        results, outputs = self._dispatcher.carry_out(request)
+        seconds, step = self._ranks.call_seconds, self.num_updates
         outcome = results[max(results)]
+        if outcome.update is not None:
+            self._dispatcher.updated()
         joined = None
         if outputs is not None:
-            joined = outputs.join(self._ordered({rank: own.outputs for rank, own in results.items()}))
-        step = self.num_updates
-        if command == "train_step":
-            self._updated()
+            joined = self._dispatcher.joined(outputs, {rank: own.outputs for rank, own in results.items()})
         self._report_non_finite(outcome.losses, step)
-        skipped = self._spec.autocast == "float16" and outcome.grad_norm == inf
-        return StepResult(sum(outcome.losses) / share, seconds, outcome.grad_norm, joined, skipped)
+        norm, skipped = (outcome.update.grad_norm, outcome.update.skipped) if outcome.update else (None, False)
+        return StepResult(sum(outcome.losses) / share, seconds, norm, joined, skipped)
 
-    def _ordered(self, results: Mapping[int, list[list[Any]]]) -> list[list[Any]]:
-        """The outputs of all microbatches of the caller's batch, in order, from those that each rank kept."""
-        mesh = self.plan.mesh
-        replicas = range(mesh.dp) if self.data_size == 1 else [self.data_rank]
-        return [parts for r in replicas for parts in results[mesh.rank(Place(mesh.pp - 1, r))]]
+    def _training(self, command: str, x: Any, y: Any, keep_outputs: bool = False, share: float = 1.0) -> Request:
+        call = as_call(self._model, x)
+        call = self._programs.call(call.args, call.kwargs)
+        return Request(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
-    def optimizer_step(self) -> float:
-        """Clip, update the weights, clear the gradients; the global gradient norm before clipping.
+    def optimizer_step(self) -> UpdateResult:
+        """Clip, update the weights, clear the gradients; their norm, and whether the update was skipped.
 
         Raises:
             UsageError: parallelize was given no optimizer.
         """
         self._check_optimizer()
-        self._check_own_weights("optimizer_step")
-        norms = self._call("optimizer_step")
-        self._updated()
-        return norms[max(norms)]
-
-    def _updated(self) -> None:
-        """Count an update of the weights."""
-        self.num_updates += 1
-        self.num_drawn = 0
+        results = self._call("optimizer_step", self.num_updates)
+        self._dispatcher.updated()
+        return results[max(results)]
 
     def _check_optimizer(self) -> None:
         if self._spec.optimizer is None:
@@ -239,85 +217,7 @@ class ParallelModel:
     def zero_grad(self) -> None:
         """Drop accumulated gradients; random operations draw again what they drew for them."""
         self._call("zero_grad")
-        self.num_drawn = 0
-
-    def _work(
-        self, call: Call, target: tuple | None, schedule: str, keep_outputs: bool, share: float = 1.0
-    ) -> tuple[dict[int, tuple[Work]], Outputs | None]:
-        """Each rank's part of a call, and how to join the outputs where they are kept."""
-        mesh, batch, training = self.plan.mesh, call.batch, target is not None
-        if isinstance(self._ranks, TorchrunRanks) and mesh.devices > mesh.pp:
-            checksum = mark((call.args, call.kwargs, target)) if mesh.tp > 1 else 0
-            given = self._ranks.gathered((batch, checksum))
-            check_parts([(mesh.place(rank).replica, own) for rank, (own, _) in enumerate(given)], self.data_size)
-            check_copies([own for _, own in given], mesh)
-        replicas = mesh.dp // self.data_size  # that share the caller's batch
-        if training:
-            check_shares(batch, replicas)
-        cuts = [microbatch_sizes(own, self.plan.microbatches) for own in replica_sizes(batch, replicas)]
-        sizes = [size for cut in cuts for size in cut]
-        parts = list(self._programs.microbatches(self._mode, call, split_leaves(call.leaves, batch, sizes)))
-        targets = split_targets(target[0], batch, sizes) if target is not None else []
-        variants = [variant for variant, _ in parts]
-        # Before anything runs, so that outputs that cannot be joined leave no gradients behind.
-        outputs = join_outputs([v.graph for v in variants], variants[-1].batched) if keep_outputs else None
-        self._send_programs(variants)
-        for cut in cuts:
-            self._check_schedule(schedule, variants, len(cut))
-        shares = [share * size / (batch * self.data_size) for size in sizes]
-        draws = self._draws(sizes)
-        if self._mode == "train" or any(map(draws_numbers, variants)):
-            self.num_drawn += batch * self.data_size
-        ends = list(accumulate(map(len, cuts), initial=0))
-        work: dict[int, tuple[Work]] = {}
-        for rank in self._ranks.numbers:
-            place = mesh.place(rank)
-            own = slice(*ends[place.replica % replicas :][:2])
-            last = place.stage == mesh.pp - 1
-            inputs = [
-                inputs_of(variant, place.stage, leaves, rows) for (variant, leaves), rows in zip(parts[own], draws[own])
-            ]
-            data = StepData(inputs, targets[own] if last else [], shares[own])
-            check_real(data.inputs, "input", rank)
-            check_real(data.targets, "target", rank)
-            numbers = tuple(v.number for v in variants[own])
-            keeps = keep_outputs and last and place.shard == 0
-            work[rank] = (Work(self._mode, schedule, numbers, data, training, keeps),)
-        return work, outputs
-
-    def _draws(self, sizes: list[int]) -> list[torch.Tensor]:
-        """What random operations count in each microbatch: samples since the last update, in the global batch."""
-        first = self.num_drawn + self.data_rank * sum(sizes)
-        return list(rows(self._spec.seed, self.num_updates, first, sum(sizes)).split(sizes))
-
-    def _send_programs(self, variants: list[Variant]) -> None:
-        for variant in variants:
-            if variant.number in self._sent:
-                continue
-            arguments = {}
-            for rank in self._ranks.numbers:
-                program = variant.programs[self.plan.mesh.place(rank).stage]
-                constants = {w.name: variant.graph.constants[w.name] for w in program.weights if w.kind == "constant"}
-                arguments[rank] = (variant.number, program, constants)
-            self._ranks.call("add_program", arguments)
-            self._sent.add(variant.number)
-
-    def _check_schedule(self, name: str, variants: list[Variant], count: int) -> None:
-        """Prove the schedule for this number of microbatches before its first run."""
-        stages = self._programs.num_stages
-        if (name, count) in self._checked or count == 0:
-            return
-        edges = {(e.src, e.dst) for v in variants for p in v.programs for e in p.sends}
-        training = name != "forward-only"
-        check(
-            generate(name, stages, count),
-            num_chunks=stages,
-            microbatches=count,
-            edges=sorted(edges | {(i, i + 1) for i in range(stages - 1)}),
-            in_flight=[max_in_flight(name, r, stages, count) for r in range(stages)] if training else None,
-            training=training,
-        )
-        self._checked.add((name, count))
+        self._dispatcher.num_drawn = 0
 
     def _report_non_finite(self, losses: list[float], step: int) -> None:
         bad = [i for i, loss in enumerate(losses) if not isfinite(loss)]
@@ -342,7 +242,6 @@ class ParallelModel:
         Raises:
             UsageError: names are missing or unknown, or a shape differs; nothing was changed.
         """
-        self._check_own_weights("load_state_dict")
         missing = [n for n in self._state_names if n not in state]
         unknown = [n for n in state if n not in self._aliases]
         if missing or unknown:
@@ -362,7 +261,7 @@ class ParallelModel:
             held = [name for name in by_weight if place.stage in self._programs.holders[name]]
             index, sizes = {TP: place.shard}, {TP: self.plan.mesh.tp}
             arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
-        self._ranks.call("load", arguments)
+        self._dispatcher.call("load", arguments)
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
         """The averages of the weights, as `state_dict` gives the weights; of buffers those of the first replica.
@@ -382,13 +281,12 @@ class ParallelModel:
             UsageError: parallelize was given no ema; or, within, training is asked for.
         """
         self._check_ema()
-        self._check_own_weights("ema_weights")
         self._call("swap_ema", True)
-        self._averaged = True
+        self._dispatcher.averaged = True
         try:
             yield
         finally:
-            self._averaged = False
+            self._dispatcher.averaged = False
             if self._ranks.failed is None:
                 self._call("swap_ema", False)
 
@@ -398,10 +296,6 @@ class ParallelModel:
                 f"The weights of {self.plan.model.name} are not averaged: parallelize was given no ema. Pass "
                 "ema=functools.partial(timm.utils.ModelEmaV3, decay=0.999)."
             )
-
-    def _check_own_weights(self, what: str) -> None:
-        if self._averaged:
-            raise UsageError(f"{what} was called inside of ema_weights(), where averages stand in. Leave it first.")
 
     def save_checkpoint(self, folder: str | PathLike[str], extra: Any = None) -> None:
         """Save all that training goes on from: weights, buffers, the state of optimizer and scheduler, counters, plan.
@@ -418,8 +312,7 @@ class ParallelModel:
             CheckpointError: it cannot be written (the disk is full, say); the one that was there is as it was, and
                 training can go on.
         """
-        self._check_own_weights("save_checkpoint")
-        save(self._ranks, folder, self._header(extra))
+        save(self._dispatcher, folder, self._header(extra))
 
     def load_checkpoint(self, folder: str | PathLike[str]) -> Any:
         """Go on from a checkpoint that was saved under any mesh; the ``extra`` that was saved with it.
@@ -430,9 +323,8 @@ class ParallelModel:
         Raises:
             CheckpointError: it is none, is damaged, or is of another model or optimizer; nothing was changed.
         """
-        self._check_own_weights("load_checkpoint")
-        header = load(self._ranks, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
-        self.num_updates, self.num_drawn = header.updates, header.drawn
+        header = load(self._dispatcher, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
+        self._dispatcher.num_updates, self._dispatcher.num_drawn = header.updates, header.drawn
         return header.extra
 
     def _header(self, extra: Any) -> Header:
@@ -458,12 +350,8 @@ class ParallelModel:
 
     def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
         """Most bytes in tensors at once on each rank during a training step, which is done; slower than a plain one."""
-        self._check_own_weights("measure_memory")
-        call = as_call(self._model, x)
-        call = self._programs.call(call.args, call.kwargs)
-        work, _ = self._work(call, (y,), self.plan.schedule, keep_outputs=False)
-        found = self._ranks.call("tensor_peak", work)
-        self._updated()
+        found, _ = self._dispatcher.carry_out(self._training("tensor_peak", x, y))
+        self._dispatcher.updated()
         return found
 
     # -- end ---------------------------------------------------------------------------------------------------
@@ -479,7 +367,7 @@ class ParallelModel:
         self.close()
 
     def _call(self, name: str, *arguments: Any) -> dict[int, Any]:
-        return self._ranks.call(name, dict.fromkeys(self._ranks.numbers, arguments))
+        return self._dispatcher.call_all(name, *arguments)
 
 
 class SchedulerHandle:
@@ -512,16 +400,3 @@ class SchedulerHandle:
     def get_last_lr(self) -> list[float]:
         """Learning rate of each parameter group."""
         return self._owner.learning_rates()
-
-
-def draws_numbers(variant: Variant) -> bool:
-    """Whether a microbatch's programs draw random numbers by counters."""
-    return any(value.name == DRAWS for value in variant.graph.inputs)
-
-
-def inputs_of(variant: Variant, stage: int, leaves: list[Any], draws: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a stage's program reads for a microbatch, in its order: leaves, and what it draws from."""
-    by_name = {DRAWS: draws} | {
-        leaf.name: tensor for leaf, tensor in zip(variant.graph.leaves, leaves) if isinstance(leaf, Ref)
-    }
-    return [by_name[value.name] for value in variant.programs[stage].inputs]

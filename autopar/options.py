@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from autopar.errors import UsageError
 from autopar.ir import Balance, Precision, Recompute, ScheduleName
@@ -14,6 +14,14 @@ from autopar.ir import Balance, Precision, Recompute, ScheduleName
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+
+
+@runtime_checkable
+class LimitsNorm(Protocol):
+    """An optimizer callable with a limit to the norm of all gradients, of which each rank's optimizer sees but some."""
+
+    @property
+    def clip_grad_norm(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,22 @@ class Options:
             raise UsageError("Pass clip_grad_norm or clip_grad_value, not both.")
         if self.microbatches is not None and self.microbatch_size is not None:
             raise UsageError("Pass microbatches or microbatch_size, not both.")
+
+    def norm_limit(self, optimizer: Any) -> float | None:
+        """What to clip the norm of all gradients to, for an optimizer that may have a limit of its own.
+
+        Raises:
+            UsageError: it has one, and ``clip_grad_value`` is asked for.
+        """
+        own = optimizer.clip_grad_norm if isinstance(optimizer, LimitsNorm) else None
+        if own is None:
+            return self.clip_grad_norm
+        if self.clip_grad_value is not None:
+            raise UsageError(
+                f"clip_grad_value={self.clip_grad_value}: the optimizer clips by norm {own:g} itself. Leave it out, or "
+                "make the optimizer with max_grad_norm=None."
+            )
+        return min(own, self.clip_grad_norm or own)
 
     @staticmethod
     def of(given: Mapping[str, Any]) -> Options:

@@ -148,8 +148,7 @@ def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, 
         result = pm.train().forward_backward(x, y, return_outputs=True)
         here = [StepOutcome(result.loss, named_outputs(result.outputs), list(pm.gradients().items()))]
         here += [reference.forward_backward(call, y) for reference in references]
-        norm, scaled = pm.optimizer_step(), pm.autocast == "float16"
-        updated = isfinite(norm) or not scaled
+        updated = not pm.optimizer_step().skipped
         for reference in references:
             reference.optimizer_step(updated)
         if updated:

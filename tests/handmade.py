@@ -128,8 +128,7 @@ def in_threads(
     """``autopar.parallelize`` for a given plan, with threads for ranks."""
     programs = Programs(model, plan, as_call(model, x))
     machine = this_machine(plan.mesh.devices, "gloo")
-    given = {"optimizer": None, "lr_scheduler": None, "clip_grad_norm": None, "seed": 0} | options
-    specs = [replace(spec, build=build) for spec in rank_specs(programs, machine, loss_fn, **given)]
+    specs = [replace(spec, build=build) for spec in rank_specs(programs, machine, loss_fn=loss_fn, **options)]
     ranks: Any = ThreadRanks(specs, weight_tensors(model, programs.example))
     return ParallelModel(model, plan, programs, ranks, machine, specs[0])
 

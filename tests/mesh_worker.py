@@ -101,7 +101,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
             result.judge("loss", {"loss": torch.tensor(got.loss)}, {"loss": torch.tensor(loss)})
             result.judge("gradients", pm.gradients(), reference.gradients())
             norm = nn.utils.get_total_norm(reference.gradients().values())
-            result.judge("norm", {"norm": torch.tensor(pm.optimizer_step())}, {"norm": norm.detach().float()})
+            result.judge("norm", {"norm": torch.tensor(pm.optimizer_step().grad_norm)}, {"norm": norm.detach().float()})
             reference.step()
         state = pm.state_dict()
         expected = dict(reference.model.state_dict())

@@ -28,7 +28,9 @@ X, Y = torch.randn(6, 8), torch.randint(0, 4, (6,))
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4), nn.Dropout(0.1)
+    )  # fmt: skip
 
 
 def alive(pid: int) -> bool:
@@ -182,8 +184,8 @@ def test_an_argument_that_cannot_be_pickled_is_named_and_harms_nothing() -> None
         before = workers()
         with pytest.raises(UsageError, match=r"cannot send .*targets\[0\]\['lock'\], a lock, to the worker processes"):
             pm.forward_backward(X, {"y": Y, "lock": threading.Lock()})
-        assert workers() == before
-        assert pm.forward_backward(X, {"y": Y}).loss > 0
+        assert workers() == before and pm.num_drawn == 0
+        assert pm.forward_backward(X, {"y": Y}).loss > 0 and pm.num_drawn == len(X)
 
 
 def test_a_callable_that_cannot_be_pickled_is_named() -> None:
@@ -231,6 +233,68 @@ def test_an_optimizer_that_cannot_be_made_fails_the_start() -> None:
     with pytest.raises(UsageError, match=r"optimizer=optimizer failed .* LookupError: no optimizer of that name"):
         start(2, F.cross_entropy, optimizer=optimizer)
     assert not workers(os.getpid())
+
+
+# -- a model in this process ------------------------------------------------------------------------------------------
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+@pytest.mark.parametrize("name", ["forward_backward", "train_step"])
+@pytest.mark.parametrize("kind", [ArithmeticError, KeyboardInterrupt])
+def test_a_model_in_this_process_is_closed_by_an_exception(name: str, kind: type[BaseException]) -> None:
+    """The first microbatch has left gradients, buffers and random numbers behind, so nothing may go on from there."""
+    losses = []
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        losses.append(F.cross_entropy(output, target))
+        if len(losses) == 2:
+            raise kind("no loss today")
+        return losses[-1]
+
+    pm = start(1, loss_fn, optimizer=SGD)
+    with pytest.raises(kind, match="no loss today"):
+        getattr(pm, name)(X, Y)
+    calls: list[Callable[[], Any]] = [
+        lambda: pm.forward_backward(X, Y), lambda: pm.train_step(X, Y), lambda: pm(X), lambda: pm.measure_memory(X, Y),
+        pm.optimizer_step, pm.zero_grad, pm.state_dict, pm.gradients, lambda: pm.load_state_dict(mlp().state_dict()),
+        lambda: pm.save_checkpoint("never"), lambda: pm.load_checkpoint("never"),
+    ]  # fmt: skip
+    for after_close in (False, True):
+        for call in calls:
+            with pytest.raises(
+                UsageError, match=rf"was closed: {kind.__name__} during {name}\. Call autopar\.parallelize again"
+            ):
+                call()
+        pm.close()
+        assert after_close or pm.num_updates == 0
+    assert len(losses) == 2
+
+
+def test_an_exception_of_the_optimizer_closes_the_model() -> None:
+    class Failing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            super().step(closure)
+            raise ArithmeticError("no update today")
+
+    pm = start(1, F.cross_entropy, optimizer=functools.partial(Failing, lr=0.1))
+    pm.forward_backward(X, Y)
+    with pytest.raises(ArithmeticError):
+        pm.optimizer_step()
+    with pytest.raises(UsageError, match="was closed: ArithmeticError during optimizer_step"):
+        pm.state_dict()
+
+
+def test_what_is_refused_before_it_runs_changes_nothing() -> None:
+    torch.manual_seed(0)
+    model, plan = mlp(), plan_by_hand(mlp(), X, 3, [])
+    one, other = (autopar.parallelize(model, 1, X, loss_fn=F.cross_entropy, optimizer=SGD, plan=plan) for _ in range(2))
+    for x, y in ((X.to("meta"), Y), (X, Y[:3]), (X.double(), Y)):
+        with pytest.raises(UsageError):
+            one.forward_backward(x, y)
+        assert one.num_drawn == 0
+    results = [pm.train_step(X, Y) for pm in (one, other)]
+    assert results[0].loss == results[1].loss and results[0].grad_norm == results[1].grad_norm
 
 
 SCRIPT = """

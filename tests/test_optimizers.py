@@ -22,6 +22,7 @@ from zoo import Tied, tiny_vit
 
 import autopar
 from autopar.ir import Mesh, Weight, split_layout
+from autopar.options import Options
 from autopar.runtime import Parameters, RankSpec
 from autopar.runtime.rank import Rank
 from autopar.runtime.traits import couples, kind_of, split_wrongly
@@ -220,7 +221,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
             for number, rank in enumerate(ranks):
                 rank.trainable[name].grad = cut[name](gradient, number % 2) / 2  # of each replica
         with ThreadPoolExecutor(4) as threads:
-            list(threads.map(Rank.optimizer_step, ranks))
+            list(threads.map(Rank.optimizer_step, ranks, [0] * 4))
         optimizer.step()
     for number, rank in enumerate(ranks):
         for name, parameter in rank.trainable.items():
@@ -289,6 +290,7 @@ def test_groups_are_timms(weight_decay: float, filter_bias_and_bn: bool, layer_d
         ("lookforward_adamw", {}, "timm has no optimizer 'lookforward_adamw'. It has "),
         ("lamb", {"max_grad_nom": 1.0}, "timm's lamb has no option 'max_grad_nom'. Did you mean max_grad_norm?"),
         ("adamw", {"betas": (2.0, 0.9)}, "timm's optimizer adamw cannot be made: ValueError: Invalid beta parameter"),
+        ("adamw", {"layer_decay": "0.5"}, "timm's optimizer adamw cannot be made: TypeError: unsupported operand"),
         ("adahessian", {}, "timm's adahessian differentiates gradients once more"),
     ],
 )
@@ -296,6 +298,16 @@ def test_bad_optimizers_of_timm(opt: str, options: dict[str, Any], message: str)
     with pytest.raises(autopar.UsageError) as caught:
         timm_optimizer(nn.Linear(8, 4), opt, lr=1e-3, **options)
     assert message in str(caught.value)
+
+
+def test_a_model_and_a_name_in_this_order() -> None:
+    swapped: Any = ("lamb", nn.Linear(8, 4))
+    expected = r"timm_optimizer was given a str and a Linear; it takes a model and the name of an optimizer, such as"
+    with pytest.raises(autopar.UsageError, match=expected):
+        timm_optimizer(*swapped, lr=1e-3)
+    parameters: Any = list(nn.Linear(8, 4).parameters())
+    with pytest.raises(autopar.UsageError, match="was given a list and a str"):
+        timm_optimizer(parameters, "lamb", lr=1e-3)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there it needs apex alone")
@@ -318,12 +330,12 @@ def test_groups_of_another_model() -> None:
 def test_what_lamb_clips_itself_is_clipped_over_all_ranks() -> None:
     model = nn.Linear(8, 4)
     lamb = timm_optimizer(model, "lamb", lr=1e-3)
-    assert (lamb.clip_grad_norm, lamb.norm_limit(None, None)) == (1.0, 1.0)
-    assert (lamb.norm_limit(0.1, None), lamb.norm_limit(9.0, None)) == (0.1, 1.0)
-    with pytest.raises(autopar.UsageError, match=r"clip_grad_value=0\.1: lamb clips by norm 1 itself"):
-        lamb.norm_limit(None, 0.1)
-    plain = timm_optimizer(model, "lamb", lr=1e-3, max_grad_norm=None)
-    assert plain.norm_limit(9.0, None) == 9.0 and plain.norm_limit(None, 0.1) is None
+    assert [Options(clip_grad_norm=limit).norm_limit(lamb) for limit in (None, 0.1, 9.0)] == [1.0, 0.1, 1.0]
+    with pytest.raises(autopar.UsageError, match=r"clip_grad_value=0\.1: the optimizer clips by norm 1 itself"):
+        autopar.parallelize(model, 1, torch.randn(4, 8), optimizer=lamb, clip_grad_value=0.1)
+    for plain in (timm_optimizer(model, "lamb", lr=1e-3, max_grad_norm=None), ADAMW, None):
+        assert Options(clip_grad_norm=9.0).norm_limit(plain) == 9.0
+        assert Options(clip_grad_value=0.1).norm_limit(plain) is None
 
 
 @pytest.mark.parametrize("zero1", [False, True])

@@ -42,9 +42,9 @@ def test_goes_on_from_a_saved_state() -> None:
 
 def test_gradients_are_unscaled() -> None:
     gradients = [torch.full((2,), 65536.0), torch.tensor([131072.0])]
-    assert LossScaler().unscale(gradients) == 65536.0
+    LossScaler().unscale(gradients)
     assert [g.tolist() for g in gradients] == [[1.0, 1.0], [2.0]]
-    assert LossScaler().unscale([]) == 65536.0
+    LossScaler().unscale([])
 
 
 def test_recovers_from_any_number_of_overflows() -> None:

@@ -6,11 +6,11 @@ from autopar.runtime.folder import check_files, read_header
 from autopar.runtime.launch import Launched, launched, starts_once
 from autopar.runtime.pool import WorkerPool
 from autopar.runtime.reduce import assigned
-from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, Work, rank_text
+from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, UpdateResult, Work, rank_text
 from autopar.runtime.spmd import LocalRanks, TorchrunRanks
 
 __all__ = [
     "Launched", "LocalRanks", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome", "TorchrunRanks",
-    "Work", "WorkerPool", "assigned", "check_files", "launched", "rank_text", "read_header", "read_tensors",
-    "starts_once",
+    "UpdateResult", "Work", "WorkerPool", "assigned", "check_files", "launched", "rank_text", "read_header",
+    "read_tensors", "starts_once",
 ]  # fmt: skip

@@ -74,7 +74,7 @@ def inspect(folder: str) -> Header | CheckpointError:
 def load(rank: Rank, folder: str, header: Header) -> CheckpointError | None:
     """Take over a checkpoint that `inspect` found whole on all ranks."""
     data = Path(folder) / header.data
-    restore = Restore(rank, data, header.updates)
+    restore = Restore(rank, data)
     planner = PartsLoadPlanner(restore.wanted)
     try:
         with collective(rank):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -20,7 +19,7 @@ from autopar.runtime.ema import Average
 from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.mixed_loss import in_autocast
-from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, Work
+from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, UpdateResult, Work
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
 from autopar.schedule import generate
@@ -127,7 +126,7 @@ class Rank:
     def train_step(self, work: Work) -> StepOutcome:
         """Gradients and an update: what earlier calls accumulated is part of it."""
         outcome = self.forward_backward(work, update_follows=True)
-        return StepOutcome(outcome.losses, outcome.outputs, self.optimizer_step())
+        return StepOutcome(outcome.losses, outcome.outputs, self.optimizer_step(work.num_updates))
 
     def execute(self, work: Work, update_follows: bool) -> BoundStep:
         start = time.perf_counter()
@@ -155,14 +154,13 @@ class Rank:
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         self.apart = mode == "train"
 
-    def optimizer_step(self) -> float:
-        """Clip, update, clear gradients, average; the global norm of the gradients before clipping."""
-        norm = self.updater.step()
+    def optimizer_step(self, num_updates: int) -> UpdateResult:
+        """As `Updater.step`; averages follow. ``num_updates`` is how many updates there were before."""
+        result = self.updater.step()
         self.copies.forget()
-        skipped = self.updater.scaler is not None and norm == inf
-        if self.ema is not None and not skipped:
-            self.ema.update(self.updater.num_updates)
-        return norm
+        if self.ema is not None and not result.skipped:
+            self.ema.update(num_updates + 1)
+        return result
 
     def zero_grad(self) -> None:
         self.updater.zero_grad()

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 class Restore:
     """What one rank reads, and where it goes."""
 
-    def __init__(self, rank: Rank, data: Path, updates: int) -> None:
-        """``data`` is the folder with the tensors, saved after so many ``updates``."""
-        self.rank, self.data, self.updates = rank, data, updates
+    def __init__(self, rank: Rank, data: Path) -> None:
+        """``data`` is the folder with the tensors."""
+        self.rank, self.data = rank, data
         self.training = Training()
         self.weights: dict[str, torch.Tensor] = {}
         self.averages: dict[str, torch.Tensor] = {}
@@ -125,7 +125,6 @@ class Restore:
             updater.scheduler.load_state_dict(copied(saved.scheduler_state))
         if updater.scaler is not None and saved.scaler_state is not None:
             updater.scaler.load_state_dict(copied(saved.scaler_state))
-        updater.num_updates = self.updates
         updater.zero_grad()
         rank.apart = False  # all replicas have the first one's buffers now
 

@@ -31,11 +31,10 @@ class LossScaler:
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.finite_updates = 0  # since the scale changed
 
-    def unscale(self, gradients: list[torch.Tensor]) -> float:
-        """The scale, by which the gradients are divided."""
+    def unscale(self, gradients: list[torch.Tensor]) -> None:
+        """Divide gradients by the scale."""
         if gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)
-        return self.scale
 
     def update(self, norm: float) -> bool:
         """Whether to update the weights, given the global norm of the gradients; the scale of the next step is set."""

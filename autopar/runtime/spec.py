@@ -149,7 +149,10 @@ def rank_text(mesh: Mesh, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """One call of a step: the model's mode, which schedule, which program for each microbatch, and this rank's data."""
+    """One call of a step: the model's mode, which schedule, which program for each microbatch, and this rank's data.
+
+    ``num_updates`` is how many updates there were before it.
+    """
 
     mode: Mode
     schedule: str
@@ -157,6 +160,19 @@ class Work:
     data: StepData
     training: bool
     keep_outputs: bool
+    num_updates: int
+
+
+@dataclass(frozen=True)
+class UpdateResult:
+    """What an update of the weights did.
+
+    ``grad_norm`` is the global 2-norm of the gradients before clipping. ``skipped``: float16 gradients overflowed
+    (``grad_norm`` is infinite), so that the weights stay as they were and the loss scale is halved.
+    """
+
+    grad_norm: float
+    skipped: bool = False
 
 
 @dataclass(frozen=True)
@@ -165,12 +181,12 @@ class StepOutcome:
 
     ``losses`` are those of all microbatches of all replicas, in the order of the global batch, each as its part of the
     mean; all ranks have them. ``outputs`` are the flattened outputs of this rank's microbatches where it was to keep
-    them, and ``grad_norm`` the global norm before clipping where the weights were updated.
+    them, and ``update`` what became of the weights where they were to be updated.
     """
 
     losses: list[float]
     outputs: list[list[Any]]
-    grad_norm: float | None = None
+    update: UpdateResult | None = None
 
 
 @dataclass(frozen=True)

@@ -75,16 +75,11 @@ class LocalRanks:
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command here."""
-        if self.failed is not None:
-            raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
-        start = time.perf_counter()
-        with self.random.active():
-            result = carry_out(self.rank, name, arguments[0])
-        self.call_seconds = time.perf_counter() - start
-        return {0: result}
+        with going_on(self, name), self.random.active():
+            return {0: carry_out(self.rank, name, arguments[0])}
 
     def close(self) -> None:
-        self.failed = "close() was called."
+        self.failed = self.failed or "close() was called."
 
 
 class TorchrunRanks:
@@ -148,21 +143,11 @@ class TorchrunRanks:
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on this rank; the results of all ranks, or this one's where all have the same."""
-        if self.failed is not None:
-            raise UsageError(f"This model was closed: {self.failed} Call autopar.parallelize again.")
         number = self.rank.spec.rank
-        start = time.perf_counter()
-        try:
-            with self.alarm.guarding(name) if self.alarm else nullcontext():
-                with self.random.active():
-                    results = {number: carry_out(self.rank, name, arguments[number])}
-                if name not in REPLICATED:
-                    results = dict(enumerate(self.gathered(results[number])))
-        except Exception as error:
-            self.failed = f"{type(error).__name__} during {name}."
-            raise
-        self.call_seconds = time.perf_counter() - start
-        return results
+        with going_on(self, name), self.alarm.guarding(name) if self.alarm else nullcontext():
+            with self.random.active():
+                result = carry_out(self.rank, name, arguments[number])
+            return {number: result} if name in REPLICATED else dict(enumerate(self.gathered(result)))
 
     def close(self) -> None:
         if self.closed:
@@ -176,6 +161,26 @@ class TorchrunRanks:
             dist.destroy_process_group(self.control)
         if self.joined and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def going_on(ranks: LocalRanks | TorchrunRanks, command: str) -> Iterator[None]:
+    """Around a command, which is timed. After one that raised the ranks take no other.
+
+    It may have left gradients of some microbatches, half of an update, or used up random numbers.
+
+    Raises:
+        UsageError: an earlier one has raised, or the ranks are closed.
+    """
+    if ranks.failed is not None:
+        raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
+    start = time.perf_counter()
+    try:
+        yield
+    except BaseException as error:
+        ranks.failed = f"{type(error).__name__} during {command}."
+        raise
+    ranks.call_seconds = time.perf_counter() - start
 
 
 def check_agreement(decisions: Sequence[str], rank: int) -> None:

@@ -15,7 +15,7 @@ from autopar.runtime.optimizer import rank_optimizer
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.scheduling import scheduler_of, step_scheduler
-from autopar.runtime.spec import RankSpec
+from autopar.runtime.spec import RankSpec, UpdateResult
 from autopar.runtime.transport import Transport
 
 
@@ -35,7 +35,6 @@ class Updater:
         self.optimized = dict(made.parameters) if made else own
         self.optimizer, self.wholes = (made.optimizer, made.wholes) if made else (None, None)
         self.scheduler = scheduler_of(spec.lr_scheduler, self.optimizer) if made and spec.lr_scheduler else None
-        self.num_updates = 0
         self.scaler = LossScaler() if spec.autocast == "float16" else None
         self.replica_sum: ReplicaSum | None = None
         if spec.mesh.dp > 1 and trainable:
@@ -60,23 +59,19 @@ class Updater:
         """What all gradients are multiplied by until the next `step`."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def step(self) -> float:
-        """Sum, clip, update, clear gradients; the global norm of the gradients before clipping.
-
-        Where float16 gradients overflowed nothing is updated, and the norm is infinite.
-        """
+    def step(self) -> UpdateResult:
+        """Sum, clip, update, clear gradients; their norm, and whether float16 overflowed and nothing was updated."""
         if self.replica_sum is not None:
             self.replica_sum.finish()
         self.sum_over_shards()
         self.sum_over_stages()
         norm = self.global_norm()
-        self.num_updates += 1
         if self.scaler is not None:
-            gradients = [p.grad for p in self.trainable.values() if p.grad is not None]
-            norm /= self.scaler.unscale(gradients)
+            self.scaler.unscale([p.grad for p in self.trainable.values() if p.grad is not None])
+            norm /= self.scaler.scale
             if not self.scaler.update(norm.item()):
                 self.zero_grad()
-                return inf
+                return UpdateResult(inf, skipped=True)
         self.clip(norm)
         if self.wholes is not None:
             self.wholes.gather()
@@ -87,7 +82,7 @@ class Updater:
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
-        return norm.item()
+        return UpdateResult(norm.item())
 
     def sum_over_shards(self) -> None:
         """Complete the gradients of weights that the shards read together with what only one of them has.

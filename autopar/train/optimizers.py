@@ -57,21 +57,6 @@ class TimmOptimizer:
         factory = need("timm.optim", f"Optimizer {self.name!r}")
         return factory.create_optimizer_v2(groups, self.name, lr=self.lr, **self.options)
 
-    def norm_limit(self, given: float | None, by_value: float | None) -> float | None:
-        """What to clip the norm of all gradients to, when a caller asks for limits of its own.
-
-        Raises:
-            UsageError: it asks for one by value.
-        """
-        if self.clip_grad_norm is None:
-            return given
-        if by_value is not None:
-            raise UsageError(
-                f"clip_grad_value={by_value}: {self.name} clips by norm {self.clip_grad_norm:g} itself. Leave it out, "
-                "or make the optimizer with max_grad_norm=None."
-            )
-        return self.clip_grad_norm if given is None else min(given, self.clip_grad_norm)
-
 
 def timm_optimizer(
     model: nn.Module,
@@ -94,8 +79,14 @@ def timm_optimizer(
         options: the optimizer's own, such as ``betas=(0.9, 0.98)``.
 
     Raises:
-        UsageError: unknown name or option, or an optimizer that needs a library or curvature that is not there.
+        UsageError: no model, unknown name or option, or an optimizer that needs a library or curvature that is not
+            there.
     """
+    if not isinstance(model, nn.Module) or not isinstance(opt, str):
+        raise UsageError(
+            f"timm_optimizer was given a {type(model).__name__} and a {type(opt).__name__}; it takes a model and "
+            'the name of an optimizer, such as timm_optimizer(model, "lamb", lr=1e-3).'
+        )
     library = need("timm.optim", f"Optimizer {opt!r}")
     accepted = arguments(library, opt)
     if momentum is not None:
@@ -109,7 +100,7 @@ def timm_optimizer(
     if "max_grad_norm" in accepted:
         limit = options.get("max_grad_norm", accepted["max_grad_norm"])
         options["max_grad_norm"] = None
-    groups = named_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn)
+    groups = explained(opt, lambda: named_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn))
     made = TimmOptimizer(opt, lr, groups, options, limit)
     stand_ins = {name: nn.Parameter(torch.zeros(1)) for group in groups for name in group.names}
     example = explained(opt, lambda: made(Parameters(stand_ins)))
