@@ -194,10 +194,10 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
 
         resolve = PartsSavePlanner.resolve_data
 
-        def resolve_or_die(self: Any, item: Any) -> torch.Tensor:
-            if marker.exists() and "2." in item.index.fqn:  # the last stage's
+        def resolve_or_die(self: Any, write_item: Any) -> torch.Tensor:
+            if marker.exists() and "2." in write_item.index.fqn:  # the last stage's
                 os.kill(os.getpid(), signal.SIGKILL)
-            return resolve(self, item)
+            return resolve(self, write_item)
 
         PartsSavePlanner.resolve_data = resolve_or_die
         return ADAMW(params)
