@@ -266,7 +266,7 @@ def fit(trainer: Trainer) -> None:
 def farewell(trainer: Trainer) -> str:
     """Where an interrupted run stopped, what is saved of it, and the command that goes on."""
     here, saved = trainer.position, trainer.saved
-    if here.epoch > trainer.epochs:
+    if here.epoch > trainer.epochs and saved == here:
         return f"Interrupted after the last epoch. `autopar export {trainer.checkpoint}` writes the weights."
     where = f"Interrupted in epoch {here.epoch}, after {here.step} of {here.steps} updates"
     if trainer.checkpoint is None or saved is None:
