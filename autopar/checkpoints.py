@@ -14,7 +14,7 @@ import torch
 from autopar.dispatch import Dispatcher
 from autopar.errors import CheckpointError, ResumeWarning, UsageError
 from autopar.ir import Header, Plan, SavedWeight, Weight
-from autopar.runtime import check_files, read_tensors
+from autopar.runtime import OptionChange, RankSpec, check_files, read_tensors
 from autopar.runtime import read_header as header_in
 
 FEW = 3  # names that an error lists
@@ -93,12 +93,12 @@ def save(ranks: Dispatcher, folder: str | PathLike[str], header: Header) -> None
     raise_first(results)
 
 
-def load(ranks: Dispatcher, folder: str | PathLike[str], here: Header, optimizer: Any, scheduler: Any) -> Header:
+def load(ranks: Dispatcher, folder: str | PathLike[str], here: Header, spec: RankSpec) -> Header:
     """Have the ranks take over a checkpoint; its header.
 
     Args:
         here: what the model would save.
-        optimizer, scheduler: what the model was given, or None.
+        spec: what any of the ranks was told.
 
     Raises:
         CheckpointError: it is none, is damaged, or does not fit.
@@ -110,7 +110,8 @@ def load(ranks: Dispatcher, folder: str | PathLike[str], here: Header, optimizer
     check_same_model(header, here, path)
     results = ranks.call_all("load_checkpoint", path, header)
     raise_first(results)
-    for change in changes(header, here, optimizer, scheduler):
+    options = {(change.weight, change.option): change for own in results.values() for change in own}
+    for change in [*changes(header, here, spec), *option_changes(options.values())]:
         warnings.warn(
             f"The checkpoint in {folder} {change}", ResumeWarning, stacklevel=3
         )  # the caller of load_checkpoint
@@ -158,9 +159,14 @@ def few(names: list[str]) -> str:
     return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
 
 
-def changes(saved: Header, here: Header, optimizer: Any, scheduler: Any) -> list[str]:
+def changes(saved: Header, here: Header, spec: RankSpec) -> list[str]:
     """In what the run that goes on differs from the one that saved."""
     found = []
+    before, now = (header.plan["precision"] for header in (saved, here))
+    if before != now:
+        starts = spec.autocast == "float16"
+        scale = ", and the loss scale starts anew" if starts else ", without its loss scale" if saved.scaler else ""
+        found.append(f"was saved in {before}, here it is {now}: training goes on with other rounding{scale}.")
     if saved.seed != here.seed:
         found.append(
             f"was saved with seed {saved.seed}, here it is {here.seed}: dropout and other random operations draw other "
@@ -171,10 +177,29 @@ def changes(saved: Header, here: Header, optimizer: Any, scheduler: Any) -> list
             f"was saved with a global batch of {saved.batch}, here it is {here.batch}: gradients, and the number of "
             "updates in an epoch, are others, while learning rate and schedule go on as they were."
         )
-    if optimizer is not None and saved.optimizer is None:
+    if spec.optimizer is not None and saved.optimizer is None:
         found.append("has no optimizer: the one here starts from scratch.")
-    if scheduler is not None and saved.scheduler is None:
+    if spec.lr_scheduler is not None and saved.scheduler is None:
         found.append("has no learning-rate scheduler: the one here starts from scratch.")
-    if optimizer is not None and scheduler is None and saved.scheduler is not None:
+    if spec.optimizer is not None and spec.lr_scheduler is None and saved.scheduler is not None:
         found.append(f"was saved with a {saved.scheduler}, here is no lr_scheduler: learning rates stay as they are.")
+    if spec.ema is not None and not saved.ema:
+        found.append("has no averages of weights: those here start at its weights.")
+    if spec.ema is None and saved.ema:
+        found.append("has averages of weights, here is no ema: they are left out, and end.")
     return found
+
+
+def option_changes(options: Iterable[OptionChange]) -> list[str]:
+    """The same of options of parameter groups, one text for each option."""
+    values: dict[str, dict[str, int]] = {}  # how many weights have the same change, by option
+    for change in options:
+        known = values.setdefault(change.option, {})
+        text = f"{change.saved}, here it is {change.here}"
+        known[text] = known.get(text, 0) + 1
+    return [
+        f"was saved with {option} "
+        + few([f"{text} ({number} weight{'s' * (number > 1)})" for text, number in sorted(known.items())])
+        + ": what was saved stays in use."
+        for option, known in sorted(values.items())
+    ]

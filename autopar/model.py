@@ -97,6 +97,10 @@ class ParallelModel:
         firsts = [given[self.plan.mesh.rank(Place(0, replica))] for replica in range(self.data_size)]
         return [sum(column) for column in zip(*firsts, strict=True)]
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is true on any rank; all ranks of torchrun make the call."""
+        return any(self._ranks.gathered(flag)) if isinstance(self._ranks, TorchrunRanks) else flag
+
     @property
     def num_updates(self) -> int:
         """Calls of `optimizer_step` and `train_step` so far."""
@@ -318,12 +322,13 @@ class ParallelModel:
         """Go on from a checkpoint that was saved under any mesh; the ``extra`` that was saved with it.
 
         The options of parameter groups, learning rates among them, are those of the checkpoint. Where there is no
-        optimizer here, the weights alone are taken. Gradients are dropped.
+        optimizer here, the weights alone are taken. Gradients are dropped. A ResumeWarning says what is otherwise here
+        than in the run that saved: seed, batch, precision, options, averages.
 
         Raises:
             CheckpointError: it is none, is damaged, or is of another model or optimizer; nothing was changed.
         """
-        header = load(self._dispatcher, folder, self._header(None), self._spec.optimizer, self._spec.lr_scheduler)
+        header = load(self._dispatcher, folder, self._header(None), self._spec)
         self._dispatcher.num_updates, self._dispatcher.num_drawn = header.updates, header.drawn
         return header.extra
 

@@ -99,11 +99,13 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     assert [n for n in expected if not torch.equal(actual[n], expected[n])] == []
 
 
-def small(model: nn.Module | None = None, seed: int = 0, rows: torch.Tensor = ROWS, **options: Any) -> Any:
+def small(
+    model: nn.Module | None = None, seed: int = 0, rows: torch.Tensor = ROWS, devices: int = 1, **options: Any
+) -> Any:
     torch.manual_seed(7)
     built = model or nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     given: dict[str, Any] = {"optimizer": ADAMW} | options
-    return autopar.parallelize(built, 1, rows, seed=seed, **given)
+    return autopar.parallelize(built, devices, rows, seed=seed, **given)
 
 
 def save_small(folder: Path) -> Path:

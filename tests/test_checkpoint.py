@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,13 +12,16 @@ from typing import Any
 import pytest
 import timm
 import timm.optim
+import timm.utils
 import torch
+import torch.nn.functional as F
 from checkpoint_models import (
     ADAMW,
     CLASSES,
     IMAGES,
     LABELS,
     ROWS,
+    STEPLR,
     VIT,
     assert_equal,
     contents,
@@ -203,44 +208,98 @@ def test_a_checkpoint_taken_before_any_update(tmp_path: Path) -> None:
         assert pm.train_step(ROWS, CLASSES).loss == first
 
 
-class Scaler:
-    """Stands for a loss scaler."""
-
-    def __init__(self, scale: float) -> None:
-        self.scale = scale
-
-    def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale}
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.scale = state["scale"]
+EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9)
+# The loss overflows float16 at the first scales, so that the scale is not the default when it is saved.
+MIXED: dict[str, Any] = {
+    "precision": "fp16", "ema": EMA, "microbatches": 2, "loss_fn": lambda output, y: 30 * F.cross_entropy(output, y)
+}  # fmt: skip
 
 
-class Average:
-    """Stands for averages of weights."""
+def test_averages_and_loss_scale_go_to_another_mesh(tmp_path: Path) -> None:
+    with small(**MIXED) as pm:
+        skipped = [pm.train_step(ROWS, CLASSES).skipped for _ in range(6)]
+        assert skipped[0] and not skipped[-1]
+        scale, averages = pm.loss_scale(), pm.ema_state_dict()
+        pm.save_checkpoint(tmp_path / "alone")
+        assert_equal(read_weights(tmp_path / "alone", ema=True), averages)
+        assert_equal(read_weights(tmp_path / "alone"), pm.state_dict())
+        assert not torch.equal(averages["0.weight"], pm.state_dict()["0.weight"])
+        loss, after = pm.train_step(ROWS, CLASSES).loss, pm.ema_state_dict()
+    for devices, given, saved in ((2, "alone", "pipeline"), (1, "pipeline", "again")):
+        with small(devices=devices, pp=devices, seed=0, **MIXED) as pm, warnings.catch_warnings():
+            warnings.simplefilter("error", ResumeWarning)
+            pm.load_checkpoint(tmp_path / given)
+            assert pm.loss_scale() == scale < 65536
+            assert_equal(pm.ema_state_dict(), averages)
+            pm.save_checkpoint(tmp_path / saved)
+            assert_equal(contents(tmp_path / saved), contents(tmp_path / given))
+            assert pm.train_step(ROWS, CLASSES).loss == pytest.approx(loss, rel=1e-3)
+            for name, tensor in pm.ema_state_dict().items():
+                torch.testing.assert_close(tensor, after[name], rtol=1e-3, atol=1e-4)
 
-    def __init__(self, pm: Any, factor: float) -> None:
-        self.own = {name: tensor * factor for name, tensor in pm.state_dict().items()}
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return self.own
-
-
-def test_averages_and_loss_scale(saved: Path) -> None:
-    with small() as pm:
-        rank = pm._ranks.rank
-        rank.updater.scaler, rank.ema = Scaler(512.0), Average(pm, 0.5)
-        pm.load_checkpoint(saved)  # has neither: averages start at the weights
-        assert_equal(rank.ema.own, pm.state_dict())
-        rank.ema = Average(pm, 0.5)
+def test_precision_and_averages_that_come_or_go(saved: Path) -> None:
+    came = [
+        r"was saved in fp32, here it is fp16: training goes on with other rounding, and the loss scale starts anew\.",
+        r"has no averages of weights: those here start at its weights\.",
+    ]
+    with small(precision="fp16", ema=EMA) as pm:
+        assert_told(pm, saved, came)
+        assert_equal(pm.ema_state_dict(), pm.state_dict())
+        assert pm.loss_scale() == 65536
         pm.save_checkpoint(saved)
-        halved = dict(rank.ema.own)
-        rank.updater.scaler, rank.ema = Scaler(1.0), Average(pm, 3.0)
-        pm.load_checkpoint(saved)
-        assert rank.updater.scaler.scale == 512.0
-        assert_equal(rank.ema.own, halved)
-        assert_equal(read_weights(saved, ema=True), halved)
-        assert_equal(read_weights(saved), pm.state_dict())
+    gone = [
+        "was saved in fp16, here it is fp32: training goes on with other rounding, without its loss scale",
+        r"has averages of weights, here is no ema: they are left out, and end\.",
+    ]
+    with small() as pm:
+        assert_told(pm, saved, gone)
+
+
+def assert_told(pm: autopar.ParallelModel, folder: Path, expected: list[str]) -> None:
+    """A checkpoint is loaded with these warnings, and no others."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ResumeWarning)
+        pm.load_checkpoint(folder)
+    told = [str(warning.message) for warning in caught if warning.category is ResumeWarning]
+    assert len(told) == len(expected), told
+    for message, pattern in zip(told, expected):
+        assert re.search(pattern, message), message
+
+
+def decayed(params: Any, weight_decay: float = 0.1, scale: float | None = 0.5) -> torch.optim.Optimizer:
+    """AdamW with groups of its own for weights and biases, as layer decay makes them."""
+    named = list(params.named_parameters())
+    kinds = [[p for n, p in named if n.endswith(end)] for end in ("weight", "bias")]
+    groups = [{"params": own, "weight_decay": weight_decay * (i == 0)} for i, own in enumerate(kinds)]
+    return ADAMW([group | ({"lr_scale": scale} if scale else {}) for group in groups])
+
+
+def test_other_options_are_told_and_those_saved_stay(tmp_path: Path) -> None:
+    with small(optimizer=decayed, lr_scheduler=STEPLR) as pm:
+        trained_rows(pm)
+        pm.save_checkpoint(tmp_path)
+        expected = trained_rows(pm)
+    make = functools.partial(decayed, weight_decay=0.2, scale=None)
+    other = [
+        r"was saved with lr_scale 0\.5, here it is None \(4 weights\): what was saved stays in use\.",
+        r"was saved with weight_decay 0\.1, here it is 0\.2 \(2 weights\): what was saved stays in use\.",
+    ]
+    for devices in (1, 2):
+        with small(devices=devices, pp=devices, optimizer=make, lr_scheduler=STEPLR) as pm:
+            assert_told(pm, tmp_path, other)
+            pm.save_checkpoint(tmp_path / "again")
+            assert trained_rows(pm) == pytest.approx(expected, rel=1e-5)
+    with small(optimizer=decayed, lr_scheduler=STEPLR) as pm:
+        assert_told(pm, tmp_path / "again", [])  # it was saved with what had stayed in use
+
+
+def trained_rows(pm: autopar.ParallelModel) -> list[float]:
+    losses = []
+    for _ in range(3):
+        losses.append(pm.train_step(ROWS, CLASSES).loss)
+        pm.lr_scheduler.step()
+    return losses
 
 
 @pytest.mark.parametrize("name", ["sgd", "momentum", "lion", "nadamw", "rmsprop", "adafactor", "lookahead_adamw"])
@@ -252,7 +311,7 @@ def test_any_optimizer_of_timm(name: str, tmp_path: Path) -> None:
         pm.save_checkpoint(tmp_path)
         expected = [pm.train_step(ROWS, CLASSES).loss for _ in range(4)]
     with small(optimizer=make) as pm:
-        pm.load_checkpoint(tmp_path)
+        assert_told(pm, tmp_path, [])
         assert [pm.train_step(ROWS, CLASSES).loss for _ in range(4)] == expected
 
 
@@ -287,6 +346,13 @@ def test_tied_weights_are_exported_under_all_their_names(tmp_path: Path) -> None
     with safe_open(str(file), "pt") as opened:
         assert_equal({name: opened.get_tensor(name) for name in opened.keys()}, expected)  # noqa: SIM118
     assert torch.equal(expected["head.weight"], expected["embed.weight"])
+
+
+def test_a_folder_of_a_run_stands_for_its_last_checkpoint(tmp_path: Path, saved: Path) -> None:
+    (tmp_path / "run").mkdir()
+    saved.rename(tmp_path / "run" / "last")
+    file = tmp_path / "model.safetensors"
+    assert export(str(tmp_path / "run"), "-o", str(file)) == f"{file}: 4 tensors of Sequential after 1 updates\n"
 
 
 def test_export_of_nothing(tmp_path: Path, saved: Path) -> None:

@@ -9,6 +9,7 @@ import pickle
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ from checkpoint_models import (
 from torch import nn
 
 import autopar
-from autopar import CheckpointError, ResumeWarning, UsageError
+from autopar import CheckpointError, ResumeWarning, UsageError, WorkerError
 from autopar.checkpoints import read_weights
 
 
@@ -130,6 +131,95 @@ def test_a_disk_that_is_too_small(saved: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [path.name for path in saved.glob("data-*")] == ["data-1"]
 
 
+FULL = """
+import os, shutil, sys
+from pathlib import Path
+sys.path.insert(0, os.environ["TESTS"])
+import torch
+from checkpoint_models import CLASSES, ROWS, assert_equal, save_small, small
+from autopar import CheckpointError
+from autopar.checkpoints import read_header, read_weights
+
+torch.set_num_threads(1)
+disk = Path(sys.argv[1])
+saved, filler, page = disk / "saved", disk / "filler", os.sysconf("SC_PAGE_SIZE")
+before = read_weights(save_small(saved))
+with small() as pm:
+    pm.load_checkpoint(saved)
+    pm.train_step(ROWS, CLASSES)
+    for pages in range(1, 30):
+        filler.write_bytes(bytes(shutil.disk_usage(disk).free - pages * page))
+        try:
+            pm.save_checkpoint(saved)
+        except CheckpointError as error:
+            print(f"{pages}: {error}")
+            filler.unlink()
+            assert read_header(saved).updates == 1
+            assert_equal(read_weights(saved), before)
+            assert sorted(path.name for path in saved.iterdir()) == [".saving", "checkpoint.json", "data-1"]
+        else:
+            break
+    assert read_header(saved).updates == 2
+    assert_equal(read_weights(saved), pm.state_dict())
+"""
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    """On a file system of its own, with ever more room until a second checkpoint fits: each file once is too much."""
+    mounting = ["unshare", "--map-root-user", "--mount", "sh", "-ec", 'mount -t tmpfs -o size=1m none "$0"; exec "$@"']
+    if shutil.which("unshare") is None or subprocess.run([*mounting, str(tmp_path), "true"]).returncode:
+        pytest.skip("this machine lets nobody mount a file system")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "TESTS": str(Path(__file__).parent),
+    }
+    command = [*mounting, str(tmp_path), sys.executable, "-c", FULL, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    failures = done.stdout.splitlines()
+    assert len(failures) > 3
+    for line in failures:
+        assert re.search(
+            r"Cannot save a checkpoint to .*saved: .*No space left on device.* on rank 0 .*Make room", line
+        )
+        assert "The one that was there is as it was." in line
+
+
+def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
+    marker, folder = tmp_path / "marker", tmp_path / "saved"
+
+    def make(params: Any) -> torch.optim.Optimizer:
+        """An optimizer; from then on, the worker dies in the middle of writing as soon as a file is there."""
+        from autopar.runtime.planners import PartsSavePlanner
+
+        resolve = PartsSavePlanner.resolve_data
+
+        def resolve_or_die(self: Any, write_item: Any) -> torch.Tensor:
+            if marker.exists() and "2." in write_item.index.fqn:  # the last stage's
+                os.kill(os.getpid(), signal.SIGKILL)
+            return resolve(self, write_item)
+
+        PartsSavePlanner.resolve_data = resolve_or_die
+        return ADAMW(params)
+
+    with small(devices=2, pp=2, microbatches=2, optimizer=make) as pm:
+        pm.train_step(ROWS, CLASSES)
+        pm.save_checkpoint(folder, {"step": 1})
+        before = contents(folder)
+        pm.train_step(ROWS, CLASSES)
+        marker.touch()
+        with pytest.raises(
+            WorkerError, match=r"Rank 1 \(stage 1\) died during save_checkpoint: killed by SIGKILL\. All"
+        ):
+            pm.save_checkpoint(folder)
+        assert pm._ranks.processes == []
+    assert_equal(contents(folder), before)
+    with small() as pm:
+        assert pm.load_checkpoint(folder) == {"step": 1}
+        pm.save_checkpoint(folder)
+    assert len(list(folder.glob("data-*"))) == 1
+
+
 class Stubborn(torch.optim.SGD):
     """Cannot be saved on the rank that has the last layer, as long as a file is there."""
 
@@ -213,8 +303,11 @@ def broken(saved: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("no folder", r"saved is not a checkpoint: it does not exist\. Give the folder that save_checkpoint wrote"),
-        ("empty", r"saved is not a checkpoint: it has no checkpoint\.json\. Give"),
+        ("no folder", r"saved is not a checkpoint: it does not exist\. Give the folder that save_checkpoint wrote\.$"),
+        (
+            "empty",
+            r"saved is not a checkpoint: it has no checkpoint\.json\. Give the folder that save_checkpoint wrote\.$",
+        ),
         ("foreign", r"checkpoint\.json is not of autopar: it has no schema_version\. Give a checkpoint's folder"),
         ("cut header", r"checkpoint\.json is not a complete JSON file: .* at line \d+, column \d+\..* use another"),
         ("newer", r"checkpoint\.json: field schema_version is 7, this autopar reads 1\. Upgrade autopar\."),
@@ -235,6 +328,16 @@ def test_a_broken_checkpoint(how: str, message: str, saved: Path, capfd: pytest.
     with small() as pm, unchanged(pm), pytest.raises(CheckpointError, match=message):
         pm.load_checkpoint(saved)
     assert "taken" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["no folder", "missing"])
+def test_what_is_not_there_may_be_on_another_node(how: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken(saved, how)
+    nodes = {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    for name, value in nodes.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(CheckpointError, match=r", on a disk that all nodes share\.$"):
+        read_weights(saved)
 
 
 @pytest.mark.parametrize("how", ["foreign", "newer", "cut header"])
@@ -282,7 +385,10 @@ def test_another_optimizer(saved: Path) -> None:
     with small(optimizer=sgd) as pm, unchanged(pm), pytest.raises(CheckpointError, match=message):
         pm.load_checkpoint(saved)
     adam = functools.partial(torch.optim.Adam, lr=0.1)
-    with small(optimizer=adam) as pm:
+    with (
+        small(optimizer=adam) as pm,
+        pytest.warns(ResumeWarning, match="was saved with .*, here it is"),
+    ):
         pm.load_checkpoint(saved)  # AdamW but for the decay: the same state
         assert pm.learning_rates() == [0.01]
 

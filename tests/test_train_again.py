@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
-from train_cli import MAIN, SHORT, invoke, losses, records, start
+from train_cli import MAIN, SHORT, TINY, invoke, losses, records, start
+
+from autopar.train import read_run
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +58,50 @@ def test_killed_and_resumed_on_another_mesh(alone, tmp_path):
     assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=1e-4)
 
 
-def test_ctrl_c_says_how_to_go_on(tmp_path):
-    process = start(tmp_path, "train", *SHORT, "--devices", "1", "--epochs", "90", "-o", "out")
-    log = tmp_path / "out" / "history.jsonl"
-    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= 2):
-        time.sleep(0.02)
-    process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
+def interrupt(process: subprocess.Popen[str], log: Path, lines: int) -> str:
+    """What it says on stderr when Ctrl-C is pressed in its terminal after so many lines of a log."""
+    while process.poll() is None and not (log.exists() and log.read_text().count("\n") >= lines):
+        time.sleep(0.005)
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=100)
+    assert len(family) >= 2  # workers, and processes that read images
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+    return error
+
+
+def test_ctrl_c_saves_and_says_how_to_go_on(alone, tmp_path, monkeypatch):
+    process = start(tmp_path, "train", *SHORT, "--devices", "2", "--workers", "1", "-o", "out")
+    error = interrupt(process, tmp_path / "out" / "steps.jsonl", 3)
     assert process.returncode == 130, error
-    assert re.search(
-        r"Interrupted in epoch \d+, after \d updates\. Go on with the same flags and --resume out/last\n", error
+    assert "Traceback" not in error and "Interrupted: the run ends after this update." in error
+    found = re.search(
+        r"Interrupted in epoch (\d), after (\d) of 8 updates; all of it is saved\. Go on with\n"
+        r"autopar (train .* -o out --resume out/last)\n",
+        error,
     )
-    assert "Traceback" not in error
+    assert found, error
+    done = len(losses(tmp_path / "out"))
+    assert done == 8 * (int(found[1]) - 1) + int(found[2]) and done < 16
+    monkeypatch.chdir(tmp_path)
+    code, _, error = invoke(*shlex.split(found[3]))
+    assert code == 0, error
+    assert losses(tmp_path / "out") == pytest.approx(losses(alone), rel=1e-4)
 
 
-def test_another_run_is_not_resumed(alone):
+def test_ctrl_c_under_torchrun(tmp_path):
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python", sys.executable)
+    process = start(tmp_path, "-c", MAIN, "train", *SHORT, "--dp", "2", "-o", "out", launcher=launcher)
+    error = interrupt(process, tmp_path / "out" / "steps.jsonl", 2)
+    assert error.count("all of it is saved. Go on under torchrun with") == 1, error  # one rank speaks
+    assert "autopar/" not in error.replace("autopar train", "")  # no traceback but the launcher's own
+    saved = read_run(tmp_path / "out" / "last").position
+    assert saved.update == len(losses(tmp_path / "out")) < 16
+
+
+def test_another_run_is_refused_before_anything_is_planned(alone, tmp_path, monkeypatch):
+    monkeypatch.setattr("autopar.cli.training.parallelize", None)
     code, _, error = invoke(
         "train", *SHORT, "--devices", "1", "--seed", "3", "--batch-size", "64", "--epochs", "5", "--resume", str(alone),
         "--smoothing", "0.25", "--scale", "0.5", "1.0",
@@ -74,3 +110,25 @@ def test_another_run_is_not_resumed(alone):
     assert "this would change --seed from 0 to 3, --batch-size from 32 to 64" in error, error
     assert "--epochs (the length of the schedule) from 2 to 5" in error
     assert "--scale from None to [0.5, 1.0], --smoothing from " in error and " to 0.25" in error
+    code, _, error = invoke("train", *SHORT, "--devices", "1", "--resume", str(alone))
+    assert code == 2
+    assert "last is finished: it has done 2 epochs, --epochs is 2. The schedule cosine ends there: only a" in error
+    shutil.copytree(alone / "last", tmp_path / "cut")
+    next((tmp_path / "cut").glob("data-*/*.distcp")).write_bytes(b"")
+    code, _, error = invoke("train", *SHORT, "--devices", "1", "--resume", str(tmp_path / "cut"))
+    assert (code, "cut is damaged: in data-" in error) == (2, True), error
+
+
+def test_a_finished_run_gets_more_epochs_in_another_folder(tmp_path):
+    few = [*TINY, "--data", "digits", "--train-num-samples", "64", "--val-num-samples", "20", "--batch-size", "32"]
+    run = ["train", *few, "--devices", "1", "--sched", "constant"]
+    old, new = tmp_path / "old", tmp_path / "new"
+    assert invoke(*run, "--epochs", "1", "-o", str(old))[0] == 0
+    code, _, error = invoke(*run, "--epochs", "1", "-o", str(new), "--resume", str(old))
+    assert code == 2
+    assert "it has done 1 epochs, --epochs is 1. Pass --epochs 2 or more to go on. `autopar export" in error, error
+    assert not new.exists()
+    assert invoke(*run, "--epochs", "2", "-o", str(new), "--resume", str(old))[0] == 0
+    assert [line["update"] for line in records(new / "steps.jsonl")] == [1, 2, 3, 4]
+    assert [line["epoch"] for line in records(new / "history.jsonl")] == [1, 2]
+    assert {"last", "best", "model.safetensors"} <= {path.name for path in new.iterdir()}

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from handmade import in_threads
+from timm.utils import ModelEmaV3
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
 from autopar.errors import TrainingError, UsageError
+from autopar.runtime import is_checkpoint
 from autopar.train import (
     Augmentation,
     Batch,
@@ -33,11 +37,14 @@ from autopar.train import (
     evaluation_loader,
     load_data,
     load_weights,
+    read_run,
     save_weights,
     schedule,
     training_loader,
 )
 from autopar.train.evaluation import evaluation, judged
+from autopar.train.interrupt import noted_interrupts
+from autopar.train.reports import Position
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
 MOVED = Augmentation(shift=1)
@@ -323,6 +330,158 @@ def test_a_resumed_run_goes_on_as_if_nothing_had_happened(interrupted: int, data
     assert [s["lr"] for s in lines(cut / "steps.jsonl")] == [s["lr"] for s in lines(whole / "steps.jsonl")]
     assert [h.accuracy for h in history] == [h.accuracy for h in expected]
     assert [h.loss for h in history] == pytest.approx([h.loss for h in expected], abs=1e-12)
+
+
+class Noisy(nn.Sequential):
+    """Drops out in evaluation too, so that what an evaluation drew decides on what comes after it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(super().forward(x), 0.1, training=True)
+
+
+class Signal:
+    """A loader that has Ctrl-C pressed after so many batches of all epochs, counted from 0."""
+
+    def __init__(self, inner, at: int) -> None:
+        self.inner, self.left = inner, at
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def epoch(self, number: int, first: int = 0):
+        for batch in self.inner.epoch(number, first):
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGINT)
+            self.left -= 1
+            yield batch
+
+
+class Pressed(Callback):
+    """Ctrl-C is pressed when the first epoch is told."""
+
+    def on_epoch(self, trainer: Trainer, report) -> None:
+        if report.epoch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+NEVER = 99
+
+
+# An epoch has 5 updates, and 8 batches of evaluation: 4 of the weights and 4 of the averages.
+@pytest.mark.parametrize(
+    ("training", "testing", "pressed", "where"),
+    [
+        (2, NEVER, (), (1, 3)),
+        (4, NEVER, (), (1, 5)),
+        (NEVER, 2, (), (1, 5)),
+        (NEVER, 13, (), (2, 5)),
+        (NEVER, NEVER, (Pressed(),), (2, 0)),
+    ],
+)
+def test_ctrl_c_saves_where_the_run_stands(
+    training: int, testing: int, pressed: tuple[Callback, ...], where: tuple[int, int], data: Data, tmp_path: Path
+):
+    make = schedule("cosine", 2, 5, warmup_epochs=1, step_on_epochs=False)
+    ema = functools.partial(ModelEmaV3, decay=0.5)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+
+    def model() -> autopar.ParallelModel:
+        torch.manual_seed(0)
+        noisy = Noisy(nn.Flatten(), nn.Linear(64, 32), nn.GELU(), nn.Linear(32, 10))
+        return autopar.parallelize(
+            noisy, 1, torch.empty(20, 1, 8, 8), optimizer=ADAMW, lr_scheduler=make, ema=ema, microbatches=1
+        )
+
+    def run(pm: autopar.ParallelModel, folder: Path, *more: Callback) -> Trainer:
+        callbacks = (*more, JsonLog(folder), Checkpoints(folder))
+        return trainer(pm, data, schedule="timm", ema=True, callbacks=callbacks)
+
+    with model() as pm:
+        expected, state = run(pm, whole).fit(), pm.state_dict()
+    record = Record()
+    with model() as pm:
+        interrupted = run(pm, cut, *pressed, record)
+        assert interrupted.eval_loader is not None
+        interrupted.train_loader = Signal(interrupted.train_loader, training)
+        interrupted.eval_loader = Signal(interrupted.eval_loader, testing)
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.fit()
+        assert (interrupted.position.epoch, interrupted.position.step) == where
+        assert interrupted.saved == interrupted.position and interrupted.checkpoint == cut / "last"
+    assert record.calls[-2:] == ["last", "end"] and record.calls.count("last") == max(1, where[0] - (where[1] == 0))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with model() as pm:
+        again = run(pm, cut)
+        again.resume(cut / "last")
+        assert (again.position.epoch, again.position.step) == where
+        history = again.fit()
+        assert all(torch.equal(t, state[name]) for name, t in pm.state_dict().items())
+    assert losses(cut) == losses(whole)
+    assert [(h.loss, h.accuracy, h.ema_accuracy) for h in history] == [
+        (pytest.approx(h.loss, abs=1e-12), h.accuracy, h.ema_accuracy) for h in expected
+    ]
+    assert [line["epoch"] for line in lines(cut / "history.jsonl")] == [1, 2]
+
+
+class Twice(Callback):
+    """Ctrl-C is pressed twice during the second update."""
+
+    def on_step(self, trainer: Trainer, report) -> None:
+        if report.update == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("went on")
+
+
+def test_a_second_ctrl_c_ends_at_once(data: Data, tmp_path: Path):
+    with parallel() as pm, pytest.raises(KeyboardInterrupt):
+        trainer(pm, data, callbacks=(Twice(), Checkpoints(tmp_path))).fit()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handler_of_the_callers_own_stays():
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        with noted_interrupts() as interrupt:
+            os.kill(os.getpid(), signal.SIGINT)
+        assert (heard, interrupt.asked) == ([signal.SIGINT], False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_a_run_goes_on_in_another_folder(data: Data, tmp_path: Path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    callbacks = (JsonLog(old), Checkpoints(old, every=2), Record(fail_at=7))
+    with parallel() as pm, pytest.raises(KeyboardInterrupt):
+        trainer(pm, data, callbacks=callbacks).fit()
+    assert len(losses(old)) == 7
+    with parallel() as pm:
+        on = trainer(pm, data, callbacks=(JsonLog(new), Checkpoints(new), Record(fail_at=7)))
+        on.resume(old / "last")
+        with pytest.raises(KeyboardInterrupt):
+            on.fit()
+        assert on.checkpoint == new / "last" and on.saved == Position(2, 1, 5)
+    assert losses(new) == losses(old) and lines(new / "history.jsonl") == lines(old / "history.jsonl")
+    assert read_run(new / "last") == read_run(old / "last") and read_run(new / "best").position == Position(2, 0, 5)
+    with parallel() as pm:  # from the start of the new folder, as if the old one were gone
+        again = trainer(pm, data, callbacks=(JsonLog(new), Checkpoints(new)))
+        again.resume(new / "last")
+        again.fit()
+    assert [line["update"] for line in lines(new / "steps.jsonl")] == [*range(1, 11)]
+
+
+def test_the_best_of_a_later_time_is_not_taken_over(data: Data, tmp_path: Path):
+    old, new = tmp_path / "old", tmp_path / "new"
+    with parallel() as pm:
+        trainer(pm, data, epochs=1, callbacks=(Checkpoints(old),)).fit()
+    run = read_run(old / "best")
+    with parallel() as pm:
+        on = trainer(pm, data, epochs=1, callbacks=(Checkpoints(new),))
+        on.resume(old / "last")
+        on.best = (run.best or 0) / 2  # as if best had been saved after last
+        on.fit()
+    assert is_checkpoint(new / "last") and not is_checkpoint(new / "best")
 
 
 def test_a_run_with_other_settings_is_not_resumed(data: Data, tmp_path: Path):

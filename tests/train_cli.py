@@ -31,12 +31,12 @@ def invoke(*args: str) -> tuple[int, str, str]:
 
 
 def start(folder: Path, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The command in a process of its own, as a user would start it."""
+    """The command in a process, and process group, of its own, as a user's shell would start it."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
     command = [sys.executable, *(launcher or ("-c", MAIN)), *args]
     return subprocess.Popen(
         command, cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True,
     )  # fmt: skip
 
 

@@ -66,7 +66,7 @@ CASES = {
     "clipped by value": Case((TP, DP), functools.partial(torch.optim.SGD, lr=1.0), {}, {"clip_grad_value": 0.01}),
     "layer decay": Case(
         (TP, PP), "adamw", {"lr": 1e-2, "weight_decay": 0.05, "layer_decay": 0.5, "eps": 1e-3},
-        schedule=COSINE),
+        schedule=COSINE, resumed=True),
     "accumulation": Case((TP, DP, BOTH), functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9), accumulate=True),
     "resumed": Case((DP, TP, PP, BOTH, ALL), "lamb", LAMB, schedule=COSINE, ema=True, resumed=True),
     "average": Case((TP, DP), functools.partial(torch.optim.SGD, lr=0.5), ema=True),
@@ -221,7 +221,7 @@ def main() -> None:
             slots: dict[str, list[list[int]]] = {}
             error, worst = "", {}
             try:
-                worst = run(CASES[name], autopar.Plan.from_json(told[0]), slots, folder / f"checkpoint-{world}")
+                worst = run(CASES[name], autopar.Plan.from_json(told[0]), slots, folder / f"{name}-{world}")
             except Exception:
                 error = traceback.format_exc()
             file = folder / f"{name}+{pp}-{tp}-{dp}+{rank}.json"

@@ -9,7 +9,10 @@ import typer
 
 
 def export(
-    checkpoint: Annotated[Path, typer.Argument(help="A folder that save_checkpoint wrote.", metavar="FOLDER")],
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, or the --output of a training run: its last one.", metavar="FOLDER"),
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="MODEL.safetensors")],
     ema: Annotated[bool, typer.Option("--ema", help="The averages of weights instead of the weights.")] = False,
 ) -> None:
@@ -18,7 +21,9 @@ def export(
 
     from autopar.checkpoints import read_header, read_weights
     from autopar.errors import UsageError
+    from autopar.train import last_of
 
+    checkpoint = last_of(checkpoint)
     header = read_header(checkpoint)
     weights = read_weights(checkpoint, ema)
     try:

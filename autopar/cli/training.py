@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -45,10 +47,12 @@ from autopar.train import (
     TensorBoard,
     Trainer,
     evaluation_loader,
+    last_of,
     leads,
     load_data,
     make_folder,
     micro_batch,
+    read_run,
     save_weights,
     schedule,
     timm_optimizer,
@@ -124,12 +128,16 @@ def run(asked: Run) -> None:
         TrainingError: a loss was not finite, or the accuracies differ.
     """
     devices = number_of_devices(asked)
-    checkpoint = checkpoint_of(asked.resume) if asked.resume is not None else None
     source, data = model_and_data(asked)
+    steps = steps_per_epoch(asked, data)
+    checkpoint = None
+    if asked.resume is not None:
+        checkpoint = checkpoint_of(asked.resume)
+        check_goes_on(asked, checkpoint, settings(asked, source, data), steps)
     torch.manual_seed(asked.seed)
     model = source.build("cpu")
     example = torch.empty(asked.at_once, *data.form.shape, device="meta")
-    updating = how_to_update(asked, model, steps_per_epoch(asked, data))
+    updating = how_to_update(asked, model, steps)
     if leads():
         make_folder(asked.folder)
     with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **updating, **asked.constraints) as pm:
@@ -263,18 +271,34 @@ def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
 
 
 def fit(trainer: Trainer) -> None:
-    """Train; on Ctrl-C say how to go on."""
+    """Train; on Ctrl-C say what is saved and how to go on."""
     try:
         trainer.fit()
     except KeyboardInterrupt:
         if leads():
-            saved = trainer.checkpoint
-            typer.echo(
-                f"\nInterrupted in epoch {trainer.position.epoch}, after {trainer.position.step} updates. "
-                + (f"Go on with the same flags and --resume {saved}" if saved else "There is no checkpoint yet."),
-                err=True,
-            )
+            typer.echo(f"\n{farewell(trainer)}", err=True)
         raise
+
+
+def farewell(trainer: Trainer) -> str:
+    """Where an interrupted run stopped, what is saved of it, and the command that goes on."""
+    here, saved = trainer.position, trainer.saved
+    if here.epoch > trainer.epochs and saved == here:
+        return f"Interrupted after the last epoch. `autopar export {trainer.checkpoint}` writes the weights."
+    where = f"Interrupted in epoch {here.epoch}, after {here.step} of {here.steps} updates"
+    if trainer.checkpoint is None or saved is None:
+        return f"{where}. Nothing is saved."
+    what = "all of it" if saved == here else f"epoch {saved.epoch}, after {saved.step} of {saved.steps} updates,"
+    launch = launched()
+    under = f" under {launch.launcher}" if launch is not None else ""
+    return f"{where}; {what} is saved. Go on{under} with\n{command(trainer.checkpoint)}"
+
+
+def command(checkpoint: Path) -> str:
+    """This command, going on from a checkpoint."""
+    given = zip(sys.argv[1:], sys.argv)
+    words = [word for word, before in given if "--resume" not in (word, before) and not word.startswith("--resume=")]
+    return shlex.join(["autopar", *words, "--resume", str(checkpoint)])
 
 
 def checkpoint_of(path: Path) -> Path:
@@ -288,7 +312,33 @@ def checkpoint_of(path: Path) -> Path:
             f"--resume {path}: there is no such folder. Give a checkpoint, such as runs/MODEL/{LAST}, or the --output "
             "of an earlier run."
         )
-    return path / LAST if (path / LAST).is_dir() else path
+    return last_of(path)
+
+
+def check_goes_on(asked: Run, checkpoint: Path, now: Mapping[str, Any], steps: int) -> None:
+    """Look at a checkpoint before anything is planned.
+
+    Args:
+        now: `settings` of this run.
+        steps: updates of an epoch.
+
+    Raises:
+        CheckpointError: it is none, or is damaged.
+        UsageError: it is of another run, or that run is finished.
+    """
+    saved = read_run(checkpoint)
+    saved.check(now, steps, checkpoint)
+    done = saved.position.epoch - 1
+    if done >= asked.epochs:
+        more = (
+            f"Pass --epochs {done + 1} or more to go on."
+            if asked.schedule.sched in ENDLESS
+            else f"The schedule {asked.schedule.sched} ends there: only a new run can have more --epochs."
+        )
+        raise UsageError(
+            f"The run of {checkpoint} is finished: it has done {done} epochs, --epochs is {asked.epochs}. {more} "
+            f"`autopar export {checkpoint} -o model.safetensors` writes its weights."
+        )
 
 
 def number_of_devices(asked: Run) -> int:

@@ -23,7 +23,7 @@ from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header
 from autopar.ir.units import BYTES, text
 from autopar.runtime.contents import EMA, MODEL, Piece, described, offered
-from autopar.runtime.folder import HEADER, check_files, read_header
+from autopar.runtime.folder import check_files, is_checkpoint, on_all_nodes, read_header
 from autopar.runtime.planners import (
     DataReader,
     FolderWriter,
@@ -32,7 +32,7 @@ from autopar.runtime.planners import (
     read_metadata,
     saved_tensor,
 )
-from autopar.runtime.restore import Restore
+from autopar.runtime.restore import OptionChange, Restore
 from autopar.runtime.spec import rank_text
 from autopar.runtime.transport import TransportError
 from autopar.shards import chunks
@@ -71,8 +71,8 @@ def inspect(folder: str) -> Header | CheckpointError:
     return header
 
 
-def load(rank: Rank, folder: str, header: Header) -> CheckpointError | None:
-    """Take over a checkpoint that `inspect` found whole on all ranks."""
+def load(rank: Rank, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
+    """Take over a checkpoint that `inspect` found whole on all ranks; which options were others when it began."""
     data = Path(folder) / header.data
     restore = Restore(rank, data)
     planner = PartsLoadPlanner(restore.wanted)
@@ -87,8 +87,9 @@ def load(rank: Rank, folder: str, header: Header) -> CheckpointError | None:
             f"Cannot load the checkpoint in {folder}: {described(error)} on {rank_text(rank.mesh, number)}. The model "
             "is as it was. If a run is saving there at this moment, try again; else use another checkpoint."
         )
+    changes = restore.option_changes()
     restore.apply()
-    return None
+    return changes
 
 
 def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch.Tensor]:
@@ -167,8 +168,8 @@ def not_saved(rank: Rank, folder: Path, needed_bytes: int, exception: Checkpoint
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = text(shutil.disk_usage(there).free, BYTES)
     needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""
-    before = "The one that was there is as it was. " if (folder / HEADER).exists() else ""
-    nodes = " on a disk that all nodes share" if isinstance(error, FileNotFoundError) else ""
+    before = "The one that was there is as it was. " if is_checkpoint(folder) else ""
+    nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""
     return CheckpointError(
         f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(rank.mesh, number)}. {needed}{before}"
         f"Make room, or choose another folder{nodes}, and save again."

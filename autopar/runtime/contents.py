@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
@@ -39,13 +39,15 @@ class ParameterState:
     """An optimizer's state of one parameter.
 
     ``group`` is its place in `Training.groups`; ``values`` what is no tensor, or one number; ``split`` the names of
-    tensors shaped like the parameter, which lie as it does; ``whole`` those of all other tensors.
+    tensors shaped like the parameter, which lie as it does; ``whole`` those of all other tensors; ``made`` its group's
+    options when training began, before a scheduler or the optimizer itself changed any.
     """
 
     group: int
     values: dict[Any, Any]
     split: tuple[Any, ...]
     whole: tuple[Any, ...]
+    made: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -122,9 +124,22 @@ def piece(rank: Rank, key: str, layout: Layout, tensor: torch.Tensor) -> Piece:
 
 def named_groups(rank: Rank) -> list[list[str]]:
     """The names of the parameters in each group of a rank's optimizer."""
-    names = {id(parameter): name for name, parameter in rank.updater.optimized.items()}
-    groups = rank.updater.optimizer.param_groups if rank.updater.optimizer else []
-    return [[names[id(parameter)] for parameter in group["params"]] for group in groups]
+    updater = rank.updater
+    return names_in_groups(updater.optimizer, updater.optimized) if updater.optimizer is not None else []
+
+
+def names_in_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
+    """The names of the parameters in each group."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def options_by_name(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
+) -> dict[str, dict[str, Any]]:
+    """The options of each parameter's group."""
+    groups = zip(optimizer.param_groups, names_in_groups(optimizer, parameters), strict=True)
+    return {name: options_of(group) for group, names in groups for name in names}
 
 
 def optimizer_states(rank: Rank, pieces: list[Piece]) -> tuple[dict[str, ParameterState], tuple[dict[str, Any], ...]]:
@@ -151,7 +166,7 @@ def optimizer_states(rank: Rank, pieces: list[Piece]) -> tuple[dict[str, Paramet
                     )
                 (split if alike else whole).append(key)
                 pieces.append(piece(rank, state_key(name, key), layout if alike else REPLICATED, value))
-            states[name] = ParameterState(number, values, tuple(split), tuple(whole))
+            states[name] = ParameterState(number, values, tuple(split), tuple(whole), updater.made_options[name])
     return states, tuple(options_of(group) for group in saved["param_groups"])
 
 
@@ -185,7 +200,7 @@ def merged(parts: Sequence[Training]) -> Training:
     places = [[place_of(options, groups) for options in part.groups] for part in parts]
     for part, place in zip(parts, places):
         for name, state in part.states.items():
-            states.setdefault(name, ParameterState(place[state.group], state.values, state.split, state.whole))
+            states.setdefault(name, replace(state, group=place[state.group]))
     first = max(parts, key=lambda part: len(part.groups))  # the first of those with most groups
     scheduling = next((part for part in parts if part.scheduler and len(part.groups) == len(first.groups)), first)
     scaling = next((part.scaler_state for part in parts if part.scaler_state is not None), None)

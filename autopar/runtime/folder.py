@@ -17,6 +17,7 @@ from pathlib import Path
 
 from autopar.errors import CheckpointError
 from autopar.ir import Header
+from autopar.runtime.launch import launched
 
 HEADER, LOCK, TRAINING = "checkpoint.json", ".saving", "training.pt"
 DATA = re.compile(r"data-(\d+)")
@@ -39,7 +40,7 @@ class Save:
         self.lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             take(self.lock, folder)
-            self.previous = read_header(folder).data if (folder / HEADER).exists() else None
+            self.previous = read_header(folder).data if is_checkpoint(folder) else None
             remove_leftovers(folder, self.previous)
             if needed_bytes > shutil.disk_usage(folder).free:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
@@ -71,6 +72,29 @@ class Save:
             shutil.rmtree(self.data, ignore_errors=True)
             (self.folder / (HEADER + ".tmp")).unlink(missing_ok=True)
         os.close(self.lock)
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Make a checkpoint the one of another folder too.
+
+    Raises:
+        CheckpointError: there is no whole one, or it cannot be copied; ``target`` is as it was.
+    """
+    header = read_header(source)
+    check_files(source, header)
+    try:
+        save = Save(target, sum(header.files.values()))
+        try:
+            for name in header.files:
+                shutil.copyfile(source / header.data / name, save.data / name)
+            save.commit(header)
+        finally:
+            save.close()
+    except OSError as error:
+        raise CheckpointError(
+            f"Cannot copy the checkpoint in {source} to {target}: {error.strerror}. "
+            "Make room, or choose another folder."
+        ) from error
 
 
 def take(lock: int, folder: Path) -> None:
@@ -110,6 +134,11 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a checkpoint, whole or not."""
+    return (folder / HEADER).exists()
+
+
 def read_header(folder: Path) -> Header:
     """The header of a checkpoint.
 
@@ -122,8 +151,7 @@ def read_header(folder: Path) -> Header:
     except FileNotFoundError:
         what = f"has no {HEADER}" if folder.is_dir() else "does not exist"
         raise CheckpointError(
-            f"{folder} is not a checkpoint: it {what}. Give the folder that save_checkpoint wrote; if other nodes "
-            "wrote it, it must be on a disk that all of them share."
+            f"{folder} is not a checkpoint: it {what}. Give the folder that save_checkpoint wrote{on_all_nodes()}."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"Cannot read {path}: {error}. Give the folder that save_checkpoint wrote.") from error
@@ -142,9 +170,14 @@ def check_files(folder: Path, header: Header) -> None:
     if wrong or not header.files or not DATA.fullmatch(header.data):
         raise CheckpointError(
             f"The checkpoint in {folder} is damaged: in {header.data}, {len(wrong)} of {len(header.files)} files are "
-            f"not as they were saved: {', '.join(wrong[:3])}. Copy it again, or use another checkpoint; files that "
-            "other nodes wrote must be on a disk that all nodes share."
+            f"not as they were saved: {', '.join(wrong[:3])}. Copy it again, or use another checkpoint{on_all_nodes()}."
         )
+
+
+def on_all_nodes() -> str:
+    """What to say besides of a file that is not there: nothing, unless this run has several nodes."""
+    launch = launched()
+    return ", on a disk that all nodes share" if launch is not None and launch.num_nodes > 1 else ""
 
 
 def differs(name: str, size: int | None, saved: Mapping[str, int]) -> str:

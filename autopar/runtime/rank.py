@@ -19,6 +19,7 @@ from autopar.runtime.ema import Average
 from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.mixed_loss import in_autocast
+from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, UpdateResult, Work
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
@@ -216,8 +217,8 @@ class Rank:
         """The header of a checkpoint that this rank can read."""
         return checkpoint.inspect(folder)
 
-    def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
-        """Take over a checkpoint; why it was not, on any rank."""
+    def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
+        """Take over a checkpoint, and what it changed of the optimizer's options; or why it was not, on any rank."""
         return checkpoint.load(self, folder, header)
 
     def gradients(self) -> dict[str, torch.Tensor]:

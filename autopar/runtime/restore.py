@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,16 @@ from autopar.runtime.planners import saved_tensor
 
 if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
+
+
+@dataclass(frozen=True)
+class OptionChange:
+    """An option of a weight's parameter group that was another when the run began that saved; values as text."""
+
+    weight: str
+    option: str
+    saved: str
+    here: str
 
 
 class Restore:
@@ -112,6 +123,23 @@ class Restore:
                 f"{len(saved.order)}, and a scheduler for so many. Group the parameters as in the run that saved."
             )
 
+    def option_changes(self) -> list[OptionChange]:
+        """What the optimizer here was made with and the saved one was not; `apply` takes the saved options.
+
+        Options that one version of an optimizer has and another has not are no difference.
+        """
+        updater, found = self.rank.updater, []
+        if updater.optimizer is None or self.training.optimizer is None:
+            return []
+        for name in updater.made_options.keys() & self.training.states.keys():
+            here, there = updater.made_options[name], self.training.states[name].made
+            options = [
+                o for o in {**there, **here} if (o in here and o in there) or o not in updater.optimizer.defaults
+            ]
+            values = [(option, repr(there.get(option)), repr(here.get(option))) for option in options]
+            found += [OptionChange(name, option, was, now) for option, was, now in values if was != now]
+        return found
+
     def apply(self) -> None:
         """Replace the rank's state by what was read."""
         rank, updater, saved = self.rank, self.rank.updater, self.training
@@ -121,6 +149,8 @@ class Restore:
                 tensor.copy_(self.averages[name])
         if updater.optimizer is not None and saved.optimizer is not None:
             updater.optimizer.load_state_dict(self.optimizer_state(updater.optimizer))
+            known = updater.made_options.keys() & saved.states.keys()
+            updater.made_options |= {name: copied(saved.states[name].made) for name in known}
         if updater.scheduler is not None and saved.scheduler_state is not None:
             updater.scheduler.load_state_dict(copied(saved.scheduler_state))
         if updater.scaler is not None and saved.scaler_state is not None:

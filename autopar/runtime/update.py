@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.ir import REPLICATED, TP, Layout
 from autopar.pytree import leaves
+from autopar.runtime.contents import options_by_name
 from autopar.runtime.optimizer import rank_optimizer
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
 from autopar.runtime.scaler import LossScaler
@@ -34,6 +35,8 @@ class Updater:
         # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.
         self.optimized = dict(made.parameters) if made else own
         self.optimizer, self.wholes = (made.optimizer, made.wholes) if made else (None, None)
+        # Before a scheduler changes any: what checkpoints compare.
+        self.made_options = options_by_name(self.optimizer, self.optimized) if self.optimizer is not None else {}
         self.scheduler = scheduler_of(spec.lr_scheduler, self.optimizer) if made and spec.lr_scheduler else None
         self.scaler = LossScaler() if spec.autocast == "float16" else None
         self.replica_sum: ReplicaSum | None = None

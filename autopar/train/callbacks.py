@@ -9,14 +9,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import UsageError
-from autopar.runtime import launched
+from autopar.runtime import copy_checkpoint, is_checkpoint, launched
 from autopar.train.optional import needed
 from autopar.train.reports import EpochReport, StepReport
+from autopar.train.saved_run import read_run
 
 if TYPE_CHECKING:
     from autopar.train.trainer import Trainer
 
 LAST, BEST = "last", "best"
+
+
+def last_of(folder: Path) -> Path:
+    """The checkpoint that a folder stands for: the last one of a run's folder, or the folder itself."""
+    return folder / LAST if (folder / LAST).is_dir() else folder
 
 
 class Callback(Protocol):
@@ -37,6 +43,9 @@ class Callback(Protocol):
 
     def on_checkpoint(self, trainer: Trainer, folder: Path) -> None:
         """A checkpoint is complete."""
+
+    def on_interrupt(self, trainer: Trainer) -> None:
+        """Ctrl-C ends the training here, between two updates at the trainer's position."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Training is over, because it is done or because an exception ended it."""
@@ -63,7 +72,8 @@ def make_folder(folder: Path) -> None:
 class JsonLog(Callback):
     """A line for each step in ``steps.jsonl`` and one for each epoch in ``history.jsonl``.
 
-    A run that goes on from a checkpoint drops the lines of what came after it, and goes on in the same files.
+    Lines are written before the checkpoint that counts them. A run that goes on from a checkpoint drops the lines of
+    what came after it, and goes on in the same files; in another folder it takes over the lines up to there.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,8 +82,10 @@ class JsonLog(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if leads():
             make_folder(self.steps.parent)
-            keep_lines(self.steps, "update", trainer.position.update)
-            keep_lines(self.epochs, "epoch", len(trainer.history))
+            beside = trainer.resumed.parent / self.steps.name if trainer.resumed is not None else self.steps
+            known = lines_until(beside if beside.exists() else self.steps, trainer.position.update)
+            self.steps.write_text("".join(known))
+            self.epochs.write_text("".join(json.dumps(asdict(report)) + "\n" for report in trainer.history))
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         del trainer
@@ -91,14 +103,14 @@ def append_line(path: Path, record: dict[str, Any]) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def keep_lines(path: Path, key: str, most: int) -> None:
-    """Cut a file after the records whose ``key`` is at most this; one that does not exist becomes empty."""
+def lines_until(path: Path, update: int) -> list[str]:
+    """The lines of a log up to this update; none where there is no log."""
     kept: list[str] = []
     for line in path.read_text().splitlines(keepends=True) if path.exists() else []:
-        if not line.endswith("\n") or json.loads(line)[key] > most:  # a killed run may leave half a line
+        if not line.endswith("\n") or json.loads(line)["update"] > update:  # a killed run may leave half a line
             break
         kept.append(line)
-    path.write_text("".join(kept))
+    return kept
 
 
 class TensorBoard(Callback):
@@ -137,7 +149,8 @@ class TensorBoard(Callback):
 
 
 class Checkpoints(Callback):
-    """Checkpoints ``last`` and ``best`` in a folder, after each epoch; ``last`` also every so many updates.
+    """Checkpoints ``last`` and ``best`` in a folder, after each epoch; ``last`` also every so many updates, on Ctrl-C,
+    and at the start of a run that goes on from one in another folder, of which it takes ``best`` over too.
 
     ``best`` is that of the highest accuracy (of the averaged weights, where there are any).
     """
@@ -148,9 +161,14 @@ class Checkpoints(Callback):
         self.folder, self.every = folder, every
 
     def on_start(self, trainer: Trainer) -> None:
-        del trainer
         if leads():
             make_folder(self.folder)
+        earlier = trainer.resumed.parent if trainer.resumed is not None else self.folder
+        if earlier.resolve() != self.folder.resolve():
+            trainer.save(self.folder / LAST)
+            best = earlier / BEST
+            if leads() and is_checkpoint(best) and read_run(best).best == trainer.best:  # no later one
+                copy_checkpoint(best, self.folder / BEST)
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         if self.every is not None and report.update % self.every == 0 and not trainer.position.epoch_done:
@@ -160,3 +178,7 @@ class Checkpoints(Callback):
         if report.best:
             trainer.save(self.folder / BEST)
         trainer.save(self.folder / LAST)
+
+    def on_interrupt(self, trainer: Trainer) -> None:
+        if trainer.saved != trainer.position:
+            trainer.save(self.folder / LAST)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -94,6 +95,12 @@ def collated(
     return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good])
 
 
+def ignore_interrupts(worker: int) -> None:
+    """Leave Ctrl-C to the process that reads from this one: it may need another batch before it ends."""
+    del worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 class PartLoader:
     """One rank's part of all batches of a data set."""
 
@@ -124,6 +131,7 @@ class PartLoader:
                 batch_sampler=sampler,
                 num_workers=num_workers,
                 persistent_workers=num_workers > 0,
+                worker_init_fn=ignore_interrupts,
                 collate_fn=collated,
                 pin_memory=torch.cuda.is_available(),
                 generator=torch.Generator(),  # or else it draws from the user's

@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -15,14 +14,15 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DataLoader
 
-from autopar.checkpoints import read_header
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.ir.units import plural
 from autopar.model import ParallelModel
 from autopar.train.callbacks import Callback
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
+from autopar.train.interrupt import Interrupt, Interrupted, noted_interrupts
 from autopar.train.loader import Batch, Loader, Plain
 from autopar.train.reports import EpochReport, Position, Running, StepReport
+from autopar.train.saved_run import SavedRun, read_run
 
 Schedule = Literal["none", "update", "epoch", "timm"]
 
@@ -83,23 +83,40 @@ class Trainer:
         self.best: float | None = None
         self.peak_bytes = 0
         self.checkpoint: Path | None = None  # the last one written or read
+        self.saved: Position | None = None  # where that one is
+        self.resumed: Path | None = None  # the one that the run goes on from
+        self.interrupt = Interrupt()
 
     # -- training ----------------------------------------------------------------------------------------------
 
     def fit(self) -> list[EpochReport]:
         """Train from the current position to the last epoch; what each epoch came to.
 
+        The first Ctrl-C is heeded between two updates, or batches of an evaluation: callbacks are told, `Checkpoints`
+        saves, and KeyboardInterrupt is raised. The second one is raised at once.
+
         Raises:
             TrainingError: a loss is not finite; names epoch and step. Checkpoints stay as they are.
         """
         with ExitStack() as ends:
+            self.interrupt = ends.enter_context(noted_interrupts())
             for callback in self.callbacks:
                 ends.callback(callback.on_end, self)
                 callback.on_start(self)
-            while self.position.epoch <= self.epochs:
-                self.train_epoch()
-                self.finish_epoch()
+            try:
+                while self.position.epoch <= self.epochs:
+                    self.train_epoch()
+                    self.finish_epoch()
+            except Interrupted:
+                for callback in self.callbacks:
+                    callback.on_interrupt(self)
+                raise
         return self.history
+
+    def end_if_asked(self) -> None:
+        """Raise Interrupted on all ranks if Ctrl-C came to any of them."""
+        if self.pm.any_rank(self.interrupt.asked):
+            raise Interrupted
 
     def train_epoch(self) -> None:
         """The updates that are left of the current epoch."""
@@ -109,6 +126,7 @@ class Trainer:
             report = self.update(batches)
             for callback in self.callbacks:
                 callback.on_step(self, report)
+            self.end_if_asked()
 
     def update(self, batches: Iterator[Batch]) -> StepReport:
         """One update, of as many batches as it takes."""
@@ -177,16 +195,27 @@ class Trainer:
         self.position, self.running = done.next_epoch, Running()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
+        self.end_if_asked()
 
     def evaluations(self) -> tuple[Evaluation | None, Evaluation | None]:
         """Of the weights, and of their averages; None where there are none, or nothing to evaluate on."""
         if self.eval_loader is None:
             return None, None
-        plain = evaluate(self.pm, self.eval_loader.epoch(1), self.scores)
+        plain = evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
         if not self.ema:
             return plain, None
         with self.pm.ema_weights():
-            return plain, evaluate(self.pm, self.eval_loader.epoch(1), self.scores)
+            return plain, evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
+
+    def test_batches(self, loader: Loader) -> Iterator[Batch]:
+        """All batches, unless Ctrl-C comes: then the run goes on with this evaluation, from its start."""
+        for batch in loader.epoch(1):
+            yield batch
+            try:
+                self.end_if_asked()
+            except Interrupted:
+                self.pm.zero_grad()  # what random operations drew for this evaluation is drawn again then
+                raise
 
     def measure_memory(self) -> None:
         self.peak_bytes = max(stats.peak_bytes for stats in self.pm.stats().values())
@@ -195,15 +224,9 @@ class Trainer:
 
     def save(self, folder: str | PathLike[str]) -> None:
         """Write a checkpoint of the model and of where the training is; all ranks of torchrun make the call."""
-        state = {
-            "position": asdict(self.position),
-            "running": asdict(self.running),
-            "history": [asdict(report) for report in self.history],
-            "best": self.best,
-            "settings": self.settings,
-        }
-        self.pm.save_checkpoint(folder, extra=state)
-        self.checkpoint = Path(folder)
+        run = SavedRun(self.position, self.running, tuple(self.history), self.best, self.settings)
+        self.pm.save_checkpoint(folder, extra=run.to_extra())
+        self.checkpoint, self.saved = Path(folder), self.position
         for callback in self.callbacks:
             callback.on_checkpoint(self, self.checkpoint)
 
@@ -214,38 +237,13 @@ class Trainer:
             UsageError: it was not written by a trainer, or by one with other settings; says which. Nothing was changed.
             CheckpointError: as `ParallelModel.load_checkpoint`.
         """
-        state = read_header(folder).extra
-        if not isinstance(state, Mapping) or not {"position", "settings"} <= state.keys():
-            raise UsageError(
-                f"Checkpoint {folder} does not say how far a training was, because no Trainer wrote it. "
-                "Load it with pm.load_checkpoint and start at epoch 1."
-            )
-        check_same(state["settings"], self.settings, folder)
-        position = Position(**state["position"])
-        if position.steps != self.position.steps:
-            raise UsageError(
-                f"Checkpoint {folder} is of epochs of {plural(position.steps, 'update')}, now they have "
-                f"{self.position.steps}. Use the batch size and the data of the run that wrote it."
-            )
+        run = read_run(folder)
+        run.check(self.settings, self.position.steps, folder)
         self.pm.load_checkpoint(folder)
-        self.position, self.running = position, Running(**state["running"])
-        self.history = [EpochReport(**report) for report in state["history"]]
-        self.best, self.checkpoint = state["best"], Path(folder)
-
-
-def check_same(before: Mapping[str, Any], now: Mapping[str, Any], folder: str | PathLike[str]) -> None:
-    """Compare the settings of a checkpoint with those of the run that is to go on from it.
-
-    Raises:
-        UsageError: says what would change.
-    """
-    names = [*before, *(name for name in now if name not in before)]
-    changes = [f"{n} from {before.get(n)} to {now.get(n)}" for n in names if before.get(n) != now.get(n)]
-    if changes:
-        raise UsageError(
-            f"Checkpoint {folder} cannot be resumed so: this would change {', '.join(changes)}. That would be another "
-            "run. Give the values of the one that wrote it, or start anew."
-        )
+        self.position, self.running, self.best = run.position, run.running, run.best
+        self.history = list(run.history)
+        self.checkpoint = self.resumed = Path(folder)
+        self.saved = self.position
 
 
 def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
