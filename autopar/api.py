@@ -18,7 +18,7 @@ from autopar.batching import Call, as_call
 from autopar.codegen import graph_module
 from autopar.errors import PlanDependentRandomWarning, UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
-from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight
+from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight, microbatch_size
 from autopar.ir.units import plural
 from autopar.lowering import lowered
 from autopar.machine import Machine, default_hardware_name, this_machine
@@ -30,7 +30,7 @@ from autopar.programs import Programs
 from autopar.random_ops import DRAWS, draws
 from autopar.refine import refine
 from autopar.rules import unruled
-from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, assigned
+from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, balanced_owners
 from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import weight_tensors
@@ -131,7 +131,7 @@ def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
     """
     share = max(1, batch // (options.dp or 1))
     if options.microbatch_size or options.microbatches:
-        return min(share, options.microbatch_size or -(-share // (options.microbatches or 1)))
+        return min(share, options.microbatch_size or microbatch_size(share, options.microbatches or 1))
     return min(share, 8 * max(1, share // (32 * devices)))
 
 
@@ -315,8 +315,8 @@ def rank_specs(
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
     if programs.plan.zero1:
-        held = {weight.name: weight for own in weights for weight in own}
-        owners = assigned(held.values(), programs.holders, mesh.pp, mesh.dp)
+        numel = {weight.name: weight.numel for own in weights for weight in own if weight.requires_grad}
+        owners = balanced_owners(numel, programs.holders, mesh.dp)
     first = RankSpec(
         rank=0,
         mesh=mesh,

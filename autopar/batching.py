@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.errors import UsageError
-from autopar.ir import Graph, Mesh, Place, Ref, Value, refs
+from autopar.ir import Graph, Mesh, Place, Ref, Value, dtype_name, microbatch_sizes, refs
 from autopar.pytree import Spec, flatten, unflatten
 
 Join = Literal["concatenate", "mean", "first"]
@@ -101,7 +101,7 @@ def check_call(call: Call, graph: Graph, model_name: str) -> None:
         value = values[traced.name]
         if not isinstance(leaf, torch.Tensor):
             raise UsageError(f"Input {value.name} of {model_name} is a {type(leaf).__name__}, expected a tensor.")
-        dtype = str(leaf.dtype).removeprefix("torch.")
+        dtype = dtype_name(leaf.dtype)
         if dtype != value.dtype:
             raise UsageError(
                 f"Input {value.name} of {model_name} has dtype {dtype}, expected {value.dtype}. "
@@ -118,12 +118,6 @@ def outline(leaves: Sequence[Any], spec: Spec) -> str:
     """A call's nesting with the word tensor for each tensor: ``((tensor, 2.0), {})``."""
     words = ["tensor" if isinstance(leaf, torch.Tensor | Ref) else repr(leaf) for leaf in leaves]
     return str(unflatten(words, spec)).replace("'", "")
-
-
-def microbatch_sizes(batch: int, microbatches: int) -> list[int]:
-    """Samples of each microbatch, as `torch.chunk` splits: equal but for the last, and maybe fewer than asked for."""
-    size = max(1, -(-batch // microbatches))
-    return [min(size, batch - start) for start in range(0, batch, size)]
 
 
 def replica_sizes(batch: int, replicas: int) -> list[int]:

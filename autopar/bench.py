@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from autopar.api import parallelize
-from autopar.batching import microbatch_sizes, partition
-from autopar.ir import Plan
+from autopar.batching import partition
+from autopar.ir import Plan, microbatch_sizes
 from autopar.ir.units import plural
 from autopar.model import ParallelModel
 from autopar.runtime import Span

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from autopar.ir import LocalDevice, Op, Ref, Value
-from autopar.operators import operator
-
-META = torch.device("meta")
+from autopar.ir import Op, Ref, Value, unused_name
+from autopar.operators import meta_tensor, results_of, value_from
 
 
 class Expansion:
@@ -32,34 +31,20 @@ class Expansion:
 
     def append(self, name: str, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ref:
         """The same under a given name."""
-        with torch.enable_grad():
-            made = operator(target)(*self.on_meta(args), **{k: self.on_meta(v) for k, v in kwargs.items()})
-        dtype = str(made.dtype).removeprefix("torch.")
-        value = Value(name, tuple(made.shape), dtype, tuple(made.stride()), made.requires_grad)
-        self.values[name] = value
         module, source, autocast = self.op.module, self.op.source, self.op.autocast
-        self.ops.append(Op(name, target, args, tuple(kwargs.items()), (value,), module, source, autocast=autocast))
+        op = Op(name, target, args, tuple(kwargs.items()), (), module, source, autocast=autocast)
+        with torch.enable_grad():
+            (made,) = results_of(op, [meta_tensor(self.values[read]) for read in op.reads])
+        self.values[name] = value_from(name, made)
+        self.ops.append(replace(op, outputs=(self.values[name],)))
         return Ref(name)
 
     def fresh(self, name: str) -> str:
-        """The name, numbered where it is taken."""
-        unique, count = name, 0
-        while unique in self.taken:
-            count += 1
-            unique = f"{name}_{count}"
+        """The name, numbered where it is taken, which it is from now on."""
+        unique = unused_name(name, self.taken)
         self.taken.add(unique)
         return unique
 
     def value(self, ref: Ref) -> Value:
         """What is known of something that can be read."""
         return self.values[ref.name]
-
-    def on_meta(self, tree: Any) -> Any:
-        """Arguments with every reference replaced by an empty tensor like it."""
-        if isinstance(tree, Ref):
-            value = self.values[tree.name]
-            tensor = torch.empty_strided(value.shape, value.stride, dtype=getattr(torch, value.dtype), device=META)
-            return tensor.requires_grad_(value.requires_grad)
-        if isinstance(tree, LocalDevice):
-            return META
-        return tuple(self.on_meta(item) for item in tree) if isinstance(tree, tuple) else tree

@@ -15,9 +15,8 @@ import torch
 
 from autopar.expansion import Expansion
 from autopar.ir import Graph, LocalDevice, Op, Ref, Value
-from autopar.operators import operator
+from autopar.operators import named_arguments, operator
 from autopar.rules import rule_of
-from autopar.rules.apply import contiguous
 from autopar.rules.samples import sample_dims
 from autopar.trace import live
 
@@ -252,18 +251,11 @@ FORMS: Mapping[str, Callable[[Drawing], Ref]] = {
 # -- the rewrite -----------------------------------------------------------------------------------------------------
 
 
-def arguments(op: Op) -> dict[str, Any]:
-    """All arguments of an operation by name, those left to their defaults included."""
-    schema = operator(op.target)._schema.arguments
-    given = dict(zip((a.name for a in schema), op.args)) | dict(op.kwargs)
-    return given | {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in given}
-
-
 def draws(op: Op) -> bool:
     """Whether an operation draws random numbers from a generator with these arguments."""
     if torch.Tag.nondeterministic_seeded not in operator(op.target).tags:
         return False
-    given = arguments(op)
+    given = named_arguments(op)
     return not (any(given.get(n) == 0 for n in PROBABILITIES) or any(given.get(n) is False for n in FLAGS))
 
 
@@ -281,7 +273,7 @@ def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
     if not random:
         return graph
     rows = Value(DRAWS, (graph.batch, 4), "int64", (4, 1))
-    known = readable(graph) | {DRAWS: rows}
+    known = {**graph.readable, DRAWS: rows}
     taken = known.keys() | {op.name for op in graph.ops}
     old, where = {op.name: op for op in graph.ops}, placements(graph, random, larger)
     put: dict[str, tuple[Op, ...]] = {}
@@ -308,7 +300,7 @@ def written_out(op: Op, samples: Samples, known: Mapping[str, Value], taken: Set
     try:
         if form is None:
             raise NoFormError
-        result = form(Drawing(into, arguments(op), result_of(op, known), samples))
+        result = form(Drawing(into, named_arguments(op), result_of(op, known), samples))
     except NoFormError:
         return (op,)
     *others, last = into.ops
@@ -320,12 +312,6 @@ def written_out(op: Op, samples: Samples, known: Mapping[str, Value], taken: Set
     return (*others, replace(last, name=op.name, args=args, outputs=(replace(last.outputs[0], name=op.name),)))
 
 
-def readable(graph: Graph) -> dict[str, Value]:
-    """Every value and weight by name."""
-    weights = (Value(w.name, w.shape, w.dtype, contiguous(w.shape), w.requires_grad) for w in graph.weights)
-    return dict(graph.values) | {value.name: value for value in weights}
-
-
 def result_of(op: Op, known: Mapping[str, Value]) -> Value:
     """What a random operation makes, or fills in place."""
     return op.outputs[0] if op.outputs else known[op.args[0].name]
@@ -333,7 +319,7 @@ def result_of(op: Op, known: Mapping[str, Value]) -> Value:
 
 def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | None]) -> Mapping[str, Samples | None]:
     """Where the samples lie in the result of each random operation, None where nothing tells; see `counter_based`."""
-    known = readable(graph)
+    known = graph.readable
     followed = sample_dims(graph, lambda op: rule_of(op, graph.shapes.__getitem__))
     found: dict[str, Samples | None] = {}
     unknown: dict[str, tuple[int, ...]] = {}
@@ -347,7 +333,7 @@ def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | 
         else:
             unknown[op.name] = value.shape
     other = larger() if unknown else None
-    sizes = readable(other) if other is not None else {}
+    sizes = other.readable if other is not None else {}
     made = {
         op.name: result_of(op, sizes).shape for op in (other.ops if other is not None else ()) if op.name in unknown
     }

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mesh_models import BATCH, MODELS, Case
 from reference import Reference
 from torch import nn
+from traced_once import traced_once
 
 import autopar
 from autopar.ir import REPLICATED
@@ -29,7 +30,7 @@ MESHES = {
     2: ((1, 2, 1), (1, 1, 2)),
     4: ((1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2)),
 }  # (pp, tp, dp)
-MICROBATCHES = 2
+MICROBATCHES = 4  # of the global batch: of one size under every mesh, so that each model is traced once
 State = dict[str, torch.Tensor]
 # As in autopar.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
@@ -78,7 +79,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
     plan = None
     if dist.get_rank() == 0:  # once is enough, and the cores are few
         plan = autopar.plan(
-            model, pp * tp * dp, x, hardware=hardware, pp=pp, tp=tp, dp=dp, microbatches=MICROBATCHES,
+            model, pp * tp * dp, x, hardware=hardware, pp=pp, tp=tp, dp=dp, microbatches=MICROBATCHES // dp,
             memory="64GiB", zero1=zero1 if dp > 1 else None,
         ).to_json()  # fmt: skip
     told = [plan]
@@ -90,11 +91,11 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
         pm.load_state_dict(saved)
         result.judge_bitwise("moved", pm.state_dict(), saved)
         pm.load_state_dict(own)
-        parts, mine, target = dp * MICROBATCHES, part_of(x, pm), part_of(y, pm)
+        mine, target = part_of(x, pm), part_of(y, pm)
         for step in range(3):
             # A copy runs ahead: a forward pass in training mode updates batch statistics.
-            before = Reference(reference.model).forward(x, parts) if step == 0 else []
-            loss = reference.forward_backward(x, y, parts)
+            before = Reference(reference.model).forward(x, MICROBATCHES) if step == 0 else []
+            loss = reference.forward_backward(x, y, MICROBATCHES)
             got = pm.forward_backward(mine, target, return_outputs=step == 0)
             if step == 0:
                 result.judge("outputs", named(got.outputs), named([part_of(t, pm) for t in before]))
@@ -114,7 +115,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
         reference.model.load_state_dict(state)
         reference.model.eval()
         pm.eval()
-        result.judge("eval", named(pm(mine)), named([part_of(t, pm) for t in reference.forward(x, parts)]))
+        result.judge("eval", named(pm(mine)), named([part_of(t, pm) for t in reference.forward(x, MICROBATCHES)]))
         assert isinstance(pm._ranks, TorchrunRanks)
         held: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(held, {n: t.nbytes for n, t in pm._ranks.rank.weights.items()})
@@ -131,18 +132,19 @@ def main() -> None:
         torch.manual_seed(1)
         fresh = MODELS[name].make().to(MODELS[name].dtype).state_dict()
         state = {weight: tensor + 1 for weight, tensor in fresh.items()}
-        for mesh in MESHES[dist.get_world_size()]:
-            try:
-                zero1 = name in ("vit", "resnet18", "tied")
-                result, state = run(MODELS[name], mesh, hardware, zero1, state)
-            except Exception:
-                result = Result({}, {}, {}, traceback.format_exc())
-            if dist.get_rank() == 0 or result.error:
-                suffix = f"-rank{dist.get_rank()}" if result.error else ""
-                file = folder / f"{name}-{'-'.join(map(str, mesh))}{suffix}.json"
-                file.write_text(json.dumps(asdict(result)))
-            if result.error:
-                os._exit(1)
+        with traced_once():
+            for mesh in MESHES[dist.get_world_size()]:
+                try:
+                    zero1 = name in ("vit", "resnet18", "tied")
+                    result, state = run(MODELS[name], mesh, hardware, zero1, state)
+                except Exception:
+                    result = Result({}, {}, {}, traceback.format_exc())
+                if dist.get_rank() == 0 or result.error:
+                    suffix = f"-rank{dist.get_rank()}" if result.error else ""
+                    file = folder / f"{name}-{'-'.join(map(str, mesh))}{suffix}.json"
+                    file.write_text(json.dumps(asdict(result)))
+                if result.error:
+                    os._exit(1)
     dist.destroy_process_group()
 
 

@@ -27,7 +27,6 @@ from autopar.runtime import Parameters, RankSpec
 from autopar.runtime.rank import Rank
 from autopar.runtime.traits import couples, kind_of, split_wrongly
 from autopar.runtime.transport import Hub, LocalTransport
-from autopar.runtime.whole import shard_owners
 from autopar.train import schedule, timm_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -176,10 +175,6 @@ def test_optimizers_that_no_rank_can_use(make: Make, message: str) -> None:
 
 
 # -- whole parameters -------------------------------------------------------------------------------------------------
-
-
-def test_owners_among_shards_are_balanced() -> None:
-    assert shard_owners({"a": 5, "b": 8, "c": 3, "d": 4}, 2) == {"b": 0, "a": 1, "d": 1, "c": 0}
 
 
 @pytest.mark.parametrize("zero1", [False, True])

@@ -31,11 +31,13 @@ from autopar.ir import (
     SolverInfo,
     Value,
     Weight,
+    microbatch_size,
+    microbatch_sizes,
 )
 from autopar.schedule import one_f_one_b_seconds
 from autopar.solve import Constraints, Decision, Priced, Refine, Refined, search
 from autopar.solve.assemble import op_ranges
-from autopar.solve.constraints import boundary_links, microbatch_factors, microbatch_size, num_microbatches
+from autopar.solve.constraints import boundary_links, microbatch_factors
 from autopar.solve.evaluate import StageCost
 
 GIB = 2**30
@@ -218,8 +220,8 @@ def test_ranges_leave_the_fewest_exceptions(home: list[int]) -> None:
 @pytest.mark.parametrize(("batch", "microbatches"), list(product((1, 7, 8, 10, 12, 64), (1, 2, 3, 5, 6, 7))))
 def test_microbatches_are_those_of_torch_chunk(batch: int, microbatches: int) -> None:
     sizes = [len(chunk) for chunk in torch.arange(batch).chunk(microbatches)]
+    assert microbatch_sizes(batch, microbatches) == sizes
     assert microbatch_size(batch, microbatches) == sizes[0]
-    assert num_microbatches(batch, microbatches) == len(sizes)
     assert [f * sizes[0] for f in microbatch_factors(batch, microbatches)] == pytest.approx(sizes)
 
 

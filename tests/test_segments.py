@@ -15,7 +15,8 @@ from torch import nn
 
 from autopar.hardware import load_hardware
 from autopar.ir import Graph, Op, Ref, Value
-from autopar.profile import Facts, Operand, OpFacts, op_facts, price, segmented, segments
+from autopar.operators import Operand
+from autopar.profile import Facts, OpFacts, op_facts, price, segmented, segments
 from autopar.profile.segments import TOLERANCE
 from autopar.trace import trace
 

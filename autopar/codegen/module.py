@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autopar.codegen.segments import Recomputed, Segment, call, segments_of, source_of
-from autopar.ir import LocalDevice, Op, Program, Ref
+from autopar.ir import LocalDevice, Op, Program, Ref, unused_name
 from autopar.operators import operator
 
 # What the code of an fx.GraphModule means by these names an argument must not hide.
@@ -117,13 +117,8 @@ def identifiers(names: Iterable[str]) -> Mapping[str, str]:
     result: dict[str, str] = {}
     taken: set[str] = set(RESERVED)
     for name in dict.fromkeys(names):
-        plain = unique = identifier(name)
-        count = 0
-        while unique in taken:
-            count += 1
-            unique = f"{plain}_{count}"
-        taken.add(unique)
-        result[name] = unique
+        result[name] = unused_name(identifier(name), taken)
+        taken.add(result[name])
     return result
 
 

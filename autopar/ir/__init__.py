@@ -1,9 +1,24 @@
 """Every frozen type that crosses stages, its invariants and its printed form."""
 
+from autopar.ir.batch import microbatch_size, microbatch_sizes
 from autopar.ir.checkpoint import Header, SavedWeight
 from autopar.ir.choices import Choice, ChoiceGraph, ChoiceGroup, Conversion
-from autopar.ir.cost import CostGraph, Flow, Group, Holding
-from autopar.ir.graph import DTYPE_BYTES, NO_AUTOCAST, Graph, LocalDevice, Mode, Op, Ref, Value, Weight, refs
+from autopar.ir.cost import BUCKET_BYTES, CostGraph, Flow, Group, Holding
+from autopar.ir.graph import (
+    DTYPE_BYTES,
+    NO_AUTOCAST,
+    Graph,
+    LocalDevice,
+    Mode,
+    Op,
+    Ref,
+    Value,
+    Weight,
+    contiguous,
+    dtype_name,
+    refs,
+    renamed,
+)
 from autopar.ir.layout import (
     REPLICATED,
     TP,
@@ -18,6 +33,7 @@ from autopar.ir.layout import (
     split_layout,
 )
 from autopar.ir.mesh import Mesh, Place
+from autopar.ir.names import inside, unused_name
 from autopar.ir.plan import (
     SCHEMA_VERSION,
     Alternative,
@@ -38,10 +54,11 @@ from autopar.ir.plan import (
 from autopar.ir.program import Edge, Program
 
 __all__ = [
-    "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AxisSizes", "Balance",
-    "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion", "CostGraph", "Edge",
-    "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh",
-    "Mode", "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Recompute", "Ref",
-    "SavedWeight", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout",
-    "compressed", "look_up", "partial_layout", "pattern_of", "refs", "split_layout",
+    "BUCKET_BYTES", "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AxisSizes",
+    "Balance", "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion", "CostGraph", "Edge",
+    "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode",
+    "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Recompute", "Ref", "SavedWeight",
+    "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout", "compressed", "contiguous",
+    "dtype_name", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout", "pattern_of", "refs",
+    "renamed", "split_layout", "unused_name",
 ]  # fmt: skip

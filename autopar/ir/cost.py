@@ -7,6 +7,10 @@ from functools import cached_property
 
 import networkx as nx
 
+# Gradients are summed in buckets of this size, each as soon as its backward has run. That of PyTorch's
+# DistributedDataParallel: large enough for full bandwidth, small enough to start early.
+BUCKET_BYTES = 25 * 2**20
+
 
 @dataclass(frozen=True)
 class Group:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -16,6 +16,16 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 Mode = Literal["train", "eval"]
 NO_AUTOCAST = "off"
+
+
+def dtype_name(dtype: object) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense tensor in row-major order."""
+    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 @dataclass(frozen=True)
@@ -91,6 +101,11 @@ class Weight:
         """Size of the copy that programs read, byte; 0 where they read the stored tensor itself."""
         return self.num_bytes if self.master else 0
 
+    @property
+    def value(self) -> Value:
+        """What an operation reads."""
+        return Value(self.name, self.shape, self.dtype, contiguous(self.shape), self.requires_grad)
+
 
 def refs(tree: Any) -> Iterator[str]:
     """Names referred to anywhere in (nested) arguments, in order, repeats included."""
@@ -99,6 +114,13 @@ def refs(tree: Any) -> Iterator[str]:
     elif isinstance(tree, tuple):
         for item in tree:
             yield from refs(item)
+
+
+def renamed(tree: Any, names: Mapping[str, str]) -> Any:
+    """(Nested) arguments with other references."""
+    if isinstance(tree, Ref):
+        return Ref(names[tree.name])
+    return tuple(renamed(item, names) for item in tree) if isinstance(tree, tuple) else tree
 
 
 @dataclass(frozen=True)
@@ -126,6 +148,11 @@ class Op:
     def reads(self) -> tuple[str, ...]:
         """Names of all values and weights it reads, each once."""
         return tuple(dict.fromkeys(refs((self.args, tuple(v for _, v in self.kwargs)))))
+
+    def reading(self, names: Mapping[str, str]) -> Op:
+        """The operation with another name for each that it reads."""
+        kwargs = tuple((key, renamed(value, names)) for key, value in self.kwargs)
+        return replace(self, args=renamed(self.args, names), kwargs=kwargs)
 
 
 @dataclass(frozen=True)
@@ -174,9 +201,14 @@ class Graph:
         return {v.name: v for v in self.inputs} | {v.name: v for op in self.ops for v in op.outputs}
 
     @cached_property
+    def readable(self) -> Mapping[str, Value]:
+        """Everything that an operation can read: values and weights."""
+        return {**self.values, **{w.name: w.value for w in self.weights}}
+
+    @cached_property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of every value and weight."""
-        return {name: v.shape for name, v in self.values.items()} | {w.name: w.shape for w in self.weights}
+        return {name: value.shape for name, value in self.readable.items()}
 
     @cached_property
     def weight(self) -> Mapping[str, Weight]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError, with_config
 
 from autopar.errors import PlanError
+from autopar.ir.batch import microbatch_size
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import STRICT, Mesh
@@ -193,7 +194,7 @@ class Plan:
     @property
     def microbatch_size(self) -> int:
         """Samples of a replica's largest microbatch."""
-        return -(-self.batch // (self.mesh.dp * self.microbatches))
+        return microbatch_size(self.batch, self.mesh.dp * self.microbatches)
 
     @property
     def decision(self) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
+from autopar.ir.batch import microbatch_size
+from autopar.ir.names import inside
 from autopar.ir.plan import Alternative, Plan, Stage
 from autopar.ir.sharding_table import sharding_parts
 from autopar.ir.text import labelled, plain_table, rendered, wrapped
@@ -147,7 +149,7 @@ def batch_text(plan: Plan) -> str:
 
 def microbatches_text(batch: int, microbatches: int) -> str:
     """How a batch is cut: ``16 microbatches of 4``, ``3 microbatches of 2 and 1 of 1``."""
-    size = -(-batch // microbatches)
+    size = microbatch_size(batch, microbatches)
     whole, rest = divmod(batch, size)
     return f"{plural(whole, 'microbatch', 'es')} of {size}" + (f" and 1 of {rest}" if rest else "")
 
@@ -161,11 +163,6 @@ def stage_ends(stages: Sequence[Stage]) -> list[tuple[str, str]]:
         first, last = module_of(stage.first), module_of(stage.last)
         ends.append((stage.first if inside(before, first) else first, stage.last if inside(after, last) else last))
     return ends
-
-
-def inside(path: str, module: str) -> bool:
-    """Whether a path is a module or lies in it."""
-    return path == module or path.startswith(module + ".")
 
 
 def module_of(op: str) -> str:

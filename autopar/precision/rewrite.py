@@ -9,11 +9,9 @@ from dataclasses import replace
 import torch
 
 from autopar.errors import TraceError
-from autopar.ir import Graph, Op, Ref, Value, Weight, refs
-from autopar.operators import operator
+from autopar.ir import Graph, Op, Ref, Value, Weight, dtype_name, refs, unused_name
+from autopar.operators import meta_tensor, named_arguments, results_of, slotted_arguments
 from autopar.precision.policy import base_name, treatment_of
-from autopar.profile.facts import Operand, arguments, contiguous, fill, meta_tensor
-from autopar.rules.apply import renamed
 
 CAST = "aten.to.dtype"
 CASTABLE = ("float32", "bfloat16", "float16")  # autocast leaves float64 alone
@@ -53,7 +51,7 @@ def cast_weights(graph: Graph, low: str) -> frozenset[str]:
         if treatment_of(op) == "low":
             wants = {op.autocast or low}
         elif op.target == CAST:
-            wants = {name_of(op.args[1])}
+            wants = {dtype_name(op.args[1])}
         elif base_name(op) in VIEWS and op.outputs:
             wants = set().union(*(wanted[value.name] for value in op.outputs))
         for name in op.reads:
@@ -71,9 +69,8 @@ class Rewriter:
         self.graph, self.low = graph, low
         self.weights = tuple(self.weight(w, cast_weights(graph, low)) for w in graph.weights)
         self.now = {value.name: value for value in graph.inputs}
-        self.now |= {w.name: Value(w.name, w.shape, w.dtype, contiguous(w.shape), w.requires_grad)
-                     for w in self.weights}  # fmt: skip
-        self.traced = {x.name: x.dtype for x in (*graph.values.values(), *graph.weights)}
+        self.now |= {w.name: w.value for w in self.weights}
+        self.traced = {name: value.dtype for name, value in graph.readable.items()}
         self.names = {*self.traced, *(op.name for op in graph.ops)}
         self.updated = frozenset(updated_in_place(graph))
         self.known: dict[tuple[str, str, str], str] = {}  # (value, dtype, its only reader or none) -> the cast value
@@ -138,8 +135,7 @@ class Rewriter:
     def reading(self, op: Op, wanted: Mapping[str, str]) -> Op:
         """The operation reading its inputs in other dtypes."""
         names = {name: self.cast(name, wanted[name], op) if name in wanted else name for name in op.reads}
-        kwargs = tuple((key, renamed(value, names)) for key, value in op.kwargs)
-        return replace(op, args=renamed(op.args, names), kwargs=kwargs)
+        return op.reading(names)
 
     def cast(self, name: str, dtype: str, reader: Op) -> str:
         """Name of a value in a dtype, cast by a new operation where need be.
@@ -153,27 +149,22 @@ class Rewriter:
         if key not in self.known:
             made_by = None if name in self.updated else self.graph.producer.get(name)
             home = made_by or reader
-            unique = self.fresh(f"{name}.{SHORT.get(dtype, dtype)}")
+            unique = unused_name(f"{name}.{SHORT.get(dtype, dtype)}", self.names)
+            self.names.add(unique)
             op = Op(unique, CAST, (Ref(name), getattr(torch, dtype)), (), (), home.module, home.source)
-            tensor = run_on_meta(op, (source,))[0]
+            (tensor,) = run_on_meta(op, (source,))
             value = Value(unique, source.shape, dtype, tensor.stride(), source.requires_grad)
             (self.after if made_by else self.before)[home.name].append(replace(op, outputs=(value,)))
             self.now[unique] = value
             self.known[key] = unique
         return self.known[key]
 
-    def fresh(self, name: str) -> str:
-        """The name, numbered where it is taken."""
-        unique = next(n for n in (name, *(f"{name}_{k}" for k in range(1, len(self.names) + 2))) if n not in self.names)
-        self.names.add(unique)
-        return unique
-
     def made(self, op: Op) -> tuple[str, ...] | None:
         """The dtypes of an operation's results; None where torch refuses its operands."""
         read = tuple(self.now[name] for name in op.reads)
         if all(self.traced.get(value.name) == value.dtype for value in read):
             return tuple(value.dtype for value in op.outputs)
-        signature = repr((op.target, arguments(op), [(v.shape, v.dtype, v.stride) for v in read]))
+        signature = repr((op.target, slotted_arguments(op), [(v.shape, v.dtype, v.stride) for v in read]))
         if signature not in self.results:
             self.results[signature] = result_dtypes(op, read)
         return self.results[signature]
@@ -191,11 +182,10 @@ def updated_in_place(graph: Graph) -> Iterator[str]:
 
 def float32_inside(op: Op) -> Op:
     """The operation with float32 as its dtype argument, unless it has one."""
-    names = [argument.name for argument in operator(op.target)._schema.arguments]
-    place = names.index("dtype")
-    given = op.args[place] if place < len(op.args) else dict(op.kwargs).get("dtype")
-    if given is not None:
+    given = named_arguments(op)
+    if given["dtype"] is not None:
         return op
+    place = list(given).index("dtype")  # those given by position come first
     if place < len(op.args):
         return replace(op, args=(*op.args[:place], torch.float32, *op.args[place + 1 :]))
     kwargs = tuple((key, value) for key, value in op.kwargs if key != "dtype")
@@ -208,11 +198,8 @@ def run_on_meta(op: Op, read: tuple[Value, ...]) -> list[torch.Tensor]:
     Raises:
         RuntimeError: torch refuses the operands, or has no meta kernel.
     """
-    tensors = tuple(meta_tensor(Operand(v.shape, v.dtype, v.stride, False)) for v in read)
-    args, kwargs = arguments(op)
     with torch.no_grad():
-        made = operator(op.target)(*fill(args, tensors), **fill(kwargs, tensors))
-    return [t for t in (made if isinstance(made, list | tuple) else (made,)) if isinstance(t, torch.Tensor)]
+        return results_of(op, [meta_tensor(value) for value in read])
 
 
 def result_dtypes(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
@@ -221,9 +208,4 @@ def result_dtypes(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
         made = run_on_meta(op, read)
     except RuntimeError:  # NotImplementedError is one
         return None
-    return tuple(name_of(tensor.dtype) for tensor in made) if op.outputs else ()
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """``float32`` for ``torch.float32``."""
-    return str(dtype).removeprefix("torch.")
+    return tuple(dtype_name(tensor.dtype) for tensor in made) if op.outputs else ()

@@ -2,12 +2,12 @@
 
 from autopar.profile.choices import choice_graph, with_replicas
 from autopar.profile.describe import blocks, limits
-from autopar.profile.facts import Facts, Operand, OpFacts, op_facts
+from autopar.profile.facts import Facts, OpFacts, op_facts
 from autopar.profile.holding import Sharing
 from autopar.profile.price import price, reweighted
 from autopar.profile.segments import segmented, segments
 
 __all__ = [
-    "Facts", "OpFacts", "Operand", "Sharing", "blocks", "choice_graph", "limits", "op_facts", "price",
+    "Facts", "OpFacts", "Sharing", "blocks", "choice_graph", "limits", "op_facts", "price",
     "reweighted", "segmented", "segments", "with_replicas",
 ]  # fmt: skip

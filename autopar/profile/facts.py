@@ -7,32 +7,27 @@ attention and the FLOPs of a convolution's backward.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import TraceError
-from autopar.ir import Graph, LocalDevice, Op, Ref
-from autopar.operators import operator
+from autopar.ir import Graph, Op, Ref
+from autopar.operators import (
+    Operand,
+    meta_tensor,
+    named_arguments,
+    operand_from,
+    operand_of,
+    results_of,
+    slotted_arguments,
+)
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
-META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class Operand:
-    """A tensor as an operation meets it."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    stride: tuple[int, ...]
-    requires_grad: bool
 
 
 @dataclass(frozen=True)
@@ -73,13 +68,12 @@ def op_facts(graph: Graph) -> Facts:
     Raises:
         TraceError: torch cannot run an operation on meta tensors; the message holds file and line in the user's model.
     """
-    operands = {v.name: Operand(v.shape, v.dtype, v.stride, v.requires_grad) for v in graph.inputs}
-    operands |= {w.name: Operand(w.shape, w.dtype, contiguous(w.shape), w.requires_grad) for w in graph.weights}
+    operands = {value.name: operand_of(value) for value in (*graph.inputs, *(w.value for w in graph.weights))}
     known: dict[str, OpFacts] = {}
     ops: dict[str, OpFacts] = {}
     for op in graph.ops:
         read = tuple(operands[name] for name in op.reads)
-        signature = repr((op.target, arguments(op), read))
+        signature = repr((op.target, slotted_arguments(op), read))
         if signature not in known:
             known[signature] = facts_of(op, read)
         ops[op.name] = known[signature]
@@ -118,7 +112,6 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpFacts:
     """Facts from one forward and backward on meta tensors."""
     leaves = tuple(meta_tensor(o) for o in read)
     in_place = not op.outputs
-    args, kwargs = arguments(op)
     kept: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -128,10 +121,8 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpFacts:
     with torch.enable_grad():
         # autograd refuses to write into a leaf
         tensors = tuple(t.clone() if in_place and t.requires_grad else t for t in leaves)
-        call = functools.partial(operator(op.target), *fill(args, tensors), **fill(kwargs, tensors))
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False) as forward:
-            returned = call()
-    results = [t for t in (returned if isinstance(returned, list | tuple) else (returned,)) if isinstance(t, Tensor)]
+            results = results_of(op, tensors)
     assert in_place or len(results) == len(op.outputs), f"{op.name} returned {len(results)} tensors"
     gradients, backward_flops = run_backward(results, leaves)
     operand_memory, result_memory, kept_memory = map(storages, (tensors, results, kept))
@@ -218,10 +209,10 @@ def has_fused_kernel(op: Op, read: tuple[Operand, ...]) -> bool:
     They fall back to separate operations, which the meta run shows truly, for three-dimensional queries, and on CPU
     for attention dropout and for a mask that needs a gradient.
     """
-    bound = attention_arguments(op)
-    mask = bound.get("attn_mask")
+    bound = named_arguments(op)
+    mask = bound["attn_mask"]
     trained_mask = isinstance(mask, Ref) and read[op.reads.index(mask.name)].requires_grad
-    return len(read[0].shape) == 4 and not bound.get("dropout_p", 0.0) and not trained_mask
+    return len(read[0].shape) == 4 and not bound["dropout_p"] and not trained_mask
 
 
 def attention_facts(op: Op, read: tuple[Operand, ...]) -> OpFacts:
@@ -233,7 +224,7 @@ def attention_facts(op: Op, read: tuple[Operand, ...]) -> OpFacts:
 
     Source: Dao et al. 2022, FlashAttention, algorithm 4; the convention of torch.utils.flop_counter.
     """
-    bound = attention_arguments(op)
+    bound = named_arguments(op)
     query, key, value = (read[op.reads.index(bound[n].name)] for n in ("query", "key", "value"))
     flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     trained = any(o.requires_grad for o in read)
@@ -249,62 +240,6 @@ def attention_facts(op: Op, read: tuple[Operand, ...]) -> OpFacts:
         aliases=(),
         outputs=(Operand(shape, query.dtype, laid_out_like(query, shape), trained),),
     )
-
-
-def attention_arguments(op: Op) -> dict[str, Any]:
-    """The arguments of an attention by name."""
-    return dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), op.args)) | dict(op.kwargs)
-
-
-# -- tensors and arguments -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Stands for operand ``index``: operations that differ in names alone become equal."""
-
-    index: int
-
-
-def arguments(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments with operands as slots and local devices as meta."""
-
-    def convert(tree: Any) -> Any:
-        if isinstance(tree, Ref):
-            return Slot(op.reads.index(tree.name))
-        if isinstance(tree, LocalDevice):
-            return META
-        if tree == op.name:  # an operation that draws is told its own
-            return ""
-        return tuple(convert(item) for item in tree) if isinstance(tree, tuple) else tree
-
-    return convert(op.args), {name: convert(value) for name, value in op.kwargs}
-
-
-def fill(tree: Any, tensors: tuple[Tensor, ...]) -> Any:
-    """Arguments with tensors in their slots."""
-    if isinstance(tree, Slot):
-        return tensors[tree.index]
-    if isinstance(tree, dict):
-        return {name: fill(value, tensors) for name, value in tree.items()}
-    return tuple(fill(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
-
-
-def meta_tensor(operand: Operand) -> Tensor:
-    """A tensor without data."""
-    tensor = torch.empty_strided(operand.shape, operand.stride, dtype=getattr(torch, operand.dtype), device=META)
-    return tensor.requires_grad_(operand.requires_grad)
-
-
-def operand_from(tensor: Tensor) -> Operand:
-    """The operand that a tensor is for whoever reads it."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return Operand(tuple(tensor.shape), dtype, tensor.stride(), tensor.requires_grad)
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor in row-major order."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
 def laid_out_like(operand: Operand, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from autopar.hardware import CollectiveKind, Hardware
-from autopar.ir import REPLICATED, TP, Holding, Layout, Weight
+from autopar.ir import BUCKET_BYTES, REPLICATED, TP, Holding, Layout, Weight
 
 STATE_BYTES = 8  # of optimizer state per parameter: two moments of Adam in float32
-# Gradients are communicated in buckets of this size, so that each costs its share of a bucket's latency.
-BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
-from typing import Any
 
-from autopar.ir import REPLICATED, TP, AxisSizes, Graph, Layout, Op, Ref, Value, refs
+from autopar.ir import (
+    REPLICATED,
+    TP,
+    AxisSizes,
+    Graph,
+    Layout,
+    Op,
+    Ref,
+    Value,
+    contiguous,
+    refs,
+    renamed,
+    unused_name,
+)
 from autopar.rules.assign import Assignment, assign, kept
 from autopar.rules.convert import Step, steps
 from autopar.rules.local import localised
@@ -76,8 +87,7 @@ class Builder:
         self.graph, self.assigned, self.ranks, self.stage_of = graph, assigned, ranks, stage_of
         self.local_values = {value.name: value for value in graph.inputs}
         for w in graph.weights:
-            shape = storage[w.name].local_shape(w.shape, ranks)
-            self.local_values[w.name] = Value(w.name, shape, w.dtype, contiguous(shape), w.requires_grad)
+            self.local_values[w.name] = replace(w, shape=storage[w.name].local_shape(w.shape, ranks)).value
         self.taken = {op.name for op in graph.ops} | set(graph.shapes)
         self.known: dict[tuple[str, Layout, int], str] = {}  # (value, layout, stage) -> the converted value
         self.before: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
@@ -90,8 +100,7 @@ class Builder:
         if op.name in self.assigned.rules:
             op = localised(op, self.assigned.rules[op.name], strategy, self.ranks[TP])
         self.local_values |= {value.name: value for value in op.outputs}
-        kwargs = tuple((key, renamed(value, names)) for key, value in op.kwargs)
-        return replace(op, args=renamed(op.args, names), kwargs=kwargs)
+        return op.reading(names)
 
     def output(self, name: str) -> str:
         """Name of an output of the model, replicated; converted where it is made, or a weight on the last stage."""
@@ -116,7 +125,8 @@ class Builder:
     def insert(self, step: Step, name: str, current: str, layout: Layout, home: Op) -> str:
         """Name of the result of a new operation that takes a step from the current form of a value."""
         source = self.local_values[current]
-        unique = self.fresh(f"{name}.{step.name}")
+        unique = unused_name(f"{name}.{step.name}", self.taken)
+        self.taken.add(unique)
         shape = layout.local_shape(self.graph.shapes[name], self.ranks)
         stride = source.stride if step.name in UNCOPIED else contiguous(shape)
         result = Value(unique, shape, source.dtype, stride, source.requires_grad)
@@ -126,24 +136,3 @@ class Builder:
         makes_it = self.graph.producer.get(name) is home
         (self.after if makes_it else self.before)[home.name].append(op)
         return unique
-
-    def fresh(self, name: str) -> str:
-        """The name, numbered where it is taken."""
-        unique, count = name, 0
-        while unique in self.taken:
-            count += 1
-            unique = f"{name}_{count}"
-        self.taken.add(unique)
-        return unique
-
-
-def renamed(tree: Any, names: Mapping[str, str]) -> Any:
-    """(Nested) arguments with other references."""
-    if isinstance(tree, Ref):
-        return Ref(names[tree.name])
-    return tuple(renamed(item, names) for item in tree) if isinstance(tree, tuple) else tree
-
-
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor in row-major order."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from autopar.ir import Weight
+from autopar.ir import BUCKET_BYTES
 from autopar.runtime.transport import Delivery, Transport
 
-# That of PyTorch's DistributedDataParallel: large enough for full bandwidth, small enough to start early.
-BUCKET_BYTES = 25 * 2**20
 UNDER_WAY = 2  # buckets of weights that are broadcast at one time
 
 
@@ -44,21 +42,20 @@ def buckets_of(
     return tuple(Bucket(tuple(names), owners.get(names[0])) for names in sorted(filled, key=lambda n: place[n[-1]]))
 
 
-def assigned(
-    weights: Iterable[Weight], holders: Mapping[str, Sequence[int]], stages: int, replicas: int
-) -> dict[str, int]:
-    """The replica that updates each trainable weight: whole weights, balanced by elements on every stage.
+def balanced_owners(numel: Mapping[str, int], holders: Mapping[str, Sequence[int]], num_owners: int) -> dict[str, int]:
+    """Who updates each weight: whole weights, balanced by elements on every stage.
 
-    The largest come first, each to the replica with the least so far; a tied weight has one owner on all its stages.
+    The largest come first, each to the owner with the least so far; a tied weight has one owner on all its stages.
+
+    Args:
+        holders: the stages that hold each weight.
     """
-    load = [[0] * replicas for _ in range(stages)]
+    load: defaultdict[tuple[int, int], int] = defaultdict(int)
     owners: dict[str, int] = {}
-    for weight in sorted((w for w in weights if w.requires_grad), key=lambda w: -w.numel):
-        on = holders[weight.name]
-        owner = min(range(replicas), key=lambda replica: max(load[stage][replica] for stage in on))
-        owners[weight.name] = owner
-        for stage in on:
-            load[stage][owner] += weight.numel
+    for name in sorted(numel, key=lambda n: -numel[n]):
+        owners[name] = min(range(num_owners), key=lambda owner: max(load[stage, owner] for stage in holders[name]))
+        for stage in holders[name]:
+            load[stage, owners[name]] += numel[name]
     return owners
 
 

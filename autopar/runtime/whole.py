@@ -8,20 +8,10 @@ import torch
 from torch import nn
 
 from autopar.ir import TP
-from autopar.runtime.reduce import Bucket, buckets_of
+from autopar.runtime.reduce import Bucket, balanced_owners, buckets_of
 from autopar.runtime.spec import RankSpec
 from autopar.runtime.transport import Transport
 from autopar.shards import part, whole, whole_shape
-
-
-def shard_owners(numel: Mapping[str, int], shards: int) -> dict[str, int]:
-    """The shard that updates each weight, balanced by elements: the largest first, each where least is so far."""
-    load = [0] * shards
-    owners: dict[str, int] = {}
-    for name in sorted(numel, key=lambda n: -numel[n]):
-        owners[name] = min(range(shards), key=load.__getitem__)
-        load[owners[name]] += numel[name]
-    return owners
 
 
 class Wholes:
@@ -39,7 +29,8 @@ class Wholes:
         self.parts = {name: parts[name] for name in names}
         self.spec, self.transport = spec, transport
         self.shard, self.sizes = spec.place.shard, {TP: spec.mesh.tp}
-        self.owners = shard_owners({name: p.numel() for name, p in self.parts.items()}, spec.mesh.tp)
+        here = dict.fromkeys(self.parts, (spec.place.stage,))
+        self.owners = balanced_owners({name: p.numel() for name, p in self.parts.items()}, here, spec.mesh.tp)
         # Those that this shard owns.
         self.owned: dict[str, nn.Parameter] = {}
         for name, own in self.parts.items():

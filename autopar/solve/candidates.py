@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from autopar.ir import Mesh
+from autopar.ir import Mesh, microbatch_size
 from autopar.ir.units import BYTES, text
 from autopar.schedule import max_in_flight
 from autopar.solve.assemble import Decision, Setting, StepTime, step_time
-from autopar.solve.constraints import boundary_links, microbatch_candidates, microbatch_size, pinned_groups
+from autopar.solve.constraints import boundary_links, microbatch_candidates, pinned_groups
 from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
 from autopar.solve.evaluate import stage_costs
 from autopar.solve.merge import Merged, merge

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import UsageError
 from autopar.hardware import Hardware, Link
-from autopar.ir import Balance, CostGraph, Graph, Mesh, Recompute, ScheduleName
+from autopar.ir import Balance, CostGraph, Graph, Mesh, Recompute, ScheduleName, inside, microbatch_sizes
 
 # Left to the device's context, the allocator's fragments and the collectives' buffers.
 USABLE_MEMORY = 0.95
@@ -73,25 +73,10 @@ class Constraints:
         return self.memory_bytes or int(USABLE_MEMORY * hardware.memory_bytes)
 
 
-def microbatch_size(batch: int, microbatches: int) -> int:
-    """Samples of the largest microbatch, as torch.chunk cuts."""
-    return -(-batch // microbatches)
-
-
-def min_microbatch_size(batch: int, microbatches: int) -> int:
-    """Samples of the last and smallest microbatch."""
-    return (batch - 1) % microbatch_size(batch, microbatches) + 1
-
-
-def num_microbatches(batch: int, microbatches: int) -> int:
-    """How many microbatches torch.chunk really makes; fewer than asked where their size was rounded up."""
-    return -(-batch // microbatch_size(batch, microbatches))
-
-
 def microbatch_factors(batch: int, microbatches: int) -> tuple[float, ...]:
     """Size of each microbatch as a share of the largest."""
-    size = microbatch_size(batch, microbatches)
-    return tuple(min(size, batch - start) / size for start in range(0, batch, size))
+    sizes = microbatch_sizes(batch, microbatches)
+    return tuple(size / sizes[0] for size in sizes)
 
 
 def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:
@@ -107,8 +92,8 @@ def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:
         asked = {-(-batch // constraints.microbatch_size)}
     else:
         asked = {2**k for k in range(batch.bit_length())} | {d for d in range(1, batch + 1) if batch % d == 0}
-        asked = {m for m in asked if min_microbatch_size(batch, m) >= constraints.least_samples} or {1}
-    return tuple(sorted({num_microbatches(batch, m) for m in asked}))
+        asked = {m for m in asked if microbatch_sizes(batch, m)[-1] >= constraints.least_samples} or {1}
+    return tuple(sorted({len(microbatch_sizes(batch, m)) for m in asked}))
 
 
 def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> Link:
@@ -152,7 +137,7 @@ def pinned_groups(cost: CostGraph, graph: Graph, pins: Mapping[str, int], stages
         assert 0 <= stage < stages, "the mesh has no such stage"
         for group in _reached(cost, graph, name):
             other, known = found.get(group, (name, stage))
-            if known != stage and not _inside(name, other):
+            if known != stage and not inside(name, other):
                 raise UsageError(
                     f"Pins contradict each other: {other} is pinned to stage {known} and {name} to stage {stage}, but "
                     f"both reach {cost.groups[group].name}, which cannot be divided. Pin both to one stage."
@@ -163,18 +148,13 @@ def pinned_groups(cost: CostGraph, graph: Graph, pins: Mapping[str, int], stages
 
 def _reached(cost: CostGraph, graph: Graph, name: str) -> list[int]:
     """Groups that an operation's or module's name stands for."""
-    anchored = [i for i, g in enumerate(cost.groups) if g.ops and (g.name == name or _inside(g.module, name))]
+    anchored = [i for i, g in enumerate(cost.groups) if g.ops and (g.name == name or inside(g.module, name))]
     if anchored:
         return anchored
-    ops = {op.name for op in graph.ops if op.name == name or _inside(op.module, name)}
+    ops = {op.name for op in graph.ops if op.name == name or inside(op.module, name)}
     if ops:
         return [i for i, g in enumerate(cost.groups) if ops.intersection(g.ops)]
     paths = {op.module.rsplit(".", k)[0] for op in graph.ops for k in range(op.module.count(".") + 1)}
     near = difflib.get_close_matches(name, sorted(paths | {op.name for op in graph.ops}), n=3, cutoff=0.4)
     guess = f" Did you mean {' or '.join(near)}?" if near else ""
     raise UsageError(f"Cannot pin {name!r}: {graph.model} has no operation or module of that name.{guess}")
-
-
-def _inside(path: str, module: str) -> bool:
-    """Whether a path is the module or lies in it."""
-    return path == module or path.startswith(module + ".")

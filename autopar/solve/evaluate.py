@@ -6,12 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.hardware import Link
-from autopar.ir import Holding
+from autopar.ir import BUCKET_BYTES, Holding
 from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
 
-# Gradients of data-parallel replicas are reduced in pieces of this size, each as soon as its backward has run; the last
-# piece comes when nothing is left to hide it.
-BUCKET_BYTES = 25 * 2**20
 GRADIENT_BYTES = 4  # per element
 
 

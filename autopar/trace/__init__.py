@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from autopar.errors import TraceError
-from autopar.ir import Graph, Mode, Op, Ref, Value, Weight, refs
+from autopar.ir import Graph, Mode, Op, Ref, Value, Weight, dtype_name, refs, unused_name
 from autopar.trace.convert import Converter, value_from
 from autopar.trace.export import ADVICE, export
 from autopar.trace.masks import without_idle_masks
@@ -54,11 +53,9 @@ def trace(
         if isinstance(spec.arg, ConstantArgument):
             input_leaves.append(spec.arg.value)
         elif spec.kind is InputKind.USER_INPUT:
-            inputs.append(
-                value_from(
-                    input_name(node.name, targets | {n.name for n in placeholders if n is not node}), node.meta["val"]
-                )
-            )
+            # A parameter may be called like an argument of forward.
+            taken = targets | {n.name for n in placeholders if n is not node}
+            inputs.append(value_from(unused_name(node.name, taken), node.meta["val"]))
             input_leaves.append(Ref(inputs[-1].name))
             known[node] = inputs[-1]
         elif spec.target is not None and isinstance(node.meta.get("val"), torch.Tensor):
@@ -91,12 +88,6 @@ def trace(
     )
 
 
-def input_name(name: str, taken: Set[str]) -> str:
-    """An input's name, numbered where it is taken: a parameter may be called like an argument of forward."""
-    numbered = (f"{name}_{count}" for count in itertools.count(1))
-    return next(n for n in itertools.chain([name], numbered) if n not in taken)
-
-
 def weight_tensors(model: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
     """The tensors behind ``graph.weights``, by canonical name: the model's own, not copies."""
     own = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -116,7 +107,7 @@ def weight_of(
     kind: InputKind, target: str, val: torch.Tensor, known_as: Mapping[str, tuple[str, ...]], model: nn.Module
 ) -> Weight:
     """The weight behind a placeholder, under the first of its names."""
-    dtype = str(val.dtype).removeprefix("torch.")
+    dtype = dtype_name(val.dtype)
     if kind is InputKind.CONSTANT_TENSOR or target not in known_as:
         return Weight(target, "constant", tuple(val.shape), dtype)
     names = known_as[target]

@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
 
 from autopar.errors import TraceError
-from autopar.ir import NO_AUTOCAST, LocalDevice, Op, Ref, Value, refs
+from autopar.ir import NO_AUTOCAST, LocalDevice, Op, Ref, Value, dtype_name, refs, unused_name
 from autopar.trace.autocast import cast_to
 from autopar.trace.export import is_internal
 from autopar.trace.inplace import STATISTICS, aliased_arguments, missing_defaults, out_of_place, written_arguments
@@ -45,7 +45,7 @@ class Converter:
         self.result: dict[fx.Node, Any] = {node: Ref(value.name) for node, value in known.items()}
         self.values = {value.name: value for value in known.values()}
         self.weights = weights
-        self.names: set[str] = set()
+        self.names = set(self.values)
         self.held: set[str] = set()
         self.newest: dict[str, str] = {}  # old name of an updated value -> the name of its latest version
         self.root: dict[str, str] = {}
@@ -115,7 +115,7 @@ class Converter:
         outside = self.held, self.autocast
         self.held = self.held | {name for n, use in last_use.items() if use > position and (name := self.name_of(n))}
         if str(node.target) == "wrap_with_autocast":
-            self.autocast = str(node.args[1]).removeprefix("torch.") if node.args[2] else NO_AUTOCAST
+            self.autocast = dtype_name(node.args[1]) if node.args[2] else NO_AUTOCAST
         outputs = self.run(region.graph)
         self.held, self.autocast = outside
         if isinstance(outputs, tuple):
@@ -158,7 +158,7 @@ class Converter:
             value = self.values[argument.name] if isinstance(argument, Ref) else None
             if value is None or value.dtype not in DIFFERENTIABLE or getattr(torch, value.dtype) == wanted:
                 return argument
-            value = replace(value, dtype=str(wanted).removeprefix("torch."))
+            value = replace(value, dtype=dtype_name(wanted))
             return self.record(node, torch.ops.aten.to.dtype, (argument, wanted), (), value)
 
         if wanted is None:
@@ -245,10 +245,7 @@ class Converter:
         """A new operation's name: module path and operation, numbered where that is taken."""
         module = module_of(node)
         name = f"{module}.{short_name(target)}" if module else short_name(target)
-        unique, count = name, 0
-        while unique in self.values or unique in self.names:
-            count += 1
-            unique = f"{name}_{count}"
+        unique = unused_name(name, self.names)
         self.names.add(unique)
         return unique
 
@@ -315,7 +312,7 @@ def value_from(name: str, tensor: torch.Tensor) -> Value:
 
     What torch.export notes of ``requires_grad`` is lost once a graph holds a no_grad region, so it is not read.
     """
-    return Value(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tuple(tensor.stride()))
+    return Value(name, tuple(tensor.shape), dtype_name(tensor.dtype), tuple(tensor.stride()))
 
 
 def short_name(target: OpOverload) -> str:
