@@ -19,7 +19,6 @@ if os.environ.get("CI"):
     settings.load_profile("CI")
 
 
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share processes or traces stay together when pytest-xdist spreads files over cores."""
     for item in items:
