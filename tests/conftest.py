@@ -19,6 +19,7 @@ if os.environ.get("CI"):
     settings.load_profile("CI")
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that share processes or traces stay together when pytest-xdist spreads files over cores."""
     for item in items:

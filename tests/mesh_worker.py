@@ -1,4 +1,4 @@
-"""Run by torchrun: every model under every mesh of as many ranks as there are, compared with one device by rank 0.
+"""Run by torchrun: every model under every mesh of as many ranks as there are, compared with one device.
 
 Arguments: the folder for results, a cost model, then models or nothing for all.
 """
@@ -38,7 +38,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
 
 @dataclass
 class Result:
-    """What one model under one mesh was worth: the worst tensor of each quantity, 1 being the tolerance."""
+    """What one model under one mesh was worth: the worst tensor of each quantity on any rank, 1 being the tolerance."""
 
     worst: dict[str, tuple[float, str]]
     weights: dict[str, list[int]]  # bytes of each weight on each rank
@@ -120,6 +120,9 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
         held: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(held, {n: t.nbytes for n, t in pm._ranks.rank.weights.items()})
         result.weights = {n: [h.get(n, 0) for h in held] for h in held for n in h}
+    every: list[dict[str, tuple[float, str]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, result.worst)
+    result.worst = {quantity: max(worst[quantity] for worst in every) for quantity in result.worst}
     return result, state
 
 
