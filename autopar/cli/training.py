@@ -336,8 +336,8 @@ def check_goes_on(asked: Run, checkpoint: Path, now: Mapping[str, Any], steps: i
             else f"The schedule {asked.schedule.sched} ends there: only a new run can have more --epochs."
         )
         raise UsageError(
-            f"The run of {checkpoint} is finished: it has done {plural(done, 'epoch')}, --epochs is {asked.epochs}. {more} "
-            f"`autopar export {checkpoint} -o model.safetensors` writes its weights."
+            f"The run of {checkpoint} is finished: it has done {plural(done, 'epoch')}, --epochs is {asked.epochs}. "
+            f"{more} `autopar export {checkpoint} -o model.safetensors` writes its weights."
         )
 
 

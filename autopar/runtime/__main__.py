@@ -1,4 +1,4 @@
-"""``python -m autopar.runtime FD RANK``: a worker process."""
+"""``python -m autopar.runtime FD FD FD RANK``: a worker process."""
 
 from autopar.runtime.worker import main
 

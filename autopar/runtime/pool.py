@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,16 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
-from autopar.runtime import wire
 from autopar.runtime.settings import TorchSettings
+from autopar.runtime.shared import SharedMemory, shared_file
 from autopar.runtime.spec import RankSpec, rank_text
+from autopar.runtime.wire import Encoded, Line, culprit
 from autopar.runtime.worker import START_SECONDS, WHERE, Failure, Start
 
 GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
 EXIT_SECONDS = 3.0  # for a worker to leave by itself when its connection closes
+# Commands that only read their tensors; on a GPU they copy them there.
+BORROWERS = frozenset({"forward", "forward_backward", "train_step"})
 
 
 class WorkerPool:
@@ -59,9 +62,10 @@ class WorkerPool:
         self.failed: str | None = None
         self.timeout_seconds = timeout_seconds
         self.call_seconds = 0.0  # of the last call, transfer of its arguments and results included
-        self.connections: list[Connection] = []
+        self.on_gpu = [torch.device(spec.device).type == "cuda" for spec in specs]
+        self.lines: list[Line] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._finalizer = weakref.finalize(self, stop, self.processes, self.connections, EXIT_SECONDS)
+        self._finalizer = weakref.finalize(self, stop, self.processes, self.lines, EXIT_SECONDS)
         # No port to choose or to race for: the store picks a free one.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = os.environ | {
@@ -70,18 +74,20 @@ class WorkerPool:
         }
         for spec in specs:
             ours, theirs = Pipe()
-            command = [sys.executable, "-m", "autopar.runtime", str(theirs.fileno()), str(spec.rank)]
+            there, back = shared_file(), shared_file()
+            self.lines.append(Line(ours, SharedMemory(there), SharedMemory(back)))
+            inherited = (theirs.fileno(), there, back)
+            command = [sys.executable, "-m", "autopar.runtime", *map(str, inherited), str(spec.rank)]
             self.processes.append(
                 subprocess.Popen(
                     command,
-                    pass_fds=(theirs.fileno(),),
+                    pass_fds=inherited,
                     stdin=subprocess.DEVNULL,
                     env=environment,
                     start_new_session=True,  # keeps the terminal's Ctrl-C from the workers
                 )
             )
             theirs.close()
-            self.connections.append(ours)
         starts = [
             Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
             for spec in pickled
@@ -100,11 +106,11 @@ class WorkerPool:
         if self.failed is not None:
             raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
         start = time.perf_counter()
-        messages = [encoded(name, arguments[rank]) for rank in self.numbers]
+        messages = [self.encoded(rank, name, arguments[rank]) for rank in self.numbers]
         try:
-            for rank, (connection, message) in enumerate(zip(self.connections, messages, strict=True)):
+            for rank, (line, message) in enumerate(zip(self.lines, messages, strict=True)):
                 try:
-                    wire.send(connection, message)
+                    line.send(message)
                 except OSError:
                     self.fail(name, {rank: None})
             results = self.collect(name)
@@ -116,12 +122,29 @@ class WorkerPool:
         self.call_seconds = time.perf_counter() - start
         return results
 
+    def encoded(self, rank: int, name: str, own: tuple) -> Encoded:
+        """One rank's message for a command.
+
+        Raises:
+            UsageError: an argument cannot be pickled, or there is no room for its tensors.
+        """
+        try:
+            return self.lines[rank].encode((name, own), lend=self.on_gpu[rank] and name in BORROWERS)
+        except OSError as error:
+            raise UsageError(
+                f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "
+                f"memory: {error.strerror}. The workers were told nothing. Use a smaller batch, or give the machine or "
+                "container more memory."
+            ) from error
+        except Exception as error:
+            raise cannot_send(name, own, "arguments", error) from error
+
     def collect(self, name: str) -> dict[int, Any]:
         """Wait for every rank's reply; once one has come, no longer than the timeout for each of the others."""
         results: dict[int, Any] = {}
         patience = max(self.timeout_seconds, START_SECONDS) if name == "start" else self.timeout_seconds
-        while len(results) < len(self.connections):
-            silent = set(range(len(self.connections))) - set(results)
+        while len(results) < len(self.lines):
+            silent = set(range(len(self.lines))) - set(results)
             replies = self.replies(silent, patience if results else None)
             results |= {rank: result for rank, (ok, result) in replies.items() if ok}
             failures = {rank: result for rank, (ok, result) in replies.items() if not ok}
@@ -132,16 +155,16 @@ class WorkerPool:
     def replies(self, silent: Collection[int], seconds: float | None) -> dict[int, tuple[bool, Any]]:
         """The replies that come first, by rank; none if nothing comes in time. (False, None) for a rank that died."""
         come: dict[int, tuple[bool, Any]] = {}
-        waiting = {self.connections[rank]: rank for rank in silent}
+        waiting = {self.lines[rank].connection: rank for rank in silent}
         for connection in wait(list(waiting), seconds):
             rank = waiting[connection]  # type: ignore[index]
             try:
-                reply = wire.receive(self.connections[rank])
+                reply = self.lines[rank].receive()
             except (EOFError, OSError):
                 come[rank] = (False, None)
                 continue
             try:
-                come[rank] = wire.decode(reply)
+                come[rank] = self.lines[rank].decode(reply)
             except Exception as error:
                 details = "".join(traceback.format_exception(error))
                 come[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
@@ -156,7 +179,7 @@ class WorkerPool:
         if all(f is not None and f.secondary for f in failures.values()):
             for rank in silent:
                 with suppress(OSError):  # one that died is noticed by its closed connection
-                    wire.send(self.connections[rank], wire.encode(WHERE))
+                    self.lines[rank].send(self.lines[rank].encode(WHERE))
             failures |= self.late_failures(silent)
             failures |= {r: Failure(r, "", "no reply, and it does not say where it is", "", False) for r in silent}
         return failures
@@ -207,7 +230,7 @@ class WorkerPool:
         if self.failed is None:
             self.failed = "closed."
         self._finalizer.detach()
-        stop(self.processes, self.connections, patience_seconds)
+        stop(self.processes, self.lines, patience_seconds)
 
 
 def pickled_spec(spec: RankSpec) -> bytes:
@@ -222,31 +245,19 @@ def pickled_spec(spec: RankSpec) -> bytes:
         raise cannot_send("parallelize", spec, "", error) from error
 
 
-def encoded(name: str, own: tuple) -> wire.Encoded:
-    """One rank's message for a command.
-
-    Raises:
-        UsageError: an argument cannot be pickled.
-    """
-    try:
-        return wire.encode((name, own))
-    except Exception as error:
-        raise cannot_send(name, own, "arguments", error) from error
-
-
 def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageError:
     """The error that names the part of an argument which cannot be pickled."""
-    where = wire.culprit(thing, name).removeprefix(".")
+    where = culprit(thing, name).removeprefix(".")
     return UsageError(
         f"{command} cannot send {where}, to the worker processes: {error}. The workers were told nothing. "
         "Pass tensors and plain data, and open files, locks and connections inside the functions that use them."
     )
 
 
-def stop(processes: list[subprocess.Popen[bytes]], connections: list[Connection], patience_seconds: float) -> None:
-    """Close the connections, wait for the workers to leave, kill the rest."""
-    for connection in connections:
-        connection.close()
+def stop(processes: list[subprocess.Popen[bytes]], lines: list[Line], patience_seconds: float) -> None:
+    """Close the lines, wait for the workers to leave, kill the rest."""
+    for line in lines:
+        line.close()
     deadline = time.monotonic() + patience_seconds
     for process in processes:
         try:
@@ -254,5 +265,5 @@ def stop(processes: list[subprocess.Popen[bytes]], connections: list[Connection]
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    connections.clear()
+    lines.clear()
     processes.clear()

@@ -1,19 +1,64 @@
-"""Messages between the caller and its worker processes: pickled structure, tensors as safetensors bytes."""
+"""Messages between the caller and its worker processes: pickled structure, tensors through shared memory."""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing.connection import Connection
-from typing import Any, TypeAlias
+from typing import Any
 
 import cloudpickle
 import torch
-from safetensors.torch import load, save
 
-Encoded: TypeAlias = tuple[bytes, bytes]  # structure, tensors
+from autopar.runtime.shared import SharedMemory, Slot
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A message without its tensors. ``lent``: the receiver reads them where they are, before it replies."""
+
+    structure: bytes
+    slots: Sequence[Slot]
+    lent: bool
+
+
+class Line:
+    """One side of what connects the caller with a worker. Messages go either way; each waits for the reply to the last.
+
+    Shared memory is given back as soon as a message is read, but for one that is lent: a step follows another.
+    """
+
+    def __init__(self, connection: Connection, sending: SharedMemory, receiving: SharedMemory) -> None:
+        self.connection, self.sending, self.receiving = connection, sending, receiving
+
+    def encode(self, message: Any, lend: bool = False) -> Encoded:
+        """Anything that pickles; its tensors arrive on the CPU. Raises whatever pickling does, and OSError."""
+        structure, tensors = taken_apart(message)
+        return Encoded(structure, self.sending.write(tensors) if tensors else [], lend)
+
+    def decode(self, encoded: Encoded) -> Any:
+        """The message. Raises whatever the user's classes in it do."""
+        tensors = self.receiving.read(encoded.slots)
+        if tensors and not encoded.lent:
+            tensors = [view.clone() for view in tensors]
+            self.receiving.clear()
+        return Unpickler(io.BytesIO(encoded.structure), tensors).load()
+
+    def send(self, encoded: Encoded) -> None:
+        """Send a message. Raises OSError when the other side is gone, and only then."""
+        self.connection.send(encoded)
+
+    def receive(self) -> Encoded:
+        """The next message. Raises EOFError or OSError when the other side is gone, and only then."""
+        return self.connection.recv()
+
+    def close(self) -> None:
+        """End it, on this side."""
+        self.connection.close()
+        self.sending.close()
+        self.receiving.close()
 
 
 class Pickler(cloudpickle.Pickler):
@@ -21,61 +66,44 @@ class Pickler(cloudpickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.tensors: dict[str, torch.Tensor] = {}
-        self.names: dict[int, str] = {}
-        self.kept: list[torch.Tensor] = []  # an id is only unique while its object lives
+        self.tensors: list[torch.Tensor] = []  # the very objects: an id is only unique while its object lives
+        self.numbers: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> str | None:
+    def persistent_id(self, obj: Any) -> int | None:
         if not isinstance(obj, torch.Tensor):
             return None
-        if id(obj) not in self.names:
-            self.kept.append(obj)
-            self.names[id(obj)] = str(len(self.tensors))
-            self.tensors[self.names[id(obj)]] = obj.detach().cpu().contiguous().clone()
-        return self.names[id(obj)]
+        if obj.is_meta or obj.is_quantized or obj.layout != torch.strided:
+            raise pickle.PicklingError(f"it is a tensor of layout {obj.layout} on {obj.device}, dtype {obj.dtype}")
+        if id(obj) not in self.numbers:
+            self.numbers[id(obj)] = len(self.tensors)
+            self.tensors.append(obj)
+        return self.numbers[id(obj)]
 
 
 class Unpickler(pickle.Unpickler):
     """Puts the tensors back."""
 
-    def __init__(self, file: io.BytesIO, tensors: dict[str, torch.Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
         self.tensors = tensors
 
-    def persistent_load(self, pid: str) -> torch.Tensor:
+    def persistent_load(self, pid: int) -> torch.Tensor:
         return self.tensors[pid]
 
 
-def encode(message: Any) -> Encoded:
-    """Anything that pickles, as bytes; its tensors travel raw and arrive on the CPU. Raises whatever pickling does."""
+def taken_apart(message: Any) -> tuple[bytes, list[torch.Tensor]]:
+    """Structure and tensors of a message. Raises whatever pickling does."""
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(message)
-    return file.getvalue(), save(pickler.tensors)
-
-
-def decode(encoded: Encoded) -> Any:
-    """The message. Raises whatever the user's classes in it do."""
-    structure, tensors = encoded
-    return Unpickler(io.BytesIO(structure), load(tensors)).load()
-
-
-def send(connection: Connection, encoded: Encoded) -> None:
-    """Send a message. Raises OSError when the other side is gone, and only then."""
-    for part in encoded:
-        connection.send_bytes(part)
-
-
-def receive(connection: Connection) -> Encoded:
-    """The next message. Raises EOFError or OSError when the other side is gone, and only then."""
-    return connection.recv_bytes(), connection.recv_bytes()
+    return file.getvalue(), [tensor.detach() for tensor in pickler.tensors]
 
 
 def culprit(thing: Any, name: str) -> str:
     """The innermost part of a thing that cannot be encoded, and its type: ``targets[0]['lock'], a lock``."""
     for label, part in parts(thing):
         try:
-            encode(part)
+            taken_apart(part)
         except Exception:
             return culprit(part, name + label)
     return f"{name}, a {type(thing).__name__}"

@@ -1,4 +1,4 @@
-"""A worker process: ``python -m autopar.runtime FD RANK``. Obeys commands until its connection closes."""
+"""A worker process: ``python -m autopar.runtime FD FD FD RANK``. Obeys commands until its connection closes."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ from autopar.runtime.connect import ConnectedRank, init_process_group
 from autopar.runtime.memory import restart_peak
 from autopar.runtime.rank import Rank
 from autopar.runtime.settings import TorchSettings
+from autopar.runtime.shared import SharedMemory
 from autopar.runtime.spec import RankSpec
 from autopar.runtime.transport import TransportError
-from autopar.runtime.wire import decode, encode, receive, send
+from autopar.runtime.wire import Line
 
 START_SECONDS = 300.0  # for all workers to import what they need
 WHERE = "where"  # the message that asks a worker for its position
@@ -61,14 +62,15 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
     # torch 2.11 warns about its own class whenever a pickled tree spec is read.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-    Worker(int(sys.argv[2]), Connection(int(sys.argv[1]))).run()
+    connection, there, back, number = map(int, sys.argv[1:])
+    Worker(number, Line(Connection(connection), SharedMemory(back), SharedMemory(there))).run()
 
 
 class Worker:
     """Obeys the caller in its main thread; a second thread listens, and answers `WHERE` even while the first hangs."""
 
-    def __init__(self, number: int, connection: Connection) -> None:
-        self.number, self.connection = number, connection
+    def __init__(self, number: int, line: Line) -> None:
+        self.number, self.line = number, line
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.speaking = threading.Lock()
         self.rank: Rank | None = None
@@ -80,13 +82,13 @@ class Worker:
 
     def say(self, reply: tuple[bool, Any]) -> None:
         try:
-            encoded = encode(reply)
+            encoded = self.line.encode(reply)
         except Exception as error:
             error.add_note("autopar: this happened while the result was pickled for the caller")
-            encoded = encode((False, failure(self.number, self.rank, error)))
+            encoded = self.line.encode((False, failure(self.number, self.rank, error)))
         with self.speaking:
             try:
-                send(self.connection, encoded)
+                self.line.send(encoded)
             except OSError:
                 leave()
 
@@ -104,11 +106,11 @@ class Worker:
         """Queue commands as they come; end the process at once when the caller is gone, whatever it is doing."""
         while True:
             try:
-                encoded = receive(self.connection)
+                encoded = self.line.receive()
             except (EOFError, OSError):
                 leave()
             try:
-                message = decode(encoded)
+                message = self.line.decode(encoded)
             except Exception as error:
                 self.say((False, failure(self.number, self.rank, error)))
                 continue
