@@ -29,7 +29,7 @@ demo: $(VENV)/train.stamp
 	  --sched onecycle --clip-grad 0.5 --shift 1 --microbatches 4 --model-kwargs depth=6 patch_size=8 --output $(DEMO_FOLDER)
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -19,14 +19,6 @@ if os.environ.get("CI"):
     settings.load_profile("CI")
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that share processes or traces stay together when pytest-xdist spreads files over cores."""
-    for item in items:
-        shared = "trained" if "trained" in getattr(item, "fixturenames", ()) else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(shared))
-
-
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], list[Any]]:
     """For each case and mesh of `training_worker`, what each rank found; it runs once, for all files that ask."""

@@ -126,7 +126,7 @@ def test_a_finished_run_gets_more_epochs_in_another_folder(tmp_path):
     assert invoke(*run, "--epochs", "1", "-o", str(old))[0] == 0
     code, _, error = invoke(*run, "--epochs", "1", "-o", str(new), "--resume", str(old))
     assert code == 2
-    assert "it has done 1 epochs, --epochs is 1. Pass --epochs 2 or more to go on. `autopar export" in error, error
+    assert "it has done 1 epoch, --epochs is 1. Pass --epochs 2 or more to go on. `autopar export" in error, error
     assert not new.exists()
     assert invoke(*run, "--epochs", "2", "-o", str(new), "--resume", str(old))[0] == 0
     assert [line["update"] for line in records(new / "steps.jsonl")] == [1, 2, 3, 4]
