@@ -18,14 +18,13 @@ from autopar.batching import (
     check_shares,
     join_outputs,
     mark,
-    microbatch_sizes,
     replica_sizes,
     split_leaves,
     split_targets,
 )
 from autopar.counter_random import rows
 from autopar.errors import UsageError
-from autopar.ir import Mode, Place, Ref
+from autopar.ir import Mode, Place, Ref, microbatch_sizes
 from autopar.programs import Programs, Variant
 from autopar.random_ops import DRAWS
 from autopar.runtime import LocalRanks, StepData, TorchrunRanks, Work, WorkerPool

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.ir import Op, Ref, Value, unused_name
-from autopar.operators import meta_tensor, results_of, value_from
+from autopar.operators import results_without_data, value_from
 
 
 class Expansion:
@@ -34,7 +34,7 @@ class Expansion:
         module, source, autocast = self.op.module, self.op.source, self.op.autocast
         op = Op(name, target, args, tuple(kwargs.items()), (), module, source, autocast=autocast)
         with torch.enable_grad():
-            (made,) = results_of(op, [meta_tensor(self.values[read]) for read in op.reads])
+            (made,) = results_without_data(op, [self.values[read] for read in op.reads])
         self.values[name] = value_from(name, made)
         self.ops.append(replace(op, outputs=(self.values[name],)))
         return Ref(name)

@@ -96,6 +96,11 @@ def filled(tree: Any, tensors: Sequence[Tensor]) -> Any:
     return tuple(filled(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
 
 
+def results_without_data(op: Op, read: Sequence[Operand | Value]) -> list[Tensor]:
+    """What `results_of` makes of tensors like those."""
+    return results_of(op, [meta_tensor(like) for like in read])
+
+
 def results_of(op: Op, tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors that an operation makes of its operands, which are numbered as in ``Op.reads``.
 

@@ -57,7 +57,10 @@ def test_only_a_slice_travels_and_each_tensor_once(ends):
 
 def test_memory_is_given_back_unless_it_is_lent(ends):
     caller, worker = ends
-    size = lambda: os.fstat(caller.sending.fd).st_size  # noqa: E731
+
+    def size() -> int:
+        return os.fstat(caller.sending.fd).st_size
+
     kept = moved(ends, torch.ones(1000))
     assert size() == 0
     lent = moved(ends, torch.full((1000,), 2.0), lend=True)

@@ -10,7 +10,7 @@ import torch
 
 from autopar.errors import TraceError
 from autopar.ir import Graph, Op, Ref, Value, Weight, dtype_name, refs, unused_name
-from autopar.operators import meta_tensor, named_arguments, results_of, slotted_arguments
+from autopar.operators import named_arguments, results_without_data, slotted_arguments
 from autopar.precision.policy import base_name, treatment_of
 
 CAST = "aten.to.dtype"
@@ -152,7 +152,8 @@ class Rewriter:
             unique = unused_name(f"{name}.{SHORT.get(dtype, dtype)}", self.names)
             self.names.add(unique)
             op = Op(unique, CAST, (Ref(name), getattr(torch, dtype)), (), (), home.module, home.source)
-            (tensor,) = run_on_meta(op, (source,))
+            with torch.no_grad():
+                (tensor,) = results_without_data(op, (source,))
             value = Value(unique, source.shape, dtype, tensor.stride(), source.requires_grad)
             (self.after if made_by else self.before)[home.name].append(replace(op, outputs=(value,)))
             self.now[unique] = value
@@ -192,20 +193,11 @@ def float32_inside(op: Op) -> Op:
     return replace(op, kwargs=(*kwargs, ("dtype", torch.float32)))
 
 
-def run_on_meta(op: Op, read: tuple[Value, ...]) -> list[torch.Tensor]:
-    """The tensors that an operation makes, without data.
-
-    Raises:
-        RuntimeError: torch refuses the operands, or has no meta kernel.
-    """
-    with torch.no_grad():
-        return results_of(op, [meta_tensor(value) for value in read])
-
-
 def result_dtypes(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
     """The dtypes of what an operation makes, none for what it updates; None where torch refuses its operands."""
     try:
-        made = run_on_meta(op, read)
+        with torch.no_grad():
+            made = results_without_data(op, read)
     except RuntimeError:  # NotImplementedError is one
         return None
     return tuple(dtype_name(tensor.dtype) for tensor in made) if op.outputs else ()
