@@ -303,27 +303,27 @@ def rank_specs(
     clip_grad_value: float | None = None,
 ) -> list[RankSpec]:
     """What each rank is told."""
-    mesh, stored = programs.plan.mesh, programs.storage
-    weights: list[list[Weight]] = [[] for _ in range(programs.num_stages)]
+    mesh, stored, positions = programs.plan.mesh, programs.storage, programs.positions
+    weights: list[list[Weight]] = [[] for _ in range(mesh.pp)]
     for weight in programs.example.weights:
         if weight.kind != "constant":
             layout = stored.get(weight.name, REPLICATED)
             local = replace(weight, shape=layout.local_shape(weight.shape, {TP: mesh.tp}))
-            for stage in programs.holders[weight.name]:
-                weights[stage].append(local)
+            for position in positions[weight.name]:
+                weights[position].append(local)
     pairs = {(e.src, e.dst) for v in programs.known.values() for p in v.programs for e in p.sends}
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
     if programs.plan.zero1:
         numel = {weight.name: weight.numel for own in weights for weight in own if weight.requires_grad}
-        owners = balanced_owners(numel, programs.holders, mesh.dp)
+        owners = balanced_owners(numel, positions, mesh.dp)
     first = RankSpec(
         rank=0,
         mesh=mesh,
         device=machine.device_of(0),
         build=graph_module,
         weights=tuple(weights[0]),
-        holders={name: stages for name, stages in programs.holders.items() if len(stages) > 1},
+        holders={name: held_at for name, held_at in positions.items() if len(held_at) > 1},
         edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
         loss_fn=loss_fn,
         optimizer=optimizer,
@@ -336,6 +336,7 @@ def rank_specs(
         storage=stored,
         owners=owners,
         autocast=mixed_dtype(programs.example, programs.plan.precision),
+        chunks=programs.plan.chunks,
     )
     return [
         replace(first, rank=rank, device=machine.device_of(rank), weights=tuple(weights[mesh.place(rank).stage]))

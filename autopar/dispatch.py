@@ -24,7 +24,7 @@ from autopar.batching import (
 )
 from autopar.counter_random import rows
 from autopar.errors import UsageError
-from autopar.ir import Mode, Place, Ref, microbatch_sizes
+from autopar.ir import Mode, Place, Ref, input_names, microbatch_sizes
 from autopar.programs import Programs, Variant
 from autopar.random_ops import DRAWS
 from autopar.runtime import LocalRanks, StepData, TorchrunRanks, Work, WorkerPool
@@ -32,7 +32,7 @@ from autopar.schedule import check, generate, max_in_flight
 
 # Commands that neither read nor write the weights which an optimizer updates, or that show whichever are in place.
 WITH_AVERAGES = frozenset({
-    "add_program", "forward", "state", "ema_state", "gradients", "zero_grad", "scheduler_step", "learning_rates",
+    "add_programs", "forward", "state", "ema_state", "gradients", "zero_grad", "scheduler_step", "learning_rates",
     "loss_scale", "stats",
 })  # fmt: skip
 
@@ -69,13 +69,13 @@ class Microbatch:
     share: float
     draws: torch.Tensor | None
 
-    def inputs(self, stage: int) -> list[Any]:
-        """What a stage's program reads, in its order."""
+    def inputs(self, stages: Sequence[int]) -> list[Any]:
+        """What the programs of a rank's stages read, in their order."""
         by_name: dict[str, Any] = {
             leaf.name: tensor for leaf, tensor in zip(self.variant.graph.leaves, self.leaves) if isinstance(leaf, Ref)
         }
         by_name[DRAWS] = self.draws
-        return [by_name[value.name] for value in self.variant.programs[stage].inputs]
+        return [by_name[name] for name in input_names(self.variant.programs[stage] for stage in stages)]
 
 
 class Dispatcher:
@@ -179,7 +179,7 @@ class Dispatcher:
         own, last = cut[place.replica % len(cut)], place.stage == self.mesh.pp - 1
         training = request.target is not None
         data = StepData(
-            [microbatch.inputs(place.stage) for microbatch in own],
+            [microbatch.inputs(self.stages(rank)) for microbatch in own],
             [microbatch.target for microbatch in own] if training and last else [],
             [microbatch.share for microbatch in own],
         )
@@ -195,6 +195,10 @@ class Dispatcher:
             num_updates=self.num_updates,
         )
 
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank runs."""
+        return self.mesh.stages(rank, self.plan.chunks)
+
     def send_programs(self, variants: Sequence[Variant]) -> None:
         """Give each rank its programs of those variants that it does not have yet."""
         for variant in variants:
@@ -202,25 +206,26 @@ class Dispatcher:
                 continue
             arguments = {}
             for rank in self.ranks.numbers:
-                program = variant.programs[self.mesh.place(rank).stage]
-                constants = {w.name: variant.graph.constants[w.name] for w in program.weights if w.kind == "constant"}
-                arguments[rank] = (variant.number, program, constants)
-            self.call("add_program", arguments)
+                programs = [variant.programs[stage] for stage in self.stages(rank)]
+                weights = [weight for program in programs for weight in program.weights]
+                constants = {w.name: variant.graph.constants[w.name] for w in weights if w.kind == "constant"}
+                arguments[rank] = (variant.number, programs, constants)
+            self.call("add_programs", arguments)
             self.sent.add(variant.number)
 
     def check_schedule(self, name: str, variants: Sequence[Variant], count: int) -> None:
         """Prove the schedule for this number of microbatches before its first run."""
-        stages = self.programs.num_stages
+        stages, pp, chunks = self.programs.num_stages, self.mesh.pp, self.plan.chunks
         if (name, count) in self.checked or count == 0:
             return
         edges = {(e.src, e.dst) for v in variants for p in v.programs for e in p.sends}
         training = name != "forward-only"
         check(
-            generate(name, stages, count),
+            generate(name, pp, count, chunks),
             num_chunks=stages,
             microbatches=count,
             edges=sorted(edges | {(i, i + 1) for i in range(stages - 1)}),
-            in_flight=[max_in_flight(name, r, stages, count) for r in range(stages)] if training else None,
+            in_flight=[max_in_flight(name, r, pp, count, chunks) for r in range(pp)] if training else None,
             training=training,
         )
         self.checked.add((name, count))

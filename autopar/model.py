@@ -80,7 +80,7 @@ class ParallelModel:
     @property
     def needs_inputs(self) -> bool:
         """Whether this process has to pass real inputs; if not, tensors on the meta device do as well."""
-        stages = {self.plan.mesh.place(rank).stage for rank in self._ranks.numbers}
+        stages = {s for rank in self._ranks.numbers for s in self.plan.mesh.stages(rank, self.plan.chunks)}
         read = {v.name for variant in self._programs.known.values() for s in stages for v in variant.programs[s].inputs}
         return not read <= {DRAWS}
 
@@ -262,7 +262,7 @@ class ParallelModel:
         arguments = {}
         for rank in self._ranks.numbers:
             place = self.plan.mesh.place(rank)
-            held = [name for name in by_weight if place.stage in self._programs.holders[name]]
+            held = [name for name in by_weight if place.stage in self._programs.positions[name]]
             index, sizes = {TP: place.shard}, {TP: self.plan.mesh.tp}
             arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
         self._dispatcher.call("load", arguments)

@@ -81,6 +81,12 @@ class Programs:
         self.add("train", microbatch, graph, train)
         self.add("eval", microbatch, evaluated, evaluation)
 
+    @property
+    def positions(self) -> Mapping[str, tuple[int, ...]]:
+        """The positions in the pipeline that hold each weight: a rank with several stages holds it once."""
+        pp = self.plan.mesh.pp
+        return {name: tuple(sorted({stage % pp for stage in stages})) for name, stages in self.holders.items()}
+
     def split(self, graph: Graph, stage_of: Mapping[str, int]) -> tuple[Program, ...]:
         """What each stage's ranks run of a graph of whole tensors."""
         if self.plan.mesh.tp == 1:

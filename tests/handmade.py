@@ -53,6 +53,7 @@ def plan_by_hand(
     strategies: Mapping[str, str] = NOTHING,
     shardings: Mapping[str, str] = NOTHING,
     precision: Precision = "fp32",
+    chunks: int = 1,
 ) -> Plan:
     """A plan whose stages start at the model's first operation and at each operation of ``firsts``."""
     call = as_call(model, x)
@@ -60,7 +61,8 @@ def plan_by_hand(
     graph = lowered(model, microbatch, "train", "", precision)
     names = [op.name for op in graph.ops]
     starts = [0, *(names.index(first) for first in firsts), len(names)]
-    mesh = Mesh(len(starts) - 1, tp, dp)
+    assert (len(starts) - 1) % chunks == 0, f"{len(starts) - 1} stages in {chunks} chunks"
+    mesh = Mesh((len(starts) - 1) // chunks, tp, dp)
     stages = tuple(
         Stage(names[low], names[high - 1], mesh.ranks(i), 0, 1.0, 2.0, 0, 0)
         for i, (low, high) in enumerate(pairwise(starts))
@@ -80,6 +82,7 @@ def plan_by_hand(
         strategies=dict(strategies),
         shardings=dict(shardings),
         precision=precision,
+        chunks=chunks,
     )
 
 

@@ -19,7 +19,7 @@ from autopar.zoo import ModelSource
 
 
 def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Mapping[str, Any] | None) -> str:
-    """The program of one rank as readable Python.
+    """The programs of one rank, one for each of its stages, as readable Python.
 
     Args:
         name, kwargs: of the model to build, where they are not the plan's own.
@@ -32,10 +32,12 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     model = planned_model(plan, name, kwargs)
     call = planned_call(plan, model)
     programs = Programs(model, plan, call)
-    program = programs.variant(mode, call.first(plan.microbatch_size)).programs[plan.mesh.place(rank).stage]
-    return "\n".join(
-        [f"# {rank_text(plan.mesh, rank)} of {plan.mesh}", *held_lines(program, programs), source(program)]
-    )
+    variant = programs.variant(mode, call.first(plan.microbatch_size))
+    parts = []
+    for stage in plan.mesh.stages(rank, plan.chunks):
+        program = variant.programs[stage]
+        parts.append("\n".join([*held_lines(program, programs), source(program)]))
+    return f"# {rank_text(plan.mesh, rank)} of {plan.mesh}\n" + "\n\n".join(parts)
 
 
 def held_lines(program: Program, programs: Programs) -> list[str]:

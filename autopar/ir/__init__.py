@@ -51,7 +51,7 @@ from autopar.ir.plan import (
     SolverInfo,
     Stage,
 )
-from autopar.ir.program import Edge, Program
+from autopar.ir.program import Edge, Program, input_names
 
 __all__ = [
     "BUCKET_BYTES", "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AxisSizes",
@@ -59,6 +59,6 @@ __all__ = [
     "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode",
     "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Recompute", "Ref", "SavedWeight",
     "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout", "compressed", "contiguous",
-    "dtype_name", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout", "pattern_of", "refs",
+    "dtype_name", "input_names", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout", "pattern_of", "refs",
     "renamed", "split_layout", "unused_name",
 ]  # fmt: skip

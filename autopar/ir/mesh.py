@@ -11,7 +11,10 @@ STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # of everything that a
 
 @dataclass(frozen=True)
 class Place:
-    """Coordinates of a rank in the mesh: its stage, its data-parallel replica, its tensor-parallel shard."""
+    """Coordinates of a rank in the mesh: its stage, its data-parallel replica, its tensor-parallel shard.
+
+    A rank with several chunks of the model has several stages; ``stage`` is the first, its position in the pipeline.
+    """
 
     stage: int
     replica: int = 0
@@ -45,9 +48,13 @@ class Mesh:
         return Place(stage, replica, shard)
 
     def ranks(self, stage: int) -> tuple[int, ...]:
-        """All ranks of one stage."""
-        width = self.tp * self.dp
-        return tuple(range(stage * width, (stage + 1) * width))
+        """All ranks of one stage: those at the position ``stage % pp``."""
+        width, position = self.tp * self.dp, stage % self.pp
+        return tuple(range(position * width, (position + 1) * width))
+
+    def stages(self, rank: int, chunks: int) -> tuple[int, ...]:
+        """The stages that a rank runs, where each runs so many chunks of the model."""
+        return tuple(range(self.place(rank).stage, self.pp * chunks, self.pp))
 
     def __str__(self) -> str:
         return f"pp {self.pp} × tp {self.tp} × dp {self.dp}"

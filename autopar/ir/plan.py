@@ -21,7 +21,7 @@ from autopar.ir.units import plural
 
 SCHEMA_VERSION = 2
 
-ScheduleName = Literal["forward-only", "gpipe", "1f1b"]
+ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # what may be asked for; a stage has one of the first two
@@ -180,7 +180,7 @@ class Plan:
     prediction: Prediction
     solver: SolverInfo
     hardware: HardwareInfo
-    chunks: Literal[1] = 1
+    chunks: int = 1
     precision: Precision = "fp32"
     exceptions: Mapping[str, int] = field(default_factory=dict)
     shardings: Mapping[str, str] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,3 +55,8 @@ class Program:
     def results(self) -> tuple[str, ...]:
         """Names of the tensors it returns: sent values, then model outputs, each once."""
         return tuple(dict.fromkeys([*(e.value.name for e in self.sends), *refs(self.outputs)]))
+
+
+def input_names(programs: Iterable[Program]) -> tuple[str, ...]:
+    """The model inputs that a rank's programs read, each once."""
+    return tuple(dict.fromkeys(value.name for program in programs for value in program.inputs))

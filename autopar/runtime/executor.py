@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.errors import UsageError
-from autopar.ir import Edge, Program, Ref, Value
+from autopar.ir import Edge, Program, Ref, Value, input_names
 from autopar.pytree import tree_map, unflatten
-from autopar.runtime.settle import settled
+from autopar.runtime.settle import Message, settled
 from autopar.runtime.stopwatch import Stopwatch
 from autopar.runtime.transport import Delivery, Receipt, Transport
 from autopar.schedule import Action, Schedule
 
-FLAGS_NUMBER = (1 << 11) - 1  # in tags, past every edge of a pair
+NUMBERS = 1 << 11  # of tensors that a microbatch sends from one chunk to another
+FLAGS_NUMBER = NUMBERS - 1  # in tags, past every edge of a pair
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class Span:
 class StepData:
     """What one rank is given for a step, a list entry per microbatch.
 
-    ``inputs`` are the tensors of ``program.inputs``; ``targets`` and ``shares`` (the microbatch's part of the mean over
-    the batch) matter on the last stage.
+    ``inputs`` are the tensors of `input_names` of the rank's programs; ``targets`` and ``shares`` (the microbatch's part
+    of the mean over the batch) matter on the last stage.
     """
 
     inputs: list[list[torch.Tensor]]
@@ -63,9 +65,9 @@ class BoundStep:
     def __init__(
         self,
         schedule: Schedule,
-        stage: int,
+        position: int,
         ranks: Sequence[int],
-        chunks: Sequence[Chunk],
+        chunks: Sequence[Sequence[Chunk]],
         transport: Transport,
         device: torch.device,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
@@ -74,19 +76,20 @@ class BoundStep:
         """Bind.
 
         Args:
-            schedule: the actions of all stages; those of ``stage`` are run.
-            ranks: the rank of each stage to exchange tensors with.
-            chunks: the chunk to use for each microbatch (they differ in shape only).
+            schedule: the actions of all positions in the pipeline; those of ``position`` are run.
+            ranks: the rank at each position to exchange tensors with.
+            chunks: for each microbatch this rank's chunks to use (those of two microbatches differ in shape only).
             device: where a microbatch's inputs and targets are taken when their turn comes.
             loss_fn: on the last stage of a training step.
             training: keep what backward needs; otherwise run without gradients.
         """
-        self.ranks, self.transport = ranks, transport
+        self.position, self.ranks, self.transport = position, ranks, transport
+        self.num_chunks = 1 + max((action.chunk for row in schedule for action in row), default=0) // len(ranks)
         self.device = device
         self.loss_fn = loss_fn
         self.training = training
         self.data = NO_DATA
-        self.held: list[Any] = [None] * len(chunks)
+        self.held: dict[Action, Any] = {}  # by forward
         self.losses: list[torch.Tensor | None] = [None] * len(chunks)
         self.outputs: list[list[Any]] = [[] for _ in chunks]
         self.current: Action | None = None
@@ -95,11 +98,14 @@ class BoundStep:
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.loss_scale = 1.0
-        self.sent: dict[tuple[int, Action], list[Delivery]] = {}
-        actions = schedule[stage]
+        self.sent: dict[Message, list[Delivery]] = {}
+        self.passed: dict[tuple[int, int, int], torch.Tensor] = {}  # from chunk to chunk of this rank, by these and tag
+        self.chunks = chunks
+        self.input_places = [input_places([chunk.program for chunk in own]) for own in chunks]
+        actions = schedule[position]
         self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
-        self.work = [self.bind(action, chunks[action.microbatch]) for action in actions]
-        self.settles = [self.bind_settle(action, chunks[action.microbatch].program, schedule) for action in actions]
+        self.work = [self.bind(action) for action in actions]
+        self.settles = settled(position, schedule, self.before, self.after)
 
     def run(self, data: StepData, keep_outputs: bool, before_last_backward: Callable[[], None] | None = None) -> None:
         """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
@@ -126,16 +132,49 @@ class BoundStep:
             self.settle(list(self.sent))
         self.data, self.current = NO_DATA, None
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        """Send to a stage during an action; the tensor is freed once `settle` was told of that action and stage."""
-        self.keep(dst, self.transport.send(tensor.contiguous(), self.ranks[dst], tag))
+    def rank_of(self, chunk: int) -> int:
+        """The rank that runs a chunk."""
+        return self.ranks[chunk % len(self.ranks)]
+
+    def is_here(self, chunk: int) -> bool:
+        """Whether this rank runs a chunk."""
+        return chunk % len(self.ranks) == self.position
+
+    def lane(self, src: int, dst: int) -> int:
+        """What keeps the messages of two chunks apart from others between their ranks."""
+        return lane_of(src, dst, len(self.ranks), self.num_chunks)
+
+    def tag(self, number: int, microbatch: int, src: int, dst: int) -> int:
+        """A tag that is unique among the tensors of one directed pair of ranks in one step."""
+        return (microbatch * self.num_chunks**2 + self.lane(src, dst)) * NUMBERS + number
+
+    def send(self, tensor: torch.Tensor, src: int, dst: int, tag: int) -> None:
+        """Send to a chunk during an action; the tensor is freed once `settle` was told of that action and chunk.
+
+        To a chunk of this rank it goes as it is: a view, without a copy.
+        """
+        if self.is_here(dst):
+            self.passed[src, dst, tag] = tensor
+        else:
+            rank, lane = self.rank_of(dst), self.lane(src, dst)
+            self.keep(dst, self.transport.send(tensor.contiguous(), rank, tag, lane))
+
+    def send_flags(self, flags: list[bool], src: int, dst: int, tag: int) -> None:
+        if self.is_here(dst):
+            self.passed[src, dst, tag] = torch.tensor(flags)
+        else:
+            self.keep(dst, self.transport.send_flags(flags, self.rank_of(dst), tag))
 
     def keep(self, dst: int, delivery: Delivery) -> None:
         assert self.current is not None
         self.sent.setdefault((dst, self.current), []).append(delivery)
 
-    def settle(self, messages: Sequence[tuple[int, Action]]) -> None:
-        """Wait for what was sent to each (stage, in an action), and let go of it."""
+    def receipt(self, src: int, dst: int, tag: int, receive: Callable[[], Receipt]) -> Callable[[], Receipt]:
+        """What posts a receive; from a chunk of this rank there is nothing to post, and the tensor is taken in time."""
+        return (lambda: lambda: self.passed.pop((src, dst, tag))) if self.is_here(src) else receive
+
+    def settle(self, messages: Sequence[Message]) -> None:
+        """Wait for what was sent to each (chunk, in an action), and let go of it."""
         for message in messages:
             for delivery in self.sent.pop(message, ()):
                 delivery()
@@ -151,39 +190,50 @@ class BoundStep:
         """A tensor on this rank's device; anything else as it is."""
         return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
-    def bind(self, action: Action, chunk: Chunk) -> tuple[Action, Callable[[], list[Receipt]], Callable[..., None]]:
+    def chunk_of(self, action: Action) -> Chunk:
+        """What an action of this rank runs."""
+        return self.chunks[action.microbatch][action.chunk // len(self.ranks)]
+
+    def before(self, action: Action) -> tuple[Action, ...]:
+        """The actions of other chunks whose tensors an action of this rank takes."""
+        program = self.chunk_of(action).program
+        chunks = {e.src for e in program.receives} if action.kind == "F" else {e.dst for e in program.sends}
+        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
+
+    def after(self, action: Action) -> tuple[Action, ...]:
+        """The actions of other chunks that take the tensors of an action of this rank."""
+        program = self.chunk_of(action).program
+        chunks = {e.dst for e in program.sends} if action.kind == "F" else {e.src for e in program.receives}
+        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
+
+    def bind(self, action: Action) -> tuple[Action, Callable[[], list[Receipt]], Callable[..., None]]:
         """The action, what posts its receives, and what computes it once they are there."""
+        chunk = self.chunk_of(action)
         if action.kind == "F":
             return action, self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
         return action, self.bind_gradients(chunk.program, action), self.bind_backward(chunk.program, action)
 
-    def bind_settle(self, action: Action, program: Program, schedule: Schedule) -> list[tuple[int, Action]]:
-        """What may be waited for before the action."""
-        lower, higher = {e.src for e in program.receives}, {e.dst for e in program.sends}
-        return settled(action, schedule, sorted(lower if action.kind == "F" else higher), sorted(higher))
-
     def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[Receipt]]:
         """What posts the receives of values, or of their gradients, one per edge."""
-        backward = action.kind == "B"
-        calls = [
-            (
-                [e.value.shape[d] for d in memory_order(e.value)],
-                getattr(torch, e.value.dtype),
-                self.ranks[e.dst if backward else e.src],
-                tag_of(k, action),
-            )
-            for k, e in self.numbered(edges)
-        ]
-        return lambda: [self.transport.receive(*call) for call in calls]
+        calls: list[Callable[[], Receipt]] = []
+        for k, e in self.numbered(edges):
+            shape, dtype = [e.value.shape[d] for d in memory_order(e.value)], getattr(torch, e.value.dtype)
+            src, dst = (e.src, e.dst) if action.kind == "F" else (e.dst, e.src)
+            tag = self.tag(k, action.microbatch, src, dst)
+            receive = partial(self.transport.receive, shape, dtype, self.rank_of(src), tag, self.lane(src, dst))
+            calls.append(self.receipt(src, dst, tag, receive))
+        return lambda: [call() for call in calls]
 
     def bind_gradients(self, program: Program, action: Action) -> Callable[[], list[Receipt]]:
         """What posts the receives of gradients, one per edge, then of their flags, one per peer."""
         edges = [e for e in program.sends if e.value.requires_grad]
         gradients = self.bind_receives(edges, action)
-        flags = [
-            (n, self.ranks[peer], tag_of(FLAGS_NUMBER, action)) for peer, n in Counter(e.dst for e in edges).items()
-        ]
-        return lambda: [*gradients(), *(self.transport.receive_flags(*call) for call in flags)]
+        flags: list[Callable[[], Receipt]] = []
+        for src, n in Counter(e.dst for e in edges).items():
+            tag = self.tag(FLAGS_NUMBER, action.microbatch, src, program.stage)
+            receive = partial(self.transport.receive_flags, n, self.rank_of(src), tag)
+            flags.append(self.receipt(src, program.stage, tag, receive))
+        return lambda: [*gradients(), *(call() for call in flags)]
 
     def numbered(self, edges: Sequence[Edge]) -> list[tuple[int, Edge]]:
         """Edges with their place among those of their directed pair: the same number at both ends."""
@@ -197,9 +247,10 @@ class BoundStep:
 
     def bind_forward(self, chunk: Chunk, action: Action) -> Callable[[list[torch.Tensor]], None]:
         program, module, i = chunk.program, chunk.module, action.microbatch
+        inputs = self.input_places[i][action.chunk // len(self.ranks)]
         place = {name: k for k, name in enumerate(program.results)}
         sends = [
-            (place[e.value.name], memory_order(e.value), e.dst, tag_of(k, action))
+            (place[e.value.name], memory_order(e.value), e.src, e.dst, self.tag(k, i, e.src, e.dst))
             for k, e in self.numbered(program.sends)
         ]
         orders = [inverse(memory_order(e.value)) for e in program.receives]
@@ -211,15 +262,15 @@ class BoundStep:
             if self.training:
                 for tensor, wanted in zip(received, tracked, strict=True):
                     tensor.requires_grad_(wanted)
-            results = module(*map(self.here, self.data.inputs[i]), *received)
-            for k, order, dst, tag in sends:
-                self.send(results[k].detach().permute(order), dst, tag)
+            results = module(*(self.here(self.data.inputs[i][k]) for k in inputs), *received)
+            for k, order, src, dst, tag in sends:
+                self.send(results[k].detach().permute(order), src, dst, tag)
             # Gradient edges, not tensors: once sent, an output's memory is not needed for backward.
             edges = [gradient_edge(results[k]) for k in roots] if self.training else []
             if program.out_spec is not None:
                 self.finish(program, results, place, edges, i)
             if self.training:
-                self.held[i] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
+                self.held[action] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
 
         return forward
 
@@ -248,25 +299,24 @@ class BoundStep:
             self.outputs[i] = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
-        i = action.microbatch
+        i, stage, forward = action.microbatch, program.stage, replace(action, kind="F")
         values = [v for v in unique_values(program.sends) if v.requires_grad]
         position = {v.name: k for k, v in enumerate(values)}
         edges_out = [e for e in program.sends if e.value.requires_grad]
         readers = [(position[e.value.name], inverse(memory_order(e.value)), e.dst) for e in edges_out]
         peers = list(Counter(e.dst for e in edges_out))
         tracked = [e for e in program.receives if e.value.requires_grad]
-        back = [(memory_order(e.value), e.src, tag_of(k, action)) for k, e in self.numbered(tracked)]
-        flags_tag = tag_of(FLAGS_NUMBER, action)
+        back = [(memory_order(e.value), e.src, self.tag(k, i, stage, e.src)) for k, e in self.numbered(tracked)]
 
         def backward(received: list[torch.Tensor]) -> None:
-            inputs, edges = self.held[i]
+            inputs, edges = self.held.pop(forward)
             gradients: dict[int, torch.Tensor] = {}
             exists = {p: iter(flags.tolist()) for p, flags in zip(peers, received[len(readers) :], strict=True)}
             for (k, order, dst), tensor in zip(readers, received):
                 if next(exists[dst]):
                     gradient = tensor.permute(order)
                     gradients[k] = gradients[k] + gradient if k in gradients else gradient
-            loss = self.losses[i]
+            loss = self.losses[i] if program.out_spec is not None else None
             if loss is not None:
                 gradients[len(values)] = torch.full_like(loss, self.loss_scale)
             roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
@@ -275,15 +325,25 @@ class BoundStep:
             # Zeros fill the place of a gradient that there is none of; the flags keep them from counting as one, which
             # would have weight decay change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}
-            for tensor, (order, src, tag) in zip(inputs, back, strict=True):
-                flags.setdefault(src, []).append(tensor.grad is not None)
+            for tensor, (order, dst, tag) in zip(inputs, back, strict=True):
+                flags.setdefault(dst, []).append(tensor.grad is not None)
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
-                self.send(gradient.permute(order), src, tag)
-            for src, own in flags.items():
-                self.keep(src, self.transport.send_flags(own, self.ranks[src], flags_tag))
-            self.held[i] = None
+                self.send(gradient.permute(order), stage, dst, tag)
+            for dst, own in flags.items():
+                self.send_flags(own, stage, dst, self.tag(FLAGS_NUMBER, i, stage, dst))
 
         return backward
+
+
+def lane_of(src: int, dst: int, pp: int, chunks: int) -> int:
+    """The number of two chunks among those of their ranks. Messages are in order between chunks, not between ranks."""
+    return src // pp * chunks + dst // pp
+
+
+def input_places(programs: Sequence[Program]) -> list[list[int]]:
+    """Where each program's inputs are among those that a rank is given for a microbatch."""
+    names = input_names(programs)
+    return [[names.index(value.name) for value in program.inputs] for program in programs]
 
 
 def gradient_edge(tensor: torch.Tensor) -> Any:
@@ -311,8 +371,3 @@ def inverse(order: Sequence[int]) -> list[int]:
 def unique_values(edges: Sequence[Edge]) -> list[Value]:
     """The values that travel over the edges, each once, in order."""
     return list({e.value.name: e.value for e in edges}.values())
-
-
-def tag_of(number: int, action: Action) -> int:
-    """A tag that is unique among the tensors of one directed pair of ranks in one step."""
-    return (action.microbatch << 12) + (number << 1) + (action.kind == "B")

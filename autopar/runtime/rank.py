@@ -57,7 +57,7 @@ class Rank:
         self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
         self.set_aside: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
         self.copies = Copies(self.weights, self.updater.came)
-        self.chunks: dict[int, Chunk] = {}
+        self.chunks: dict[int, tuple[Chunk, ...]] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
         self.apart = False  # whether training has changed buffers, differently on each replica
@@ -78,17 +78,20 @@ class Rank:
 
     # -- programs ----------------------------------------------------------------------------------------------
 
-    def add_program(self, key: int, program: Program, constants: Mapping[str, torch.Tensor]) -> None:
-        """Build a program under a number that steps will name; ``constants`` are those it reads."""
+    def add_programs(self, key: int, programs: Sequence[Program], constants: Mapping[str, torch.Tensor]) -> None:
+        """Build a program for each chunk of this rank, under a number that steps will name; ``constants`` are those
+        they read."""
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
-        held |= self.copies.read_by(program)
-        self.chunks[key] = Chunk(program, self.spec.build(program, held, self.device, self.axes))
+        self.chunks[key] = tuple(
+            Chunk(program, self.spec.build(program, held | self.copies.read_by(program), self.device, self.axes))
+            for program in programs
+        )
 
     def step(self, work: Work) -> BoundStep:
         """The bound schedule for a step, made at its first use."""
         key = (work.schedule, work.programs, work.training)
         if key not in self.bound:
-            schedule = generate(work.schedule, self.mesh.pp, len(work.programs))
+            schedule = generate(work.schedule, self.mesh.pp, len(work.programs), self.spec.chunks)
             loss_fn = self.loss_fn() if self.judges and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
             self.bound[key] = BoundStep(
@@ -146,7 +149,7 @@ class Rank:
         Each replica trains with the statistics of its own samples; what is evaluated is the model that `state` shows.
         """
         if mode == "eval" and self.apart and self.mesh.dp > 1:
-            programs = [chunk.program for chunk in self.chunks.values() if chunk.program.mode == "train"]
+            programs = [c.program for chunks in self.chunks.values() for c in chunks if c.program.mode == "train"]
             changed = {name for program in programs for op in program.ops for name in op.mutates}
             for name in sorted(changed & self.weights.keys()):
                 tensor = self.weights[name].detach()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.ir import REPLICATED, TP, Layout, Mesh, Mode, Place, Program, Weight
-from autopar.runtime.executor import Span, StepData
+from autopar.runtime.executor import Span, StepData, lane_of
 
 Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str]], nn.Module]
 
@@ -39,9 +39,10 @@ class RankSpec:
         build: turns a program, its weights, a device and the keys of mesh axes into a module.
         weights: the weights this rank holds, in the model's order, with the shapes of its parts.
         storage: the layout of every weight that is not simply replicated over the tensor axis.
-        holders: for every weight held by several stages, those stages in order; the first one owns it.
+        holders: for every weight held at several positions of the pipeline, those in order; the first one owns it.
         owners: under ZeRO-1, the replica that updates each trainable weight of the model; else empty.
         edges: every directed pair of stages that exchanges tensors.
+        chunks: how many stages each rank has.
         loss_fn, optimizer, lr_scheduler: as given to `autopar.parallelize`.
         trainable: every trainable weight of the model, in its order, with its whole shape; by default those held here.
         clip_grad_norm: largest global gradient norm, or None.
@@ -68,6 +69,7 @@ class RankSpec:
     storage: Mapping[str, Layout] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
     autocast: str | None = None
+    chunks: int = 1
 
     @property
     def place(self) -> Place:
@@ -80,7 +82,7 @@ class RankSpec:
 
     @property
     def pipeline(self) -> tuple[int, ...]:
-        """The rank of each stage that this rank exchanges tensors with: those of its replica and shard."""
+        """The rank at each position that this rank exchanges tensors with: those of its replica and shard."""
         return pipeline(self.mesh, self.place)
 
     @property
@@ -94,10 +96,18 @@ class RankSpec:
         return shards(self.mesh, self.place)
 
     @property
-    def channels(self) -> tuple[tuple[int, int], ...]:
-        """Every directed pair of ranks that exchanges tensors; equal on all ranks."""
+    def channels(self) -> tuple[tuple[int, int, int], ...]:
+        """Every directed pair of ranks that exchanges tensors, once for each of its lanes; equal on all ranks."""
         lines = {pipeline(self.mesh, self.mesh.place(rank)) for rank in self.mesh.ranks(0)}
-        return tuple(sorted((line[src], line[dst]) for line in lines for src, dst in self.edges))
+        pp = self.mesh.pp
+        return tuple(
+            sorted(
+                (line[src % pp], line[dst % pp], lane_of(src, dst, pp, self.chunks))
+                for line in lines
+                for src, dst in self.edges
+                if src % pp != dst % pp
+            )
+        )
 
     @property
     def shared(self) -> tuple[tuple[int, ...], ...]:
@@ -109,7 +119,7 @@ class RankSpec:
         for place in map(self.mesh.place, range(self.mesh.devices)):
             line = pipeline(self.mesh, place)
             sets |= {replicas(self.mesh, place), shards(self.mesh, place)}
-            sets |= {tuple(line[stage] for stage in stages) for stages in self.holders.values()}
+            sets |= {tuple(line[position] for position in positions) for positions in self.holders.values()}
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
 
     def layout(self, name: str) -> Layout:
@@ -119,12 +129,12 @@ class RankSpec:
     def first_copy(self, name: str) -> bool:
         """Whether, within its replica, this rank holds the copy that counts of its part of a weight."""
         split = any(s.axis == TP for s in self.layout(name).splits)
-        stages = self.holders.get(name, (self.place.stage,))
-        return stages[0] == self.place.stage and (split or self.place.shard == 0)
+        positions = self.holders.get(name, (self.place.stage,))
+        return positions[0] == self.place.stage and (split or self.place.shard == 0)
 
 
 def pipeline(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """The ranks at one replica and shard, by stage."""
+    """The ranks at one replica and shard, by position."""
     return tuple(mesh.rank(Place(stage, place.replica, place.shard)) for stage in range(mesh.pp))
 
 
@@ -149,7 +159,7 @@ def rank_text(mesh: Mesh, rank: int) -> str:
 
 @dataclass(frozen=True)
 class Work:
-    """One call of a step: the model's mode, which schedule, which program for each microbatch, and this rank's data.
+    """One call of a step: the model's mode, which schedule, which programs for each microbatch, and this rank's data.
 
     ``num_updates`` is how many updates there were before it.
     """

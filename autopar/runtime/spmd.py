@@ -24,7 +24,7 @@ from autopar.runtime.transport import Hub, LocalTransport, TransportError
 from autopar.shards import part
 
 # Commands whose result every rank already has, so that nothing needs to be gathered after a step.
-REPLICATED = frozenset({"add_program", "optimizer_step", "zero_grad", "scheduler_step", "load", "swap_ema"})
+REPLICATED = frozenset({"add_programs", "optimizer_step", "zero_grad", "scheduler_step", "load", "swap_ema"})
 
 FEW = 4  # parts of a decision that an error lists
 

@@ -25,18 +25,18 @@ class TransportError(RuntimeError):
 class Transport(Protocol):
     """Moves tensors between ranks.
 
-    Sends are asynchronous and in order for each directed pair. ``posts_early`` says whether a receive may be posted
+    Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be posted
     while other work runs, which is free with Gloo and costs multiprocessors with NCCL.
     """
 
     rank: int
     posts_early: bool
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Delivery:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
         """Start sending a contiguous tensor; calling the delivery waits until it is sent, which keeps it until then."""
         ...
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
         """Start receiving; calling the receipt waits and returns the tensor."""
         ...
 
@@ -85,7 +85,8 @@ class Transport(Protocol):
 
 
 class ProcessGroupTransport:
-    """torch.distributed point to point: Gloo with tags, or NCCL with a communicator per directed pair.
+    """torch.distributed point to point: Gloo with tags, or NCCL with a communicator per directed pair and
+    lane.
 
     NCCL connects two peers inside their first transfer and blocks the host until both are there, so every pair is
     connected here, in one order on all ranks, before any schedule runs.
@@ -95,7 +96,7 @@ class ProcessGroupTransport:
         self,
         rank: int,
         device: torch.device,
-        edges: Collection[tuple[int, int]],
+        edges: Collection[tuple[int, int, int]],
         shared: Collection[tuple[int, ...]],
         made: Mapping[tuple[int, ...], Any],
         timeout_seconds: float,
@@ -103,7 +104,7 @@ class ProcessGroupTransport:
         """Connect all pairs and groups.
 
         Args:
-            edges: (src, dst) ranks of every directed pair that will ever exchange tensors; equal on all ranks.
+            edges: (src, dst, lane) of every directed pair of ranks that will ever exchange tensors; equal on all ranks.
             shared: the rank sets that sum or broadcast; equal on all ranks.
             made: rank sets that have a process group already, and that group where this rank is in it; equal sets in
                 equal order on all ranks.
@@ -115,14 +116,14 @@ class ProcessGroupTransport:
         alone = sorted(set(shared) - set(made))
         self.own: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
         self.groups: dict[tuple[int, ...], Any] = {**made, **self.own}
-        self.channels: dict[tuple[int, int], Any] = {}
+        self.channels: dict[tuple[int, int, int], Any] = {}
         # Flags of transfers travel from host to host. A Gloo group of some ranks only would hang in a default NCCL
         # group that is bound to a device: those that are not in it wait for a split of the communicator that the
         # others, being Gloo, never join (torch 2.11).
         self.hosts: Any = None
         if dist.get_backend() == "nccl":
             self.hosts = dist.new_group(backend="gloo", timeout=timeout)
-            self.channels = {edge: dist.new_group(list(edge), timeout=timeout) for edge in sorted(edges)}
+            self.channels = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(edges)}
             self.connect()
 
     def connect(self) -> None:
@@ -131,19 +132,19 @@ class ProcessGroupTransport:
         for ranks, group in self.groups.items():
             if self.rank in ranks:
                 dist.all_reduce(token, group=group)
-        for (src, dst), group in self.channels.items():
+        for (src, dst, _), group in self.channels.items():
             if self.rank == src:
                 dist.send(token, dst, group=group)
             elif self.rank == dst:
                 dist.recv(token, src, group=group)
         torch.cuda.synchronize(self.device)
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Delivery:
-        return start_send(tensor, dst, tag, self.channels.get((self.rank, dst)))
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+        return start_send(tensor, dst, tag, self.channels.get((self.rank, dst, lane)))
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        return start_receive(buffer, src, tag, self.channels.get((src, self.rank)))
+        return start_receive(buffer, src, tag, self.channels.get((src, self.rank, lane)))
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
         return start_send(torch.tensor(flags, dtype=torch.uint8), dst, tag, self.hosts)
@@ -273,11 +274,11 @@ class LocalTransport:
         self.calls[tuple(ranks)] += 1
         return tuple(ranks), self.calls[tuple(ranks)]
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable) -> Delivery:
+    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable, lane: int = 0) -> Delivery:
         self.hub.box(self.rank, dst, tag).put(tensor.clone())
         return lambda: None  # a send is a copy
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable, lane: int = 0) -> Receipt:
         box = self.hub.box(src, self.rank, tag)
 
         def receipt() -> torch.Tensor:

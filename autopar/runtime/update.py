@@ -99,10 +99,10 @@ class Updater:
 
     def sum_over_stages(self) -> None:
         """Give every holder of a tied parameter the sum of all holders' gradients, or None where nobody has one."""
-        for name, stages in sorted(self.spec.holders.items()):
-            if len(stages) < 2 or name not in self.trainable or not self.updates(name):
+        for name, positions in sorted(self.spec.holders.items()):
+            if len(positions) < 2 or name not in self.trainable or not self.updates(name):
                 continue
-            ranks = [self.spec.pipeline[stage] for stage in stages]
+            ranks = [self.spec.pipeline[position] for position in positions]
             parameter = self.trainable[name]
             if not any(self.transport.sum_flags([parameter.grad is not None], ranks)):
                 continue

@@ -28,12 +28,15 @@ def check(
 
     1. Each forward, and when training each backward, of every chunk and microbatch runs exactly once, on rank
        chunk % ranks, a backward after its own forward. So each receive has its send.
-    2. Between any two ranks, and in each direction, messages are taken in the order in which they are sent.
+    2. Between any two chunks, and in each direction, messages are taken in the order in which they are sent. Where
+       ranks have one chunk each, that is so between ranks.
     3. No deadlock when sends never wait and an action waits for all it receives.
-    4. No deadlock in `check_rendezvous` either, provided that every edge joins consecutive chunks. With an edge that
-       skips chunks only promise 3 is made, because 1F1B cannot keep the fourth where an edge spans three or more ranks
-       (with edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient that rank 0 takes only after forwards
-       whose activations rank 3 is yet to take). A transport without buffers must then call `check_rendezvous` itself.
+    4. No deadlock in `check_rendezvous` either, provided that ranks have one chunk each and every edge joins
+       consecutive ones. With an edge that skips chunks only promise 3 is made, because 1F1B cannot keep the fourth
+       where an edge spans three or more ranks (with edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient
+       that rank 0 takes only after forwards whose activations rank 3 is yet to take); nor with several chunks a rank,
+       where the last rank offers the first one an activation that the first one takes only when it has run a whole
+       group of microbatches. A transport without buffers must then call `check_rendezvous` itself.
     5. No rank keeps activations of more (chunk, microbatch) pairs than ``in_flight`` allows.
 
     Args:
@@ -55,7 +58,7 @@ def check(
     _check_backward_follows(schedule, where)
     _check_channels(schedule, links, where)
     run_order(schedule, links)
-    if edges is None or set(edges) <= set(consecutive(num_chunks)):
+    if num_chunks <= len(schedule) and (edges is None or set(edges) <= set(consecutive(num_chunks))):
         check_rendezvous(schedule, num_chunks=num_chunks, edges=edges)
     if in_flight is not None:
         _check_in_flight(schedule, in_flight)
@@ -164,19 +167,17 @@ def _check_backward_follows(schedule: Schedule, where: Mapping[Action, Place]) -
 def _check_channels(schedule: Schedule, links: Links, where: Mapping[Action, Place]) -> None:
     sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     taken: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
-    for action, (rank, _) in where.items():
+    for action in where:
         for taker in links.after(action):
-            sent[rank, where[taker][0]].append((action, taker))
+            sent[action.chunk, taker.chunk].append((action, taker))
         for source in links.before(action):
-            taken[where[source][0], rank].append((source, action))
-    for (rank, other), transfers in sent.items():
-        if rank == other:
-            continue
-        for number, (ours, theirs) in enumerate(zip(transfers, taken[rank, other], strict=True)):
+            taken[source.chunk, action.chunk].append((source, action))
+    for (chunk, other), transfers in sent.items():
+        for number, (ours, theirs) in enumerate(zip(transfers, taken[chunk, other], strict=True)):
             if ours != theirs:
                 _fail(
-                    f"Message {number} (counted from 0) from rank {rank} to rank {other} is sent as {ours[0]} → "
-                    f"{ours[1]} but taken as {theirs[0]} → {theirs[1]}. Run both ranks' actions in the same order.",
+                    f"Message {number} (counted from 0) from chunk {chunk} to chunk {other} is sent as {ours[0]} → "
+                    f"{ours[1]} but taken as {theirs[0]} → {theirs[1]}. Run both chunks' actions in the same order.",
                     schedule,
                     [where[ours[0]], where[theirs[1]]],
                 )
@@ -188,5 +189,7 @@ def _check_in_flight(schedule: Schedule, in_flight: Sequence[int]) -> None:
     for rank, (row, bound) in enumerate(zip(schedule, in_flight)):
         for index, kept in enumerate(activations_kept(row)):
             if kept > bound:
-                words = f"keeps the activations of {kept} microbatches after {row[index]}, its bound is {bound}"
+                several = any(action.chunk != rank for action in row)
+                what = "(chunk, microbatch) pairs" if several else "microbatches"
+                words = f"keeps the activations of {kept} {what} after {row[index]}, its bound is {bound}"
                 _fail(f"Rank {rank} {words}. Run a backward before it.", schedule, [(rank, index)])

@@ -1,4 +1,4 @@
-"""Schedules by name: one pure function per schedule, from rank, ranks and microbatches to the rank's actions.
+"""Schedules by name: one pure function per schedule, from rank, ranks, microbatches and chunks to the rank's actions.
 
 Every backward phase runs its microbatches in forward order, so that gradients accumulate in the order in which one
 device would add them, and so that channels may be in-order.
@@ -9,79 +9,145 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import pairwise
 
 from autopar.errors import UsageError
 from autopar.schedule.actions import Action, Schedule
 
 
-def forward_only(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
-    """Actions of a rank for inference: every forward, no backward."""
-    return tuple(Action("F", rank, i) for i in range(microbatches))
+def forward_only(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """Actions of a rank for inference: every forward, no backward; chunks take turns as in `interleaved`."""
+    return tuple(
+        Action("F", rank + chunk * pp, i)
+        for group in groups(pp, microbatches)
+        for chunk in range(chunks)
+        for i in group
+    )
 
 
-def gpipe(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
+def gpipe(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
     """Actions of a rank for GPipe: every forward, then every backward.
 
     Source: Huang et al. 2019, section 2.3; there the backward phase runs in reverse order.
     """
-    return forward_only(rank, pp, microbatches) + tuple(Action("B", rank, i) for i in range(microbatches))
+    forwards = forward_only(rank, pp, microbatches, chunks)
+    return forwards + tuple(Action("B", rank, i) for i in range(microbatches))
 
 
-def one_f_one_b(rank: int, pp: int, microbatches: int) -> tuple[Action, ...]:
+def one_f_one_b(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
     """Actions of a rank for 1F1B: min(pp - rank - 1, microbatches) warm-up forwards, pairs F B, the other backwards.
 
     Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.1; here for any number of microbatches.
     """
-    warmup = min(pp - rank - 1, microbatches)
-    forwards = forward_only(rank, pp, microbatches)
-    backwards = tuple(Action("B", rank, i) for i in range(microbatches))
-    steady = tuple(action for pair in zip(forwards[warmup:], backwards) for action in pair)
-    return forwards[:warmup] + steady + backwards[microbatches - warmup :]
+    return interleaved(rank, pp, microbatches, 1)
+
+
+def interleaved(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
+    """Actions of a rank for interleaved 1F1B: `warmup` forwards, pairs F B, the other backwards.
+
+    Microbatches pass in `groups`: a rank runs a group's forwards on its first chunk, then on its second one, and so on,
+    and the group's backwards from its last chunk to its first. With equal chunks on p ranks, v a rank, and m >= p
+    microbatches the bubble is (p - 1) / (v · m) of the busy time, whether or not p divides m.
+
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.2, whose order this is where p divides m. Megatron-LM asks
+        for that; groups of p and a shorter rest instead take up to 1.4 times as long.
+    """
+    forwards = forward_only(rank, pp, microbatches, chunks)
+    backwards = tuple(
+        Action("B", rank + chunk * pp, i)
+        for group in groups(pp, microbatches)
+        for chunk in reversed(range(chunks))
+        for i in group
+    )
+    ahead = min(warmup(rank, pp, microbatches, chunks), len(forwards))
+    steady = tuple(action for pair in zip(forwards[ahead:], backwards) for action in pair)
+    return forwards[:ahead] + steady + backwards[len(forwards) - ahead :]
+
+
+def groups(pp: int, microbatches: int) -> tuple[range, ...]:
+    """Microbatches in groups of at least pp, fewer than 2·pp and as equal as possible, larger ones first; one group
+    where there are fewer than pp.
+
+    While a rank runs a group on one chunk, the group's first microbatch comes around the other ranks; a smaller group
+    would have to wait for it.
+    """
+    count = max(1, microbatches // pp)
+    size, larger = divmod(microbatches, count)
+    starts = [i * size + min(i, larger) for i in range(count + 1)]
+    return tuple(range(start, end) for start, end in pairwise(starts))
+
+
+def warmup(rank: int, pp: int, microbatches: int, chunks: int) -> int:
+    """Forwards of a rank before its first pair F B, if it has as many.
+
+    With several chunks the first backward is that of the last chunk: the first group has passed all others by then. Two
+    more for each later rank let an activation and a gradient travel while the ranks compute. With one chunk, half of
+    them take as long where transfers are free, and keep less: this is 1F1B.
+    """
+    later = pp - rank - 1
+    return later if chunks == 1 else (chunks - 1) * len(groups(pp, microbatches)[0]) + 2 * later
+
+
+def interleaved_in_flight(rank: int, pp: int, microbatches: int, chunks: int) -> int:
+    """What `warmup` runs ahead and the forward of a pair, or all there are."""
+    return min(chunks * microbatches, warmup(rank, pp, microbatches, chunks) + 1)
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A rank's actions, and the most microbatches it keeps activations of; both from (rank, pp, microbatches)."""
+    """A rank's actions, and the most (chunk, microbatch) pairs it keeps activations of; both from (rank, pp,
+    microbatches, chunks). ``several`` says whether a rank may have more than one chunk."""
 
-    actions: Callable[[int, int, int], tuple[Action, ...]]
-    max_in_flight: Callable[[int, int, int], int]
+    actions: Callable[[int, int, int, int], tuple[Action, ...]]
+    max_in_flight: Callable[[int, int, int, int], int]
+    several: bool = False
 
 
 RECIPES: Mapping[str, Recipe] = {
-    "forward-only": Recipe(forward_only, lambda rank, pp, microbatches: 0),
-    "gpipe": Recipe(gpipe, lambda rank, pp, microbatches: microbatches),
-    "1f1b": Recipe(one_f_one_b, lambda rank, pp, microbatches: min(microbatches, pp - rank)),
+    "forward-only": Recipe(forward_only, lambda rank, pp, microbatches, chunks: 0, several=True),
+    "gpipe": Recipe(gpipe, lambda rank, pp, microbatches, chunks: microbatches),
+    "1f1b": Recipe(one_f_one_b, interleaved_in_flight),
+    "interleaved": Recipe(interleaved, interleaved_in_flight, several=True),
 }
 
 
-def generate(name: str, pp: int, microbatches: int) -> Schedule:
-    """The actions of every rank, for any number of ranks and microbatches from 1 up.
+def generate(name: str, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
+    """The actions of every rank, for any number of ranks, microbatches and chunks a rank from 1 up.
 
     Raises:
-        UsageError: no schedule has that name, or a number is below 1.
+        UsageError: no schedule has that name, or a number is below 1 or more than the schedule has.
     """
-    recipe = _recipe(name, pp, microbatches)
-    return tuple(recipe.actions(rank, pp, microbatches) for rank in range(pp))
+    recipe = _recipe(name, pp, microbatches, chunks)
+    return tuple(recipe.actions(rank, pp, microbatches, chunks) for rank in range(pp))
 
 
-def max_in_flight(name: str, rank: int, pp: int, microbatches: int) -> int:
-    """The most microbatches whose activations ``rank`` keeps for a backward at one time; 0 without backwards.
+def max_in_flight(name: str, rank: int, pp: int, microbatches: int, chunks: int = 1) -> int:
+    """The most (chunk, microbatch) pairs whose activations ``rank`` keeps for a backward at one time.
+
+    With p ranks, v chunks a rank and m microbatches: 0 without backwards, m for GPipe, min(m, p - rank) for 1F1B, and
+    for more than one chunk min(v·m, (v - 1)·n + 2·(p - rank - 1) + 1), where n is the size of the largest of `groups`:
+    p where p divides m, and at most 2·p - 1.
 
     Raises:
-        UsageError: no schedule has that name, the rank is not in the pipeline, or a number is below 1.
+        UsageError: no schedule has that name, the rank is not in the pipeline, or a number is below 1 or more than the
+            schedule has.
     """
-    recipe = _recipe(name, pp, microbatches)
+    recipe = _recipe(name, pp, microbatches, chunks)
     if not 0 <= rank < pp:
         raise UsageError(f"Rank {rank} is not in a pipeline of {pp} ranks. Give a rank from 0 to {pp - 1}.")
-    return recipe.max_in_flight(rank, pp, microbatches)
+    return recipe.max_in_flight(rank, pp, microbatches, chunks)
 
 
-def _recipe(name: str, pp: int, microbatches: int) -> Recipe:
+def _recipe(name: str, pp: int, microbatches: int, chunks: int) -> Recipe:
     if name not in RECIPES:
         near = get_close_matches(name.lower(), RECIPES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UsageError(f"No schedule is named {name!r}. Known schedules: {', '.join(RECIPES)}.{hint}")
-    for label, number in (("pp", pp), ("microbatches", microbatches)):
+    for label, number in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise UsageError(f"Schedule {name} with {label}={number}: {label} must be at least 1.")
+    if chunks > 1 and not RECIPES[name].several:
+        raise UsageError(
+            f"Schedule {name} with chunks={chunks}: it has one chunk a rank. Use interleaved, or chunks=1."
+        )
     return RECIPES[name]
