@@ -58,15 +58,19 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, Any]
 }
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+PIPELINES = [(schedule, stages, 1) for schedule in ("1f1b", "gpipe") for stages in (1, 2, 4)]
+PIPELINES += [("interleaved", 4, 2), ("interleaved", 6, 2), ("interleaved", 6, 3), ("interleaved", 3, 3)]
+
+
+@pytest.mark.parametrize(("schedule", "stages", "chunks"), PIPELINES)
 @pytest.mark.parametrize("name", MODELS)
-def test_equals_one_device_for_any_number_of_microbatches(name: str, schedule: str, stages: int) -> None:
+def test_equals_one_device_for_any_number_of_microbatches(name: str, schedule: str, stages: int, chunks: int) -> None:
     torch.manual_seed(0)
     make, data, loss_fn = MODELS[name]
     model = make()
     x, _ = data(8)
-    pm = in_threads(model, plan_by_hand(model, x, 8, even_firsts(model, x, stages), schedule), x, loss_fn)
+    plan = plan_by_hand(model, x, 8, even_firsts(model, x, stages), schedule, chunks=chunks)
+    pm = in_threads(model, plan, x, loss_fn)
     reference = Reference(model, loss_fn)
     for batch in (1, 2, 3, 5, 8, 11):  # as many microbatches, but for the last: five of 2 samples and one of 1
         x, y = data(batch)
@@ -132,50 +136,66 @@ class Watched(nn.Module):
         return results
 
 
-@pytest.mark.parametrize(("schedule", "expected"), [("1f1b", [4, 3, 2, 1]), ("gpipe", [6, 6, 6, 6])])
-def test_activations_are_freed_as_the_schedule_says(schedule: str, expected: list[int]) -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+@pytest.mark.parametrize(
+    ("schedule", "chunks", "expected"),
+    [
+        ("1f1b", 1, [4, 3, 2, 1]), ("gpipe", 1, [6, 6, 6, 6]), ("interleaved", 2, [5, 3]), ("interleaved", 4, [9, 7]),
+    ],
+)  # fmt: skip
+def test_activations_are_freed_as_the_schedule_says(schedule: str, chunks: int, expected: list[int]) -> None:
+    pp = len(expected)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(pp * chunks)))
     x, y = torch.randn(6, 8), torch.randn(6, 8)
-    tokens = [weakref.WeakSet() for _ in range(4)]
-    alive: list[list[int]] = [[] for _ in range(4)]
+    tokens = [weakref.WeakSet() for _ in range(pp)]
+    alive: list[list[int]] = [[] for _ in range(pp)]
 
     def build(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device, axes: Any) -> nn.Module:
-        return Watched(graph_module(program, weights, device, axes), tokens[program.stage], alive[program.stage])
+        rank = program.stage % pp
+        return Watched(graph_module(program, weights, device, axes), tokens[rank], alive[rank])
 
-    plan = plan_by_hand(model, x, 6, ["1.linear", "2.linear", "3.linear"], schedule)
+    firsts = [f"{i}.linear" for i in range(1, pp * chunks)]
+    plan = plan_by_hand(model, x, 6, firsts, schedule, chunks=chunks)
     pm = in_threads(model, plan, x, F.mse_loss, build)
     pm.forward_backward(x, y)
-    assert [max(a) for a in alive] == expected == [max_in_flight(schedule, r, 4, 6) for r in range(4)]
+    assert [max(a) for a in alive] == expected == [max_in_flight(schedule, r, pp, 6, chunks) for r in range(pp)]
     gc.collect()
-    assert [len(t) for t in tokens] == [0, 0, 0, 0]
+    assert [len(t) for t in tokens] == [0] * pp
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "forward-only"])
+WAITS = [(name, 1) for name in ("1f1b", "gpipe", "forward-only")] + [
+    (name, chunks) for name in ("interleaved", "forward-only") for chunks in (2, 3)
+]
+
+
+@pytest.mark.parametrize(("schedule", "chunks"), WAITS)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5])
-def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, ranks: int) -> None:
-    links = Links.of(list(combinations(range(ranks), 2)), ranks)  # every skip there can be
+def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, chunks: int, ranks: int) -> None:
+    stages = ranks * chunks
+    links = Links.of(list(combinations(range(stages), 2)), stages)  # every skip there can be
     for microbatches in (1, 2, 3, 5, 8, 13):
-        rows = generate(schedule, ranks, microbatches)
-
-        def waits(action: Action, rows: Any = rows) -> list[tuple[int, Action]]:
-            before = [a.chunk for a in links.before(action)]
-            return settled(action, rows, before, links.targets[action.chunk])
+        rows = generate(schedule, ranks, microbatches, chunks)
+        waits = {
+            own: found
+            for rank, row in enumerate(rows)
+            for own, found in zip(row, settled(rank, rows, links.before, links.after), strict=True)
+        }
 
         def needs(action: Action, waits: Any = waits) -> list[Action]:
-            return [*links.needs(action), *(Action(own.kind, peer, own.microbatch) for peer, own in waits(action))]
+            return [*links.needs(action), *(Action(own.kind, to, own.microbatch) for to, own in waits[action])]
 
         assert progress(rows, needs).stuck == {}
-        for row in rows:
+        for rank, row in enumerate(rows):
             under_way: set[tuple[int, Action]] = set()
             most = 0
             for action in row:
-                gone = waits(action)
+                gone = waits[action]
                 assert len(set(gone)) == len(gone) and under_way >= set(gone)
                 under_way -= set(gone)
-                under_way |= {(taker.chunk, action) for taker in links.after(action)}
-                most = max(most, *(sum(to == peer for to, _ in under_way) for peer in range(ranks)))
-            # Activations of the microbatches in flight and of one more, or as many gradients.
-            assert most <= (microbatches if schedule == "gpipe" else ranks + 1)
+                under_way |= {(taker.chunk, action) for taker in links.after(action) if taker.chunk % ranks != rank}
+                most = max(most, *(sum(to == peer for to, _ in under_way) for peer in range(stages)))
+            # Activations of the microbatches in flight and of one more of each chunk, or as many gradients.
+            bound = max_in_flight("interleaved", 0, ranks, microbatches, chunks) + chunks
+            assert most <= (microbatches if schedule == "gpipe" else bound)
 
 
 class TwoHeads(nn.Module):
@@ -203,13 +223,14 @@ def loss_of_some(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch
 
 
 @pytest.mark.parametrize("loss_fn", [main_loss, loss_of_some])
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-def test_what_the_loss_does_not_depend_on_stays_untouched(stages: int, loss_fn: Any) -> None:
+@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (2, 1), (3, 1), (5, 1), (4, 2), (3, 3)])
+def test_what_the_loss_does_not_depend_on_stays_untouched(stages: int, chunks: int, loss_fn: Any) -> None:
     torch.manual_seed(0)
     model = TwoHeads()
     decaying = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.5)  # noqa: E731
     x = torch.randn(6, 8)
-    plan = plan_by_hand(model, x, 3, even_firsts(model, x, stages))
+    schedule = "interleaved" if chunks > 1 else "1f1b"
+    plan = plan_by_hand(model, x, 3, even_firsts(model, x, stages), schedule, chunks=chunks)
     pm = in_threads(model, plan, x, loss_fn, optimizer=decaying)
     reference = Reference(model, loss_fn, decaying)
     for y in ([1] * 6, [1, 1, 0, 1, 1, 1], [2] * 6):

@@ -66,13 +66,20 @@ def state_agrees(pm: autopar.ParallelModel, reference: Reference, model: nn.Modu
 
 
 def three_steps(
-    model: nn.Module, x: Any, y: Any, microbatches: int, firsts: list[str], loss_fn: Any = F.cross_entropy
+    model: nn.Module,
+    x: Any,
+    y: Any,
+    microbatches: int,
+    firsts: list[str],
+    loss_fn: Any = F.cross_entropy,
+    optimizer: Any = ADAMW,
+    **plan: Any,
 ) -> None:
     """The common part: everything of section 10 of the design, on real processes."""
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    plan = plan_by_hand(model, x, microbatches, firsts)
-    reference = Reference(model, loss_fn, ADAMW)
-    with autopar.parallelize(model, plan.mesh.pp, x, loss_fn=loss_fn, optimizer=ADAMW, plan=plan) as pm:
+    made = plan_by_hand(model, x, microbatches, firsts, **plan)
+    reference = Reference(model, loss_fn, optimizer)
+    with autopar.parallelize(model, made.mesh.devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=made) as pm:
         outputs_agree(pm, reference, x)
         for _ in range(3):
             step_agrees(pm, reference, x, y)

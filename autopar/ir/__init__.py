@@ -59,6 +59,6 @@ __all__ = [
     "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode",
     "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Recompute", "Ref", "SavedWeight",
     "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout", "compressed", "contiguous",
-    "dtype_name", "input_names", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout", "pattern_of", "refs",
-    "renamed", "split_layout", "unused_name",
+    "dtype_name", "input_names", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout",
+    "pattern_of", "refs", "renamed", "split_layout", "unused_name",
 ]  # fmt: skip

@@ -44,8 +44,8 @@ class Span:
 class StepData:
     """What one rank is given for a step, a list entry per microbatch.
 
-    ``inputs`` are the tensors of `input_names` of the rank's programs; ``targets`` and ``shares`` (the microbatch's part
-    of the mean over the batch) matter on the last stage.
+    ``inputs`` are the tensors that `input_names` lists of the rank's programs; ``targets`` and ``shares`` (the
+    microbatch's part of the mean over the batch) matter on the last stage.
     """
 
     inputs: list[list[torch.Tensor]]

@@ -25,8 +25,8 @@ class TransportError(RuntimeError):
 class Transport(Protocol):
     """Moves tensors between ranks.
 
-    Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be posted
-    while other work runs, which is free with Gloo and costs multiprocessors with NCCL.
+    Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be
+    posted while other work runs, which is free with Gloo and costs multiprocessors with NCCL.
     """
 
     rank: int

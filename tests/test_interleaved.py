@@ -1,0 +1,63 @@
+"""Several chunks on each rank, in real worker processes, against one device."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from handmade import even_firsts, plan_by_hand
+from reference import Reference
+from test_parity import ADAMW, images, labels, outputs_agree, state_agrees, step_agrees, three_steps
+from zoo import Tied, UNet, tiny_vit
+
+import autopar
+from autopar.parity import EPSILON
+
+SCHEDULE: dict[str, Any] = {"schedule": "interleaved"}
+
+
+@pytest.mark.parametrize("chunks", [2, 3])
+def test_two_ranks_any_number_of_microbatches(chunks: int) -> None:
+    torch.manual_seed(0)
+    model = tiny_vit()
+    plan = plan_by_hand(model, images(5), 5, even_firsts(model, images(5), 2 * chunks), chunks=chunks, **SCHEDULE)
+    reference = Reference(model, F.cross_entropy, ADAMW)
+    with autopar.parallelize(model, 2, images(5), optimizer=ADAMW, plan=plan) as pm:
+        outputs_agree(pm, reference, images(5))
+        for batch in (1, 3, 4, 5):  # that many microbatches
+            step_agrees(pm, reference, images(batch), labels(batch))
+        step_agrees(pm, reference, images(9), labels(9), times=2)  # four microbatches of 2 and one of 1
+        outputs_agree(pm, reference, images(9))
+        state_agrees(pm, reference, model)
+
+
+def test_skips_between_and_inside_of_ranks() -> None:
+    torch.manual_seed(0)
+    model, x = UNet(), images(6, 8)
+    firsts = ["down2.conv2d", "middle.conv2d", "add", "merge.conv2d", "head.conv2d"]
+    three_steps(model, x, torch.rand(6, 1, 8, 8), 3, firsts, F.mse_loss, chunks=3, **SCHEDULE)
+
+
+def test_a_tied_weight_on_two_chunks_of_a_rank_and_on_another_rank() -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    x, y = torch.randint(0, 32, (6, 5)), torch.randint(0, 32, (6,))
+    # The embedding is on stage 0, the projection on the last stage: of rank 0, then of rank 1.
+    three_steps(model, x, y, 3, ["layers.1.0.layer_norm", "head.linear"], schedule="interleaved", chunks=3)
+    three_steps(
+        model, x, y, 3, ["layers.0.1.linear", "layers.1.0.layer_norm", "head.linear"], schedule="interleaved", chunks=2
+    )
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_replicas(zero1: bool) -> None:
+    torch.manual_seed(0)
+    model = tiny_vit()
+    firsts = ["blocks.1.norm1.layer_norm", "blocks.2.norm1.layer_norm", "blocks.3.norm1.layer_norm"]
+    # Where a true gradient is zero, AdamW would make a full step of rounding noise.
+    careful = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
+    plan = {"chunks": 2, "dp": 2, "zero1": zero1, **SCHEDULE}
+    three_steps(model, images(12), labels(12), 3, firsts, optimizer=careful, **plan)
