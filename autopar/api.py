@@ -111,6 +111,7 @@ def make_plan(
         microbatches=options.microbatches,
         microbatch_size=options.microbatch_size,
         schedule=options.schedule,
+        chunks=options.chunks,
         memory_bytes=options.memory,
         balance=options.balance,
         pins=options.pins,

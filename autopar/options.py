@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
 
 from autopar.errors import UsageError
-from autopar.ir import Balance, Precision, Recompute, ScheduleName
+from autopar.ir import AskedSchedule, Balance, Precision, Recompute
 
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
@@ -30,7 +30,8 @@ class Options:
 
     ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second. ``pp``, ``tp`` and
     ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica; ``zero1`` shares the
-    optimizer's state among replicas. ``clip_grad_norm`` limits the 2-norm of all gradients together,
+    optimizer's state among replicas. ``schedule`` "auto" takes 1f1b or interleaved, whichever is predicted faster; of
+    interleaved each rank has ``chunks`` stages. ``clip_grad_norm`` limits the 2-norm of all gradients together,
     ``clip_grad_value`` each of their elements. ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast`
     computes, with float32 weights. ``recompute``: "auto" has stages compute activations again in the backward only
     where that is what makes a plan fit, or a better one; results are the same, so it is the default.
@@ -40,10 +41,10 @@ class Options:
     tp: int | None = None
     dp: int | None = None
     zero1: bool | None = None
-    chunks: int = 1
+    chunks: int | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
-    schedule: ScheduleName = "1f1b"
+    schedule: AskedSchedule = "1f1b"
     balance: Balance = "time"
     pins: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None
@@ -57,19 +58,15 @@ class Options:
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp", "microbatches", "microbatch_size"):
+        for name in ("pp", "tp", "dp", "chunks", "microbatches", "microbatch_size"):
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise UsageError(f"{name}={number!r} must be a whole number of at least 1.")
         if self.zero1 not in (None, True, False):
             raise UsageError(f"zero1={self.zero1!r} must be True or False; leave it out to have it chosen.")
-        if self.chunks != 1:
-            raise UsageError(
-                f"chunks={self.chunks!r} is not available in this version, which has one chunk per rank. Leave it out, "
-                "or pass chunks=1."
-            )
         balances = ("time", "params", "flops", "uniform")
-        choices = {"schedule": ("1f1b", "gpipe"), "balance": balances, "recompute": ("none", "all", "auto")}
+        schedules = ("1f1b", "gpipe", "interleaved", "auto")
+        choices = {"schedule": schedules, "balance": balances, "recompute": ("none", "all", "auto")}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown. It is one of {', '.join(known)}.")
@@ -82,6 +79,11 @@ class Options:
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int | float) or isinstance(number, bool) or number <= 0):
                 raise UsageError(f"{name}={number!r} must be a number above 0.")
+        if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
+            raise UsageError(
+                f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has one. Use "
+                "schedule='interleaved' or 'auto', or leave chunks out."
+            )
         if self.backend not in (None, "gloo", "nccl"):
             raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:

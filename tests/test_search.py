@@ -38,7 +38,7 @@ from autopar.schedule import one_f_one_b_seconds
 from autopar.solve import Constraints, Decision, Priced, Refine, Refined, search
 from autopar.solve.assemble import op_ranges
 from autopar.solve.constraints import boundary_links, microbatch_factors
-from autopar.solve.evaluate import StageCost
+from autopar.solve.evaluate import RankCost, StageCost
 
 GIB = 2**30
 MACHINE = replace(load_hardware("h200-nvlink"), memory_bytes=100 * GIB, link=Link(1e-4, 1e11))
@@ -511,7 +511,7 @@ def test_a_reduction_is_hidden_by_the_last_backward_but_for_its_last_bucket(
     backward: float, reduce: float, mebibytes: int, exposed: float
 ) -> None:
     stage = StageCost(0.0, backward, 0.0, 0.0, 0.0, reduce, mebibytes * 2**18, 0, 0, 0, 0, 1)
-    assert stage.exposed_seconds == exposed
+    assert RankCost((stage,)).exposed_seconds == exposed
 
 
 def test_the_step_ends_with_the_stage_that_is_last_with_reduction_and_optimizer() -> None:

@@ -57,8 +57,12 @@ class PlanFlags:
     ] = None
     microbatches: Annotated[int | None, Option(help="Microbatches per replica and step.", metavar="N")] = None
     microbatch_size: Annotated[int | None, Option(help="Samples per microbatch.", metavar="N")] = None
-    chunks: Annotated[int | None, Option(help="Stages per rank; 1 in this version.", metavar="N")] = None
-    schedule: Annotated[str | None, Option(help="1f1b (default) or gpipe.", metavar="NAME")] = None
+    chunks: Annotated[int | None, Option(help="Stages per rank under interleaved; chosen by default.", metavar="N")] = (
+        None
+    )
+    schedule: Annotated[
+        str | None, Option(help="1f1b (default), interleaved, gpipe, or auto: the faster one.", metavar="NAME")
+    ] = None
     precision: Annotated[
         str | None,
         Option(

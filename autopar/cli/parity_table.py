@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.ir import Layout, Plan
-from autopar.ir.table import batch_text, stage_ends
+from autopar.ir.table import batch_text, schedule_text, stage_ends
 from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import COUNT, plural, text
 from autopar.parity import ABSOLUTE, EPSILON, LEARNING_RATE, RELATIVE, SMALL_NORM, Parity, Row
@@ -24,7 +24,7 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
         ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters"),
         ("compared", f"a: on {devices}; b: {reference_text(parity)} on one device, with the same microbatches"),
         ("mesh", mesh_text(plan)),
-        ("batch", f"{batch_text(plan)}, schedule {plan.schedule}"),
+        ("batch", f"{batch_text(plan)}, schedule {schedule_text(plan)}"),
         ("stages", stages),
         ("training", f"{trained}{parity.loss}" if parity.steps else "not compared"),
         (

@@ -37,6 +37,7 @@ from autopar.ir.names import inside, unused_name
 from autopar.ir.plan import (
     SCHEMA_VERSION,
     Alternative,
+    AskedSchedule,
     Balance,
     BlockSharding,
     Collective,
@@ -54,9 +55,9 @@ from autopar.ir.plan import (
 from autopar.ir.program import Edge, Program, input_names
 
 __all__ = [
-    "BUCKET_BYTES", "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AxisSizes",
-    "Balance", "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion", "CostGraph", "Edge",
-    "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode",
+    "BUCKET_BYTES", "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AskedSchedule",
+    "AxisSizes", "Balance", "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion",
+    "CostGraph", "Edge", "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode",
     "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Recompute", "Ref", "SavedWeight",
     "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout", "compressed", "contiguous",
     "dtype_name", "input_names", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout",

@@ -22,6 +22,7 @@ from autopar.ir.units import plural
 SCHEMA_VERSION = 2
 
 ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved"]
+AskedSchedule = ScheduleName | Literal["auto"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16"]
 Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # what may be asked for; a stage has one of the first two
@@ -204,10 +205,11 @@ class Plan:
         sharded = sorted([*self.shardings.items(), *self.strategies.items()])
         split = f"; sharded {', '.join(f'{name} {text}' for name, text in sharded)}" if sharded else ""
         zero1 = ", ZeRO-1" if self.zero1 else ""
+        chunks = f", {self.chunks} chunks a rank" if self.chunks > 1 else ""
         again = ", ".join(str(i) for i, stage in enumerate(self.stages) if stage.recompute == "all")
         recompute = f"; recomputing on stages {again}" if again else ""
         return (
-            f"{self.model.fingerprint}: {self.mesh}{zero1}; {cuts}{moved}; {self.schedule}, "
+            f"{self.model.fingerprint}: {self.mesh}{zero1}; {cuts}{moved}; {self.schedule}{chunks}, "
             f"{plural(self.microbatches, 'microbatch', 'es')}{split}{recompute}"
         )
 
@@ -272,14 +274,16 @@ class Plan:
 
         num_stages = self.mesh.pp * self.chunks
         mesh = self.mesh
-        numbers = {"batch": self.batch, "microbatches": self.microbatches}
+        numbers = {"batch": self.batch, "microbatches": self.microbatches, "chunks": self.chunks}
         for name, number in (numbers | {"mesh.pp": mesh.pp, "mesh.tp": mesh.tp, "mesh.dp": mesh.dp}).items():
             if number < 1:
                 fail(name, f"is {number}, must be at least 1.")
         if len(self.stages) != num_stages:
             fail("stages", f"has {len(self.stages)} entries, mesh.pp × chunks asks for {num_stages}.")
         if self.schedule == "forward-only":
-            fail("schedule", "is forward-only, which has no training step; use 1f1b or gpipe.")
+            fail("schedule", "is forward-only, which has no training step; use 1f1b, interleaved or gpipe.")
+        if self.schedule != "interleaved" and self.chunks > 1:
+            fail("chunks", f"is {self.chunks}; under {self.schedule} each rank has one. Only interleaved has several.")
         for name, table in (("shardings", self.shardings), ("strategies", self.strategies)):
             if table and mesh.tp == 1:
                 fail(name, "must be empty while mesh.tp is 1.")

@@ -52,25 +52,36 @@ def header(plan: Plan) -> Table:
             ),
             (
                 "mesh",
-                f"{mesh}{', ZeRO-1' if plan.zero1 else ''}, schedule {plan.schedule}, {plan.precision}, "
+                f"{mesh}{', ZeRO-1' if plan.zero1 else ''}, schedule {schedule_text(plan)}, {plan.precision}, "
                 f"bubble {percent(plan.prediction.bubble_fraction)}",
             ),
         ]
     )
 
 
+def schedule_text(plan: Plan) -> str:
+    """``1f1b``, or ``interleaved, 2 chunks a rank``."""
+    return plan.schedule + (f", {plan.chunks} chunks a rank" if plan.chunks > 1 else "")
+
+
 def stage_table(plan: Plan, width: int) -> Table:
-    """A row per stage: what it runs, how long, how much memory, what it sends."""
-    stages = plan.stages
+    """A row per stage: what it runs, how long, how much memory, what it sends.
+
+    Where ranks have several stages, the memory of each is its part of the rank's peak; what is full is the rank.
+    """
+    stages, pp = plan.stages, plan.mesh.pp
     slowest = max(s.forward_seconds + s.backward_seconds for s in stages)
     peaks = column([s.peak_bytes for s in stages], BYTES)
     full = [s.peak_bytes / plan.hardware.memory_bytes for s in stages]
+    filled = [sum(full[i % pp :: pp]) for i in range(len(stages))]
+    chunks = {"chunk": [str(i // pp) for i in range(len(stages))]} if plan.chunks > 1 else {}
     again = {"recompute": [s.recompute for s in stages]} if any(s.recompute != "none" for s in stages) else {}
     shares = [percent(share, 0) for share in full]
     sends = column([s.send_bytes for s in stages], BYTES)
     numbers = {
         "stage": [str(i) for i in range(len(stages))],
         "ranks": [ranks_text(s.ranks) for s in stages],
+        **chunks,
         "params": column([s.params for s in stages], COUNT),
         "forward": column([s.forward_seconds for s in stages], TIME),
         "backward": column([s.backward_seconds for s in stages], TIME),
@@ -88,14 +99,17 @@ def stage_table(plan: Plan, width: int) -> Table:
         del numbers[LEFT]
     room = left()
     table = plain_table()
+    before_names = "chunk" if chunks else "ranks"
+    names_at = 1 + list(numbers).index(before_names)
     for title in numbers:
         table.add_column(title, justify="left" if title == LEFT else "right", no_wrap=True, style=STYLES.get(title, ""))
-        if title == "ranks":
+        if title == before_names:
             table.add_column("from … to")
     for i, (first, last) in enumerate(stage_ends(stages)):
         where = wrapped(f"{first} … {last}" if first != last else first, max(room, MIN_ROOM))
-        stage, ranks, *rest = (cells[i] for cells in numbers.values())
-        table.add_row(stage, ranks, where, *rest, style="yellow" if full[i] > NEARLY_FULL else "")
+        row = [cells[i] for cells in numbers.values()]
+        row.insert(names_at, where)
+        table.add_row(*row, style="yellow" if filled[i] > NEARLY_FULL else "")
     return table
 
 
@@ -109,6 +123,13 @@ def footer(plan: Plan) -> Table:
     if sum(ends.values()) >= NOTABLE * seconds:
         pipeline = {"pipeline": seconds - sum(ends.values())}
         rows.append(("", " + ".join(f"{name} {text(t, TIME)}" for name, t in (pipeline | ends).items() if t)))
+    if plan.chunks > 1:
+        fullest = max(range(plan.mesh.devices), key=lambda rank: prediction.peak_bytes[rank])
+        peak = prediction.peak_bytes[fullest]
+        share = percent(peak / plan.hardware.memory_bytes, 0)
+        rows.append(
+            ("memory", f"rank {fullest} is the fullest: {text(peak, BYTES)}, {share}, all of its chunks together")
+        )
     if plan.bound_by:
         rows.append(("bound by", plan.bound_by))
     rows.append(

@@ -83,7 +83,7 @@ class Rank:
         they read."""
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
         self.chunks[key] = tuple(
-            Chunk(program, self.spec.build(program, held | self.copies.read_by(program), self.device, self.axes))
+            Chunk(program, self.spec.build(program, {**held, **self.copies.read_by(program)}, self.device, self.axes))
             for program in programs
         )
 

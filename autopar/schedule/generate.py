@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from itertools import pairwise
 
 from autopar.errors import UsageError
@@ -136,6 +137,22 @@ def max_in_flight(name: str, rank: int, pp: int, microbatches: int, chunks: int 
     if not 0 <= rank < pp:
         raise UsageError(f"Rank {rank} is not in a pipeline of {pp} ranks. Give a rank from 0 to {pp - 1}.")
     return recipe.max_in_flight(rank, pp, microbatches, chunks)
+
+
+@lru_cache(maxsize=256)
+def kept_at_once(name: str, rank: int, pp: int, microbatches: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """How many microbatches of each of its chunks a rank keeps activations of, at every moment that no other exceeds in
+    all of them. Fullest first, in pairs together: its sum is `max_in_flight`. Raises as that does.
+    """
+    row = generate(name, pp, microbatches, chunks)[rank]
+    kept, moments = [0] * chunks, {(0,) * chunks}
+    trained = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
+    for action in row:
+        if (action.chunk, action.microbatch) in trained:
+            kept[action.chunk // pp] += 1 if action.kind == "F" else -1
+            moments.add(tuple(kept))
+    exceeded = {m for m in moments for other in moments if m != other and all(a <= b for a, b in zip(m, other))}
+    return tuple(sorted(moments - exceeded, key=lambda moment: (-sum(moment), moment)))
 
 
 def _recipe(name: str, pp: int, microbatches: int, chunks: int) -> Recipe:

@@ -8,7 +8,17 @@ from dataclasses import replace
 from autopar.ir import Alternative, Balance, Mesh
 from autopar.ir.units import plural
 from autopar.solve.assemble import Decision, Setting, step_time
-from autopar.solve.candidates import Candidate, Floors, Point, evaluated, judged, points_of, without_limit
+from autopar.solve.candidates import (
+    Candidate,
+    Floors,
+    Pipeline,
+    Point,
+    evaluated,
+    judged,
+    point_of,
+    points_of,
+    without_limit,
+)
 from autopar.solve.constraints import microbatch_candidates
 from autopar.solve.evaluate import stage_costs
 from autopar.solve.reasons import parts, why_slower
@@ -41,6 +51,7 @@ def alternatives(
     rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
     rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
     rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, floors, by_mesh, decision)]
+    rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, floors, by_mesh, decision)]
     rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
     rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]
     if problem.mesh.devices > 1:
@@ -50,8 +61,9 @@ def alternatives(
 
 
 def mesh_label(point: Point) -> str:
-    """``pp 2 × tp 1 × dp 2, m 8, ZeRO-1``: the mesh, microbatches, what replicas share."""
-    return f"{point.mesh}, m {point.microbatches:,}" + (", ZeRO-1" if point.zero1 else "")
+    """``pp 2 × tp 1 × dp 2, v 2, m 8, ZeRO-1``: the mesh, stages a rank, microbatches, what replicas share."""
+    chunks = f", v {point.pipeline.chunks}" if point.pipeline.chunks > 1 else ""
+    return f"{point.mesh}{chunks}, m {point.microbatches:,}" + (", ZeRO-1" if point.zero1 else "")
 
 
 def point_label(point: Point, dp: int) -> str:
@@ -63,15 +75,33 @@ def point_label(point: Point, dp: int) -> str:
 def neighbours(
     setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """The same mesh with fewer and more microbatches, and with the other choice of ZeRO-1."""
-    mesh, microbatches = decision.problem.mesh, decision.problem.microbatches
-    known = {c.point: c for c in by_mesh.get(mesh, ())}
-    points = list(points_of(setting, mesh))
+    """The same mesh and schedule with fewer and more microbatches, and with the other choice of ZeRO-1."""
+    chosen = point_of(decision)
+    microbatches = chosen.microbatches
+    points = [p for p in points_of(setting, chosen.mesh) if p.pipeline == chosen.pipeline]
     alike = [p for p in points if p.zero1 == decision.zero1]
     near = [p for p in alike if p.microbatches < microbatches][-1:]
     near += [p for p in alike if p.microbatches > microbatches][:1]
     near += [p for p in points if p.zero1 != decision.zero1 and p.microbatches == microbatches]
-    found = [known[p] if p in known else evaluated(setting, floors, p, float("inf")) for p in near]
+    return looked_up(setting, floors, by_mesh, near)
+
+
+def other_pipelines(
+    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+) -> list[Candidate]:
+    """The same with the other schedules and numbers of stages a rank, fastest first."""
+    chosen = point_of(decision)
+    alike = [p for p in points_of(setting, chosen.mesh) if replace(p, pipeline=chosen.pipeline) == chosen]
+    found = looked_up(setting, floors, by_mesh, [p for p in alike if p != chosen])
+    return sorted(found, key=lambda c: c.seconds)
+
+
+def looked_up(
+    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
+) -> list[Candidate]:
+    """The candidates at some points, evaluated now where they were not before."""
+    known = {c.point: c for candidates in by_mesh.values() for c in candidates}
+    found = [known[p] if p in known else evaluated(setting, floors, p, float("inf")) for p in points]
     return [c for c in found if c is not None]
 
 
@@ -80,7 +110,7 @@ def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
     problem = decision.problem
     if problem.stages == 1:
         return []
-    point = Point(problem.mesh, problem.microbatches, decision.zero1)
+    point = point_of(decision)
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
     found = [
         judged(setting, point, decision.priced, replace(without_limit(problem), balance=balance), limit_bytes)
@@ -95,7 +125,7 @@ def without_recomputation(setting: Setting, decision: Decision) -> list[Candidat
     problem = decision.problem
     if not any(c.recomputed for c in stage_costs(problem, decision.stage_of)):
         return []
-    point, cost = Point(problem.mesh, problem.microbatches, decision.zero1), decision.priced.cost
+    point, cost = point_of(decision), decision.priced.cost
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
     return [judged(setting, point, decision.priced, replace(problem, cost=cost, recompute="none"), limit_bytes)]
 
@@ -103,7 +133,9 @@ def without_recomputation(setting: Setting, decision: Decision) -> list[Candidat
 def one_device(setting: Setting, floors: Floors) -> Candidate:
     """The fastest of a single device, or the one that needs least."""
     alone = Mesh(1)
-    points = sorted((Point(alone, m) for m in microbatch_candidates(setting.constraints, 1)), key=floors.seconds)
+    pipeline = Pipeline("gpipe" if setting.constraints.schedule == "gpipe" else "1f1b")
+    candidates = microbatch_candidates(setting.constraints, 1)
+    points = sorted((Point(alone, m, pipeline=pipeline) for m in candidates), key=floors.seconds)
     found: list[Candidate] = []
     for point in points:
         best = min((c.seconds for c in found), default=float("inf"))

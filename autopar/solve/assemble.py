@@ -19,9 +19,9 @@ from autopar.ir import (
     Stage,
     compressed,
 )
-from autopar.schedule import pipeline_seconds
+from autopar.schedule import pipeline_seconds, replayed_seconds
 from autopar.solve.constraints import Constraints, hop_link, microbatch_factors
-from autopar.solve.evaluate import one_way_seconds, stage_costs
+from autopar.solve.evaluate import one_way_seconds, rank_costs, stage_costs
 from autopar.solve.problem import Costs, CutProblem, Priced
 
 
@@ -53,7 +53,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step: the pipeline, then of the stage for which that takes longest what of the reduction its last backward does
+    """A step: the pipeline, then of the rank for which that takes longest what of the reduction its last backward does
     not hide, and its optimizer."""
 
     pipeline_seconds: float
@@ -93,7 +93,8 @@ def make_plan(
         model=setting.model,
         batch=setting.constraints.batch,
         mesh=problem.mesh,
-        schedule=setting.constraints.schedule,
+        schedule=problem.schedule,
+        chunks=problem.chunks,
         microbatches=problem.microbatches,
         stages=tuple(
             Stage(
@@ -103,7 +104,7 @@ def make_plan(
                 params=sum(w.numel for w in problem.cost.weights if any(stage_of[g] == s for g in w.groups)),
                 forward_seconds=c.forward_seconds,
                 backward_seconds=c.backward_seconds,
-                send_bytes=sum(num_bytes for (src, dst), num_bytes in sent.items() if src == s < dst),
+                send_bytes=sum(n for (src, dst), n in sent.items() if src == s < dst and (dst - s) % problem.pp),
                 peak_bytes=c.memory_bytes,
                 recompute="all" if c.recomputed else "none",
             )
@@ -113,7 +114,9 @@ def make_plan(
             step_seconds=step.seconds,
             samples_per_second=setting.constraints.batch / step.seconds if step.seconds else 0.0,
             bubble_fraction=step.bubble_fraction,
-            peak_bytes=tuple(c.memory_bytes for s, c in enumerate(costs) for _ in problem.mesh.ranks(s)),
+            peak_bytes=tuple(
+                c.memory_bytes for p, c in enumerate(rank_costs(problem, costs)) for _ in problem.mesh.ranks(p)
+            ),
             error=setting.hardware.error,
             reduce_seconds=step.reduce_seconds,
             optimizer_seconds=step.optimizer_seconds,
@@ -172,19 +175,19 @@ def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int
 
 
 def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> StepTime:
-    """The whole step: the simulated pipeline, then the stage with the longest exposed reduction and optimizer.
+    """The whole step: the simulated pipeline, then the rank with the longest exposed reduction and optimizer.
 
     The pipeline is simulated with the stages' own times and the batch's own microbatches; every replica's is alike.
     """
     costs, sent = stage_costs(problem, stage_of), messages(problem.cost, stage_of)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
-    seconds = pipeline_seconds(
-        setting.constraints.schedule,
-        [c.forward_seconds for c in costs],
-        [c.backward_seconds for c in costs],
-        {pair: one_way_seconds(n, hop_link(setting.hardware, problem.mesh, *pair)) for pair, n in sent.items()},
-        sizes,
-    )
-    busy = sum(c.forward_seconds + c.backward_seconds for c in costs) * sum(sizes) / problem.stages
-    last = max(costs, key=lambda c: c.exposed_seconds + c.optimizer_seconds)
+    forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
+    transfers = {pair: one_way_seconds(n, hop_link(setting.hardware, problem.mesh, *pair)) for pair, n in sent.items()}
+    if problem.chunks == 1:
+        schedule = "gpipe" if problem.schedule == "gpipe" else "1f1b"  # interleaved with one chunk a rank is 1F1B
+        seconds = pipeline_seconds(schedule, forward, backward, transfers, sizes)
+    else:
+        seconds = replayed_seconds(problem.schedule, problem.pp, forward, backward, transfers, sizes)
+    busy = (sum(forward) + sum(backward)) * sum(sizes) / problem.pp
+    last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)
     return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, 1 - busy / seconds if seconds else 0.0)

@@ -6,24 +6,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from autopar.ir import Mesh, microbatch_size
+from autopar.ir import Mesh, ScheduleName, microbatch_size
 from autopar.ir.units import BYTES, text
-from autopar.schedule import max_in_flight
+from autopar.schedule import kept_at_once, max_in_flight
 from autopar.solve.assemble import Decision, Setting, StepTime, step_time
-from autopar.solve.constraints import boundary_links, microbatch_candidates, pinned_groups
+from autopar.solve.constraints import Constraints, boundary_links, microbatch_candidates, pinned_groups
 from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
-from autopar.solve.evaluate import stage_costs
+from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.merge import Merged, merge
-from autopar.solve.problem import CutProblem, Priced
+from autopar.solve.problem import CutProblem, Priced, slowest_count
+
+# More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
+# 4 of them it is a quarter of 1F1B's.
+MOST_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """A schedule and how many stages each rank has under it."""
+
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+
+    def __str__(self) -> str:
+        return self.schedule if self.chunks == 1 else f"{self.schedule}, {self.chunks} chunks a rank"
 
 
 @dataclass(frozen=True)
 class Point:
-    """What is enumerated: a mesh, microbatches per replica, and whether replicas share the optimizer's state."""
+    """What is enumerated: a mesh, microbatches per replica, whether replicas share the optimizer's state, and a
+    schedule."""
 
     mesh: Mesh
     microbatches: int
     zero1: bool = False
+    pipeline: Pipeline = Pipeline()
+
+    @property
+    def stages(self) -> int:
+        return self.mesh.pp * self.pipeline.chunks
 
 
 @dataclass(frozen=True)
@@ -51,6 +72,12 @@ class Candidate:
     def decision(self) -> Decision:
         assert self.stage_of is not None, f"{self.point} was not cut"
         return Decision(self.problem, self.priced, self.point.zero1, self.stage_of)
+
+
+def point_of(decision: Decision) -> Point:
+    """Where a decision was found."""
+    problem = decision.problem
+    return Point(problem.mesh, problem.microbatches, decision.zero1, Pipeline(problem.schedule, problem.chunks))
 
 
 @dataclass(frozen=True)
@@ -82,21 +109,37 @@ def size_of(setting: Setting, point: Point) -> int:
 
 
 def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
-    """Every number of microbatches, without and with ZeRO-1 as far as it is left open."""
+    """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open."""
     wanted = setting.constraints.zero1
-    for zero1 in (False, True) if wanted is None else (wanted,):
-        if not zero1 or mesh.dp > 1:
-            yield from (Point(mesh, m, zero1) for m in microbatch_candidates(setting.constraints, mesh.dp))
+    for pipeline in pipelines_of(setting.constraints, mesh):
+        for zero1 in (False, True) if wanted is None else (wanted,):
+            if not zero1 or mesh.dp > 1:
+                for m in microbatch_candidates(setting.constraints, mesh.dp):
+                    yield Point(mesh, m, zero1, pipeline)
+
+
+def pipelines_of(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
+    """The schedules to consider on a mesh, the one that needs least memory first."""
+    if asked.schedule not in ("auto", "interleaved"):
+        return (Pipeline(asked.schedule),)
+    if asked.chunks is not None:
+        chunks = [asked.chunks]
+    else:
+        chunks = range(1, 1 + (MOST_CHUNKS if mesh.pp > 1 and not asked.pins else 1))
+    single: ScheduleName = "1f1b" if asked.schedule == "auto" else "interleaved"
+    return tuple(Pipeline(single if n == 1 else "interleaved", n) for n in chunks)
 
 
 def pipeline_floor(setting: Setting, point: Point, total_seconds: float, largest_seconds: float) -> float:
     """A lower bound of the pipeline's time, from that of one microbatch on all stages and in the largest group.
 
     Error: of the solver's model, (m − 1) · max t + Σ t; where an early stage is the slowest one, later ones hide in its
-        shadow and a simulated step can be shorter (`one_f_one_b_seconds`).
+        shadow and a simulated step can be shorter (`one_f_one_b_seconds`). With several stages a rank it is that of
+        equal ones: shorter ones at both ends of the pipeline can have less of a bubble.
     """
-    others = setting.constraints.batch / point.mesh.dp / size_of(setting, point) - 1
-    return others * max(total_seconds / point.mesh.pp, largest_seconds) + total_seconds
+    microbatches = setting.constraints.batch / point.mesh.dp / size_of(setting, point)
+    others = slowest_count(microbatches, point.mesh.pp, point.pipeline.chunks)
+    return others * max(total_seconds / point.stages, largest_seconds) + total_seconds
 
 
 def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
@@ -132,20 +175,29 @@ def shardings_of(setting: Setting, point: Point) -> Iterator[Priced]:
 def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
     """The cut problem of a point. A single device is compared without the pins."""
     asked, mesh, microbatches = setting.constraints, point.mesh, point.microbatches
+    schedule, chunks = point.pipeline.schedule, point.pipeline.chunks
     compared = mesh.devices != asked.devices
+    in_flight = [max_in_flight(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp)]
+    moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    if chunks > 1:
+        moments = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
+        in_flight = [moments[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
     return CutProblem(
         cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,
-        stages=mesh.pp,
+        stages=point.stages,
         microbatches=microbatches,
         capacity_bytes=asked.capacity_bytes(setting.hardware),
-        in_flight=tuple(max_in_flight(asked.schedule, s, mesh.pp, microbatches) for s in range(mesh.pp)),
-        boundary=boundary_links(setting.hardware, mesh),
+        in_flight=tuple(in_flight),
+        boundary=boundary_links(setting.hardware, mesh, chunks),
         balance=asked.balance,
-        pins={} if compared else pinned_groups(priced.cost, setting.graph, asked.pins, mesh.pp),
+        pins={} if compared else pinned_groups(priced.cost, setting.graph, asked.pins, point.stages),
         time_limit_seconds=asked.time_limit_seconds,
         tp=mesh.tp,
         dp=mesh.dp,
         recompute=asked.recompute,
+        schedule=schedule,
+        chunks=chunks,
+        moments=moments,
     )
 
 
@@ -184,16 +236,16 @@ def judged(
         note = f"does not fit: over {text(share, BYTES)}"
         return Candidate(point, problem, priced, None, None, note)
     units = contiguous_cuts(merged.problem)
-    if units is None or fullest_bytes(merged, units) > limit_bytes:
+    if units is None or fullest_rank_bytes(merged, units) > limit_bytes:
         units = units or least_memory_cuts(merged.problem)
-        note = no_cuts_note(merged) if units is None else does_not_fit(fullest_bytes(merged, units))
+        note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return Candidate(point, problem, priced, None, None, note)
     stage_of = merged.expand(units)
     return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))
 
 
 def does_not_fit(num_bytes: int) -> str:
-    """Why a candidate is out, where the fullest stage needs that much."""
+    """Why a candidate is out, where the fullest rank needs that much."""
     return f"does not fit: {text(num_bytes, BYTES)}"
 
 
@@ -206,18 +258,21 @@ def no_cuts_note(merged: Merged) -> str:
 
 
 def even_share_bytes(problem: CutProblem) -> int:
-    """What the fullest stage needs at least: an even share of the weights and of one microbatch's activations."""
+    """What the fullest rank needs at least: an even share of the weights and of what is held of all stages at once."""
     if problem.may_recompute:
         saved = sum(min(g.saved_bytes, g.kept_bytes) for g in problem.cost.groups)
     else:
         saved = sum(g.saved_bytes for g in problem.cost.groups) + sum(a.num_bytes for a in problem.cost.saved)
     weights = sum(w.num_bytes for w in problem.cost.weights)
-    return (weights + min(problem.in_flight) * saved) // problem.stages
+    held = min(problem.in_flight)
+    if problem.chunks > 1:
+        held = min(max(min(moment) for moment in moments) for moments in problem.moments)
+    return (weights + held * saved) // problem.pp
 
 
-def fullest_bytes(merged: Merged, units: tuple[int, ...]) -> int:
-    """Memory of the fullest stage."""
-    return max(c.memory_bytes for c in stage_costs(merged.problem, units))
+def fullest_rank_bytes(merged: Merged, units: tuple[int, ...]) -> int:
+    """Memory of the fullest rank."""
+    return fullest_bytes(merged.problem, stage_costs(merged.problem, units))
 
 
 def without_limit(problem: CutProblem) -> CutProblem:

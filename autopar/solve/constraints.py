@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import UsageError
 from autopar.hardware import Hardware, Link
-from autopar.ir import Balance, CostGraph, Graph, Mesh, Recompute, ScheduleName, inside, microbatch_sizes
+from autopar.ir import AskedSchedule, Balance, CostGraph, Graph, Mesh, Recompute, inside, microbatch_sizes
 
 # Left to the device's context, the allocator's fragments and the collectives' buffers.
 USABLE_MEMORY = 0.95
@@ -22,7 +22,9 @@ class Constraints:
     the most samples of a microbatch, ``memory_bytes`` a device's (0.95 of the machine's by default). ``pins`` fixes
     operations or whole modules, by name, to stages. ``recompute``: no stage recomputes its activations in the backward,
     all do, or those that do not fit otherwise. ``least_samples`` is how few samples a microbatch may have where
-    their number is left to the search.
+    their number is left to the search. ``schedule`` "auto" is the faster of 1f1b and interleaved (gpipe takes as long
+    as 1f1b and keeps more). ``chunks`` are the stages of a rank, of which only interleaved has several; pins name
+    stages, so with pins and no ``chunks`` there is one.
 
     Raises:
         UsageError: a number is out of range, or two of them contradict each other.
@@ -36,7 +38,8 @@ class Constraints:
     zero1: bool | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
-    schedule: ScheduleName = "1f1b"
+    schedule: AskedSchedule = "1f1b"
+    chunks: int | None = None
     memory_bytes: int | None = None
     balance: Balance = "time"
     pins: Mapping[str, int] = field(default_factory=dict)
@@ -47,12 +50,19 @@ class Constraints:
     def __post_init__(self) -> None:
         numbers = {"devices": self.devices, "batch": self.batch, "pp": self.pp, "tp": self.tp, "dp": self.dp,
                    "microbatches": self.microbatches, "microbatch_size": self.microbatch_size,
-                   "memory": self.memory_bytes}  # fmt: skip
+                   "memory": self.memory_bytes, "chunks": self.chunks}  # fmt: skip
         for name, number in numbers.items():
             if number is not None and number < 1:
                 raise UsageError(f"{name}={number}: must be at least 1.")
         if self.schedule == "forward-only":
-            raise UsageError('schedule="forward-only" has no training step to plan. Use "1f1b" or "gpipe".')
+            raise UsageError(
+                'schedule="forward-only" has no training step to plan. Use "auto", "1f1b", "interleaved" or "gpipe".'
+            )
+        if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
+            raise UsageError(
+                f'chunks={self.chunks} with schedule="{self.schedule}", under which a rank has one stage. Use '
+                'schedule="interleaved", or leave chunks out.'
+            )
         for name, number in (("microbatches", self.microbatches), ("microbatch_size", self.microbatch_size)):
             if number is not None and number > self.batch:
                 raise UsageError(f"{name}={number} of a batch of {self.batch}. Use {name}={self.batch} or less.")
@@ -97,12 +107,15 @@ def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:
 
 
 def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> Link:
-    """The slowest link from a rank of one stage to its partner on another: the same replica and shard.
+    """The slowest link from a rank of one stage to its partner on another: the same replica and shard. Between two
+    stages of one rank it takes no time.
 
     Raises:
         HardwareError: partners are on different nodes and the machine has no network.
     """
-    width = mesh.tp * mesh.dp
+    src, dst, width = src % mesh.pp, dst % mesh.pp, mesh.tp * mesh.dp
+    if src == dst:
+        return Link(0.0, float("inf"))
     # Where a stage fills a node or more, all partners are on other nodes.
     links = [_link(hardware, src * width + i, dst * width + i) for i in range(min(width, hardware.devices_per_node))]
     return max(links, key=lambda link: link.seconds(TYPICAL_BYTES))
@@ -114,9 +127,9 @@ def _link(hardware: Hardware, src_rank: int, dst_rank: int) -> Link:
     return Link(latency, BULK_BYTES / (hardware.transfer_seconds(BULK_BYTES, src_rank, dst_rank) - latency))
 
 
-def boundary_links(hardware: Hardware, mesh: Mesh) -> tuple[Link, ...]:
-    """The link behind each stage but the last. Raises as `hop_link`."""
-    return tuple(hop_link(hardware, mesh, s, s + 1) for s in range(mesh.pp - 1))
+def boundary_links(hardware: Hardware, mesh: Mesh, chunks: int = 1) -> tuple[Link, ...]:
+    """The link behind each stage but the last, of so many a rank. Raises as `hop_link`."""
+    return tuple(hop_link(hardware, mesh, s, s + 1) for s in range(mesh.pp * chunks - 1))
 
 
 # Large enough for a bandwidth to be read off the machine's own transfer time; and a message as stages send them.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.hardware import Link
-from autopar.solve.evaluate import objective_seconds, one_way_seconds, stage_costs
+from autopar.solve.evaluate import fullest_bytes, objective_seconds, one_way_seconds, stage_costs
 from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
 
 Matrix = NDArray[np.float64]
@@ -161,24 +161,38 @@ class Fitting:
 
 
 def fitting(problem: CutProblem) -> Fitting:
-    """Which intervals fit on which stage."""
-    limit = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
+    """Which intervals fit on which stage, where stages of one rank share its capacity by what they have in flight."""
+    capacity = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
+    limit = [capacity * problem.capacity_share(s) for s in range(problem.stages)]
     once = intervals_of(problem)
-    at_once = [once.memory_bytes(s) <= limit for s in range(problem.stages)]
+    at_once = [once.memory_bytes(s) <= limit[s] for s in range(problem.stages)]
     if not problem.may_recompute:
         return Fitting(once, None, at_once, at_once)
     again = intervals_of(problem.recomputing)
-    fits = [own | (again.memory_bytes(s) <= limit) for s, own in enumerate(at_once)]
+    fits = [own | (again.memory_bytes(s) <= limit[s]) for s, own in enumerate(at_once)]
     return Fitting(once, again, at_once, fits)
 
 
 def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The cheapest contiguous cuts within the capacity, or None where there are none.
 
-    Error: exact for contiguous cuts, but the update's time only decides between the candidates that are looked at.
+    Error: exact for contiguous cuts, but the update's time only decides between the candidates that are looked at. With
+        several stages a rank memory is not part of the programme: what it finds without a limit is taken if it fits,
+        then what keeps each stage within its share of the rank's capacity.
     """
     if problem.stages > problem.cost.loss:
         return None
+    if problem.chunks == 1 or problem.capacity_bytes is None:
+        return _cheapest(problem)
+    for posed in (replace(problem, capacity_bytes=None), problem):
+        cuts = _cheapest(posed)
+        if cuts is not None and fullest_bytes(problem, stage_costs(problem, cuts)) <= problem.capacity_bytes:
+            return cuts
+    return None
+
+
+def _cheapest(problem: CutProblem) -> tuple[int, ...] | None:
+    """The cheapest contiguous cuts of which every stage fits by itself."""
     found = fitting(problem)
 
     def seconds(s: int) -> Matrix:
@@ -203,7 +217,7 @@ def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
 
     o = objective_of(problem)
     # What every solution pays beside its total: the fastest slowest stage, an even share of the update.
-    update = o.optimizer * sum(map(update_seconds, problem.cost.weights)) / problem.stages
+    update = o.optimizer * sum(map(update_seconds, problem.cost.weights)) / problem.pp
     floor = o.slowest * slowest(balanced) + update
     best, best_value = balanced, _value(problem, balanced)
     ceiling = np.inf
@@ -227,7 +241,7 @@ def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     ways = [intervals_of(own) for own in ([problem, problem.recomputing] if problem.may_recompute else [problem])]
 
     def memory_bytes(s: int) -> Matrix:
-        return np.minimum.reduce([way.memory_bytes(s) for way in ways])
+        return np.minimum.reduce([way.memory_bytes(s) for way in ways]) / problem.capacity_share(s)
 
     cuts = _partition(problem.stages, memory_bytes, np.maximum)
     return None if cuts is None else _stage_of(cuts, problem)

@@ -6,7 +6,7 @@ from autopar.ir import SolverInfo
 from autopar.solve.contiguous import contiguous_cuts
 from autopar.solve.evaluate import floor_seconds, objective_seconds, stage_costs
 from autopar.solve.ilp import time_program
-from autopar.solve.infeasible import check_num_stages, fitting_cuts, no_cuts
+from autopar.solve.infeasible import check_num_stages, fitting_cuts, least_memory, no_cuts
 from autopar.solve.merge import merge
 from autopar.solve.problem import CutProblem, Cuts
 from autopar.solve.ranges import check_pins, slowest_limit, stage_ranges
@@ -45,6 +45,10 @@ def solve_cuts(problem: CutProblem, solver: SolverName | None = None) -> Cuts:
     first k stages: `stage_ranges` fixes those y and loses no better solution. If the time limit ends the search, or
     more than `MAX_OPEN` y are left, the contiguous cuts stand in and the gap says how far they may be off.
 
+    With several stages a rank there is no integer program, as ranks' memory joins stages that are far apart: the
+    contiguous cuts are final, and the bound is that of even shares, (c/S + 1) · Σ t with `slowest_count` c instead of
+    m − 1, and of an even update.
+
     Args:
         solver: "HiGHS" or "CBC"; by default the first that is installed.
     Raises:
@@ -57,6 +61,9 @@ def solve_cuts(problem: CutProblem, solver: SolverName | None = None) -> Cuts:
     check_pins(work)
     name = solver or default_solver()
     known = contiguous_cuts(work)
+    if work.chunks > 1:
+        known = known or least_memory(work)
+        return _certified(problem, merged.expand(known), Solved(name, known, 0.0, False, 0.0), 1.0)
     if known is None and work.capacity_bytes is not None:
         known = fitting_cuts(work, name)
     limit = slowest_limit(work, objective_seconds(work, stage_costs(work, known))) if known else float("inf")

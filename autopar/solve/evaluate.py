@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.hardware import Link
 from autopar.ir import BUCKET_BYTES, Holding
@@ -48,20 +48,49 @@ class StageCost:
         return self.optimizer_seconds + self.reduce_seconds
 
     @property
-    def exposed_seconds(self) -> float:
-        """What of the reduction is left when the last backward ends: what is longer than it, at least the last bucket.
-
-        Error: a stage before the last one waits for others' backwards at the end of a step; that they hide its
-        reduction too is not counted.
-        """
-        buckets = max(1, round(self.num_reduced * GRADIENT_BYTES / BUCKET_BYTES))
-        return max(self.reduce_seconds - self.backward_seconds, self.reduce_seconds / buckets)
+    def held_bytes(self) -> int:
+        """What each microbatch in flight holds."""
+        return self.saved_bytes + self.received_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Peak memory: weights, what the microbatches in flight hold, and the largest working set."""
-        per_microbatch = self.saved_bytes + self.received_bytes
-        return self.weight_bytes + self.in_flight * per_microbatch + self.transient_bytes
+        """Peak memory: weights, what the microbatches in flight hold, and the largest working set.
+
+        Of ranks with several stages it is the stage's part when the rank is fullest: they sum to the rank's peak.
+        """
+        return self.weight_bytes + self.in_flight * self.held_bytes + self.transient_bytes
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """What all stages of a rank cost it together."""
+
+    stages: tuple[StageCost, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(c.memory_bytes for c in self.stages)
+
+    @property
+    def optimizer_seconds(self) -> float:
+        return sum(c.optimizer_seconds for c in self.stages)
+
+    @property
+    def update_seconds(self) -> float:
+        return sum(c.update_seconds for c in self.stages)
+
+    @property
+    def exposed_seconds(self) -> float:
+        """What of the reduction is left when the last backward ends: what is longer than it, at least the last bucket.
+
+        Error: a rank before the last one waits for others' backwards at the end of a step; that they hide its
+        reduction too is not counted.
+        """
+        reduce_seconds, backward_seconds = (
+            sum(getattr(c, name) for c in self.stages) for name in ("reduce_seconds", "backward_seconds")
+        )
+        buckets = max(1, round(sum(c.num_reduced for c in self.stages) * GRADIENT_BYTES / BUCKET_BYTES))
+        return max(reduce_seconds - backward_seconds, reduce_seconds / buckets)
 
 
 def one_way_seconds(num_bytes: int, link: Link) -> float:
@@ -77,24 +106,55 @@ def holders(holding: Holding, stage_of: Sequence[int]) -> set[int]:
 def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
     """The cost of every stage under the given assignment of groups to stages.
 
-    Where it is open which stages recompute, those do that do not fit otherwise and need less memory so.
+    Where it is open which stages recompute, those do that do not fit otherwise and need less memory so; of a rank's
+    stages, those first that save most.
     """
-    plain = costs_as_given(problem, stage_of)
-    if not problem.may_recompute or max(c.memory_bytes for c in plain) <= (problem.capacity_bytes or 0):
+    once = each_alone(problem, stage_of)
+    plain = at_the_fullest(problem, once)
+    if not problem.may_recompute or fullest_bytes(problem, plain) <= (problem.capacity_bytes or 0):
         return plain
-    pairs = zip(plain, costs_as_given(problem.recomputing, stage_of))
-    return tuple(again if recomputes(problem, once, again) else once for once, again in pairs)
+    again = each_alone(problem.recomputing, stage_of)
+    found, saving = list(once), [a.memory_bytes - b.memory_bytes for a, b in zip(once, again)]
+    for position in range(problem.pp):
+        for s in sorted(problem.stages_at(position), key=lambda s: -saving[s]):
+            rank = rank_costs(problem, at_the_fullest(problem, found))[position]
+            if saving[s] > 0 and rank.memory_bytes > (problem.capacity_bytes or 0):
+                found[s] = again[s]
+    return at_the_fullest(problem, found)
 
 
-def recomputes(problem: CutProblem, once: StageCost, again: StageCost) -> bool:
-    """Whether a stage has to recompute, from its costs without and with that."""
-    return once.memory_bytes > (problem.capacity_bytes or 0) and again.memory_bytes < once.memory_bytes
+def rank_costs(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[RankCost, ...]:
+    """What the ranks at every position have, from their stages' costs."""
+    return tuple(RankCost(tuple(costs[s] for s in problem.stages_at(position))) for position in range(problem.pp))
 
 
-def costs_as_given(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
-    """The same with no stage recomputing, or all.
+def fullest_bytes(problem: CutProblem, costs: Sequence[StageCost]) -> int:
+    """Memory of the fullest rank."""
+    return max(rank.memory_bytes for rank in rank_costs(problem, costs))
 
-    A tensor is counted at every boundary it crosses, in time and in memory.
+
+def at_the_fullest(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
+    """The stages' costs with what each holds in flight when its rank is fullest; of a rank's working sets only the
+    largest counts, as only one of its stages runs at a time."""
+    if problem.chunks == 1:
+        return tuple(costs)
+    found = list(costs)
+    for position, moments in enumerate(problem.moments):
+        stages = problem.stages_at(position)
+        held = [costs[s].held_bytes for s in stages]
+        fullest = max(moments, key=lambda moment: sum(n * h for n, h in zip(moment, held)))
+        widest = max(stages, key=lambda s: costs[s].transient_bytes)
+        for s, in_flight in zip(stages, fullest, strict=True):
+            transient = costs[s].transient_bytes if s == widest else 0
+            found[s] = replace(costs[s], in_flight=in_flight, transient_bytes=transient)
+    return tuple(found)
+
+
+def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
+    """The same with no stage recomputing, or all, and what each stage holds at most, whatever else its rank holds then.
+
+    A tensor is counted at every boundary it crosses, in time and in memory; a weight that several stages of a rank read
+    at the first of them.
 
     Error: memory is too high by what crosses, per microbatch in flight, where a stage's operation saves the very tensor
     that it received, and on stages that a skip only passes (it travels straight past them).
@@ -111,7 +171,10 @@ def costs_as_given(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageC
     loads = group_loads(cost, problem.balance)
     held: list[list[Holding]] = [[] for _ in stages]
     for weight in cost.weights:
-        for s in holders(weight, stage_of):
+        by_position: dict[int, int] = {}
+        for s in sorted(holders(weight, stage_of), reverse=True):
+            by_position[s % problem.pp] = s
+        for s in by_position.values():
             held[s].append(weight)
     saved = [0] * problem.stages
     for activation in cost.saved:
@@ -141,7 +204,7 @@ def floor_seconds(problem: CutProblem) -> float:
     """A lower bound of the objective that needs no solver: even shares of the load and of the update."""
     o = objective_of(problem)
     loads = group_loads(problem.cost, problem.balance)
-    update = sum(map(update_seconds, problem.cost.weights)) / problem.stages
+    update = sum(map(update_seconds, problem.cost.weights)) / problem.pp
     slowest = max(sum(loads) / problem.stages, *loads)
     return o.slowest * slowest + o.total * sum(loads) + o.optimizer * update
 
@@ -154,5 +217,5 @@ def objective_seconds(problem: CutProblem, costs: Sequence[StageCost]) -> float:
         o.slowest * max(stage)
         + o.total * sum(stage)
         + o.traffic * sum(c.transfer_seconds for c in costs)
-        + o.optimizer * max(c.update_seconds for c in costs)
+        + o.optimizer * max(rank.update_seconds for rank in rank_costs(problem, costs))
     )

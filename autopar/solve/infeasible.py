@@ -10,7 +10,7 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.ir import Group
 from autopar.ir.units import BYTES, plural, text
 from autopar.solve.contiguous import least_memory_cuts
-from autopar.solve.evaluate import stage_costs
+from autopar.solve.evaluate import fullest_bytes, rank_costs, stage_costs
 from autopar.solve.ilp import memory_program
 from autopar.solve.problem import CutProblem
 from autopar.solve.ranges import stage_ranges
@@ -39,10 +39,29 @@ def check_num_stages(problem: CutProblem) -> None:
     """
     groups = problem.cost.loss
     if problem.stages > groups:
+        most = f"pp={max(groups, 1)}"
+        if problem.chunks > 1:
+            fewer = groups // problem.pp
+            most = f"chunks={fewer}" if fewer > 1 else f'chunks=1 with schedule="1f1b", or pp={max(groups // 2, 1)}'
         raise InfeasibleError(
             f"No plan has {problem.stages} stages: {problem.cost.model} can be cut into {groups} "
-            f"{'piece' if groups == 1 else 'pieces'} at most. Use pp={max(groups, 1)} or less."
+            f"{'piece' if groups == 1 else 'pieces'} at most. Use {most} or less."
         )
+
+
+def least_memory(problem: CutProblem) -> tuple[int, ...]:
+    """Contiguous cuts within the capacity that keep the fullest rank about as empty as possible.
+
+    Raises:
+        UsageError: the pins leave a stage without operations.
+        InfeasibleError: they do not fit.
+    """
+    cuts = least_memory_cuts(problem)
+    if cuts is None:
+        raise no_cuts(problem, proven=True)
+    if problem.capacity_bytes is not None and peak_bytes(problem, cuts) > problem.capacity_bytes:
+        raise InfeasibleError(memory_message(problem, cuts))
+    return cuts
 
 
 def fitting_cuts(problem: CutProblem, solver: SolverName) -> tuple[int, ...]:
@@ -64,8 +83,8 @@ def fitting_cuts(problem: CutProblem, solver: SolverName) -> tuple[int, ...]:
 
 
 def peak_bytes(problem: CutProblem, stage_of: Sequence[int]) -> int:
-    """Memory of the fullest stage."""
-    return max(c.memory_bytes for c in stage_costs(problem, stage_of))
+    """Memory of the fullest rank."""
+    return fullest_bytes(problem, stage_costs(problem, stage_of))
 
 
 def no_cuts(problem: CutProblem, proven: bool) -> UsageError | InfeasibleError:
@@ -82,21 +101,26 @@ def no_cuts(problem: CutProblem, proven: bool) -> UsageError | InfeasibleError:
 
 
 def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
-    """Why even the cuts of least memory do not fit: the fullest stage, what fills it, and what would help."""
-    costs = stage_costs(problem, stage_of)
-    stage = max(range(problem.stages), key=lambda s: costs[s].memory_bytes)
-    need, capacity = costs[stage].memory_bytes, problem.capacity_bytes or 0
-    parts = sorted(memory_parts(problem, stage_of, stage), key=lambda part: part.num_bytes, reverse=True)
+    """Why even the cuts of least memory do not fit: the fullest rank, what fills it, and what would help."""
+    ranks = rank_costs(problem, stage_costs(problem, stage_of))
+    position = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
+    need, capacity = ranks[position].memory_bytes, problem.capacity_bytes or 0
+    own = problem.stages_at(position)
+    parts = [part for stage in own for part in memory_parts(problem, stage_of, stage)]
+    parts.sort(key=lambda part: part.num_bytes, reverse=True)
     largest = ", ".join(part.text for part in parts if part.num_bytes >= NOTABLE_PART * need)
     remedies = ["more devices"]
-    if problem.cost.batch > 1 and costs[stage].weight_bytes <= capacity:
+    if problem.chunks > 1:
+        remedies.append('schedule="1f1b"')
+    if problem.cost.batch > 1 and sum(c.weight_bytes for c in ranks[position].stages) <= capacity:
         remedies.append(f"more (smaller) microbatches than {problem.microbatches}")
     remedies.append(f'devices with memory="{memory_argument(need)}" (--memory {memory_argument(need)})')
     stages = f"these {problem.stages} stages" if problem.stages > 1 else "one stage"
-    ranks = problem.mesh.ranks(stage)
-    have = f"rank {ranks[0]} has" if len(ranks) == 1 else f"ranks {ranks[0]}–{ranks[-1]} have"
+    numbers = problem.mesh.ranks(position)
+    have = f"rank {numbers[0]} has" if len(numbers) == 1 else f"ranks {numbers[0]}–{numbers[-1]} have"
+    needs = f"stages {' and '.join(map(str, own))} need" if problem.chunks > 1 else f"stage {position} needs"
     return (
-        f"No plan fits: stage {stage} needs {text(need, BYTES)}, {have} {text(capacity, BYTES)}. "
+        f"No plan fits: {needs} {text(need, BYTES)}, {have} {text(capacity, BYTES)}. "
         f"Largest: {largest}. "
         f"The smallest memory that holds {stages} is {text(need, BYTES)} per device. Use {', or '.join(remedies)}."
     )

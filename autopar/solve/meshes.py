@@ -71,7 +71,7 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
     if constraints.zero1 and mesh.dp == 1:
         return "no replicas to share the optimizer's state"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
-    if pinned is not None and constraints.pins[pinned] >= mesh.pp:
+    if pinned is not None and constraints.pins[pinned] >= mesh.pp * (constraints.chunks or 1):
         return f"{pinned} is pinned to stage {constraints.pins[pinned]}"
     return ""
 
@@ -130,6 +130,7 @@ def check_pinned_stages(constraints: Constraints) -> None:
         UsageError: names the stages that there can be.
     """
     most = constraints.pp or constraints.devices // (constraints.tp or 1) // (constraints.dp or 1)
+    most *= constraints.chunks or 1
     for name, stage in constraints.pins.items():
         if not 0 <= stage < most:
             if constraints.pp is not None:

@@ -7,7 +7,17 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from autopar.hardware import Link
-from autopar.ir import Balance, BlockSharding, CostGraph, Holding, Layout, Mesh, Recompute, SolverInfo
+from autopar.ir import (
+    Balance,
+    BlockSharding,
+    CostGraph,
+    Holding,
+    Layout,
+    Mesh,
+    Recompute,
+    ScheduleName,
+    SolverInfo,
+)
 
 # Weight of the traffic against the largest load when stages are balanced by something other than time: small enough to
 # decide between equal loads only, large enough to be above the solver's tolerances.
@@ -69,6 +79,10 @@ class CutProblem:
     stage s holds at most. Every stage has ``tp`` × ``dp`` ranks, each of which costs what ``cost`` says. ``pins`` fixes
     groups to stages. ``gap`` is the relative distance from the optimum at which the solver may stop.
 
+    With several ``chunks`` ranks have as many stages each: those at one position, stage % pp, share the capacity. Of
+    each position ``moments`` are the numbers of microbatches held of its stages together, at every moment that may be
+    the fullest; ``in_flight`` is then the first of them.
+
     With ``recompute`` "auto" a stage recomputes where it does not fit otherwise; with "all" every stage does, which is
     in ``cost`` already.
     """
@@ -86,6 +100,22 @@ class CutProblem:
     tp: int = 1
     dp: int = 1
     recompute: Recompute = "none"
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+
+    @property
+    def pp(self) -> int:
+        """Positions in the pipeline."""
+        return self.stages // self.chunks
+
+    def stages_at(self, position: int) -> tuple[int, ...]:
+        """The stages that each rank at a position runs."""
+        return tuple(range(position, self.stages, self.pp))
+
+    def capacity_share(self, stage: int) -> float:
+        """What of a rank's capacity a stage may use by itself: the share that it has of what the rank holds."""
+        return self.in_flight[stage] / sum(self.in_flight[s] for s in self.stages_at(stage % self.pp))
 
     @property
     def may_recompute(self) -> bool:
@@ -99,10 +129,11 @@ class CutProblem:
 
     @property
     def mesh(self) -> Mesh:
-        return Mesh(self.stages, self.tp, self.dp)
+        return Mesh(self.pp, self.tp, self.dp)
 
     def __post_init__(self) -> None:
         assert self.stages >= 1 and self.microbatches >= 1
+        assert self.stages % self.chunks == 0 and len(self.moments) == (self.pp if self.chunks > 1 else 0)
         assert len(self.in_flight) == self.stages, "one in_flight per stage"
         assert len(self.boundary) == self.stages - 1, "one link between neighbouring stages"
         assert all(0 <= group < self.cost.loss for group in self.pins), "a pinned group does not exist"
@@ -144,11 +175,23 @@ class Objective:
 def objective_of(problem: CutProblem) -> Objective:
     """What the problem's balance asks to minimise.
 
-    Source: a 1F1B or GPipe step of m microbatches takes (m − 1) · max t + Σ t.
+    Source: a 1F1B or GPipe step of m microbatches takes (m − 1) · max t + Σ t; see `slowest_count`.
     """
     if problem.balance == "time":
-        return Objective(slowest=problem.microbatches - 1, total=1.0, transfer=1.0, traffic=0.0, optimizer=1.0)
+        slowest = slowest_count(problem.microbatches, problem.pp, problem.chunks)
+        return Objective(slowest=slowest, total=1.0, transfer=1.0, traffic=0.0, optimizer=1.0)
     return Objective(slowest=1.0, total=0.0, transfer=0.0, traffic=TIE_BREAK, optimizer=0.0)
+
+
+def slowest_count(microbatches: float, pp: int, chunks: int) -> float:
+    """How many times the slowest stage counts in a step, beside each stage once: m − 1 with one chunk a rank.
+
+    Source: interleaved 1F1B with v equal chunks on each of p ranks keeps a rank busy for v · m of them and idle for
+        p − 1, or for m < p the other way around: the first passes v · p and m − 1 follow. So the step is
+        v · max(m, p) + min(m, p) − 1 of p · v equal stages.
+    Error: with v > 1 and unequal stages a model of the step, which the simulated schedule may exceed or undercut.
+    """
+    return chunks * max(microbatches, pp) + min(microbatches, pp) - 1 - pp * chunks
 
 
 def group_loads(cost: CostGraph, balance: Balance) -> tuple[float, ...]:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from autopar.ir.units import TIME, percent, plural, text
 from autopar.solve.assemble import Decision, Setting, StepTime, step_time
-from autopar.solve.candidates import Candidate, Point, judged, without_limit
-from autopar.solve.evaluate import stage_costs
+from autopar.solve.candidates import Candidate, judged, point_of, without_limit
+from autopar.solve.evaluate import rank_costs, stage_costs
 
 # The least relative gain of lifting the memory limit that makes memory what bounds a plan, and the least share of a
 # step that is worth a word.
@@ -19,8 +19,8 @@ def parts(decision: Decision, step: StepTime, batch: int) -> Mapping[str, float]
     problem = decision.problem
     idle = step.bubble_fraction * step.pipeline_seconds
     microbatches = batch / problem.dp / problem.cost.batch
-    collectives = decision.priced.collective_seconds * microbatches / problem.stages
-    again = sum(c.recompute_seconds for c in stage_costs(problem, decision.stage_of)) * microbatches / problem.stages
+    collectives = decision.priced.collective_seconds * microbatches / problem.pp
+    again = sum(c.recompute_seconds for c in stage_costs(problem, decision.stage_of)) * microbatches / problem.pp
     return {
         "compute": step.pipeline_seconds - idle - collectives - again,
         "recomputation": again,
@@ -81,10 +81,10 @@ def bound_by(setting: Setting, decision: Decision) -> str:
             what += f"; {name} {percent(spent[name] / step.seconds, 0)} of the step"
     free_seconds = seconds_without_limit(setting, decision, step.seconds)
     if free_seconds is not None:
-        full = max(range(problem.stages), key=lambda s: costs[s].memory_bytes)
-        what = (
-            f"memory of stage {full}, without whose limit the step would take {free_seconds * 1e3:,.1f} ms; then {what}"
-        )
+        ranks = rank_costs(problem, costs)
+        full = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
+        whose = f"rank {problem.mesh.ranks(full)[0]}" if problem.chunks > 1 else f"stage {full}"
+        what = f"memory of {whose}, without whose limit the step would take {free_seconds * 1e3:,.1f} ms; then {what}"
     return what
 
 
@@ -98,6 +98,5 @@ def stage_text(decision: Decision, stage: int) -> str:
 
 def seconds_without_limit(setting: Setting, decision: Decision, step_seconds: float) -> float | None:
     """The step of the best contiguous cuts without the memory limit, where that is notably faster."""
-    point = Point(decision.problem.mesh, decision.problem.microbatches, decision.zero1)
-    free = judged(setting, point, decision.priced, without_limit(decision.problem))
+    free = judged(setting, point_of(decision), decision.priced, without_limit(decision.problem))
     return free.seconds if free.seconds < (1 - NOTABLE) * step_seconds else None

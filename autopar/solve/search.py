@@ -14,11 +14,12 @@ from autopar.solve.assemble import Decision, Setting, make_plan, step_time
 from autopar.solve.candidates import (
     Candidate,
     Floors,
+    Pipeline,
     Point,
     does_not_fit,
     evaluated,
     even_share_bytes,
-    fullest_bytes,
+    fullest_rank_bytes,
     points_of,
     posed,
     shardings_of,
@@ -26,10 +27,11 @@ from autopar.solve.candidates import (
 from autopar.solve.constraints import Constraints
 from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts import SOLVER_TOLERANCE, solve_cuts
-from autopar.solve.evaluate import stage_costs
+from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.merge import merge
 from autopar.solve.meshes import Meshes, divisors, nearest, no_mesh, possible_meshes
 from autopar.solve.problem import Costs, CutProblem, Cuts, Priced, update_seconds
+from autopar.solve.polish import certified_step, polished
 from autopar.solve.reasons import bound_by
 
 # A mesh whose bound is that many times the best step is not worth a row.
@@ -75,10 +77,11 @@ def search(
 ) -> Plan:
     """The fastest plan found, with the ones it was preferred to.
 
-    Every mesh with every number of microbatches, with and without ZeRO-1, has a lower bound of its step. In the order
-    of these bounds each is priced, cut contiguously and simulated, until the next bound is above the best step: what
-    comes later cannot be better. The integer program then cuts for the best. Where that shards tensors, ``refine`` may
-    decide on cuts and shardings together.
+    Every mesh with every number of microbatches, with and without ZeRO-1, under every schedule that is left open, has a
+    lower bound of its step. In the order of these bounds each is priced, cut contiguously and simulated, until the next
+    bound is above the best step: what comes later cannot be better. The integer program then cuts for the best, or
+    `polished` where ranks have several stages. Where tensors are sharded, ``refine`` may decide on cuts and shardings
+    together.
 
     Args:
         costs: prices of one rank under any tp, dp and microbatch.
@@ -105,9 +108,14 @@ def search(
         remedies = devices_that_fit(setting, chosen) + recomputation_that_fits(setting, explored)
         raise InfeasibleError(f"{error}{which}{remedies}") from error
     decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
-    solver = certified(floors, decision, cuts)
+    if chosen.problem.chunks == 1:
+        solver = certified(floors, decision, cuts)
+    else:
+        decision = polished(setting, decision)
+        solver = certified_step(setting, decision)
     again = any(c.recomputed for c in stage_costs(decision.problem, decision.stage_of))
-    if refine is not None and chosen.problem.tp > 1 and constraints.balance == "time" and not again:
+    plain = chosen.problem.chunks == 1 and constraints.balance == "time" and not again
+    if refine is not None and chosen.problem.tp > 1 and plain:
         decision, solver = refined(setting, decision, solver, refine)
     return make_plan(
         setting, decision, solver, alternatives(setting, floors, explored.by_mesh, explored.refused, decision),
@@ -143,12 +151,13 @@ def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: 
     """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling."""
     found: list[Candidate] = []
     best = float("inf")
-    too_large: dict[bool, int] = {}
+    too_large: dict[tuple[Pipeline, bool], int] = {}
     for point in sorted(points_of(setting, mesh), key=floors.seconds):
         if floors.seconds(point) >= (min(best, ceiling_seconds) if best < float("inf") else best):
             break
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1.
-        if any(point.microbatches <= m for z, m in too_large.items() if z or not point.zero1):
+        limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z or not point.zero1))
+        if any(point.microbatches <= m for m in limits):
             continue
         candidate = evaluated(setting, floors, point, best)
         if candidate is None:
@@ -157,7 +166,8 @@ def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: 
         best = min(best, candidate.seconds)
         if candidate.step is not None:
             continue
-        too_large[point.zero1] = max(too_large.get(point.zero1, 0), point.microbatches)
+        kind = (point.pipeline, point.zero1)
+        too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
         if len(too_large) == 1 and not fits_at_all(setting, floors, mesh):
             break
     return found
@@ -170,8 +180,8 @@ def fits_at_all(setting: Setting, floors: Floors, mesh: Mesh) -> bool:
 
 
 def leanest_point(setting: Setting, mesh: Mesh) -> Point:
-    """What needs least memory of a mesh: most microbatches, and ZeRO-1."""
-    return max(points_of(setting, mesh), key=lambda p: (p.microbatches, p.zero1))
+    """What needs least memory of a mesh: most microbatches, ZeRO-1, and fewest stages a rank."""
+    return max(points_of(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero1))
 
 
 def nothing_to_split(setting: Setting, floors: Floors, mesh: Mesh) -> str:
@@ -238,9 +248,9 @@ def leanest(setting: Setting, explored: Explored) -> Candidate:
             continue
         merged = merge(problem)
         units = least_memory_cuts(merged.problem)
-        need = float("inf") if units is None else fullest_bytes(merged, units)
+        need = float("inf") if units is None else fullest_rank_bytes(merged, units)
         if best is None or need < least:
-            note = "" if units is None else does_not_fit(fullest_bytes(merged, units))
+            note = "" if units is None else does_not_fit(fullest_rank_bytes(merged, units))
             best, least = Candidate(point, problem, priced, None, None, note), need
     assert best is not None, "no mesh was explored"
     return best
@@ -254,7 +264,7 @@ def devices_that_fit(setting: Setting, chosen: Candidate) -> str:
         if stages * width > setting.hardware.devices_per_node and setting.hardware.network is None:
             break
         larger = replace(chosen.point, mesh=replace(mesh, pp=stages))
-        if stages <= chosen.problem.cost.loss and fits(posed(setting, larger, chosen.priced)):
+        if larger.stages <= chosen.problem.cost.loss and fits(posed(setting, larger, chosen.priced)):
             return f" With {stages * width} devices it fits."
     return ""
 
@@ -305,7 +315,7 @@ def refined(setting: Setting, decision: Decision, solver: SolverInfo, refine: Re
         return decision, solver
     problem = replace(decision.problem, cost=found.priced.cost)
     other = replace(decision, problem=problem, priced=found.priced, stage_of=found.stage_of)
-    fullest = max(c.memory_bytes for c in stage_costs(problem, other.stage_of))
+    fullest = fullest_bytes(problem, stage_costs(problem, other.stage_of))
     before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
     fits = fullest <= setting.constraints.capacity_bytes(setting.hardware)
     # A mesh with tensor parallelism is there to use it, however small the model.
