@@ -57,9 +57,9 @@ from autopar.ir.program import Edge, Program, input_names
 __all__ = [
     "BUCKET_BYTES", "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AskedSchedule",
     "AxisSizes", "Balance", "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion",
-    "CostGraph", "Edge", "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Mode",
-    "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program", "Recompute", "Ref", "SavedWeight",
-    "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight", "broadcast_layout", "compressed", "contiguous",
-    "dtype_name", "input_names", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout",
-    "pattern_of", "refs", "renamed", "split_layout", "unused_name",
+    "CostGraph", "Edge", "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout",
+    "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program",
+    "Recompute", "Ref", "SavedWeight", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight",
+    "broadcast_layout", "compressed", "contiguous", "dtype_name", "input_names", "inside", "look_up", "microbatch_size",
+    "microbatch_sizes", "partial_layout", "pattern_of", "refs", "renamed", "split_layout", "unused_name",
 ]  # fmt: skip

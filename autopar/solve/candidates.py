@@ -14,6 +14,7 @@ from autopar.solve.constraints import Constraints, boundary_links, microbatch_ca
 from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
 from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.merge import Merged, merge
+from autopar.solve.polish import polished
 from autopar.solve.problem import CutProblem, Priced, slowest_count
 
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
@@ -232,6 +233,7 @@ def judged(
 ) -> Candidate:
     """The same for a problem that may look at another limit when it cuts than what its cuts must stay within."""
     merged = merge(problem)
+    limit = None if limit_bytes == float("inf") else int(limit_bytes)
     if (share := even_share_bytes(problem)) > limit_bytes:
         note = f"does not fit: over {text(share, BYTES)}"
         return Candidate(point, problem, priced, None, None, note)
@@ -240,6 +242,8 @@ def judged(
         units = units or least_memory_cuts(merged.problem)
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return Candidate(point, problem, priced, None, None, note)
+    if problem.chunks > 1:
+        units = polished(setting, replace(merged.problem, capacity_bytes=limit), units)
     stage_of = merged.expand(units)
     return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))
 

@@ -1,4 +1,4 @@
-"""Cuts for several stages a rank, improved by what the simulated step says, and how good they are."""
+"""Cuts for several stages a rank, improved by what the simulated step says."""
 
 from __future__ import annotations
 
@@ -6,36 +6,31 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from autopar.ir import Balance, SolverInfo
-from autopar.solve.assemble import Decision, Setting, step_time
-from autopar.solve.candidates import point_of, step_floor
+from autopar.ir import Balance
+from autopar.solve.assemble import Setting, step_time
 from autopar.solve.contiguous import contiguous_cuts
-from autopar.solve.cuts import SOLVER_TOLERANCE
 from autopar.solve.evaluate import fullest_bytes, stage_costs
-from autopar.solve.merge import merge
 from autopar.solve.problem import CutProblem
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
 # By how many groups a cut is moved at once: across a block, half of one, or one operation.
 STRIDES = (8, 4, 2, 1)
-# The most actions that are simulated: about two seconds of one core.
-MAX_ACTIONS = 1_000_000
+# The most actions that are simulated for one candidate: about half a second of one core.
+MAX_ACTIONS = 300_000
 
 
-def polished(setting: Setting, decision: Decision) -> Decision:
-    """The decision with cuts moved while that shortens its simulated step, within the capacity; contiguous cuts only.
+def polished(setting: Setting, problem: CutProblem, units: tuple[int, ...]) -> tuple[int, ...]:
+    """The contiguous cuts moved while that shortens the simulated step, within the capacity.
 
     The closed form that the dynamic programme minimises knows stages by the slowest one and by their sum. Where a rank
     has several it also matters which of them is slow.
     """
-    merged = merge(decision.problem)
-    problem = merged.problem
     if problem.balance != "time":
-        return decision
-    own = {u: s for u, s in zip(merged.unit_of, decision.stage_of)}
-    others = (contiguous_cuts(replace(problem, balance=balance, capacity_bytes=None)) for balance in STARTS)
-    starts = [cuts_of([own[u] for u in range(len(own))]), *(cuts_of(units) for units in others if units is not None)]
+        return units
+    free = replace(problem, capacity_bytes=None)
+    others = (contiguous_cuts(replace(free, balance=balance)) for balance in STARTS)
+    starts = [cuts_of(own) for own in (units, *others) if own is not None]
     known: dict[tuple[int, ...], float] = {}
 
     def seconds(cuts: tuple[int, ...]) -> float:
@@ -44,7 +39,7 @@ def polished(setting: Setting, decision: Decision) -> Decision:
         return known[cuts]
 
     best = min(starts, key=seconds)
-    trials = max(len(starts) + 2 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches))
+    trials = max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches))
     improved = True
     while improved and len(known) < trials:
         improved = False
@@ -52,7 +47,7 @@ def polished(setting: Setting, decision: Decision) -> Decision:
             if len(known) < trials and seconds(cuts) < seconds(best):
                 best, improved = cuts, True
                 break
-    return replace(decision, stage_of=merged.expand(stages_of(best, len(own))))
+    return stages_of(best, len(units))
 
 
 def moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -72,9 +67,9 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -
     units = stages_of(cuts, len(problem.cost.groups))
     if any(units[group] != stage for group, stage in problem.pins.items()):
         return float("inf")
-    if problem.capacity_bytes is not None:
-        if fullest_bytes(problem, stage_costs(problem, units)) > problem.capacity_bytes:
-            return float("inf")
+    capacity = problem.capacity_bytes
+    if capacity is not None and fullest_bytes(problem, stage_costs(problem, units)) > capacity:
+        return float("inf")
     return step_time(setting, problem, units).seconds
 
 
@@ -86,17 +81,3 @@ def cuts_of(units: Sequence[int]) -> tuple[int, ...]:
 def stages_of(cuts: tuple[int, ...], size: int) -> tuple[int, ...]:
     """The stage of each of so many units; inverse of `cuts_of`."""
     return tuple(s for s, (low, high) in enumerate(pairwise((0, *cuts, size))) for _ in range(low, high))
-
-
-def certified_step(setting: Setting, decision: Decision) -> SolverInfo:
-    """How far the simulated step is above one of even stages: compute, bubble and update in even shares, no transfers.
-
-    Error: not a proof for unequal stages, of which shorter ones at both ends of the pipeline can have less of a bubble.
-    """
-    problem = decision.problem
-    seconds = step_time(setting, problem, decision.stage_of).seconds
-    bound = min(seconds, step_floor(setting, point_of(decision), decision.priced))
-    gap = (seconds - bound) / seconds if seconds else 0.0
-    status = "optimal" if gap <= problem.gap + SOLVER_TOLERANCE else "contiguous cuts"
-    method = "shardings then cuts" if problem.tp > 1 else "cuts"
-    return SolverInfo("dynamic programme", status, gap, 0.0, problem.balance, method)

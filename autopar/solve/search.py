@@ -31,7 +31,6 @@ from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.merge import merge
 from autopar.solve.meshes import Meshes, divisors, nearest, no_mesh, possible_meshes
 from autopar.solve.problem import Costs, CutProblem, Cuts, Priced, update_seconds
-from autopar.solve.polish import certified_step, polished
 from autopar.solve.reasons import bound_by
 
 # A mesh whose bound is that many times the best step is not worth a row.
@@ -79,9 +78,8 @@ def search(
 
     Every mesh with every number of microbatches, with and without ZeRO-1, under every schedule that is left open, has a
     lower bound of its step. In the order of these bounds each is priced, cut contiguously and simulated, until the next
-    bound is above the best step: what comes later cannot be better. The integer program then cuts for the best, or
-    `polished` where ranks have several stages. Where tensors are sharded, ``refine`` may decide on cuts and shardings
-    together.
+    bound is above the best step: what comes later cannot be better. The integer program then cuts for the best, where
+    ranks have one stage each. Where tensors are sharded, ``refine`` may decide on cuts and shardings together.
 
     Args:
         costs: prices of one rank under any tp, dp and microbatch.
@@ -101,18 +99,12 @@ def search(
         check_pieces(setting, explored)
         chosen = leanest(setting, explored)
     try:
-        cuts = solve_cuts(chosen.problem)
+        decision, solver = decided(floors, chosen)
     except InfeasibleError as error:
         mesh, others = chosen.point.mesh, len(explored.by_mesh) - 1
         which = f" Of all meshes {mesh} needs least." if others else ""
         remedies = devices_that_fit(setting, chosen) + recomputation_that_fits(setting, explored)
         raise InfeasibleError(f"{error}{which}{remedies}") from error
-    decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
-    if chosen.problem.chunks == 1:
-        solver = certified(floors, decision, cuts)
-    else:
-        decision = polished(setting, decision)
-        solver = certified_step(setting, decision)
     again = any(c.recomputed for c in stage_costs(decision.problem, decision.stage_of))
     plain = chosen.problem.chunks == 1 and constraints.balance == "time" and not again
     if refine is not None and chosen.problem.tp > 1 and plain:
@@ -284,6 +276,38 @@ def fits(problem: CutProblem) -> bool:
     if limit is not None and even_share_bytes(problem) > limit:
         return False
     return contiguous_cuts(merge(problem).problem) is not None
+
+
+def decided(floors: Floors, chosen: Candidate) -> tuple[Decision, SolverInfo]:
+    """The candidate with its final cuts, and what is proven of them.
+
+    Raises:
+        UsageError, InfeasibleError: as `solve_cuts`.
+    """
+    if chosen.problem.chunks > 1 and chosen.step is not None:
+        return chosen.decision, even_share(floors, chosen)
+    cuts = solve_cuts(chosen.problem)
+    decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
+    return decision, certified(floors, decision, cuts)
+
+
+def even_share(floors: Floors, chosen: Candidate) -> SolverInfo:
+    """What is certain of a step with several stages a rank: without any bubble, with compute and update in even shares,
+    it takes as long on every rank; and one microbatch passes all stages.
+
+    The gap is therefore at least the bubble. How much of that no cuts avoid is not known: shorter stages at both ends
+    of the pipeline have less of it than equal ones.
+    """
+    problem, tp = chosen.problem, chosen.problem.tp
+    work = sum(group.seconds for group in problem.cost.groups)
+    update = sum(weight.optimizer_seconds for weight in problem.cost.weights)
+    if tp > 1:  # of any sharding; where weights are split, by all ranks at most
+        work, update = floors.proven.get((tp, problem.cost.batch), 0.0), update / tp
+    microbatches = floors.setting.constraints.batch / problem.dp / problem.cost.batch
+    bound = min(max(microbatches / problem.pp, 1.0) * work + update / problem.pp, chosen.seconds)
+    gap = (chosen.seconds - bound) / chosen.seconds if chosen.seconds else 0.0
+    method = "shardings then cuts" if problem.tp > 1 else "cuts"
+    return SolverInfo("dynamic programme", "contiguous cuts", gap, 0.0, problem.balance, method)
 
 
 def certified(floors: Floors, decision: Decision, cuts: Cuts) -> SolverInfo:
