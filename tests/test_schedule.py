@@ -344,8 +344,8 @@ rank 1:  1F0  1B0 [1B1] 1F1""",
         "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F1 1F0 1B0 1B1",
         {},
         """\
-Message 0 (counted from 0) from rank 0 to rank 1 is sent as 0F0 → 1F0 but taken as 0F1 → 1F1. \
-Run both ranks' actions in the same order.
+Message 0 (counted from 0) from chunk 0 to chunk 1 is sent as 0F0 → 1F0 but taken as 0F1 → 1F1. \
+Run both chunks' actions in the same order.
 rank 0: [0F0] 0F1  0B0  0B1
 rank 1: [1F1] 1F0  1B0  1B1""",
     ),
