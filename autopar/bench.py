@@ -140,15 +140,16 @@ def timed(pm: ParallelModel, x: torch.Tensor, y: torch.Tensor, steps: int) -> tu
 def bubble_bound_seconds(plan: Plan, spans: dict[int, tuple[Span, ...]]) -> float:
     """Simulated step with the measured forward and backward of each stage's slowest rank, and free transfers."""
 
-    def per_action(rank: int, kind: str) -> float:
-        return mean(s.end_seconds - s.start_seconds for s in spans[rank] if s.action.kind == kind)
+    def per_action(rank: int, kind: str, stage: int) -> float:
+        own = (s for s in spans[rank] if s.action.kind == kind and s.action.chunk == stage)
+        return mean(s.end_seconds - s.start_seconds for s in own)
 
     forward, backward = (
-        [max(per_action(rank, kind) for rank in plan.mesh.ranks(stage)) for stage in range(plan.mesh.pp)]
+        [max(per_action(rank, kind, i) for rank in stage.ranks) for i, stage in enumerate(plan.stages)]
         for kind in ("F", "B")
     )
     count = len(microbatch_sizes(plan.batch // plan.mesh.dp, plan.microbatches))
-    return simulate(generate(plan.schedule, plan.mesh.pp, count), forward, backward).step_seconds
+    return simulate(generate(plan.schedule, plan.mesh.pp, count, plan.chunks), forward, backward).step_seconds
 
 
 def machine_text(device_type: str, num_threads: int) -> str:
