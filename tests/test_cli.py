@@ -157,7 +157,7 @@ def test_flags_reach_the_plan(user_models):
         ([*TINY, "--pp", "2", "--pin", "blocks.7=1"], 2, "Cannot pin 'blocks.7'"),
         ([*TINY, "--pp", "2", "--pin", "blocks.1=5"], 2, "blocks.1 is pinned to stage 5, stages are 0 to 1"),
         ([*TINY, "--batch", "4", "--microbatches", "8"], 2, "microbatches=8 of a batch of 4"),
-        ([*TINY, "--chunks", "2"], 2, "chunks=2 is not available in this version, which has one chunk per rank"),
+        ([*TINY, "--chunks", "2"], 2, "chunks=2 with schedule='1f1b', under which each rank has one"),
         ([*TINY, "--tp", "2", "--pp", "2"], 2, "pp=2 × tp=2 make 4 devices, not 2. Use devices=4 or pp=1 or tp=1"),
         ([*TINY, "--dp", "2", "--batch", "5"], 2, "dp=2: 2 replicas cannot share a batch of 5 samples evenly"),
         ([*TINY, "--dp", "2", "--batch", "8", "--microbatches", "8"], 2, "each of 2 replicas has 4 samples"),
@@ -238,6 +238,20 @@ def test_codegen_prints_one_rank(tiny_plan, mode):
     assert code == 0
     assert out.startswith(f"# rank 1 (stage 1) of pp 2 × tp 1 × dp 1\n# stage 1, {mode}, microbatch of ")
     assert "# from stage 0: " in out
+    compile(out, "rank 1", "exec")
+
+
+def test_codegen_prints_every_chunk_of_a_rank(tmp_path):
+    path = tmp_path / "plan.json"
+    flags = [
+        "--devices", "2", "--batch", "8", "--img-size", "32", "--microbatches", "2", "--model-kwargs", "depth=4",
+        "patch_size=8", "embed_dim=32", "num_heads=2", "--hardware", "cpu-generic", "--pp", "2", "--schedule",
+        "interleaved", "--chunks", "2",
+    ]  # fmt: skip
+    assert invoke("plan", "vit_tiny_patch16_224", *flags, "-o", str(path))[0] == 0
+    code, out, _ = invoke("codegen", str(path), "--rank", "1")
+    assert code == 0 and out.startswith("# rank 1 (stages 1 and 3) of pp 2 × tp 1 × dp 1\n# stage 1, train")
+    assert out.count("\n# stage 3, train, microbatch of 4") == 1 and "# to stage 2: " in out
     compile(out, "rank 1", "exec")
 
 

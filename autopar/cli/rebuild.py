@@ -37,7 +37,7 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     for stage in plan.mesh.stages(rank, plan.chunks):
         program = variant.programs[stage]
         parts.append("\n".join([*held_lines(program, programs), source(program)]))
-    return f"# {rank_text(plan.mesh, rank)} of {plan.mesh}\n" + "\n\n".join(parts)
+    return f"# {rank_text(plan.mesh, rank, plan.chunks)} of {plan.mesh}\n" + "\n\n".join(parts)
 
 
 def held_lines(program: Program, programs: Programs) -> list[str]:

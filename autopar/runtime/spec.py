@@ -150,10 +150,11 @@ def shards(mesh: Mesh, place: Place) -> tuple[int, ...]:
     return tuple(mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp))
 
 
-def rank_text(mesh: Mesh, rank: int) -> str:
-    """``rank 3 (stage 1)``; with replica and shard where the mesh has such axes."""
+def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
+    """``rank 3 (stage 1)``; with replica and shard where the mesh has such axes, with all stages where it has several."""
     place = mesh.place(rank)
-    words = [f"stage {place.stage}"] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
+    stages = " and ".join(map(str, mesh.stages(rank, chunks)))
+    words = [f"stage{'s' * (chunks > 1)} {stages}"] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
     words += [f"replica {place.replica}"] if mesh.dp > 1 else []
     words += [f"shard {place.shard}"] if mesh.tp > 1 else []
     return f"rank {rank} ({', '.join(words)})"
