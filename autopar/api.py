@@ -30,7 +30,7 @@ from autopar.programs import Programs
 from autopar.random_ops import DRAWS, draws
 from autopar.refine import refine
 from autopar.rules import unruled
-from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, balanced_owners
+from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, TransportName, WorkerPool, balanced_owners
 from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import weight_tensors
@@ -38,7 +38,9 @@ from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
 # What a plan says nothing of.
-RUN_SETTINGS = frozenset({"backend", "compile", "cuda_graph", "timeout", "clip_grad_norm", "clip_grad_value"})
+RUN_SETTINGS = frozenset(
+    {"backend", "compile", "cuda_graph", "transport", "timeout", "clip_grad_norm", "clip_grad_value"}
+)
 # Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
 # He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
 LEAST_BATCH_NORM_SAMPLES = 8
@@ -259,6 +261,7 @@ def parallelize(
         clip_grad_value=options.clip_grad_value,
         compiled=machine.device_type == "cuda" if options.compile is None else options.compile,
         cuda_graph=options.cuda_graph is not False,
+        transport=options.transport,
     )
     tensors = weight_tensors(model, programs.example)
     ranks = start(specs, tensors, machine, options.timeout, chosen.decision)
@@ -307,6 +310,7 @@ def rank_specs(
     clip_grad_value: float | None = None,
     compiled: bool = False,
     cuda_graph: bool = False,
+    transport: TransportName = "auto",
 ) -> list[RankSpec]:
     """What each rank is told."""
     mesh, stored, positions = programs.plan.mesh, programs.storage, programs.positions
@@ -344,6 +348,7 @@ def rank_specs(
         autocast=mixed_dtype(programs.example, programs.plan.precision),
         chunks=programs.plan.chunks,
         cuda_graph=cuda_graph,
+        transport=transport,
     )
     return [
         replace(first, rank=rank, device=machine.device_of(rank), weights=tuple(weights[mesh.place(rank).stage]))

@@ -9,9 +9,10 @@ from autopar.runtime.reduce import balanced_owners
 from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, UpdateResult, Work, rank_text
 from autopar.runtime.spmd import LocalRanks, TorchrunRanks
+from autopar.runtime.transport import TransportName
 
 __all__ = [
     "Launched", "LocalRanks", "OptionChange", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome",
-    "TorchrunRanks", "UpdateResult", "Work", "WorkerPool", "balanced_owners", "check_files", "copy_checkpoint",
+    "TorchrunRanks", "TransportName", "UpdateResult", "Work", "WorkerPool", "balanced_owners", "check_files", "copy_checkpoint",
     "is_checkpoint", "launched", "rank_text", "read_header", "read_tensors", "starts_once",
 ]  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from autopar.runtime.transport import Delivery, Gathering, Receipt, Transport
+from autopar.runtime.symmetric import Messages
+from autopar.runtime.transport import Delivery, Gathering, Mail, Receipt, Transport
 
 Mood = Literal["asking", "noting", "recalling"]
 
@@ -65,11 +66,14 @@ class Answers:
             return self.recalled().tolist()
         return self.written(torch.tensor(self.transport.sum_flags(flags, ranks))).tolist()
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> Delivery:
-        return self.transport.send(tensor, dst, tag)
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self.transport.mail(incoming, outgoing)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int) -> Receipt:
-        return self.transport.receive(shape, dtype, src, tag)
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+        return self.transport.send(tensor, dst, tag, lane)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+        return self.transport.receive(shape, dtype, src, tag, lane)
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
         return self.transport.start_sum(tensor, ranks, root)

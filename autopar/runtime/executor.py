@@ -16,6 +16,7 @@ from autopar.ir import Edge, Program, Ref, Value, input_names
 from autopar.pytree import tree_map, unflatten
 from autopar.runtime.settle import Message, settled
 from autopar.runtime.stopwatch import Stopwatch
+from autopar.runtime.symmetric import Messages
 from autopar.runtime.transport import Delivery, Receipt, Transport
 from autopar.schedule import Action, Schedule
 
@@ -103,6 +104,7 @@ class BoundStep:
         self.chunks = chunks
         self.input_places = [input_places([chunk.program for chunk in own]) for own in chunks]
         actions = schedule[position]
+        self.mail = transport.mail(*self.messages(actions)) if training and len(ranks) > 1 else transport
         self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
         self.work = [self.bind(action) for action in actions]
         self.settles = settled(position, schedule, self.before, self.after)
@@ -113,7 +115,7 @@ class BoundStep:
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
         self.sent.clear()
-        early, last = self.transport.posts_early, len(self.work) - 1
+        early, last = self.mail.posts_early, len(self.work) - 1
         posted = self.work[0][1]() if self.work else []
         with torch.set_grad_enabled(self.training):
             for k, (action, _, compute) in enumerate(self.work):
@@ -131,6 +133,22 @@ class BoundStep:
                     posted = following if following is not None else self.work[k + 1][1]()
             self.settle(list(self.sent))
         self.data, self.current = NO_DATA, None
+
+    def messages(self, actions: Sequence[Action]) -> tuple[Messages, Messages]:
+        """The bytes of every tensor that comes from another rank in a step, and of every one that goes to another."""
+        incoming: dict[tuple[int, int], int] = {}
+        outgoing: dict[tuple[int, int], int] = {}
+        for action in actions:
+            program, forward = self.chunk_of(action).program, action.kind == "F"
+            takes, gives = (program.receives, program.sends) if forward else (program.sends, program.receives)
+            for edges, found, comes in ((takes, incoming, True), (gives, outgoing, False)):
+                wanted = edges if forward else [e for e in edges if e.value.requires_grad]
+                for k, e in self.numbered(wanted):
+                    src, dst = (e.src, e.dst) if forward else (e.dst, e.src)
+                    peer = src if comes else dst
+                    if not self.is_here(peer):
+                        found[self.rank_of(peer), self.tag(k, action.microbatch, src, dst)] = e.value.num_bytes
+        return incoming, outgoing
 
     def rank_of(self, chunk: int) -> int:
         """The rank that runs a chunk."""
@@ -157,7 +175,7 @@ class BoundStep:
             self.passed[src, dst, tag] = tensor
         else:
             rank, lane = self.rank_of(dst), self.lane(src, dst)
-            self.keep(dst, self.transport.send(tensor.contiguous(), rank, tag, lane))
+            self.keep(dst, self.mail.send(tensor.contiguous(), rank, tag, lane))
 
     def send_flags(self, flags: list[bool], src: int, dst: int, tag: int) -> None:
         if self.is_here(dst):
@@ -220,7 +238,7 @@ class BoundStep:
             shape, dtype = [e.value.shape[d] for d in memory_order(e.value)], getattr(torch, e.value.dtype)
             src, dst = (e.src, e.dst) if action.kind == "F" else (e.dst, e.src)
             tag = self.tag(k, action.microbatch, src, dst)
-            receive = partial(self.transport.receive, shape, dtype, self.rank_of(src), tag, self.lane(src, dst))
+            receive = partial(self.mail.receive, shape, dtype, self.rank_of(src), tag, self.lane(src, dst))
             calls.append(self.receipt(src, dst, tag, receive))
         return lambda: [call() for call in calls]
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.ir import REPLICATED, TP, Layout, Mesh, Mode, Place, Program, Weight
 from autopar.runtime.executor import Span, StepData, lane_of
+from autopar.runtime.transport import TransportName
 
 Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str]], nn.Module]
 
@@ -49,6 +50,7 @@ class RankSpec:
         clip_grad_value: largest absolute value of a gradient's element, or None.
         ema: makes the object that averages weights, as given to `autopar.parallelize`.
         autocast: the low dtype of mixed precision, or None.
+        transport: what carries tensors between the GPUs of a pipeline in training steps.
         cuda_graph: replay training steps as CUDA graphs, where the device is one that has them.
     """
 
@@ -72,6 +74,7 @@ class RankSpec:
     autocast: str | None = None
     chunks: int = 1
     cuda_graph: bool = True
+    transport: TransportName = "auto"
 
     @property
     def place(self) -> Place:

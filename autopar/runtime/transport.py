@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
-Receipt = Callable[[], torch.Tensor]
-Delivery = Callable[[], None]
+from autopar.errors import UsageError
+from autopar.runtime.symmetric import Delivery, Messages, Receipt, SymmetricMemory, reaches_peers
+
+TransportName = Literal["auto", "nccl", "symmetric"]
 Gathering = Callable[[], list[torch.Tensor]]
 
 
@@ -22,14 +24,13 @@ class TransportError(RuntimeError):
     """A peer is gone or silent. Rarely the cause of a failure: another rank failed first."""
 
 
-class Transport(Protocol):
-    """Moves tensors between ranks.
+class Mail(Protocol):
+    """Moves the tensors of a schedule from rank to rank.
 
     Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be
     posted while other work runs, which is free with Gloo and costs multiprocessors with NCCL.
     """
 
-    rank: int
     posts_early: bool
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
@@ -38,6 +39,16 @@ class Transport(Protocol):
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
         """Start receiving; calling the receipt waits and returns the tensor."""
+        ...
+
+
+class Transport(Mail, Protocol):
+    """Moves tensors between ranks, and what hosts ask each other."""
+
+    rank: int
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        """What moves the tensors of one kind of training step, which are these; all ranks call."""
         ...
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
@@ -84,6 +95,12 @@ class Transport(Protocol):
         ...
 
 
+NO_SYMMETRIC_MEMORY = (
+    'transport="symmetric" needs GPUs of one host that can write into each other\'s memory (over NVLink, say), all '
+    "visible to every rank. Leave it out: NCCL carries the tensors then."
+)
+
+
 class ProcessGroupTransport:
     """torch.distributed point to point: Gloo with tags, or NCCL with a communicator per directed pair and
     lane.
@@ -100,6 +117,7 @@ class ProcessGroupTransport:
         shared: Collection[tuple[int, ...]],
         made: Mapping[tuple[int, ...], Any],
         timeout_seconds: float,
+        transport: TransportName = "auto",
     ) -> None:
         """Connect all pairs and groups.
 
@@ -109,6 +127,10 @@ class ProcessGroupTransport:
             made: rank sets that have a process group already, and that group where this rank is in it; equal sets in
                 equal order on all ranks.
             timeout_seconds: longest wait for a peer.
+            transport: what carries the tensors of training steps between GPUs.
+
+        Raises:
+            UsageError: symmetric memory is asked for where a rank cannot write into another's.
         """
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
@@ -125,6 +147,23 @@ class ProcessGroupTransport:
             self.hosts = dist.new_group(backend="gloo", timeout=timeout)
             self.channels = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(edges)}
             self.connect()
+        self.memory = self.symmetric_memory(transport) if edges else None
+
+    def symmetric_memory(self, wanted: TransportName) -> SymmetricMemory | None:
+        """Memory that peers write into, where it is wanted and there."""
+        if self.hosts is None or wanted == "nccl":
+            if wanted == "symmetric":
+                raise UsageError(NO_SYMMETRIC_MEMORY)
+            return None
+        world = dist.get_world_size()
+        if not reaches_peers(self.device, world, self.hosts):
+            if wanted == "symmetric":
+                raise UsageError(NO_SYMMETRIC_MEMORY)
+            return None
+        return SymmetricMemory(self.rank, world, self.device, self.hosts)
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self.memory.open(incoming, outgoing) if self.memory is not None else self
 
     def connect(self) -> None:
         """Exchange one number in every group and over every channel."""
@@ -199,6 +238,7 @@ class ProcessGroupTransport:
         return counts.tolist()
 
     def close(self) -> None:
+        self.memory = None
         groups = [*self.own.values(), *self.channels.values()]
         if self.hosts is not None:
             groups.append(self.hosts)
@@ -268,6 +308,9 @@ class LocalTransport:
     def __init__(self, rank: int, hub: Hub) -> None:
         self.rank, self.hub = rank, hub
         self.calls: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self
 
     def next_call(self, ranks: Sequence[int]) -> Hashable:
         """What tells the messages of the next collective from those of all others."""
