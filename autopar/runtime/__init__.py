@@ -13,6 +13,6 @@ from autopar.runtime.transport import TransportName
 
 __all__ = [
     "Launched", "LocalRanks", "OptionChange", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome",
-    "TorchrunRanks", "TransportName", "UpdateResult", "Work", "WorkerPool", "balanced_owners", "check_files", "copy_checkpoint",
-    "is_checkpoint", "launched", "rank_text", "read_header", "read_tensors", "starts_once",
+    "TorchrunRanks", "TransportName", "UpdateResult", "Work", "WorkerPool", "balanced_owners", "check_files",
+    "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header", "read_tensors", "starts_once",
 ]  # fmt: skip
