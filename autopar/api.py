@@ -30,7 +30,7 @@ from autopar.programs import Programs
 from autopar.random_ops import DRAWS, draws
 from autopar.refine import refine
 from autopar.rules import unruled
-from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, balanced_owners
+from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, replica_owners
 from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import weight_tensors
@@ -315,8 +315,7 @@ def rank_specs(
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
     if programs.plan.zero1:
-        numel = {weight.name: weight.numel for own in weights for weight in own if weight.requires_grad}
-        owners = balanced_owners(numel, programs.holders, mesh.dp)
+        owners = replica_owners(weights, programs.holders, mesh.dp)
     first = RankSpec(
         rank=0,
         mesh=mesh,

@@ -349,7 +349,8 @@ def test_weights_are_cast_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     foreach_copy = torch._foreach_copy_
 
     def counted(copies: list[torch.Tensor], masters: list[torch.Tensor]) -> None:
-        casts.append(len(copies))
+        if (copies[0].dtype, masters[0].dtype) == (torch.bfloat16, torch.float32):  # no gradients
+            casts.append(len(copies))
         foreach_copy(copies, masters)
 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)

@@ -95,6 +95,9 @@ class BoundStep:
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.loss_scale = 1.0
+        # Set by whoever has something to do then: weights to wait for, gradients to move.
+        self.before_forward: Callable[[Program], None] = lambda program: None
+        self.after_backward: Callable[[], None] = lambda: None
         self.sent: dict[tuple[int, Action], list[Delivery]] = {}
         actions = schedule[stage]
         self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
@@ -211,6 +214,7 @@ class BoundStep:
             if self.training:
                 for tensor, wanted in zip(received, tracked, strict=True):
                     tensor.requires_grad_(wanted)
+            self.before_forward(program)
             results = module(*map(self.here, self.data.inputs[i]), *received)
             for k, order, dst, tag in sends:
                 self.send(results[k].detach().permute(order), dst, tag)
@@ -272,6 +276,7 @@ class BoundStep:
             roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
+                self.after_backward()
             # Zeros fill the place of a gradient that there is none of; the flags keep them from counting as one, which
             # would have weight decay change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}
