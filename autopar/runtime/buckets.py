@@ -16,7 +16,7 @@ from autopar.ir import BUCKET_BYTES, Weight
 ALIGNMENT = 128
 WASTE = 1 / 16  # of a bucket's elements: how much padding ends the search for a better balanced one
 LARGEST_WASTE = 1 / 8  # above it, and above SPARE_BYTES, a bucket's segments are summed one by one instead of padded
-SPARE_BYTES = 2**20  # of padding: moving it takes less time than starting one more collective
+SPARE_BYTES = 8 * 2**20  # of padding: moving it takes as long as starting one more collective (25 µs over NVLink)
 LARGEST_BYTES = 16 * BUCKET_BYTES  # of a bucket that no fewer parameters balance
 
 
@@ -75,18 +75,22 @@ def aligned(numel: int) -> int:
     return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT
 
 
-def balanced(numel: Mapping[str, int], num_owners: int, known: Mapping[str, int]) -> dict[str, int]:
+def balanced(
+    numel: Mapping[str, int], num_owners: int, known: Mapping[str, int], before: Sequence[int] = ()
+) -> dict[str, int]:
     """Owners of some parameters: the largest first, each to the owner with the least so far.
 
     Args:
         known: owners that are given; their load counts.
+        before: what each owner has of other buckets; it decides among those with equally little of this one.
     """
+    before = before or [0] * num_owners
     load = [0] * num_owners
     for name in numel.keys() & known.keys():
         load[known[name]] += numel[name]
     owners = {name: known[name] for name in numel if name in known}
     for name in sorted(numel.keys() - known.keys(), key=lambda n: (-numel[n], n)):
-        owners[name] = min(range(num_owners), key=load.__getitem__)
+        owners[name] = min(range(num_owners), key=lambda owner: (load[owner], before[owner]))
         load[owners[name]] += numel[name]
     return owners
 
@@ -164,8 +168,11 @@ def replica_owners(
     tied = {w.name: aligned(w.numel) for own in trained for w in own if len(holders.get(w.name, ())) > 1}
     owners = balanced(tied, num_owners, {})
     for own in trained:
+        total = [0] * num_owners
         for group in grouped(own, num_owners):
-            owners |= balanced({w.name: aligned(w.numel) for w in group}, num_owners, owners)
+            numel = {weight.name: aligned(weight.numel) for weight in group}
+            owners |= balanced(numel, num_owners, owners, total)
+            total = [a + b for a, b in zip(total, loads(numel, owners, num_owners), strict=True)]
     return owners
 
 
