@@ -217,6 +217,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
                 rank.trainable[name].grad = cut[name](gradient, number % 2) / 2  # of each replica
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(Rank.optimizer_step, ranks, [0] * 4))
+            list(threads.map(Rank.gather_weights, ranks))
         optimizer.step()
     for number, rank in enumerate(ranks):
         for name, parameter in rank.trainable.items():
