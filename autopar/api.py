@@ -211,7 +211,8 @@ def parallelize(
             the rank updates; those that lie elsewhere have shapes and no values. The list also has
             ``named_parameters()`` with the model's own names, to group parameters by name:
             ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers that need a
-            parameter whole (LAMB, Muon, …) get whole ones. If the callable has a ``clip_grad_norm``, the norm of all
+            parameter whole (LAMB, Muon, …) get whole ones. On CUDA, torch's Adam, AdamW and SGD run their fused kernels
+            unless ``fused`` or ``foreach`` is given. If the callable has a ``clip_grad_norm``, the norm of all
             gradients is limited to that too. `autopar.train.timm_optimizer` makes any by timm's name.
         lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
             `autopar.train.schedule` makes timm's.

@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,9 @@ def counted(pm: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, torc
     calls: Counter[tuple[str, torch.dtype]] = Counter()
     transport = ranks_of(pm)[0].transport
     for name in ("start_sum", "start_reduce_scatter", "start_all_gather", "start_broadcast"):
+        start = getattr(transport, name)
 
-        def count(tensor: torch.Tensor, *args: Any, name: str = name, call: Any = getattr(transport, name)) -> Any:
+        def count(tensor: torch.Tensor, *args: Any, name: str = name, call: Any = start) -> Any:
             calls[name, tensor.dtype] += tensor.numel()
             return call(tensor, *args)
 
@@ -103,7 +105,7 @@ def test_no_microbatch_costs_a_call_per_parameter() -> None:
     # Two buckets: masters' of bf16 copies, and what is read in float32. Copied are weights, gradients of the first
     # microbatch, low-precision ones of the second; losses are added too.
     assert summed[0] == dict(zip(summed[0], (1 + 2 + 1, 1, 0, 1 + 1), strict=True))
-    for before, after in zip(summed, summed[1:]):
+    for before, after in pairwise(summed):
         assert {name: after[name] - before[name] for name in after} == dict(zip(after, (1, 1, 0, 1), strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Flat buckets: which parameters travel together, which replica updates each, and where it lies in the bucket's memory."""
+"""Flat buckets: which parameters travel together, which replica updates each, and where it lies in a bucket."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class ReplicaSum:
     """
 
     def __init__(self, gradients: Gradients, ranks: Sequence[int], replica: int, transport: Transport) -> None:
-        """Sum what ``gradients`` collects; ``ranks`` are those of the replicas, in order, this one is at ``replica``."""
+        """Sum what ``gradients`` collects; ``ranks`` are the replicas', in order, this one is at ``replica``."""
         self.gradients, self.ranks, self.replica, self.transport = gradients, tuple(ranks), replica, transport
         self.reset()
         gradients.moved = self.moved

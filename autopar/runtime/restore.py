@@ -21,6 +21,7 @@ from autopar.runtime.contents import (
     decoded_training,
     described,
     named_groups,
+    options_of,
     piece,
     state_key,
 )
@@ -165,9 +166,9 @@ class Restore:
         for k, (group, names) in enumerate(zip(target["param_groups"], named_groups(self.rank), strict=True)):
             known = [saved.states[name].group for name in names if name in saved.states]
             if known:
-                group.update(copied(saved.groups[known[0]]))
+                group.update(copied(options_of(saved.groups[known[0]])))
             elif len(target["param_groups"]) == len(saved.order):  # a group whose parameters are all on other ranks
-                group.update(copied(saved.groups[saved.order[k]]))
+                group.update(copied(options_of(saved.groups[saved.order[k]])))
             for index, name in zip(group["params"], names, strict=True):
                 values: Mapping[Any, Any] = saved.states[name].values if name in saved.states else {}
                 own = copied(values) | self.states.get(name, {})

@@ -14,7 +14,7 @@ from autopar.pytree import leaves
 from autopar.runtime.buckets import flat_buckets
 from autopar.runtime.contents import options_by_name
 from autopar.runtime.gradients import Gradients
-from autopar.runtime.optimizer import rank_optimizer
+from autopar.runtime.optimizer import rank_optimizer, use_fused_kernels
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
 from autopar.runtime.replica_weights import ReplicaWeights
 from autopar.runtime.scaler import LossScaler
@@ -51,6 +51,8 @@ class Updater:
         self.optimizer, self.wholes = (made.optimizer, made.wholes) if made else (None, None)
         # Before a scheduler changes any: what checkpoints compare.
         self.made_options = options_by_name(self.optimizer, self.optimized) if self.optimizer is not None else {}
+        if self.optimizer is not None:
+            use_fused_kernels(self.optimizer)
         self.scheduler = scheduler_of(spec.lr_scheduler, self.optimizer) if made and spec.lr_scheduler else None
         self.scaler = LossScaler() if spec.autocast == "float16" else None
 
