@@ -1,4 +1,4 @@
-"""Replicas on GPUs over NCCL: in-place reduce-scatter and all-gather, and kernels counted. Skips itself without GPUs."""
+"""Replicas on GPUs over NCCL: in-place collectives, and kernels counted. Skips itself without GPUs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_checkpoints_have_all_masters(zero1: bool, tmp_path: Path) -> None:
 
 
 def test_gradients_move_in_a_few_kernels() -> None:
-    """Of 40 parameters one kernel for the first microbatch (two lists of at most 110 tensors), two for each later one."""
+    """Of 40 parameters one kernel for the first microbatch, two for each later one."""
     weights = [Weight(f"w{i}", "parameter", (64, 32), "bfloat16", True, (f"w{i}",), "float32") for i in range(40)]
     parameters = {w.name: nn.Parameter(torch.zeros(w.shape, device="cuda")) for w in weights}
     copies = {name: nn.Parameter(p.detach().bfloat16()) for name, p in parameters.items()}

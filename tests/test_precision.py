@@ -32,7 +32,7 @@ from autopar.machine import Machine
 from autopar.parity import compare
 from autopar.precision import POLICY, check_device
 from autopar.profile import op_facts, price
-from autopar.profile.holding import ALONE, held
+from autopar.profile.holding import ALONE, Sharing, bucket_share, held
 from autopar.programs import Programs
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
