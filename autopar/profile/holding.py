@@ -74,14 +74,18 @@ def update_seconds(numel: float, num_bytes: float, hardware: Hardware) -> float:
 
 
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:
-    """What a weight costs between the last backward and the next step: its update, casting it to the copy that programs
-    read, gathering it under ZeRO-1, and the sum of its gradient over the shards where each has a summand."""
+    """What a weight costs between the last backward and the next forward: its update, casting it to the copy that
+    programs read, under ZeRO-1 gathering what they read of it from the owners that have updated and cast it, and the
+    sum of its gradient over the shards where each has a summand.
+
+    Error: high under ZeRO-1 by what a pipeline's first microbatch hides of the gathering on later stages.
+    """
     stored = weight.stored_bytes
     seconds = update_seconds(weight.numel, stored, hardware) / state_ranks(sharing)
     if weight.copy_bytes:
-        seconds += hardware.traffic_seconds(stored + weight.copy_bytes)
+        seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
     if sharing.zero1:
-        seconds += bucket_share("all-gather", stored, hardware, sharing.dp, sharing.tp)
+        seconds += bucket_share("all-gather", weight.num_bytes, hardware, sharing.dp, sharing.tp)
     if TP in layout.partial_gradient:
         seconds += bucket_share("all-reduce", stored, hardware, sharing.tp)
     return seconds
