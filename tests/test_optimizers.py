@@ -25,7 +25,6 @@ import autopar
 from autopar.ir import Mesh, Weight, split_layout
 from autopar.options import Options
 from autopar.runtime import Parameters, RankSpec
-from autopar.runtime.contents import options_of
 from autopar.runtime.optimizer import use_fused_kernels
 from autopar.runtime.rank import Rank
 from autopar.runtime.traits import couples, kind_of, split_wrongly
@@ -400,9 +399,3 @@ def test_fused_kernels_are_used_on_cuda_where_nothing_else_was_chosen() -> None:
     assert fused(functools.partial(ADAMW, fused=False)) == [False] * 3
     assert fused(functools.partial(torch.optim.Adagrad, lr=0.1)) == [None] * 3  # has fused kernels for CPU only
     assert fused(ADAMW, device="cpu") == fused(ADAMW, dtype=torch.complex64) == [None] * 3
-
-
-def test_how_an_optimizer_computes_is_no_option_of_a_checkpoint() -> None:
-    parameter = nn.Parameter(torch.zeros(2))
-    (group,) = ADAMW([parameter], fused=True).param_groups
-    assert options_of(group).keys() == group.keys() - {"params", "fused", "foreach", "capturable"}

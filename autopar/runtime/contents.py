@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # what the keys of tensors begin with
-# In a parameter group: what it has, and by which of several equal ways it is updated. Everything else is an option.
-OF_THE_RANK = frozenset({"params", "param_names", "fused", "foreach", "capturable"})
+OF_THE_RANK = frozenset({"params", "param_names"})  # in a parameter group; everything else is an option
 
 
 @dataclass(frozen=True)
