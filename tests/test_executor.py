@@ -139,8 +139,8 @@ def test_activations_are_freed_as_the_schedule_says(schedule: str, expected: lis
     tokens = [weakref.WeakSet() for _ in range(4)]
     alive: list[list[int]] = [[] for _ in range(4)]
 
-    def build(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device, axes: Any) -> nn.Module:
-        return Watched(graph_module(program, weights, device, axes), tokens[program.stage], alive[program.stage])
+    def build(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device, *rest: Any) -> nn.Module:
+        return Watched(graph_module(program, weights, device, *rest), tokens[program.stage], alive[program.stage])
 
     plan = plan_by_hand(model, x, 6, ["1.linear", "2.linear", "3.linear"], schedule)
     pm = in_threads(model, plan, x, F.mse_loss, build)

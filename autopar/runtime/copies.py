@@ -69,7 +69,7 @@ class Copies:
     def refresh(self, always: bool = False) -> None:
         """Make what programs read equal to the masters, if those have changed since the last time.
 
-        What comes from other replicas is under way then: `ready` waits for it.
+        What comes from other replicas is under way then: `waits` wait for it.
 
         Args:
             always: also if they have not, as in a step that will be replayed.
@@ -88,10 +88,10 @@ class Copies:
             torch._foreach_copy_([self.copies[name].detach() for name in self.own], masters)
             self.versions = versions
 
-    def ready(self, program: Program) -> None:
-        """Wait for what a program reads."""
-        if self.shared is not None and self.shared.under_way:
-            self.shared.wait([weight.name for weight in program.weights])
+    @property
+    def waits(self) -> Mapping[str, Callable[[], None]]:
+        """For weights that may be under way, what waits for them."""
+        return self.shared.waits if self.shared is not None else {}
 
     def settle(self) -> None:
         """A step is over: wait for what nobody has read."""

@@ -95,9 +95,7 @@ class BoundStep:
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.loss_scale = 1.0
-        # Set by whoever has something to do then: weights to wait for, gradients to move.
-        self.before_forward: Callable[[Program], None] = lambda program: None
-        self.after_backward: Callable[[], None] = lambda: None
+        self.after_backward: Callable[[], None] = lambda: None  # set by whoever has gradients to move then
         self.sent: dict[tuple[int, Action], list[Delivery]] = {}
         actions = schedule[stage]
         self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
@@ -214,7 +212,6 @@ class BoundStep:
             if self.training:
                 for tensor, wanted in zip(received, tracked, strict=True):
                     tensor.requires_grad_(wanted)
-            self.before_forward(program)
             results = module(*map(self.here, self.data.inputs[i]), *received)
             for k, order, dst, tag in sends:
                 self.send(results[k].detach().permute(order), dst, tag)

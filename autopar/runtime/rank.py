@@ -103,7 +103,7 @@ class Rank:
         """Build a program under a number that steps will name; ``constants`` are those it reads."""
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
         held |= self.copies.read_by(program)
-        self.chunks[key] = Chunk(program, self.spec.build(program, held, self.device, self.axes))
+        self.chunks[key] = Chunk(program, self.spec.build(program, held, self.device, self.axes, self.copies.waits))
 
     def step(self, work: Work) -> BoundStep:
         """The bound schedule for a step, made at its first use."""
@@ -116,7 +116,7 @@ class Rank:
                 schedule, self.place.stage, self.spec.pipeline, chunks, self.transport, self.device, loss_fn,
                 work.training,
             )  # fmt: skip
-            step.before_forward, step.after_backward = self.copies.ready, self.updater.gradients.settle
+            step.after_backward = self.updater.gradients.settle
         return self.bound[key]
 
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:

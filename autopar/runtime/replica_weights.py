@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -47,6 +48,10 @@ class ReplicaWeights:
                 parameters[name].data = view
         self.gathered = self.masters_gathered = True
         self.under_way: dict[int, list[Delivery]] = {}
+        # For each weight what waits for its bucket: one callable for all of a bucket.
+        self.waits: dict[str, Callable[[], None]] = {}
+        for index, bucket in enumerate(self.buckets):
+            self.waits |= dict.fromkeys(bucket.names, partial(self.wait_for, index))
         self.changed()
 
     def changed(self) -> None:
@@ -83,14 +88,15 @@ class ReplicaWeights:
         parts = [(bucket.segment(flat, owner), rank) for owner, rank in enumerate(self.ranks)]
         return [self.transport.start_broadcast(part, self.ranks, rank) for part, rank in parts if part.numel()]
 
-    def wait(self, names: Collection[str] | None = None) -> None:
-        """Wait for the buckets of some weights, by default of all."""
-        if not self.under_way:
-            return
-        indices = [*self.under_way] if names is None else {self.bucket_of[n] for n in names if n in self.bucket_of}
-        for index in sorted(indices, reverse=True):
-            for delivery in self.under_way.pop(index, ()):
-                delivery()
+    def wait_for(self, index: int) -> None:
+        """Wait for a bucket, if it is under way."""
+        for delivery in self.under_way.pop(index, ()):
+            delivery()
+
+    def wait(self) -> None:
+        """Wait for all that is under way."""
+        for index in [*self.under_way]:
+            self.wait_for(index)
 
     def gather_masters(self) -> None:
         """Bring the weights as they are stored to all replicas, if they are behind."""
