@@ -98,12 +98,21 @@ class BoundStep:
         self.after_backward: Callable[[], None] = lambda: None  # set by whoever has gradients to move then
         self.sent: dict[tuple[int, Action], list[Delivery]] = {}
         actions = schedule[stage]
-        self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
+        # Which weights have their last backward in which action: their gradients are complete after it.
+        backwards = [(k, chunks[a.microbatch].program) for k, a in enumerate(actions) if a.kind == "B"]
+        last = {weight.name: k for k, program in backwards for weight in program.weights}
+        self.completed = {k: [name for name, own in last.items() if own == k] for k in {*last.values()}}
         self.work = [self.bind(action, chunks[action.microbatch]) for action in actions]
         self.settles = [self.bind_settle(action, chunks[action.microbatch].program, schedule) for action in actions]
 
-    def run(self, data: StepData, keep_outputs: bool, before_last_backward: Callable[[], None] | None = None) -> None:
-        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
+    def run(
+        self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
+    ) -> None:
+        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``.
+
+        Args:
+            before_last: is told the names of weights right before the last backward that reaches them.
+        """
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
@@ -116,8 +125,8 @@ class BoundStep:
                 following = self.work[k + 1][1]() if early and k < last else None
                 received = [receipt() for receipt in posted]
                 self.settle(self.settles[k])
-                if before_last_backward is not None and k == self.last_backward:
-                    before_last_backward()
+                if before_last is not None and k in self.completed:
+                    before_last(self.completed[k])
                 self.computing, start = True, self.stopwatch.mark()
                 compute(received)
                 self.computing = False

@@ -77,7 +77,7 @@ def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Ten
 class ReplicaSum:
     """Sums a rank's gradients over the replicas once a step: on all of them, or each on the replica that owns it.
 
-    During a backward that was announced by `arm`, a bucket starts as soon as its gradients are there; the others start
+    In the last backwards, which `arm` announces, a bucket starts as soon as its gradients are there; the others start
     in `finish`. All ranks start the same buckets in the same order, whichever gradients each has: one that is missing
     counts as zeros, and stays missing where it is on every replica.
     """
@@ -90,16 +90,13 @@ class ReplicaSum:
 
     def reset(self) -> None:
         self.missing = [set(bucket.names) for bucket in self.gradients.buckets]
-        self.complete: Collection[str] = ()
+        self.complete: set[str] = set()
         self.started: list[list[Delivery]] = []
 
-    def arm(self, names: Collection[str] | None = None) -> None:
-        """From now on gradients are complete when they come: this is the last backward before the update.
-
-        Args:
-            names: those that this is true of, by default all.
-        """
-        self.complete = {*self.complete, *(self.gradients.bucket_of if names is None else names)}
+    def arm(self, names: Collection[str]) -> None:
+        """From now on the gradients of some weights are complete when they come: theirs is the last backward before
+        the update."""
+        self.complete |= {*names}
 
     def moved(self, names: Sequence[str]) -> None:
         """Note gradients, and start every bucket whose turn has come."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -60,10 +60,10 @@ class Updater:
         """Whether this rank's replica updates a parameter."""
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
 
-    def arm(self) -> None:
-        """The next backward is the last one before `step`."""
+    def arm(self, names: Collection[str]) -> None:
+        """The next backward is the last one before `step` that reaches some weights."""
         if self.replica_sum is not None:
-            self.replica_sum.arm()
+            self.replica_sum.arm(names)
 
     @property
     def loss_scale(self) -> float:
