@@ -662,15 +662,13 @@ def test_prices_of_mixed_precision() -> None:
     assert full.num_bytes == 192 * 768 * (4 + 4 + 8)  # value, gradient, two moments
     assert mixed.num_bytes == full.num_bytes + 192 * 768 * 2
     assert mixed.reduce_seconds == full.reduce_seconds  # the master's gradient travels
-    shared = [
-        held(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(dp=4, zero1=True), hardware).optimizer_seconds
-        for g in graphs
-    ]
-    gather = bucket_share("all-gather", 192 * 768 * 4, hardware, 4)
-    update, cast = full.optimizer_seconds, mixed.optimizer_seconds - full.optimizer_seconds
-    assert shared == pytest.approx(
-        [update / 4 + gather, (update + cast) / 4 + gather / 2]
-    )  # owners cast, copies travel
+    shared = [held(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(dp=4, zero1=True), hardware) for g in graphs]
+    numel = 192 * 768
+    scatter, gather = (bucket_share(kind, 4 * numel, hardware, 4) for kind in ("reduce-scatter", "all-gather"))
+    assert [h.reduce_seconds for h in shared] == pytest.approx(
+        [scatter + gather, scatter + gather / 2]
+    )  # copies travel
+    assert [h.optimizer_seconds * 4 for h in shared] == pytest.approx([h.optimizer_seconds for h in (full, mixed)])
     costs = [price(graph, op_facts(graph), hardware, 256) for graph in graphs]
     seconds = [sum(g.forward_seconds + g.backward_seconds for g in cost.groups) for cost in costs]
     saved = [sum(g.saved_bytes for g in cost.groups) for cost in costs]

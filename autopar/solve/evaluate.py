@@ -50,9 +50,10 @@ class StageCost:
     @property
     def exposed_seconds(self) -> float:
         """What of the reduction is left when the last backward ends: what is longer than it, at least the last bucket.
+        Under ZeRO-1 also what is left of gathering weights when a forward needs them.
 
-        Error: a stage before the last one waits for others' backwards at the end of a step; that they hide its
-        reduction too is not counted.
+        Error: gathering is compared with the backward, which is longer than the forward; a stage before the last one
+        waits for others' backwards at the end of a step, and that they hide its reduction too is not counted.
         """
         buckets = max(1, round(self.num_reduced * GRADIENT_BYTES / BUCKET_BYTES))
         return max(self.reduce_seconds - self.backward_seconds, self.reduce_seconds / buckets)
