@@ -230,7 +230,7 @@ def test_equals_one_device(
         torch.testing.assert_close(pm(x), reference.forward(x, 2, dp)[0], rtol=later, atol=10 * later)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
 @pytest.mark.parametrize("firsts", [[], ["middle.linear"]], ids=["pp=1", "pp=2"])
 def test_owners_change_no_number(precision: Any, firsts: list[str]) -> None:
     """Of two replicas a reduce-scatter adds what an all-reduce adds: equal to the last bit."""
