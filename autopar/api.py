@@ -30,7 +30,7 @@ from autopar.programs import Programs
 from autopar.random_ops import DRAWS, draws
 from autopar.refine import refine
 from autopar.rules import unruled
-from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, TransportName, WorkerPool, balanced_owners
+from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, TransportName, WorkerPool, replica_owners
 from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import weight_tensors
@@ -215,7 +215,8 @@ def parallelize(
             the rank updates; those that lie elsewhere have shapes and no values. The list also has
             ``named_parameters()`` with the model's own names, to group parameters by name:
             ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers that need a
-            parameter whole (LAMB, Muon, …) get whole ones. If the callable has a ``clip_grad_norm``, the norm of all
+            parameter whole (LAMB, Muon, …) get whole ones. On CUDA, torch's Adam, AdamW and SGD run their fused kernels
+            unless ``fused`` or ``foreach`` is given. If the callable has a ``clip_grad_norm``, the norm of all
             gradients is limited to that too. `autopar.train.timm_optimizer` makes any by timm's name.
         lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
             `autopar.train.schedule` makes timm's.
@@ -325,8 +326,7 @@ def rank_specs(
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
     if programs.plan.zero1:
-        numel = {weight.name: weight.numel for own in weights for weight in own if weight.requires_grad}
-        owners = balanced_owners(numel, positions, mesh.dp)
+        owners = replica_owners(weights, positions, mesh.dp)
     first = RankSpec(
         rank=0,
         mesh=mesh,

@@ -78,6 +78,12 @@ class Answers:
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
         return self.transport.start_sum(tensor, ranks, root)
 
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        return self.transport.start_reduce_scatter(flat, ranks)
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        return self.transport.start_all_gather(flat, ranks)
+
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
         return self.transport.start_broadcast(tensor, ranks, root)
 

@@ -99,18 +99,28 @@ class BoundStep:
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.loss_scale = 1.0
+        self.after_backward: Callable[[], None] = lambda: None  # set by whoever has gradients to move then
         self.sent: dict[Message, list[Delivery]] = {}
         self.passed: dict[tuple[int, int, int], torch.Tensor] = {}  # from chunk to chunk of this rank, by these and tag
         self.chunks = chunks
         self.input_places = [input_places([chunk.program for chunk in own]) for own in chunks]
         actions = schedule[position]
         self.mail = transport.mail(*self.messages(actions)) if training and len(ranks) > 1 else transport
-        self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
+        # Which weights have their last backward in which action: their gradients are complete after it.
+        backwards = [(k, self.chunk_of(a).program) for k, a in enumerate(actions) if a.kind == "B"]
+        last = {weight.name: k for k, program in backwards for weight in program.weights}
+        self.completed = {k: [name for name, own in last.items() if own == k] for k in {*last.values()}}
         self.work = [self.bind(action) for action in actions]
         self.settles = settled(position, schedule, self.before, self.after)
 
-    def run(self, data: StepData, keep_outputs: bool, before_last_backward: Callable[[], None] | None = None) -> None:
-        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
+    def run(
+        self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
+    ) -> None:
+        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``.
+
+        Args:
+            before_last: is told the names of weights right before the last backward that reaches them.
+        """
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
@@ -123,8 +133,8 @@ class BoundStep:
                 following = self.work[k + 1][1]() if early and k < last else None
                 received = [receipt() for receipt in posted]
                 self.settle(self.settles[k])
-                if before_last_backward is not None and k == self.last_backward:
-                    before_last_backward()
+                if before_last is not None and k in self.completed:
+                    before_last(self.completed[k])
                 self.computing, start = True, self.stopwatch.mark()
                 compute(received)
                 self.computing = False
@@ -340,6 +350,7 @@ class BoundStep:
             roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
+                self.after_backward()
             # Zeros fill the place of a gradient that there is none of; the flags keep them from counting as one, which
             # would have weight decay change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}

@@ -71,6 +71,16 @@ class Transport(Mail, Protocol):
         """Start copying a contiguous tensor from ``root`` over those of the other ranks."""
         ...
 
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        """Start summing a contiguous row, of as many equal segments as there are ranks, so that each of the ranks gets
+        the sum of its segment, in place; the other segments are left with anything.
+        """
+        ...
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        """Start filling such a row on all ranks with the segment that each of them has in it; the inverse."""
+        ...
+
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
         """Start bringing every rank's contiguous row, all of one size, to ``root``; calling the result waits and
         returns them in the order of ``ranks``, or nothing on the other ranks.
@@ -204,6 +214,20 @@ class ProcessGroupTransport:
             lambda: dist.broadcast(tensor, root, group=group, async_op=True), f"a broadcast over ranks {list(ranks)}"
         )
 
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        return started(
+            lambda: dist.reduce_scatter_tensor(own, flat, group=group, async_op=True),
+            f"a reduce-scatter over ranks {list(ranks)}",
+        )
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        return started(
+            lambda: dist.all_gather_into_tensor(flat, own, group=group, async_op=True),
+            f"an all-gather over ranks {list(ranks)}",
+        )
+
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
         group = self.groups[tuple(ranks)]
         rows = [torch.empty_like(flat) for _ in ranks] if self.rank == root else []
@@ -244,6 +268,12 @@ class ProcessGroupTransport:
             groups.append(self.hosts)
         for group in groups:
             dist.destroy_process_group(group)
+
+
+def segment_of(flat: torch.Tensor, ranks: Sequence[int], rank: int) -> torch.Tensor:
+    """A rank's segment of a row that has an equal one for each of the ranks."""
+    assert flat.numel() % len(ranks) == 0, f"{flat.numel()} elements for {len(ranks)} ranks"
+    return flat.view(len(ranks), -1)[list(ranks).index(rank)]
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
@@ -362,6 +392,31 @@ class LocalTransport:
 
         def delivery() -> None:
             tensor.copy_(receipt())
+
+        return delivery
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        subject = self.next_call(ranks)
+        for dst in ranks:
+            self.send(segment_of(flat, ranks, dst), dst, subject)
+        own = segment_of(flat, ranks, self.rank)
+        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
+
+        def delivery() -> None:
+            own.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
+
+        return delivery
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        subject = self.next_call(ranks)
+        own = segment_of(flat, ranks, self.rank)
+        for dst in ranks:
+            self.send(own, dst, subject)
+        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
+
+        def delivery() -> None:
+            for src, receipt in zip(ranks, receipts, strict=True):
+                segment_of(flat, ranks, src).copy_(receipt())
 
         return delivery
 
