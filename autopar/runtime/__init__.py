@@ -5,13 +5,15 @@ from autopar.runtime.executor import Span, StepData
 from autopar.runtime.folder import check_files, copy_checkpoint, is_checkpoint, read_header
 from autopar.runtime.launch import Launched, launched, starts_once
 from autopar.runtime.pool import WorkerPool
+from autopar.runtime.reading import Reading, StepNumbers, settled, start_reading
 from autopar.runtime.reduce import balanced_owners
 from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, UpdateResult, Work, rank_text
 from autopar.runtime.spmd import LocalRanks, TorchrunRanks
 
 __all__ = [
-    "Launched", "LocalRanks", "OptionChange", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome",
-    "TorchrunRanks", "UpdateResult", "Work", "WorkerPool", "balanced_owners", "check_files", "copy_checkpoint",
-    "is_checkpoint", "launched", "rank_text", "read_header", "read_tensors", "starts_once",
+    "Launched", "LocalRanks", "OptionChange", "Parameters", "RankSpec", "RankStats", "Reading", "Span", "StepData",
+    "StepNumbers", "StepOutcome", "TorchrunRanks", "UpdateResult", "Work", "WorkerPool", "balanced_owners",
+    "check_files", "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header", "read_tensors",
+    "settled", "start_reading", "starts_once",
 ]  # fmt: skip

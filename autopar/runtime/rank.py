@@ -19,8 +19,10 @@ from autopar.runtime.ema import Average
 from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.mixed_loss import in_autocast
+from autopar.runtime.reading import Update, numbers_of
 from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, UpdateResult, Work
+from autopar.runtime.stopwatch import Stopwatch
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
 from autopar.schedule import generate
@@ -60,6 +62,7 @@ class Rank:
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
+        self.stopwatch = Stopwatch(self.device)
         self.apart = False  # whether training has changed buffers, differently on each replica
         self.step_seconds = 0.0
         self.data_bytes = 0
@@ -111,8 +114,21 @@ class Rank:
             return []
         return self.execute(work, update_follows=False).outputs
 
-    def forward_backward(self, work: Work, update_follows: bool = False) -> StepOutcome:
+    def forward_backward(self, work: Work) -> StepOutcome:
         """Accumulate gradients."""
+        start = self.stopwatch.mark()
+        losses, outputs = self.accumulate(work, update_follows=False)
+        return StepOutcome(numbers_of(losses, None, start, self.stopwatch), outputs)
+
+    def train_step(self, work: Work) -> StepOutcome:
+        """Gradients and an update: what earlier calls accumulated is part of it."""
+        start = self.stopwatch.mark()
+        losses, outputs = self.accumulate(work, update_follows=True)
+        update = self.update(work.num_updates)
+        return StepOutcome(numbers_of(losses, update, start, self.stopwatch), outputs)
+
+    def accumulate(self, work: Work, update_follows: bool) -> tuple[torch.Tensor, list[list[Any]]]:
+        """Gradients of a batch; its losses, which all ranks get, and the outputs that are kept."""
         self.share_buffers(work.mode)
         step = self.execute(work, update_follows)
         count, replica = len(work.programs), self.place.replica
@@ -122,12 +138,7 @@ class Rank:
             losses[replica * count : (replica + 1) * count] += own
         if self.mesh.devices > 1:
             self.transport.start_sum(losses, range(self.mesh.devices))()
-        return StepOutcome(losses.tolist(), step.outputs)
-
-    def train_step(self, work: Work) -> StepOutcome:
-        """Gradients and an update: what earlier calls accumulated is part of it."""
-        outcome = self.forward_backward(work, update_follows=True)
-        return StepOutcome(outcome.losses, outcome.outputs, self.optimizer_step(work.num_updates))
+        return losses, step.outputs
 
     def execute(self, work: Work, update_follows: bool) -> BoundStep:
         start = time.perf_counter()
@@ -156,12 +167,17 @@ class Rank:
         self.apart = mode == "train"
 
     def optimizer_step(self, num_updates: int) -> UpdateResult:
-        """As `Updater.step`; averages follow. ``num_updates`` is how many updates there were before."""
-        result = self.updater.step()
+        """Update the weights; ``num_updates`` is how many updates there were before."""
+        update = self.update(num_updates)
+        return UpdateResult(update.norm.item(), update.skipped)
+
+    def update(self, num_updates: int) -> Update:
+        """As `Updater.step`; averages follow."""
+        update = self.updater.step()
         self.copies.forget()
-        if self.ema is not None and not result.skipped:
+        if self.ema is not None and not update.skipped:
             self.ema.update(num_updates + 1)
-        return result
+        return update
 
     def zero_grad(self) -> None:
         self.updater.zero_grad()

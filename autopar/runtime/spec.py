@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.ir import REPLICATED, TP, Layout, Mesh, Mode, Place, Program, Weight
 from autopar.runtime.executor import Span, StepData
+from autopar.runtime.reading import Reading, StepNumbers
 
 Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str]], nn.Module]
 
@@ -48,6 +49,8 @@ class RankSpec:
         clip_grad_value: largest absolute value of a gradient's element, or None.
         ema: makes the object that averages weights, as given to `autopar.parallelize`.
         autocast: the low dtype of mixed precision, or None.
+        region: the part of the model that this rank runs, for messages.
+        predicted_bytes: the peak that the plan expects of this rank.
     """
 
     rank: int
@@ -68,6 +71,8 @@ class RankSpec:
     storage: Mapping[str, Layout] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
     autocast: str | None = None
+    region: str = "the whole model"
+    predicted_bytes: int = 0
 
     @property
     def place(self) -> Place:
@@ -179,14 +184,12 @@ class UpdateResult:
 class StepOutcome:
     """What a training step leaves on a rank.
 
-    ``losses`` are those of all microbatches of all replicas, in the order of the global batch, each as its part of the
-    mean; all ranks have them. ``outputs`` are the flattened outputs of this rank's microbatches where it was to keep
-    them, and ``update`` what became of the weights where they were to be updated.
+    Its numbers, which on a GPU are still to be read; and the flattened outputs of this rank's microbatches where it was
+    to keep them.
     """
 
-    losses: list[float]
+    numbers: StepNumbers | Reading
     outputs: list[list[Any]]
-    update: UpdateResult | None = None
 
 
 @dataclass(frozen=True)

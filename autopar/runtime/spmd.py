@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,16 +16,23 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.ir import TP
+from autopar.pytree import tree_map
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.connect import ConnectedRank, init_process_group
 from autopar.runtime.launch import launched, launcher_store
+from autopar.runtime.memory_error import out_of_memory
 from autopar.runtime.rank import Rank
-from autopar.runtime.spec import RankSpec, rank_text
-from autopar.runtime.transport import Hub, LocalTransport, TransportError
+from autopar.runtime.reading import StepNumbers
+from autopar.runtime.spec import RankSpec, StepOutcome, rank_text
+from autopar.runtime.transport import Hub, LocalTransport, TransportError, started
 from autopar.shards import part
 
-# Commands whose result every rank already has, so that nothing needs to be gathered after a step.
-REPLICATED = frozenset({"add_program", "optimizer_step", "zero_grad", "scheduler_step", "load", "swap_ema"})
+# Commands whose result every rank already has, or, of a step, what its caller needs of it: nothing is gathered after
+# them. Outputs that are kept are fetched from the rank that has them, see `TorchrunRanks.outputs`.
+REPLICATED = frozenset({
+    "add_program", "forward", "forward_backward", "train_step", "optimizer_step", "zero_grad", "scheduler_step", "load",
+    "swap_ema", "learning_rates", "loss_scale",
+})  # fmt: skip
 
 FEW = 4  # parts of a decision that an error lists
 
@@ -76,7 +84,8 @@ class LocalRanks:
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command here."""
         with going_on(self, name), self.random.active():
-            return {0: carry_out(self.rank, name, arguments[0])}
+            result = carry_out(self.rank, name, arguments[0])
+        return {0: read_under(result, lambda: going_on(self, name))}
 
     def close(self) -> None:
         self.failed = self.failed or "close() was called."
@@ -113,10 +122,10 @@ class TorchrunRanks:
             store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
             init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
             self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank))
-        with self.alarm.guarding("parallelize") if self.alarm else nullcontext():
+        with self.guarding("parallelize"):
             # For objects, whatever carries the tensors.
             self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-            check_agreement(self.gathered(decision), spec.rank)
+            check_agreement(self.all_of(decision), spec.rank)
             self.connected = ConnectedRank(spec, self.received(spec, tensors), timeout_seconds)
         self.rank = self.connected.rank
         self.random = RandomState(spec.rank_seed, device)
@@ -134,6 +143,10 @@ class TorchrunRanks:
 
     def gathered(self, thing: Any) -> list[Any]:
         """What each rank passes here, by rank; all of them make the call."""
+        with self.guarding("gathering what all ranks have"):
+            return self.all_of(thing)
+
+    def all_of(self, thing: Any) -> list[Any]:
         things: list[Any] = [None] * dist.get_world_size()
         try:
             dist.all_gather_object(things, thing, group=self.control)
@@ -141,13 +154,64 @@ class TorchrunRanks:
             raise TransportError(f"gathering what all ranks have: {error}") from error
         return things
 
+    def exchange(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Start telling all ranks a few whole numbers, as many on each; the result waits for those of all, by rank.
+
+        The hosts talk to each other, so this waits for no GPU, and none for it as long as steps are launched ahead.
+        """
+        own = torch.tensor(numbers, dtype=torch.int64)
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        with self.guarding("agreeing on a batch"):
+            delivery = started(
+                lambda: dist.all_gather(rows, own, group=self.control, async_op=True), "agreeing on a batch"
+            )
+
+        def told() -> list[list[int]]:
+            with self.guarding("agreeing on a batch"):
+                delivery()
+            return [row.tolist() for row in rows]
+
+        return told
+
+    def outputs(self, own: Any, source: int, readers: Sequence[int]) -> Any:
+        """What rank ``source`` passes as its own, on all of ``readers``, which make the call with it."""
+        with self.guarding("passing outputs on"):
+            given = [own]
+            try:
+                if self.rank.spec.rank != source:
+                    dist.recv_object_list(given, source, group=self.control)
+                    return tree_map(self.here, given[0])
+                told = [tree_map(on_cpu, own)]
+                for reader in readers:
+                    if reader != source:
+                        dist.send_object_list(told, reader, group=self.control)
+            except RuntimeError as error:
+                raise TransportError(f"passing outputs on from rank {source}: {error}") from error
+            return own
+
+    def here(self, leaf: Any) -> Any:
+        return leaf.to(self.rank.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    @contextmanager
+    def guarding(self, what: str) -> Iterator[None]:
+        """Around whatever waits for other ranks: a failure of theirs ends it, and one of this rank is told to them."""
+        with self.alarm.guarding(what) if self.alarm else nullcontext():
+            yield
+
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Run one command on this rank; the results of all ranks, or this one's where all have the same."""
+        """Run one command on this rank; the results of all ranks, or this one's where that is all that is needed."""
         number = self.rank.spec.rank
-        with going_on(self, name), self.alarm.guarding(name) if self.alarm else nullcontext():
+        with going_on(self, name), self.guarding(name):
             with self.random.active():
                 result = carry_out(self.rank, name, arguments[number])
-            return {number: result} if name in REPLICATED else dict(enumerate(self.gathered(result)))
+            if name not in REPLICATED:
+                return dict(enumerate(self.all_of(result)))
+        return {number: read_under(result, lambda: self.reading(name))}
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        with going_on(self, name), self.guarding(name):
+            yield
 
     def close(self) -> None:
         if self.closed:
@@ -207,10 +271,33 @@ def beyond(words: Sequence[str], others: Sequence[str]) -> str:
 
 
 def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
-    """The result of one command; an exception carries the rank and its action as a note."""
+    """The result of one command; an exception carries the rank and its action as a note.
+
+    Raises:
+        DeviceMemoryError: the rank's device ran out of memory.
+    """
     try:
         return getattr(rank, name)(*arguments)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(rank, name, error) from error
     except Exception as error:
         action = rank.running.current if rank.running else None
         error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))
         raise
+
+
+def read_under(result: Any, guard: Callable[[], AbstractContextManager[None]]) -> Any:
+    """A command's result; numbers of a step that are still to be read are waited for inside of ``guard()``."""
+    if not isinstance(result, StepOutcome) or isinstance(result.numbers, StepNumbers):
+        return result
+    read = result.numbers
+
+    def guarded() -> StepNumbers:
+        with guard():
+            return read()
+
+    return replace(result, numbers=guarded)
+
+
+def on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf

@@ -19,7 +19,7 @@ class Stopwatch:
         if self.device.type == "cpu":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))  # the process's current device may be another
         return event
 
     def seconds(self, start: Any, end: Any) -> float:

@@ -13,10 +13,11 @@ from autopar.ir import REPLICATED, TP, Layout
 from autopar.pytree import leaves
 from autopar.runtime.contents import options_by_name
 from autopar.runtime.optimizer import rank_optimizer
+from autopar.runtime.reading import Update
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.scheduling import scheduler_of, step_scheduler
-from autopar.runtime.spec import RankSpec, UpdateResult
+from autopar.runtime.spec import RankSpec
 from autopar.runtime.transport import Transport
 
 
@@ -62,7 +63,7 @@ class Updater:
         """What all gradients are multiplied by until the next `step`."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def step(self) -> UpdateResult:
+    def step(self) -> Update:
         """Sum, clip, update, clear gradients; their norm, and whether float16 overflowed and nothing was updated."""
         if self.replica_sum is not None:
             self.replica_sum.finish()
@@ -74,7 +75,7 @@ class Updater:
             norm /= self.scaler.scale
             if not self.scaler.update(norm.item()):
                 self.zero_grad()
-                return UpdateResult(inf, skipped=True)
+                return Update(torch.full_like(norm, inf), skipped=True)
         self.clip(norm)
         if self.wholes is not None:
             self.wholes.gather()
@@ -85,7 +86,7 @@ class Updater:
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
-        return UpdateResult(norm.item())
+        return Update(norm)
 
     def sum_over_shards(self) -> None:
         """Complete the gradients of weights that the shards read together with what only one of them has.
