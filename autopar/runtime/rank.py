@@ -22,6 +22,7 @@ from autopar.runtime.mixed_loss import in_autocast
 from autopar.runtime.reading import Update, numbers_of
 from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, UpdateResult, Work
+from autopar.runtime.staging import Staging
 from autopar.runtime.stopwatch import Stopwatch
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
@@ -62,7 +63,7 @@ class Rank:
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
-        self.stopwatch = Stopwatch(self.device)
+        self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.apart = False  # whether training has changed buffers, differently on each replica
         self.step_seconds = 0.0
         self.data_bytes = 0
@@ -147,7 +148,9 @@ class Rank:
         self.copies.refresh()
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
-        self.running.run(work.data, work.keep_outputs, self.updater.arm if update_follows else None)
+        data = self.staging.taken(work.data)
+        self.running.run(data, work.keep_outputs, self.updater.arm if update_follows else None)
+        self.staging.wait()
         self.step_seconds = time.perf_counter() - start
         return self.running
 

@@ -143,6 +143,7 @@ class TorchrunRanks:
 
     def gathered(self, thing: Any) -> list[Any]:
         """What each rank passes here, by rank; all of them make the call."""
+        check_open(self)
         with self.guarding("gathering what all ranks have"):
             return self.all_of(thing)
 
@@ -159,6 +160,7 @@ class TorchrunRanks:
 
         The hosts talk to each other, so this waits for no GPU, and none for it as long as steps are launched ahead.
         """
+        check_open(self)
         own = torch.tensor(numbers, dtype=torch.int64)
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         with self.guarding("agreeing on a batch"):
@@ -236,8 +238,7 @@ def going_on(ranks: LocalRanks | TorchrunRanks, command: str) -> Iterator[None]:
     Raises:
         UsageError: an earlier one has raised, or the ranks are closed.
     """
-    if ranks.failed is not None:
-        raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
+    check_open(ranks)
     start = time.perf_counter()
     try:
         yield
@@ -245,6 +246,12 @@ def going_on(ranks: LocalRanks | TorchrunRanks, command: str) -> Iterator[None]:
         ranks.failed = f"{type(error).__name__} during {command}."
         raise
     ranks.call_seconds = time.perf_counter() - start
+
+
+def check_open(ranks: LocalRanks | TorchrunRanks) -> None:
+    """Raise a UsageError if a command has raised, or the ranks are closed."""
+    if ranks.failed is not None:
+        raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
 
 
 def check_agreement(decisions: Sequence[str], rank: int) -> None:
