@@ -5,10 +5,20 @@ from autopar.runtime.executor import Span, StepData
 from autopar.runtime.folder import check_files, copy_checkpoint, is_checkpoint, read_header
 from autopar.runtime.launch import Launched, launched, starts_once
 from autopar.runtime.pool import WorkerPool
-from autopar.runtime.reading import Reading, StepNumbers, settled, start_reading
+from autopar.runtime.reading import settled, start_reading
 from autopar.runtime.reduce import balanced_owners
 from autopar.runtime.restore import OptionChange
-from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, UpdateResult, Work, rank_text
+from autopar.runtime.spec import (
+    Parameters,
+    RankSpec,
+    RankStats,
+    Reading,
+    StepNumbers,
+    StepOutcome,
+    UpdateResult,
+    Work,
+    rank_text,
+)
 from autopar.runtime.spmd import LocalRanks, TorchrunRanks
 
 __all__ = [

@@ -23,10 +23,9 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
-from autopar.runtime.reading import StepNumbers
 from autopar.runtime.settings import TorchSettings
 from autopar.runtime.shared import SharedMemory, shared_file
-from autopar.runtime.spec import RankSpec, StepOutcome, rank_text
+from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 from autopar.runtime.wire import Encoded, Line, culprit
 from autopar.runtime.worker import START_SECONDS, WHERE, Failure, Start
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from autopar.ir import REPLICATED, TP, Layout, Mesh, Mode, Place, Program, Weight
 from autopar.runtime.executor import Span, StepData
-from autopar.runtime.reading import Reading, StepNumbers
 
 Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str]], nn.Module]
 
@@ -51,6 +50,7 @@ class RankSpec:
         autocast: the low dtype of mixed precision, or None.
         region: the part of the model that this rank runs, for messages.
         predicted_bytes: the peak that the plan expects of this rank.
+        cuda_graph: replay training steps as CUDA graphs, where the device is one that has them.
     """
 
     rank: int
@@ -73,6 +73,7 @@ class RankSpec:
     autocast: str | None = None
     region: str = "the whole model"
     predicted_bytes: int = 0
+    cuda_graph: bool = True
 
     @property
     def place(self) -> Place:
@@ -178,6 +179,37 @@ class UpdateResult:
 
     grad_norm: float
     skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A training step up to the update, on its rank's device: losses as in `StepNumbers`, the global norm of the
+    gradients, kept outputs, and whether the weights have been updated already.
+    """
+
+    losses: torch.Tensor
+    norm: torch.Tensor
+    outputs: list[list[Any]]
+    updated: bool = False
+
+
+@dataclass(frozen=True)
+class StepNumbers:
+    """What a training step came to.
+
+    ``losses`` are those of all microbatches of all replicas, in the order of the global batch, each as its part of the
+    mean; all ranks have them. ``grad_norm`` and ``skipped`` are as in `UpdateResult`; None and False where the weights
+    were not to be updated. ``device_seconds`` is the time from the step's first work on this rank's GPU to its last;
+    None on CPU.
+    """
+
+    losses: list[float]
+    grad_norm: float | None = None
+    skipped: bool = False
+    device_seconds: float | None = None
+
+
+Reading = Callable[[], StepNumbers]  # waits until the numbers are there; may be called again
 
 
 @dataclass(frozen=True)

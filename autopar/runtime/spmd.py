@@ -22,8 +22,7 @@ from autopar.runtime.connect import ConnectedRank, init_process_group
 from autopar.runtime.launch import launched, launcher_store
 from autopar.runtime.memory_error import out_of_memory
 from autopar.runtime.rank import Rank
-from autopar.runtime.reading import StepNumbers
-from autopar.runtime.spec import RankSpec, StepOutcome, rank_text
+from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 from autopar.runtime.transport import Hub, LocalTransport, TransportError, started
 from autopar.shards import part
 
@@ -284,7 +283,8 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
         DeviceMemoryError: the rank's device ran out of memory.
     """
     try:
-        return getattr(rank, name)(*arguments)
+        with rank.active():
+            return getattr(rank, name)(*arguments)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(rank, name, error) from error
     except Exception as error:

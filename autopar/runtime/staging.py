@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +25,15 @@ class Staging:
         self.device = device
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def taken(self, data: StepData) -> StepData:
-        """The same data on the device; what runs on the current stream from now on finds it there.
+    @contextmanager
+    def taken(self, data: StepData) -> Iterator[StepData]:
+        """The same data on the device: what runs on the current stream from now on finds it there.
 
-        The sources may still be read until `wait` returns.
+        When ``with`` ends nothing reads the sources any more; what was launched inside may still go on.
         """
         if self.stream is None:
-            return data
+            yield data
+            return
         consumer = torch.cuda.current_stream(self.device)
         moved: dict[int, torch.Tensor] = {}  # what several microbatches read travels once
 
@@ -44,9 +48,5 @@ class Staging:
         with torch.cuda.stream(self.stream):
             inputs, targets = tree_map(there, (data.inputs, data.targets))
         consumer.wait_stream(self.stream)
-        return replace(data, inputs=inputs, targets=targets)
-
-    def wait(self) -> None:
-        """Wait until nothing reads the sources any more; not for what computes."""
-        if self.stream is not None:
-            self.stream.synchronize()
+        yield replace(data, inputs=inputs, targets=targets)
+        self.stream.synchronize()

@@ -13,11 +13,10 @@ from autopar.ir import REPLICATED, TP, Layout
 from autopar.pytree import leaves
 from autopar.runtime.contents import options_by_name
 from autopar.runtime.optimizer import rank_optimizer
-from autopar.runtime.reading import Update
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.scheduling import scheduler_of, step_scheduler
-from autopar.runtime.spec import RankSpec
+from autopar.runtime.spec import RankSpec, UpdateResult
 from autopar.runtime.transport import Transport
 
 
@@ -63,8 +62,17 @@ class Updater:
         """What all gradients are multiplied by until the next `step`."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def step(self) -> Update:
+    def step(self) -> UpdateResult:
         """Sum, clip, update, clear gradients; their norm, and whether float16 overflowed and nothing was updated."""
+        norm = self.gradients_norm()
+        if self.scaler is not None and not self.scaler.update(norm.item()):
+            self.zero_grad()
+            return UpdateResult(inf, skipped=True)
+        self.update(norm)
+        return UpdateResult(norm.item())
+
+    def gradients_norm(self) -> torch.Tensor:
+        """Complete the gradients: summed over all ranks, free of the loss scale; their global norm."""
         if self.replica_sum is not None:
             self.replica_sum.finish()
         self.sum_over_shards()
@@ -73,9 +81,11 @@ class Updater:
         if self.scaler is not None:
             self.scaler.unscale([p.grad for p in self.trainable.values() if p.grad is not None])
             norm /= self.scaler.scale
-            if not self.scaler.update(norm.item()):
-                self.zero_grad()
-                return Update(torch.full_like(norm, inf), skipped=True)
+        return norm
+
+    def update(self, norm: torch.Tensor) -> None:
+        """Update the weights by complete gradients of that norm, clipped, and clear them; the host waits for nothing
+        that an optimizer does not wait for."""
         self.clip(norm)
         if self.wholes is not None:
             self.wholes.gather()
@@ -86,7 +96,13 @@ class Updater:
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
-        return Update(norm)
+
+    def abandon(self) -> None:
+        """Drop gradients, and what a step that was not ended has left."""
+        if self.replica_sum is not None:
+            self.replica_sum.armed = False
+            self.replica_sum.reset()
+        self.zero_grad()
 
     def sum_over_shards(self) -> None:
         """Complete the gradients of weights that the shards read together with what only one of them has.

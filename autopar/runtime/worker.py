@@ -23,10 +23,10 @@ from autopar.runtime.connect import ConnectedRank, init_process_group
 from autopar.runtime.memory import restart_peak
 from autopar.runtime.memory_error import out_of_memory
 from autopar.runtime.rank import Rank
-from autopar.runtime.reading import Reading, StepNumbers, settled
+from autopar.runtime.reading import settled
 from autopar.runtime.settings import TorchSettings
 from autopar.runtime.shared import SharedMemory
-from autopar.runtime.spec import RankSpec, StepOutcome
+from autopar.runtime.spec import RankSpec, Reading, StepNumbers, StepOutcome
 from autopar.runtime.transport import TransportError
 from autopar.runtime.wire import Line
 
@@ -115,14 +115,16 @@ class Worker:
         if name == "start":
             self.rank = join(self.number, *arguments)
             return None
-        if name == "begin":
-            step, command, own = arguments
-            self.begun[step] = getattr(self.rank, command)(*own).numbers
-            return None
+        assert self.rank is not None, "the first command is start"
         if name == "read":
             return settled(self.begun.pop(*arguments))
-        result = getattr(self.rank, name)(*arguments)
-        return replace(result, numbers=settled(result.numbers)) if isinstance(result, StepOutcome) else result
+        with self.rank.active():
+            if name == "begin":
+                step, command, own = arguments
+                self.begun[step] = getattr(self.rank, command)(*own).numbers
+                return None
+            result = getattr(self.rank, name)(*arguments)
+            return replace(result, numbers=settled(result.numbers)) if isinstance(result, StepOutcome) else result
 
     def listen(self, main_thread: int) -> None:
         """Queue commands as they come; end the process at once when the caller is gone, whatever it is doing."""
