@@ -111,6 +111,7 @@ class TorchrunRanks:
         self.failed: str | None = None
         self.closed = False
         self.call_seconds = 0.0  # of the last call
+        self.unread = 0  # steps that were launched on a GPU, and whose numbers nobody has waited for
         self.numbers: Sequence[int] = (spec.rank,)
         device, world = torch.device(spec.device), spec.mesh.devices
         self.joined = not dist.is_initialized()
@@ -120,7 +121,7 @@ class TorchrunRanks:
             assert launch is not None
             store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
             init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
-            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank))
+            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank), lambda: self.failed is None and self.unread > 0)
         with self.guarding("parallelize"):
             # For objects, whatever carries the tensors.
             self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
@@ -207,12 +208,16 @@ class TorchrunRanks:
                 result = carry_out(self.rank, name, arguments[number])
             if name not in REPLICATED:
                 return dict(enumerate(self.all_of(result)))
-        return {number: read_under(result, lambda: self.reading(name))}
+        result = read_under(result, lambda: self.reading(name))
+        self.unread += isinstance(result, StepOutcome) and not isinstance(result.numbers, StepNumbers)
+        return {number: result}
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
+        """Around the wait for a step's numbers."""
         with going_on(self, name), self.guarding(name):
             yield
+        self.unread -= 1
 
     def close(self) -> None:
         if self.closed:

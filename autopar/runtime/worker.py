@@ -102,7 +102,8 @@ class Worker:
         except torch.OutOfMemoryError as error:
             if self.rank is None:
                 return False, failure(self.number, None, error)
-            return False, failure(self.number, self.rank, out_of_memory(self.rank, name, error))
+            called = arguments[1] if name == "begin" else name
+            return False, failure(self.number, self.rank, out_of_memory(self.rank, called, error))
         except Exception as error:
             return False, failure(self.number, self.rank, error)
 
