@@ -88,6 +88,7 @@ class LocalRanks:
 
     def close(self) -> None:
         self.failed = self.failed or "close() was called."
+        self.rank.close()
 
 
 class TorchrunRanks:
