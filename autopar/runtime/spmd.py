@@ -225,13 +225,14 @@ class TorchrunRanks:
             return
         self.closed = True
         self.failed = self.failed or "close() was called."
+        with self.guarding("close"):  # a communicator may wait for a rank that is gone
+            if dist.is_initialized():
+                self.connected.close()
+                dist.destroy_process_group(self.control)
+            if self.joined and dist.is_initialized():
+                dist.destroy_process_group()
         if self.alarm is not None:
             self.alarm.close()
-        if dist.is_initialized():
-            self.connected.close()
-            dist.destroy_process_group(self.control)
-        if self.joined and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @contextmanager
