@@ -351,7 +351,14 @@ def rank_specs(
         transport=transport,
     )
     return [
-        replace(first, rank=rank, device=machine.device_of(rank), weights=tuple(weights[mesh.place(rank).stage]))
+        replace(
+            first,
+            rank=rank,
+            device=machine.device_of(rank),
+            weights=tuple(weights[mesh.place(rank).stage]),
+            region=", ".join(f"{s.first} to {s.last}" for s in programs.plan.stages if rank in s.ranks),
+            predicted_bytes=programs.plan.prediction.peak_bytes[rank],
+        )
         for rank in range(mesh.devices)
     ]
 

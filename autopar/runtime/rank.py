@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +23,11 @@ from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.graphed import Graphs
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.mixed_loss import in_autocast
+from autopar.runtime.reading import numbers_of
 from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import Computed, RankSpec, RankStats, StepOutcome, UpdateResult, Work
+from autopar.runtime.staging import Staging
+from autopar.runtime.stopwatch import Stopwatch
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
 from autopar.schedule import generate
@@ -66,6 +70,7 @@ class Rank:
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
+        self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = Graphs(self) if self.stream is not None and spec.cuda_graph else None
         self.apart = False  # whether training has changed buffers, differently on each replica
         self.step_seconds = 0.0
@@ -137,26 +142,38 @@ class Rank:
             self.copies.refresh()
             self.copies.settle()
             return []
-        return self.execute(work, update_follows=False).outputs
+        with self.staging.taken(work.data) as data:
+            return self.execute(replace(work, data=data), update_follows=False).outputs
 
     def forward_backward(self, work: Work) -> StepOutcome:
         """Accumulate gradients."""
+        start = self.stopwatch.mark()
         self.share_buffers(work.mode)
-        step = self.execute(work, update_follows=False)
-        return StepOutcome(self.summed_losses(step, len(work.programs)).tolist(), step.outputs)
+        with self.staging.taken(work.data) as data:
+            step = self.execute(replace(work, data=data), update_follows=False)
+        losses = self.summed_losses(step, len(work.programs))
+        return StepOutcome(numbers_of(losses, None, start, self.stopwatch), step.outputs)
 
     def train_step(self, work: Work) -> StepOutcome:
         """Gradients and an update: what earlier calls accumulated is part of it."""
+        start = self.stopwatch.mark()
         self.share_buffers(work.mode)
+        with self.staging.taken(work.data) as data:
+            computed, update = self.updated_by(replace(work, data=data))
+        return StepOutcome(numbers_of(computed.losses, update, start, self.stopwatch), computed.outputs)
+
+    def updated_by(self, work: Work) -> tuple[Computed, UpdateResult | torch.Tensor]:
+        """A training step; what became of the update where the host knows it already, else the norm on the device."""
         if self.updater.scaler is not None:
             step = self.execute(work, update_follows=True)
             losses = self.summed_losses(step, len(work.programs))
-            return StepOutcome(losses.tolist(), step.outputs, self.optimizer_step(work.num_updates))
+            result = self.optimizer_step(work.num_updates)
+            return Computed(losses, losses.new_tensor(result.grad_norm), step.outputs, updated=True), result
         computed = self.graphs.run(work) if self.graphs is not None else self.compute(work)
         if not computed.updated:
             self.updater.update(computed.norm)
         self.updated(work.num_updates)
-        return StepOutcome(computed.losses.tolist(), computed.outputs, UpdateResult(computed.norm.item()))
+        return computed, computed.norm
 
     def compute(self, work: Work) -> Computed:
         """A training step up to the update, without a wait of the host for the device."""

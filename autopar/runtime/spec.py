@@ -53,6 +53,8 @@ class RankSpec:
         ema: makes the object that averages weights, as given to `autopar.parallelize`.
         autocast: the low dtype of mixed precision, or None.
         transport: what carries tensors between the GPUs of a pipeline in training steps.
+        region: the part of the model that this rank runs, for messages.
+        predicted_bytes: the peak that the plan expects of this rank.
         cuda_graph: replay training steps as CUDA graphs, where the device is one that has them.
     """
 
@@ -75,6 +77,8 @@ class RankSpec:
     owners: Mapping[str, int] = field(default_factory=dict)
     autocast: str | None = None
     chunks: int = 1
+    region: str = "the whole model"
+    predicted_bytes: int = 0
     cuda_graph: bool = True
     transport: TransportName = "auto"
 
@@ -194,7 +198,7 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class Computed:
-    """A training step up to the update, on its rank's device: losses as in `StepOutcome`, the global norm of the
+    """A training step up to the update, on its rank's device: losses as in `StepNumbers`, the global norm of the
     gradients, kept outputs, and whether the weights have been updated already.
     """
 
@@ -205,17 +209,34 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """What a training step leaves on a rank.
+class StepNumbers:
+    """What a training step came to.
 
     ``losses`` are those of all microbatches of all replicas, in the order of the global batch, each as its part of the
-    mean; all ranks have them. ``outputs`` are the flattened outputs of this rank's microbatches where it was to keep
-    them, and ``update`` what became of the weights where they were to be updated.
+    mean; all ranks have them. ``grad_norm`` and ``skipped`` are as in `UpdateResult`; None and False where the weights
+    were not to be updated. ``device_seconds`` is the time from the step's first work on this rank's GPU to its last;
+    None on CPU.
     """
 
     losses: list[float]
+    grad_norm: float | None = None
+    skipped: bool = False
+    device_seconds: float | None = None
+
+
+Reading = Callable[[], StepNumbers]  # waits until the numbers are there; may be called again
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a training step leaves on a rank.
+
+    Its numbers, which on a GPU are still to be read; and the flattened outputs of this rank's microbatches where it was
+    to keep them.
+    """
+
+    numbers: StepNumbers | Reading
     outputs: list[list[Any]]
-    update: UpdateResult | None = None
 
 
 @dataclass(frozen=True)
