@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,7 +48,7 @@ def ddp(told: Assignment, seat: Seat) -> Ready:
     how = told.settings["compile"]
     if how == "blocks":
         compile_blocks(blocks(model))
-    parallel: nn.Module = nn.parallel.DistributedDataParallel(
+    parallel: Callable[[torch.Tensor], torch.Tensor] = nn.parallel.DistributedDataParallel(
         model,
         device_ids=[seat.device.index] if seat.device.type == "cuda" else None,
         gradient_as_bucket_view=True,

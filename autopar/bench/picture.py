@@ -36,7 +36,9 @@ def draw(result: BenchResult, path: Path) -> None:
     figure = needed_figure()(figsize=(WIDTH_INCHES, MARGIN_INCHES + BAR_INCHES * len(rows)), layout="constrained")
     axes = figure.add_subplot()
     rates = [row.samples_per_second or 0.0 for row in rows]
-    colours = [OWN if row.contestant in ("autopar", "uniform") else PLAIN if row.devices == 1 else PEERS for row in rows]
+    colours = [
+        OWN if row.contestant in ("autopar", "uniform") else PLAIN if row.devices == 1 else PEERS for row in rows
+    ]
     places = range(len(rows))
     axes.barh(places, rates, color=colours, height=0.7)
     bounds = [result.batch / row.pipeline.bound_seconds if row.pipeline else 0.0 for row in rows]
@@ -56,7 +58,7 @@ def draw(result: BenchResult, path: Path) -> None:
         of_bound = f", {percent(row.of_bound)} of its bound" if row.of_bound is not None and i in marked else ""
         axes.text(
             max(rates[i], bounds[i] if i in marked else 0.0) + 0.012 * right, i,
-            f"{row.samples_per_second:,.0f}{of_bound}" if rates[i] >= 100 else f"{row.samples_per_second:,.1f}{of_bound}",
+            f"{row.samples_per_second:,.{0 if rates[i] >= 100 else 1}f}{of_bound}",
             va="center", fontsize=8.5,
         )  # fmt: skip
     axes.set_xlim(0, 1.32 * right)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from autopar.bench.contestants import NotExpressible
 from autopar.bench.parts import Calls, WithRope, compile_blocks, sequence
 from autopar.bench.peers import refuse_float16
 from autopar.bench.training import Ready, Share, casting, mean_loss
+from autopar.zoo import ModelSource
 
 
 class Section(nn.Module):
@@ -42,15 +43,19 @@ def pipelined(told: Assignment, seat: Seat) -> Ready:
     chunks, size = told.settings["chunks"], told.settings["microbatch_size"]
     model = built_model(told, seat)
     count = chunks * seat.world
-    sections = [Section(modules, told.low, told.channels_last) for modules in cut(sequence(model), count)]
-    shapes = shapes_between(sections, (size, *told.shape[1:]))
+    sections = sections_of(model, told, count)
+    shapes = shapes_between(
+        sections_of(ModelSource(told.model, told.model_kwargs).build("meta"), told, count), (size, *told.shape[1:])
+    )
     own = {s: sections[s].to(seat.device) for s in range(seat.rank, count, seat.world)}
     del model, sections
     if told.compile:
         for section in own.values():
             compile_blocks(repeated(section))
     low = told.low or (torch.float64 if told.precision == "fp64" else torch.float32)
-    meta = [torch.empty(shape, dtype=low if i else torch.float32, device="meta") for i, shape in enumerate(shapes)]
+    # Whether they require gradients decides which are sent back.
+    meta = [torch.empty(shape, dtype=low, device="meta", requires_grad=True) for shape in shapes]
+    meta[0] = torch.empty(shapes[0], dtype=torch.float64 if told.precision == "fp64" else torch.float32, device="meta")
     stages = [
         PipelineStage(section, s, count, seat.device, input_args=meta[s], output_args=meta[s + 1])
         for s, section in own.items()
@@ -82,6 +87,11 @@ def pipelined(told: Assignment, seat: Seat) -> Ready:
     return Ready(step)
 
 
+def sections_of(model: nn.Module, told: Assignment, count: int) -> list[Section]:
+    """A model in ``count`` sections; errors as `sequence` and `cut`."""
+    return [Section(modules, told.low, told.channels_last) for modules in cut(sequence(model), count)]
+
+
 def cut(modules: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
     """Stem, blocks and head in ``count`` stages with equal numbers of blocks.
 
@@ -92,7 +102,7 @@ def cut(modules: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
     if len(inner) < count:
         raise NotExpressible(f"{len(inner)} blocks do not fill {count} stages")
     bounds = [round(i * len(inner) / count) for i in range(count + 1)]
-    stages = [list(inner[low:high]) for low, high in zip(bounds, bounds[1:])]
+    stages = [list(inner[low:high]) for low, high in pairwise(bounds)]
     stages[0].insert(0, stem)
     stages[-1].append(head)
     return stages
@@ -105,10 +115,9 @@ def repeated(section: Section) -> list[nn.Module]:
 
 
 def shapes_between(sections: Sequence[Section], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Shapes of what enters each section, and of what leaves the last, from a run without data."""
+    """Shapes of what enters each section of a model on the meta device, and of what leaves the last."""
     shapes = [shape]
     with torch.no_grad():
         for section in sections:
-            x = torch.empty(shapes[-1], device="meta")
-            shapes.append(tuple(copy.deepcopy(section).to("meta")(x).shape))
+            shapes.append(tuple(section(torch.empty(shapes[-1], device="meta")).shape))
     return shapes

@@ -126,7 +126,11 @@ def reason(failure: Failure, rank: int, world: int) -> str:
     if failure.kind == "expressible":
         return failure.text
     where = f" (rank {rank})" if world > 1 else ""
-    return f"out of memory{where}: {failure.text}" if failure.kind == "memory" else f"{failure.kind}{where}: {failure.text}"
+    return (
+        f"out of memory{where}: {failure.text}"
+        if failure.kind == "memory"
+        else f"{failure.kind}{where}: {failure.text}"
+    )
 
 
 def last_line(log: Path) -> str:

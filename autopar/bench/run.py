@@ -160,9 +160,7 @@ class Bench:
         for number, contestant in enumerate(taking_part, 1):
             head = f"[{number}/{len(taking_part)}] {contestant.name}"
             rows = self.tried(contestant, head)
-            fastest = min(
-                rows, key=lambda row: (row.median_seconds is None, row.median_seconds or 0.0), default=None
-            )
+            fastest = min(rows, key=lambda row: (row.median_seconds is None, row.median_seconds or 0.0), default=None)
             self.rows += [replace(row, best=row is fastest) for row in rows]
             self.rows = noted(self.rows, self.plan.precision, self.batch_statistics)
             self.keep(self.result())
@@ -380,7 +378,8 @@ def num_classes(model: nn.Module, shape: tuple[int, ...]) -> int:
             raise
         except Exception as error:
             raise UsageError(
-                f"{type(model).__name__} does not take images of shape {list(shape[1:])}: {type(error).__name__}: {error}"
+                f"{type(model).__name__} does not take images of shape {list(shape[1:])}: {type(error).__name__}: "
+                f"{error}"
             ) from error
     if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
         raise UsageError(

@@ -31,7 +31,8 @@ class LocalHeads(nn.Module):
         self.heads, self.width = attention.num_heads // ranks, attention.head_dim
         self.qkv, self.proj = attention.qkv, attention.proj
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attn_mask: None = None, is_causal: bool = False) -> torch.Tensor:
+        assert attn_mask is None and not is_causal
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, self.width)).permute(2, 0, 3, 1, 4).unbind(0)
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -66,7 +67,7 @@ def tensor_parallel(told: Assignment, seat: Seat) -> Ready:
 
 
 def split(block: Any, ranks: int, mesh: Any) -> None:
-    """One block in place. The rows of qkv are put in the order (rank, q k v, heads), so that a rank gets whole heads."""
+    """One block in place. The rows of qkv get the order (rank, q k v, heads), so that a rank has whole heads."""
     with torch.no_grad():
         for tensor in (block.attn.qkv.weight, block.attn.qkv.bias):
             if tensor is not None:

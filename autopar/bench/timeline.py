@@ -55,8 +55,7 @@ def trace_events(plan: Plan, step: StepOnClock, edges: Iterable[tuple[int, int]]
         last = max((end for (r, _), (_, end) in slices.items() if r == rank), default=begun)
         if last < ended:
             events.append(slice_event(rank, COMPUTE, "sum and update", last, ended, "grey"))
-    number = 0
-    for rank, src, dst in transfers(plan, slices, edges):
+    for number, (rank, src, dst) in enumerate(transfers(plan, slices, edges)):
         sender, receiver = rank, peer(plan, rank, dst.chunk)
         leaves = slices[sender, src][1] - min(TICK_US, (slices[sender, src][1] - slices[sender, src][0]) / 2)
         arrives = max(slices[receiver, dst][0], leaves)
@@ -64,7 +63,6 @@ def trace_events(plan: Plan, step: StepOnClock, edges: Iterable[tuple[int, int]]
         common = {"name": name, "cat": "transfer", "id": number, "tid": COMPUTE}
         events.append({**common, "ph": "s", "pid": sender, "ts": leaves})
         events.append({**common, "ph": "f", "bp": "e", "pid": receiver, "ts": arrives})
-        number += 1
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
     "1f1b": pipelined, "interleaved": pipelined, "dtensor": tensor_parallel,
 }  # fmt: skip
 OWN_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}  # autopar makes one for itself
+MOST_LETTERS = 300  # of a reason
 GROUP_TIMEOUT = timedelta(minutes=30)  # the bench has a limit of its own
 
 
@@ -114,7 +116,7 @@ def meeting(seat: Seat) -> Callable[[], None]:
     """What makes all ranks wait for each other, with an idle device; on the host, so that no kernel of it is timed."""
     if seat.world == 1:
         return lambda: synchronize(seat.device)
-    group = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    group: Any = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
     def meet() -> None:
         synchronize(seat.device)
@@ -149,8 +151,9 @@ def say(text: str) -> None:
 
 def first_line(error: BaseException) -> str:
     """What happened, for one line."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    whole = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return whole if len(whole) <= MOST_LETTERS else f"{whole[: MOST_LETTERS - 1]}…"
 
 
 if __name__ == "__main__":
