@@ -37,7 +37,8 @@ from autopar.trace import weight_tensors
 from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
-RUN_SETTINGS = frozenset({"backend", "timeout", "clip_grad_norm", "clip_grad_value"})  # that a plan says nothing of
+# What a plan says nothing of.
+RUN_SETTINGS = frozenset({"backend", "compile", "cuda_graph", "timeout", "clip_grad_norm", "clip_grad_value"})
 # Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
 # He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
 LEAST_BATCH_NORM_SAMPLES = 8
@@ -255,6 +256,8 @@ def parallelize(
         seed=seed,
         clip_grad_norm=options.norm_limit(optimizer),
         clip_grad_value=options.clip_grad_value,
+        compiled=machine.device_type == "cuda" if options.compile is None else options.compile,
+        cuda_graph=options.cuda_graph is not False,
     )
     tensors = weight_tensors(model, programs.example)
     ranks = start(specs, tensors, machine, options.timeout, chosen.decision)
@@ -301,6 +304,8 @@ def rank_specs(
     seed: int = 0,
     clip_grad_norm: float | None = None,
     clip_grad_value: float | None = None,
+    compiled: bool = False,
+    cuda_graph: bool = False,
 ) -> list[RankSpec]:
     """What each rank is told."""
     mesh, stored = programs.plan.mesh, programs.storage
@@ -321,7 +326,7 @@ def rank_specs(
         rank=0,
         mesh=mesh,
         device=machine.device_of(0),
-        build=graph_module,
+        build=partial(graph_module, compiled=compiled),
         weights=tuple(weights[0]),
         holders={name: stages for name, stages in programs.holders.items() if len(stages) > 1},
         edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
@@ -336,6 +341,7 @@ def rank_specs(
         storage=stored,
         owners=owners,
         autocast=mixed_dtype(programs.example, programs.plan.precision),
+        cuda_graph=cuda_graph,
     )
     return [
         replace(first, rank=rank, device=machine.device_of(rank), weights=tuple(weights[mesh.place(rank).stage]))

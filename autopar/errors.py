@@ -57,6 +57,10 @@ class TrainingError(AutoparError):
     exit_code = 1
 
 
+class CaptureWarning(UserWarning):
+    """A training step cannot be captured as a CUDA graph, and is run without."""
+
+
 class NonFiniteLossWarning(UserWarning):
     """The loss of a step is NaN or infinite."""
 

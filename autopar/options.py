@@ -34,6 +34,9 @@ class Options:
     ``clip_grad_value`` each of their elements. ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast`
     computes, with float32 weights. ``recompute``: "auto" has stages compute activations again in the backward only
     where that is what makes a plan fit, or a better one; results are the same, so it is the default.
+
+    ``compile``: have torch.compile make the kernels of each stage, and ``cuda_graph``: replay a whole training step as
+    one CUDA graph; both by default where the devices are GPUs.
     """
 
     pp: int | None = None
@@ -51,6 +54,8 @@ class Options:
     recompute: Recompute = "auto"
     hardware: str | None = None
     backend: str | None = None
+    compile: bool | None = None
+    cuda_graph: bool | None = None
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     solver_seconds: float = 10.0
@@ -61,8 +66,11 @@ class Options:
             number = getattr(self, name)
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise UsageError(f"{name}={number!r} must be a whole number of at least 1.")
-        if self.zero1 not in (None, True, False):
-            raise UsageError(f"zero1={self.zero1!r} must be True or False; leave it out to have it chosen.")
+        for name in ("zero1", "compile", "cuda_graph"):
+            if getattr(self, name) not in (None, True, False):
+                raise UsageError(
+                    f"{name}={getattr(self, name)!r} must be True or False; leave it out to have it chosen."
+                )
         if self.chunks != 1:
             raise UsageError(
                 f"chunks={self.chunks!r} is not available in this version, which has one chunk per rank. Leave it out, "

@@ -95,9 +95,17 @@ class RunFlags:
         str | None, Option(help="gloo (CPU) or nccl (GPUs); by default GPUs where there are any.", metavar="NAME")
     ] = None
 
+    compile: Annotated[
+        bool | None, Option("--compile/--no-compile", help="Run stages through torch.compile; by default on GPUs.")
+    ] = None
+    cuda_graph: Annotated[
+        bool | None,
+        Option("--cuda-graph/--no-cuda-graph", help="Replay training steps as CUDA graphs; by default on GPUs."),
+    ] = None
+
     def constraints(self) -> dict[str, Any]:
         """The keyword arguments of `autopar.parallelize` that were given."""
-        return {} if self.backend is None else {"backend": self.backend}
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def parse_shape(text: str) -> tuple[int, ...]:

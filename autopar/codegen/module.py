@@ -10,15 +10,18 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 
-from autopar.codegen.segments import Recomputed, Segment, call, segments_of, source_of
+from autopar.codegen.compiled import compiled_region
+from autopar.codegen.regions import region_starts
+from autopar.codegen.segments import Recomputed, Segment, call, divided, segments_of, source_of
 from autopar.ir import LocalDevice, Op, Program, Ref, unused_name
 from autopar.operators import operator
 
 # What the code of an fx.GraphModule means by these names an argument must not hide.
 RESERVED = ("self", "torch", "device", "inf", "nan")
 SAME_KEYS: Mapping[str, str] = MappingProxyType({})
+NO_MODULES: Mapping[str, nn.Module] = MappingProxyType({})
 
 
 def graph_module(
@@ -26,6 +29,7 @@ def graph_module(
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     axes: Mapping[str, str] = SAME_KEYS,
+    compiled: bool = False,
 ) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
 
@@ -35,16 +39,36 @@ def graph_module(
         weights: at least the program's own, by name; used as they are, so several modules can share them.
         device: replaces every device that tracing baked in.
         axes: for each mesh axis the key of its communicator in `autopar.collectives`; its name where it is not listed.
+        compiled: have torch.compile make kernels of the operations, region by region, at the first call.
     """
-    own = {w.name: weights[w.name] for w in program.weights}
+    own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
+    values = {v.name: v for v in program.values}
+
+    def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
+        return function(ops, arguments, results, {}, device, axes, "Region")
+
+    def body(
+        ops: Sequence[Op],
+        arguments: Sequence[str],
+        results: Sequence[str],
+        name: str,
+        modules: Mapping[str, nn.Module] = NO_MODULES,
+        segments: Sequence[Segment] = (),
+    ) -> fx.GraphModule:
+        if not compiled:
+            return function(ops, arguments, results, own | dict(modules), device, axes, name, segments)
+        wanted = {*results, *(read for s in segments for read in s.reads)}
+        regions = divided(ops, region_starts(ops), own, wanted, "region")
+        calls = {region.name: compiled_region(region, values, own, emit_region) for region in regions}
+        held = own | dict(modules) | calls
+        return function((), arguments, results, held, device, axes, name, (*regions, *segments))
+
     segments = segments_of(program)
     modules = {}
     for s in segments:
-        body = function(s.ops, s.reads, s.makes, own, device, axes, "Segment")
-        modules[s.name] = Recomputed(body, [own[name] for name in s.mutates], s.draws)
+        modules[s.name] = Recomputed(body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.draws)
     once = program.ops[: program.segments[0]] if segments else program.ops
-    name = f"Stage{program.stage}"
-    return function(once, program.arguments, program.results, own | modules, device, axes, name, segments)
+    return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments)
 
 
 def function(

@@ -1,8 +1,8 @@
-"""A segment as a module of its own, whose backward runs its forward again."""
+"""Segments of a program, and one as a module of its own whose backward runs its forward again."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from operator import getitem
@@ -20,7 +20,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Segment:
-    """Operations that are run again together; ``reads`` and ``makes`` are the values that enter and leave it."""
+    """Operations that run together as a module; ``reads`` and ``makes`` are the values that enter and leave it."""
 
     name: str
     ops: tuple[Op, ...]
@@ -41,15 +41,27 @@ class Segment:
 def segments_of(program: Program) -> tuple[Segment, ...]:
     """The program's segments in order."""
     weights = {w.name for w in program.weights}
-    ends = (*program.segments[1:], len(program.ops))
+    return divided(program.ops, program.segments, weights, program.results, "segment")
+
+
+def divided(
+    ops: Sequence[Op], starts: Sequence[int], weights: Collection[str], results: Collection[str], name: str
+) -> tuple[Segment, ...]:
+    """Operations from the first of ``starts`` on in segments ``name_0``, ``name_1``, … that begin there.
+
+    Args:
+        weights: names that enter no segment.
+        results: names that are wanted behind the last one.
+    """
+    ends = (*starts[1:], len(ops))
     found = []
-    for number, (start, end) in enumerate(zip(program.segments, ends)):
-        ops = program.ops[start:end]
-        made = {value.name for op in ops for value in op.outputs}
-        read = dict.fromkeys(name for op in ops for name in op.reads if name not in made and name not in weights)
-        wanted = {name for op in program.ops[end:] for name in op.reads} | {*program.results}
-        makes = (value.name for op in ops for value in op.outputs if value.name in wanted)
-        found.append(Segment(f"segment_{number}", ops, tuple(read), tuple(makes)))
+    for number, (start, end) in enumerate(zip(starts, ends)):
+        own = ops[start:end]
+        made = {value.name for op in own for value in op.outputs}
+        read = dict.fromkeys(n for op in own for n in op.reads if n not in made and n not in weights)
+        wanted = {n for op in ops[end:] for n in op.reads} | {*results}
+        makes = (value.name for op in own for value in op.outputs if value.name in wanted)
+        found.append(Segment(f"{name}_{number}", tuple(own), tuple(read), tuple(makes)))
     return tuple(found)
 
 

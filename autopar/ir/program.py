@@ -51,6 +51,11 @@ class Program:
         return tuple(v.name for v in self.inputs) + tuple(e.value.name for e in self.receives)
 
     @property
+    def values(self) -> tuple[Value, ...]:
+        """Everything but weights that its operations can read."""
+        return (*self.inputs, *(e.value for e in self.receives), *(v for op in self.ops for v in op.outputs))
+
+    @property
     def results(self) -> tuple[str, ...]:
         """Names of the tensors it returns: sent values, then model outputs, each once."""
         return tuple(dict.fromkeys([*(e.value.name for e in self.sends), *refs(self.outputs)]))

@@ -105,7 +105,7 @@ class BoundStep:
         """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
-        self.marks.clear()
+        self.marks = []
         self.sent.clear()
         early, last = self.transport.posts_early, len(self.work) - 1
         posted = self.work[0][1]() if self.work else []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -14,13 +15,15 @@ from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
 from autopar.runtime import checkpoint
+from autopar.runtime.answers import Answers
 from autopar.runtime.copies import Copies
 from autopar.runtime.ema import Average
 from autopar.runtime.executor import BoundStep, Chunk
+from autopar.runtime.graphed import Graphs
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.mixed_loss import in_autocast
 from autopar.runtime.restore import OptionChange
-from autopar.runtime.spec import RankSpec, RankStats, StepOutcome, UpdateResult, Work
+from autopar.runtime.spec import Computed, RankSpec, RankStats, StepOutcome, UpdateResult, Work
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
 from autopar.schedule import generate
@@ -43,9 +46,12 @@ class Rank:
         Args:
             axes: for each mesh axis the key of its communicator in `autopar.collectives`.
         """
-        self.spec, self.transport, self.axes = spec, transport, axes
+        self.spec, self.axes = spec, axes
+        self.transport = self.answers = Answers(transport)
         self.place, self.mesh = spec.place, spec.mesh
         self.device = torch.device(spec.device)
+        # A stream of its own, because a graph cannot be captured on the default one.
+        self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.weights: dict[str, torch.Tensor] = {}
         for weight in spec.weights:
             tensor = tensors[weight.name].detach().to(self.device)
@@ -53,13 +59,14 @@ class Rank:
             is_parameter = weight.kind == "parameter"
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
-        self.updater = Updater(spec, self.trainable, transport)
+        self.updater = Updater(spec, self.trainable, self.transport)
         self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
         self.set_aside: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
         self.copies = Copies(self.weights, self.updater.came)
         self.chunks: dict[int, Chunk] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
+        self.graphs = Graphs(self) if self.stream is not None and spec.cuda_graph else None
         self.apart = False  # whether training has changed buffers, differently on each replica
         self.step_seconds = 0.0
         self.data_bytes = 0
@@ -75,6 +82,20 @@ class Rank:
     def judges(self) -> bool:
         """Whether this rank computes losses."""
         return self.place.stage == self.mesh.pp - 1
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Around every command: on a GPU it runs in the rank's stream, after and before what the caller runs."""
+        if self.stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self.stream):
+                yield
+        finally:
+            outside.wait_stream(self.stream)
 
     # -- programs ----------------------------------------------------------------------------------------------
 
@@ -111,23 +132,46 @@ class Rank:
             return []
         return self.execute(work, update_follows=False).outputs
 
-    def forward_backward(self, work: Work, update_follows: bool = False) -> StepOutcome:
+    def forward_backward(self, work: Work) -> StepOutcome:
         """Accumulate gradients."""
         self.share_buffers(work.mode)
-        step = self.execute(work, update_follows)
-        count, replica = len(work.programs), self.place.replica
+        step = self.execute(work, update_follows=False)
+        return StepOutcome(self.summed_losses(step, len(work.programs)).tolist(), step.outputs)
+
+    def train_step(self, work: Work) -> StepOutcome:
+        """Gradients and an update: what earlier calls accumulated is part of it."""
+        self.share_buffers(work.mode)
+        if self.updater.scaler is not None:
+            step = self.execute(work, update_follows=True)
+            losses = self.summed_losses(step, len(work.programs))
+            return StepOutcome(losses.tolist(), step.outputs, self.optimizer_step(work.num_updates))
+        computed = self.graphs.run(work) if self.graphs is not None else self.compute(work)
+        if not computed.updated:
+            self.updater.update(computed.norm)
+        self.updated(work.num_updates)
+        return StepOutcome(computed.losses.tolist(), computed.outputs, UpdateResult(computed.norm.item()))
+
+    def compute(self, work: Work) -> Computed:
+        """A training step up to the update, without a wait of the host for the device."""
+        step = self.execute(work, update_follows=True)
+        return Computed(self.summed_losses(step, len(work.programs)), self.updater.gradients_norm(), step.outputs)
+
+    def summed_losses(self, step: BoundStep, count: int) -> torch.Tensor:
+        """The losses of all microbatches of all replicas, on every rank; ``count`` are a replica's."""
+        replica = self.place.replica
         losses = torch.zeros(self.mesh.dp * count, dtype=torch.float64, device=self.device)
         if self.judges and self.place.shard == 0:
             own = torch.stack([loss for loss in step.losses if loss is not None]).flatten()
             losses[replica * count : (replica + 1) * count] += own
         if self.mesh.devices > 1:
             self.transport.start_sum(losses, range(self.mesh.devices))()
-        return StepOutcome(losses.tolist(), step.outputs)
+        return losses
 
-    def train_step(self, work: Work) -> StepOutcome:
-        """Gradients and an update: what earlier calls accumulated is part of it."""
-        outcome = self.forward_backward(work, update_follows=True)
-        return StepOutcome(outcome.losses, outcome.outputs, self.optimizer_step(work.num_updates))
+    def abandon_step(self) -> None:
+        """Leave nothing of a step that raised."""
+        self.bound.clear()
+        self.copies.forget()
+        self.updater.abandon()
 
     def execute(self, work: Work, update_follows: bool) -> BoundStep:
         start = time.perf_counter()
@@ -158,10 +202,15 @@ class Rank:
     def optimizer_step(self, num_updates: int) -> UpdateResult:
         """As `Updater.step`; averages follow. ``num_updates`` is how many updates there were before."""
         result = self.updater.step()
-        self.copies.forget()
-        if self.ema is not None and not result.skipped:
-            self.ema.update(num_updates + 1)
+        if not result.skipped:
+            self.updated(num_updates)
         return result
+
+    def updated(self, num_updates: int) -> None:
+        """The weights have changed; averages follow."""
+        self.copies.forget()
+        if self.ema is not None:
+            self.ema.update(num_updates + 1)
 
     def zero_grad(self) -> None:
         self.updater.zero_grad()
@@ -219,6 +268,8 @@ class Rank:
 
     def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
         """Take over a checkpoint, and what it changed of the optimizer's options; or why it was not, on any rank."""
+        if self.graphs is not None:
+            self.graphs.forget()  # the optimizer gets other tensors
         return checkpoint.load(self, folder, header)
 
     def gradients(self) -> dict[str, torch.Tensor]:

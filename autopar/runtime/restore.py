@@ -30,6 +30,9 @@ from autopar.runtime.planners import saved_tensor
 if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
 
+# Of an optimizer: how it computes, not what.
+KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
+
 
 @dataclass(frozen=True)
 class OptionChange:
@@ -165,15 +168,20 @@ class Restore:
         for k, (group, names) in enumerate(zip(target["param_groups"], named_groups(self.rank), strict=True)):
             known = [saved.states[name].group for name in names if name in saved.states]
             if known:
-                group.update(copied(saved.groups[known[0]]))
+                group.update(meant(saved.groups[known[0]]))
             elif len(target["param_groups"]) == len(saved.order):  # a group whose parameters are all on other ranks
-                group.update(copied(saved.groups[saved.order[k]]))
+                group.update(meant(saved.groups[saved.order[k]]))
             for index, name in zip(group["params"], names, strict=True):
                 values: Mapping[Any, Any] = saved.states[name].values if name in saved.states else {}
                 own = copied(values) | self.states.get(name, {})
                 if own:
                     state[index] = own
         return {**target, "state": state}
+
+
+def meant(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group's options, but those that only say with which kernels: the devices may be others now."""
+    return {name: value for name, value in copied(options).items() if name not in KERNEL_OPTIONS}
 
 
 def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

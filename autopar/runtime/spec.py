@@ -48,6 +48,7 @@ class RankSpec:
         clip_grad_value: largest absolute value of a gradient's element, or None.
         ema: makes the object that averages weights, as given to `autopar.parallelize`.
         autocast: the low dtype of mixed precision, or None.
+        cuda_graph: replay training steps as CUDA graphs, where the device is one that has them.
     """
 
     rank: int
@@ -68,6 +69,7 @@ class RankSpec:
     storage: Mapping[str, Layout] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
     autocast: str | None = None
+    cuda_graph: bool = True
 
     @property
     def place(self) -> Place:
@@ -173,6 +175,18 @@ class UpdateResult:
 
     grad_norm: float
     skipped: bool = False
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A training step up to the update, on its rank's device: losses as in `StepOutcome`, the global norm of the
+    gradients, kept outputs, and whether the weights have been updated already.
+    """
+
+    losses: torch.Tensor
+    norm: torch.Tensor
+    outputs: list[list[Any]]
+    updated: bool = False
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,8 @@ def beyond(words: Sequence[str], others: Sequence[str]) -> str:
 def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
     """The result of one command; an exception carries the rank and its action as a note."""
     try:
-        return getattr(rank, name)(*arguments)
+        with rank.active():
+            return getattr(rank, name)(*arguments)
     except Exception as error:
         action = rank.running.current if rank.running else None
         error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))

@@ -18,7 +18,8 @@ class Stopwatch:
         """This moment: on a GPU, that of reaching this point of the current stream."""
         if self.device.type == "cpu":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        # In a graph that is being captured the event becomes a part of it, and is marked again by each replay.
+        event = torch.cuda.Event(enable_timing=True, external=torch.cuda.is_current_stream_capturing())
         event.record()
         return event
 

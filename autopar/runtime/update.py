@@ -64,6 +64,15 @@ class Updater:
 
     def step(self) -> UpdateResult:
         """Sum, clip, update, clear gradients; their norm, and whether float16 overflowed and nothing was updated."""
+        norm = self.gradients_norm()
+        if self.scaler is not None and not self.scaler.update(norm.item()):
+            self.zero_grad()
+            return UpdateResult(inf, skipped=True)
+        self.update(norm)
+        return UpdateResult(norm.item())
+
+    def gradients_norm(self) -> torch.Tensor:
+        """Complete the gradients: summed over all ranks, free of the loss scale; their global norm."""
         if self.replica_sum is not None:
             self.replica_sum.finish()
         self.sum_over_shards()
@@ -72,9 +81,11 @@ class Updater:
         if self.scaler is not None:
             self.scaler.unscale([p.grad for p in self.trainable.values() if p.grad is not None])
             norm /= self.scaler.scale
-            if not self.scaler.update(norm.item()):
-                self.zero_grad()
-                return UpdateResult(inf, skipped=True)
+        return norm
+
+    def update(self, norm: torch.Tensor) -> None:
+        """Update the weights by complete gradients of that norm, clipped, and clear them; the host waits for nothing
+        that an optimizer does not wait for."""
         self.clip(norm)
         if self.wholes is not None:
             self.wholes.gather()
@@ -85,7 +96,13 @@ class Updater:
         if self.spec.owners and self.replica_sum is not None:
             self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
-        return UpdateResult(norm.item())
+
+    def abandon(self) -> None:
+        """Drop gradients, and what a step that was not ended has left."""
+        if self.replica_sum is not None:
+            self.replica_sum.armed = False
+            self.replica_sum.reset()
+        self.zero_grad()
 
     def sum_over_shards(self) -> None:
         """Complete the gradients of weights that the shards read together with what only one of them has.

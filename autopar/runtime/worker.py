@@ -98,7 +98,9 @@ class Worker:
             if name == "start":
                 self.rank = join(self.number, *arguments)
                 return True, None
-            return True, getattr(self.rank, name)(*arguments)
+            assert self.rank is not None, "the first command is start"
+            with self.rank.active():
+                return True, getattr(self.rank, name)(*arguments)
         except Exception as error:
             return False, failure(self.number, self.rank, error)
 

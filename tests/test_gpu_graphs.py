@@ -1,0 +1,100 @@
+"""Training steps as CUDA graphs and under torch.compile against plain ones. Skips itself where there is no GPU."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from timm.scheduler import CosineLRScheduler
+from torch import nn
+from zoo import resnet18, tiny_vit
+
+import autopar
+from autopar.errors import CaptureWarning
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+STEPS = 20
+MESHES = [
+    pytest.param({"pp": p, "tp": t, "dp": d} | more, id="-".join(map(str, (p, t, d, *more))),
+                 marks=pytest.mark.skipif(torch.cuda.device_count() < p * t * d, reason="needs more CUDA devices"))
+    for p, t, d, more in [(1, 1, 1, {}), (2, 1, 1, {}), (1, 2, 1, {}), (1, 1, 2, {}), (1, 1, 2, {"zero1": True})]
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+
+
+def trained(model: nn.Module, steps: int, **constraints: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of some steps, whose batches alternate between two sizes and whose learning rate changes."""
+    torch.manual_seed(1)
+    batches = [(torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,))) for n in (16, 16, 8)]
+    schedule = functools.partial(CosineLRScheduler, t_initial=steps, warmup_t=3, warmup_lr_init=1e-5)
+    arguments = {"optimizer": ADAMW, "microbatches": 4, "clip_grad_norm": 1.0} | constraints
+    devices = constraints.get("pp", 1) * constraints.get("tp", 1) * constraints.get("dp", 1)
+    losses = []
+    with autopar.parallelize(model, devices, batches[0][0], lr_scheduler=schedule, **arguments) as pm:
+        for i in range(steps):
+            pm.lr_scheduler.step(i)
+            losses.append(pm.train_step(*batches[i % 3]).loss)
+        return losses, {name: tensor.cpu() for name, tensor in pm.state_dict().items()}
+
+
+def assert_same(one: Any, other: Any, tolerance: float) -> None:
+    assert one[0] == pytest.approx(other[0], abs=tolerance)
+    for name, tensor in one[1].items():
+        assert (tensor.float() - other[1][name].float()).norm() <= tolerance * (1 + tensor.float().norm()), name
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_captured_equals_plain(mesh: dict[str, Any], precision: str) -> None:
+    torch.manual_seed(0)
+    model = tiny_vit()
+    plain = trained(model, STEPS, compile=False, cuda_graph=False, precision=precision, **mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CaptureWarning)
+        captured = trained(model, STEPS, compile=False, cuda_graph=True, precision=precision, **mesh)
+    # cuBLAS has other memory for its partial sums while it is captured, and adds in another order.
+    assert_same(captured, plain, 1e-5 if precision == "fp32" else 5e-3)
+
+
+@pytest.mark.parametrize("model", [tiny_vit, resnet18])
+def test_compiled_equals_eager(model: Any) -> None:
+    torch.manual_seed(0)
+    built = model()
+    eager = trained(built, 6, compile=False, cuda_graph=False)
+    compiled = trained(built, 6, compile=True, cuda_graph=True)
+    assert_same(compiled, eager, 1e-4)
+
+
+def test_an_optimizer_that_cannot_be_captured_stays_outside() -> None:
+    torch.manual_seed(0)
+    model, sgd = tiny_vit(), functools.partial(torch.optim.SGD, lr=1e-2, momentum=0.9)
+    plain = trained(model, 8, compile=False, cuda_graph=False, optimizer=sgd)
+    captured = trained(model, 8, compile=False, optimizer=sgd)
+    assert_same(captured, plain, 1e-5)
+
+
+def test_a_loss_that_cannot_be_captured_runs_plainly_and_says_why() -> None:
+    def stubborn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(output, target)
+        assert loss.item() > 0
+        return loss
+
+    torch.manual_seed(0)
+    model = tiny_vit()
+    plain = trained(model, 8, compile=False, cuda_graph=False, loss_fn=stubborn)
+    with pytest.warns(CaptureWarning, match="without CUDA graphs"):
+        captured = trained(model, 8, compile=False, loss_fn=stubborn)
+    assert_same(captured, plain, 1e-5)
