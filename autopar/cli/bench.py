@@ -43,12 +43,6 @@ def bench(
         str | None,
         typer.Option(help="Microbatches to try with torch.distributed.pipelining, such as 16,32.", metavar="N,…"),
     ] = None,
-    compiled: Annotated[
-        bool | None,
-        typer.Option(
-            "--compile/--no-compile", help="torch.compile the others' blocks; by default on GPUs.", show_default=False
-        ),
-    ] = None,
     channels_last: Annotated[
         bool, typer.Option("--channels-last", help="Model and images in this memory format, for all.")
     ] = False,
@@ -101,7 +95,9 @@ def bench(
         steps=steps,
         warmup=warmup,
         seed=seed,
-        compile=this_machine(devices, run_flags.backend).device_type == "cuda" if compiled is None else compiled,
+        compile=this_machine(devices, run_flags.backend).device_type == "cuda"
+        if run_flags.compile is None
+        else run_flags.compile,
         channels_last=channels_last,
         only=taking_part,
         skip=left_out,
