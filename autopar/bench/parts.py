@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.bench.contestants import NotExpressible
 
-MOST_SHARE = 0.8  # of a model's parameters that its blocks hold
+MOST_SHARE = 0.5  # of a model's parameters that its blocks hold
 RECOMPILE_LIMIT = 64  # ResNet's blocks are one class in a dozen shapes; torch's 8 would leave some uncompiled
 
 

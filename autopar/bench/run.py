@@ -354,7 +354,7 @@ def machine_text(machine: Machine, devices: int) -> str:
 
 def commit() -> str | None:
     """The commit of autopar, where it runs from a checkout or was installed from one."""
-    root = Path(autopar.__file__).parents[1]
+    root = Path(__file__).parents[2]
     if (root / ".git").exists():
         with suppress(OSError, subprocess.CalledProcessError):
             command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12"]

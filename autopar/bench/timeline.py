@@ -57,8 +57,10 @@ def trace_events(plan: Plan, step: StepOnClock, edges: Iterable[tuple[int, int]]
             events.append(slice_event(rank, COMPUTE, "sum and update", last, ended, "grey"))
     for number, (rank, src, dst) in enumerate(transfers(plan, slices, edges)):
         sender, receiver = rank, peer(plan, rank, dst.chunk)
-        leaves = slices[sender, src][1] - min(TICK_US, (slices[sender, src][1] - slices[sender, src][0]) / 2)
-        arrives = max(slices[receiver, dst][0], leaves)
+        (began, ended), arrives = slices[sender, src], slices[receiver, dst][0]
+        # An action sends before it ends, and a process that is suspended just then ends it late.
+        leaves = max(began, min(arrives, ended - min(TICK_US, (ended - began) / 2)))
+        arrives = max(arrives, leaves)
         name = f"{'activation' if src.kind == 'F' else 'gradient'} s{src.chunk} → s{dst.chunk} mb{src.microbatch}"
         common = {"name": name, "cat": "transfer", "id": number, "tid": COMPUTE}
         events.append({**common, "ph": "s", "pid": sender, "ts": leaves})
@@ -123,22 +125,20 @@ def slice_event(
 
 
 def early_arrivals(trace: Mapping[str, Any]) -> list[str]:
-    """Transfers that a trace shows to arrive before they left, by more than the clocks' error; none if it is sound.
+    """Transfers that a trace shows to arrive before the action that sends them began, by more than the clocks' error.
 
-    Arrows never go back in time, so the slices are compared.
+    There are none in a sound trace. Slices are compared: arrows never go back in time.
     """
+    starts = {(e["pid"], e["name"]): e["ts"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    senders = {e["id"]: e["pid"] for e in trace["traceEvents"] if e["ph"] == "s"}
     found = []
-    ends: dict[tuple[int, str], tuple[float, float]] = {
-        (e["pid"], e["name"]): (e["ts"], e["ts"] + e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"
-    }
-    sent = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "s"}
     for event in trace["traceEvents"]:
         if event["ph"] != "f":
             continue
-        kind = "F" if event["name"].startswith("activation") else "B"
-        _, src, _, dst, microbatch = event["name"].split()
-        left = ends[sent[event["id"]]["pid"], f"{kind} {src} {microbatch}"][1]
-        arrived = ends[event["pid"], f"{kind} {dst} {microbatch}"][0]
-        if arrived < left - trace["otherData"]["alignment_error_us"]:
-            found.append(f"{event['name']}: sent at {left:.1f} µs, there at {arrived:.1f} µs")
+        what, src, _, dst, microbatch = event["name"].split()
+        kind = "F" if what == "activation" else "B"
+        began = starts[senders[event["id"]], f"{kind} {src} {microbatch}"]
+        arrived = starts[event["pid"], f"{kind} {dst} {microbatch}"]
+        if arrived < began - trace["otherData"]["alignment_error_us"]:
+            found.append(f"{event['name']}: its sender began at {began:.1f} µs, it was there at {arrived:.1f} µs")
     return found
