@@ -74,9 +74,12 @@ def ddp(told: Assignment, seat: Seat) -> Ready:
 
 
 def fsdp2(told: Assignment, seat: Seat) -> Ready:
-    """Weights, gradients and the optimizer's state in equal parts on all ranks, gathered block by block."""
+    """Weights, gradients and the optimizer's state in equal parts on all ranks, gathered block by block.
+
+    It takes no weights in channels_last; convolutions follow the format of the images all the same.
+    """
     refuse_float16(told, "FSDP2")
-    model = built_model(told, seat)
+    model = built_model(told, seat).to(memory_format=torch.contiguous_format)
     mesh = init_device_mesh(seat.device.type, (seat.world,))
     images, labels = images_and_labels(told, seat, share_of(told, seat.rank, seat.world))
     shard(model, mesh, told, told.settings["reshard"])
