@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from dataclasses import replace
@@ -40,7 +41,14 @@ from autopar.runtime import Span
 from autopar.schedule import Action, generate, simulate
 from autopar.zoo import ModelSource
 
-KWARGS = {"depth": 4, "patch_size": 8, "num_classes": 10, "img_size": 32, "embed_dim": 64, "num_heads": 4}
+KWARGS: dict[str, Any] = {
+    "depth": 4,
+    "patch_size": 8,
+    "num_classes": 10,
+    "img_size": 32,
+    "embed_dim": 64,
+    "num_heads": 4,
+}
 TINY = ModelSource("vit_tiny_patch16_224", KWARGS)
 FLAGS = ["vit_tiny_patch16_224", "--model-kwargs", *(f"{k}={v}" for k, v in KWARGS.items()), "--devices", "2"]
 
@@ -81,7 +89,7 @@ def test_figures_follow_from_the_step_times(finished: Finished) -> None:
         assert row.median_seconds == sum(row.step_seconds) / 2
         assert row.devices == (1 if row.contestant in ("plain", "single") else 2)
         assert row.samples_per_second == pytest.approx(8 / row.median_seconds)
-        assert row.tflops_per_device is not None
+        assert row.tflops_per_device is not None and row.samples_per_second is not None
         assert row.tflops_per_device * row.devices * 1e12 == pytest.approx(
             result.flops_per_image * row.samples_per_second
         )
@@ -181,6 +189,7 @@ def check_trace(trace: dict[str, Any]) -> None:
             )
 
 
+@functools.cache
 def a_plan(pp: int = 2, dp: int = 1, microbatches: int = 4) -> Plan:
     """A plan of the tiny ViT."""
     from autopar import plan
