@@ -86,7 +86,7 @@ def test_figures_follow_from_the_step_times(finished: Finished) -> None:
     assert [row.contestant for row in result.best] == list(CONTESTANTS)
     for row in result.rows:
         assert len(row.step_seconds) == 2 and min(row.step_seconds) > 0
-        assert row.median_seconds == sum(row.step_seconds) / 2
+        assert row.median_seconds is not None and row.median_seconds == sum(row.step_seconds) / 2
         assert row.devices == (1 if row.contestant in ("plain", "single") else 2)
         assert row.samples_per_second == pytest.approx(8 / row.median_seconds)
         assert row.tflops_per_device is not None and row.samples_per_second is not None

@@ -192,6 +192,7 @@ class Bench:
             return self.plan
         if contestant.name == "uniform":
             same = {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp, "microbatches": self.plan.microbatches}
+            same |= {"schedule": self.plan.schedule, "chunks": self.plan.chunks}
             return self.planned(mesh.devices, **kept | same | {"balance": "uniform"})
         if contestant.name == "single":
             of_mesh = ("pp", "tp", "dp", "zero1", "balance", "schedule", "chunks", "memory")
@@ -331,7 +332,8 @@ def plan_label(found: Plan) -> str:
     """The mesh and how the batch is cut: ``pp 4, 16 × 32, 1f1b``."""
     mesh = found.mesh
     axes = [f"{name} {size}" for name, size in (("pp", mesh.pp), ("tp", mesh.tp), ("dp", mesh.dp)) if size > 1]
-    extra = [found.schedule] if mesh.pp > 1 else []
+    chunks = f" × {found.chunks}" if found.chunks > 1 else ""
+    extra = [f"{found.schedule}{chunks}"] if mesh.pp > 1 else []
     extra += ["ZeRO-1"] if found.zero1 else []
     extra += ["recomputing"] if any(stage.recompute == "all" for stage in found.stages) else []
     cut = f"{plural(found.microbatches, 'microbatch', 'es')} of {found.microbatch_size}"
