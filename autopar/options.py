@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError
 from autopar.ir import Balance, Precision, Recompute, ScheduleName
@@ -32,8 +32,10 @@ class Options:
     ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica; ``zero1`` shares the
     optimizer's state among replicas. ``clip_grad_norm`` limits the 2-norm of all gradients together,
     ``clip_grad_value`` each of their elements. ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast`
-    computes, with float32 weights. ``recompute``: "auto" has stages compute activations again in the backward only
-    where that is what makes a plan fit, or a better one; results are the same, so it is the default.
+    computes, or bf16-params: all but batch norm computes with bfloat16 copies of the parameters, on bfloat16 inputs, as
+    under FSDP2's ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``; weights are float32 in each. ``recompute``:
+    "auto" has stages compute activations again in the backward only where that is what makes a plan fit, or a better
+    one; results are the same, so it is the default.
 
     ``compile``: have torch.compile make the kernels of each stage, and ``cuda_graph``: replay a whole training step as
     one CUDA graph; both by default where the devices are GPUs.
@@ -81,10 +83,10 @@ class Options:
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown. It is one of {', '.join(known)}.")
-        if self.precision not in (None, "fp32", "bf16", "fp16", "fp64"):
+        if self.precision not in (None, *get_args(Precision)):
             raise UsageError(
-                f"precision={self.precision!r} is unknown. It is fp32, bf16 or fp16 for a model with float32 "
-                "parameters; leave it out to compute in the model's own precision."
+                f"precision={self.precision!r} is unknown. It is fp32, bf16, fp16 or bf16-params for a model with "
+                "float32 parameters; leave it out to compute in the model's own precision."
             )
         for name in ("memory", "clip_grad_norm", "clip_grad_value", "solver_seconds", "timeout"):
             number = getattr(self, name)

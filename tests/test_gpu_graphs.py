@@ -75,7 +75,7 @@ def test_compiled_equals_eager(model: Any) -> None:
     built = model()
     eager = trained(built, 6, compile=False, cuda_graph=False)
     compiled = trained(built, 6, compile=True, cuda_graph=True)
-    assert_same(compiled, eager, 1e-4)
+    assert_same(compiled, eager, 1e-3)
 
 
 def test_an_optimizer_that_cannot_be_captured_stays_outside() -> None:

@@ -62,7 +62,9 @@ class PlanFlags:
     precision: Annotated[
         str | None,
         Option(
-            help="fp32, bf16 or fp16: mixed precision with float32 weights; the model's own by default.", metavar="NAME"
+            help="fp32, or with float32 weights bf16 or fp16 (as torch.autocast computes) or bf16-params (bfloat16 "
+            "copies of the parameters); the model's own by default.",
+            metavar="NAME",
         ),
     ] = None
     recompute: Annotated[

@@ -12,6 +12,7 @@ from autopar.ir.table import batch_text, stage_ends
 from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import COUNT, plural, text
 from autopar.parity import ABSOLUTE, EPSILON, LEARNING_RATE, RELATIVE, SMALL_NORM, Parity, Row
+from autopar.precision import low_params
 from autopar.precision.noise import TIMES, rounding_of, update_rounding
 
 
@@ -40,6 +41,8 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
 
 def reference_text(parity: Parity) -> str:
     """What the model is compared with."""
+    if low_params(parity.plan.precision):
+        return f"the unmodified model with copies of its parameters in {parity.autocast}"
     return "the unmodified model" + (f" under torch.autocast in {parity.autocast}" if parity.autocast else "")
 
 

@@ -13,12 +13,13 @@ from autopar.errors import TrainingError
 from autopar.ir import Plan
 from autopar.ir.units import percent, plural
 from autopar.model import ParallelModel
+from autopar.precision import low_params, lowered_leaf, params_to_lower
 from autopar.train import Data, Evaluation, evaluate, evaluate_alone, evaluation_loader, first, load_weights
 from autopar.zoo import ModelSource
 
 MOST_IMAGES = 1024  # one process on its own would take long for many more
 # Images whose two best classes are so close that the order of sums decides, as share of all.
-ALLOWED = {"fp64": 0.0, "fp32": 0.002, "bf16": 0.02, "fp16": 0.01}
+ALLOWED = {"fp64": 0.0, "fp32": 0.002, "bf16": 0.02, "fp16": 0.01, "bf16-params": 0.02}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -46,11 +47,13 @@ def prove(proof: Proof, source: ModelSource, weights: Path, plan: Plan, device: 
         TrainingError: it is another one.
     """
     model = load_weights(source.build("cpu"), weights).to(device)
-    dtype = AUTOCAST.get(plan.precision)
+    dtype, low = AUTOCAST.get(plan.precision), low_params(plan.precision)
+    for parameter in params_to_lower(model).values() if low is not None else ():
+        parameter.data = parameter.data.to(low)
 
     def alone(x: torch.Tensor) -> Any:
         with torch.autocast(device, dtype, enabled=dtype is not None):
-            return model(x.to(device))
+            return model(lowered_leaf(x.to(device), low) if low is not None else x.to(device))
 
     scored = evaluate_alone(alone, evaluation_loader(proof.data, proof.batch_size).epoch(1))
     total = scored.samples

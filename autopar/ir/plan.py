@@ -22,7 +22,7 @@ from autopar.ir.units import plural
 SCHEMA_VERSION = 2
 
 ScheduleName = Literal["forward-only", "gpipe", "1f1b"]
-Precision = Literal["fp32", "fp64", "bf16", "fp16"]
+Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # what may be asked for; a stage has one of the first two
 

@@ -20,6 +20,7 @@ from autopar.ir.units import plural
 from autopar.model import ParallelModel
 from autopar.parity.difference import Named, Row, compared
 from autopar.parity.reference import LossFunction, Reference, StepOutcome, named_outputs, output_in
+from autopar.precision import low_params
 from autopar.precision.noise import rounding_of, update_rounding
 from autopar.pytree import leaves
 from autopar.randomness import LEAST_SAMPLES, quiet_copy, random_operations
@@ -99,7 +100,10 @@ def compare(
         parallelize(quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, **constraints) as pm,
         threads(pm.machine.num_threads),
     ):
-        references = [Reference(quiet, loss_fn, optimizer, pm, call, low) for low in dict.fromkeys([pm.autocast, None])]
+        copies = low_params(pm.plan.precision)
+        references = [Reference(quiet, loss_fn, optimizer, pm, call, pm.autocast, copies)]
+        if pm.autocast is not None:
+            references.append(Reference(quiet, loss_fn, optimizer, pm, call))
         rows = [] if random else trained(pm, references, call, x, y, steps)
         rows.append(evaluated(pm, references, call))
     return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes), pm.autocast)

@@ -18,6 +18,7 @@ from autopar.batching import Call, partition, split_leaves, split_targets
 from autopar.ir import Mode
 from autopar.model import ParallelModel
 from autopar.parity.difference import Named
+from autopar.precision import lowered_leaf, params_to_lower
 from autopar.programs import enter
 from autopar.pytree import flatten, leaves, unflatten
 
@@ -44,15 +45,17 @@ class Reference:
         pm: ParallelModel,
         call: Call,
         low: str | None = None,
+        low_params: torch.dtype | None = None,
     ) -> None:
         """Copy the model.
 
         Args:
             call: is like all that will follow.
             low: dtype of autocast, None without.
+            low_params: dtype of copies of the parameters that it computes with; then only the loss is under autocast.
         """
         self.device = torch.device(pm.machine.device_of(0))
-        self.low = getattr(torch, low) if low else None
+        self.low, self.low_params = getattr(torch, low) if low else None, low_params
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=low == "float16")
         self.model = copy.deepcopy(model).to(self.device)
         self.modes = {module: module.training for module in self.model.modules()}
@@ -81,8 +84,8 @@ class Reference:
         """What the model returns in eval mode for a batch, by name."""
         enter(self.model, self.modes, "eval")
         calls, sizes = self.parts(call)
-        with torch.no_grad(), self.autocast():
-            outputs = [self.model(*part.args, **part.kwargs) for part in calls]
+        with torch.no_grad():
+            outputs = [self.output(part) for part in calls]
         return named_outputs(joined(outputs, sizes, self.whole["eval"]))
 
     def forward_backward(self, call: Call, y: Any) -> StepOutcome:
@@ -96,13 +99,23 @@ class Reference:
             here, spec = flatten(target)
             moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in here]
             with self.replica(i // count):
+                output = self.output(part)
                 with self.autocast():
-                    output = self.model(*part.args, **part.kwargs)
                     loss = self.loss_fn(output, unflatten(moved, spec)) * (size / call.batch)
                 self.scaler.scale(loss).backward()
             total += loss.item()
             outputs.append(output)
         return StepOutcome(total, named_outputs(joined(outputs, sizes, self.whole["train"])), self.gradients())
+
+    def output(self, call: Call) -> Any:
+        """What the model makes of a microbatch, in the precision asked for."""
+        if self.low_params is None:
+            with self.autocast():
+                return self.model(*call.args, **call.kwargs)
+        copies = {name: p.to(self.low_params) for name, p in params_to_lower(self.model).items()}
+        leaves = [lowered_leaf(leaf, self.low_params) for leaf in call.leaves]
+        args, kwargs = unflatten(leaves, call.spec)
+        return torch.func.functional_call(self.model, copies, args, kwargs)
 
     def autocast(self) -> torch.autocast:
         return torch.autocast(self.device.type, self.low, enabled=self.low is not None)

@@ -13,7 +13,7 @@ from autopar.machine import Machine
 from autopar.precision.rewrite import autocast
 
 PRECISIONS: Mapping[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}
-LOW: Mapping[Precision, str] = {"bf16": "bfloat16", "fp16": "float16"}
+LOW: Mapping[Precision, str] = {"bf16": "bfloat16", "fp16": "float16", "bf16-params": "bfloat16"}
 
 
 def own_precision(graph: Graph) -> Precision:
@@ -29,6 +29,11 @@ def mixed_dtype(graph: Graph, precision: Precision) -> str | None:
     return LOW.get(precision) if own_precision(graph) == "fp32" else None
 
 
+def low_params(precision: Precision | None) -> torch.dtype | None:
+    """The dtype that parameters have while a model computes in a precision; None where they keep their own."""
+    return torch.bfloat16 if precision == "bf16-params" else None
+
+
 def in_precision(graph: Graph, wanted: Precision | None) -> Graph:
     """The traced graph, rewritten to compute in another precision than the model's own if that is wanted.
 
@@ -41,11 +46,11 @@ def in_precision(graph: Graph, wanted: Precision | None) -> Graph:
     low = mixed_dtype(graph, wanted)
     if low is None:
         raise UsageError(
-            f"precision={wanted!r}, but the parameters of {graph.model} are {own}. Mixed precision (bf16, fp16) keeps "
+            f"precision={wanted!r}, but the parameters of {graph.model} are {own}. Mixed precision keeps "
             "float32 parameters and computes in copies of them; other parameters are computed with as they are. "
             f"Convert the model with .float(), or leave precision out to run in {own}."
         )
-    return autocast(graph, low)
+    return graph if low_params(wanted) else autocast(graph, low)
 
 
 def check_device(precision: Precision, machine: Machine) -> None:
@@ -54,10 +59,12 @@ def check_device(precision: Precision, machine: Machine) -> None:
     Raises:
         UsageError: bf16 on GPUs before compute capability 8.0.
     """
-    if precision != "bf16" or machine.device_type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False):
+    if LOW.get(precision) != "bfloat16" or machine.device_type != "cuda":
+        return
+    if torch.cuda.is_bf16_supported(including_emulation=False):
         return
     major, minor = torch.cuda.get_device_capability()
     raise UsageError(
-        f'precision="bf16" needs GPUs of compute capability 8.0 (Ampere) or later; {torch.cuda.get_device_name()} has '
-        f'{major}.{minor}. Use precision="fp16", which scales the loss, or "fp32".'
+        f'precision="{precision}" needs GPUs of compute capability 8.0 (Ampere) or later; '
+        f'{torch.cuda.get_device_name()} has {major}.{minor}. Use precision="fp16", which scales the loss, or "fp32".'
     )

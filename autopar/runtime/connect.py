@@ -50,6 +50,7 @@ class ConnectedRank:
 
     def close(self) -> None:
         """Give up the groups; the default one stays."""
+        self.rank.close()
         unregister(self.keys)
         self.transport.close()
         self.axes.close()

@@ -66,7 +66,7 @@ class Graphs:
         self.pool: Any = None
 
     def forget(self) -> None:
-        """Drop all graphs: tensors that they use have been replaced."""
+        """Drop all graphs, as is needed before tensors that they use are replaced."""
         self.kinds.clear()
         self.rates, self.pool = [], None
 

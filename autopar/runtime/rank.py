@@ -284,6 +284,13 @@ class Rank:
             if p.grad is not None and (self.place.shard == 0 or self.spec.layout(name) != REPLICATED)
         }
 
+    def close(self) -> None:
+        """Give up graphs: a communicator is not given up while one holds it."""
+        self.bound.clear()
+        self.running = None
+        if self.graphs is not None:
+            self.graphs.forget()
+
     # -- measurements ------------------------------------------------------------------------------------------
 
     def tensor_peak(self, work: Work) -> int:

@@ -80,6 +80,7 @@ class LocalRanks:
 
     def close(self) -> None:
         self.failed = self.failed or "close() was called."
+        self.rank.close()
 
 
 class TorchrunRanks:
