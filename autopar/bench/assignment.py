@@ -13,7 +13,8 @@ from torch import nn
 
 from autopar.zoo import ModelSource
 
-LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# Of autocast and of FSDP2's weights. In bf16-params the others stay with autocast, which is how they are written.
+LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-params": torch.bfloat16}
 LEARNING_RATE = 1e-4
 BUILD_SHARE = 0.4  # of a device's memory that a model's weights may take for it to be built there
 
