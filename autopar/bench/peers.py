@@ -14,6 +14,7 @@ from autopar.bench.assignment import Assignment, Seat, adamw_options, built_mode
 from autopar.bench.contestants import NotExpressible
 from autopar.bench.parts import RECOMPILE_LIMIT, blocks, compile_blocks
 from autopar.bench.training import Ready, Share, casting, mean_loss
+from autopar.precision.params import KEEPS_STATISTICS
 
 
 def plain(told: Assignment, seat: Seat) -> Ready:
@@ -76,20 +77,23 @@ def ddp(told: Assignment, seat: Seat) -> Ready:
 def fsdp2(told: Assignment, seat: Seat) -> Ready:
     """Weights, gradients and the optimizer's state in equal parts on all ranks, gathered block by block.
 
-    It takes no weights in channels_last; convolutions follow the format of the images all the same.
+    It takes no weights in channels_last; convolutions follow the format of the images all the same. Batch norm takes no
+    weights of a lower dtype than its statistics: models that have it compute under autocast.
     """
     refuse_float16(told, "FSDP2")
     model = built_model(told, seat).to(memory_format=torch.contiguous_format)
     mesh = init_device_mesh(seat.device.type, (seat.world,))
     images, labels = images_and_labels(told, seat, share_of(told, seat.rank, seat.world))
-    shard(model, mesh, told, told.settings["reshard"])
+    statistics = any(isinstance(module, KEEPS_STATISTICS) for module in model.modules())
+    shard(model, mesh, None if statistics else told.low, told.settings["reshard"])
     model.to(seat.device)
     if told.compile:
         compile_blocks(blocks(model))
     optimizer = torch.optim.AdamW(model.parameters(), **adamw_options(seat.device.type))
 
     def step() -> Share:
-        loss = mean_loss(model(images), labels)
+        with casting(seat.device, told.low if statistics else None):
+            loss = mean_loss(model(images), labels)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -98,9 +102,9 @@ def fsdp2(told: Assignment, seat: Seat) -> Ready:
     return Ready(step)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, told: Assignment, reshard: bool) -> None:
-    """`fully_shard` each block, then the rest: computed in the low dtype, gradients summed in float32."""
-    policy = MixedPrecisionPolicy(param_dtype=told.low, reduce_dtype=torch.float32 if told.low else None)
+def shard(model: nn.Module, mesh: DeviceMesh, low: torch.dtype | None, reshard: bool) -> None:
+    """`fully_shard` each block, then the rest: computed in a low dtype, gradients summed in float32."""
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
     for block in blocks(model):
         if block is not model:
             fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)

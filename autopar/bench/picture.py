@@ -48,7 +48,7 @@ def draw(result: BenchResult, path: Path) -> None:
             [bounds[i] for i in marked], marked, marker="|", s=330, color="#c23b22", linewidths=2, label="bubble bound",
             zorder=3,
         )  # fmt: skip
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), frameon=False)
+        figure.legend(loc="outside lower right", frameon=False, markerscale=0.6, fontsize=8.5)
     right = max([*rates, *bounds, 1e-9])
     for i, row in enumerate(rows):
         if row.samples_per_second is None:

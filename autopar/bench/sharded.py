@@ -50,7 +50,7 @@ def tensor_parallel(told: Assignment, seat: Seat) -> Ready:
     replicas = seat.world // told.tp
     if replicas > 1 or told.low is not None:
         # Over one replica too: it casts the weights once a step, where autocast casts them for every use.
-        shard(model, mesh["dp"], told, reshard=False)
+        shard(model, mesh["dp"], told.low, reshard=False)
     if told.compile:
         compile_blocks(found)
     images, labels = images_and_labels(told, seat, share_of(told, seat.rank // told.tp, replicas))
