@@ -214,6 +214,10 @@ class BoundStep:
             Span(a, seconds(self.marks[0][1], start), seconds(self.marks[0][1], end)) for a, start, end in self.marks
         )
 
+    def started_ns(self) -> int:
+        """When on the host's clock the first action of the last run started; error as `Stopwatch.host_ns`."""
+        return self.stopwatch.host_ns(self.marks[0][1]) if self.marks else 0
+
     def here(self, leaf: Any) -> Any:
         """A tensor on this rank's device; anything else as it is."""
         return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf

@@ -353,6 +353,7 @@ class Rank:
             self.step_seconds,
             self.peak_bytes(),
             self.updater.state_bytes(),
+            self.running.started_ns() if self.running else 0,
         )
 
     def peak_bytes(self) -> int:
