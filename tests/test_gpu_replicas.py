@@ -90,7 +90,7 @@ def test_gradients_move_in_a_few_kernels() -> None:
                     gradients.note(name, copy)
                 gradients.settle()
                 torch.cuda.synchronize()
-            counts.append(sum(str(e.device_type).endswith("CUDA") for e in profiler.events()))
+            counts.append(sum(str(e.device_type).endswith("CUDA") for e in profiler.events() or ()))
         assert (parameters["w0"].grad is None) and torch.equal(gradients.views["w7"], torch.full((64, 32), 3.0).cuda())
         gradients.clear()
         if not warm:
@@ -102,4 +102,4 @@ def test_the_optimizer_is_fused() -> None:
     with autopar.parallelize(model, 1, x, optimizer=ADAMW, precision="bf16", microbatches=1) as pm:
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             pm.train_step(x, y)
-        assert any("_fused_adamw_" in event.name for event in profiler.events())
+        assert any("_fused_adamw_" in event.name for event in profiler.events() or ())

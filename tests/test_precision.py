@@ -636,7 +636,7 @@ def test_averages_leave_out_skipped_updates() -> None:
 
 def test_unknown_and_impossible_precisions() -> None:
     x = torch.randn(4, 8)
-    with pytest.raises(UsageError, match=r"precision='half' is unknown\. It is fp32, bf16 or fp16"):
+    with pytest.raises(UsageError, match=r"precision='half' is unknown\. It is fp32, bf16, fp16 or bf16-params"):
         autopar.plan(nn.Linear(8, 4), 1, x, precision="half")
     for wanted in ("fp32", "fp16"):
         with pytest.raises(UsageError, match=rf"precision='{wanted}', but the parameters of Linear are bf16"):
