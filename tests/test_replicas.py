@@ -304,6 +304,38 @@ def test_a_step_scatters_gradients_and_gathers_copies(monkeypatch: pytest.Monkey
     assert calls == {("start_all_gather", torch.float32): low + 2 * full, ("start_all_gather", torch.bfloat16): low}
 
 
+class Unused(nn.Module):
+    """Has a layer that nothing reads, where a backward would come first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head, self.unused = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.body(x)))
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_no_bucket_waits_for_what_is_never_read(zero1: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x, y = Unused(), torch.randn(8, 8), torch.randint(0, 4, (8,))
+    pm = in_threads(model, plan_by_hand(model, x, 2, [], dp=2, zero1=zero1), x, F.cross_entropy, optimizer=ADAMW)
+    rank = ranks_of(pm)[0]
+    name = "start_reduce_scatter" if zero1 else "start_sum"
+    call, noted = getattr(rank.transport.transport, name), []
+
+    def note(tensor: torch.Tensor, *args: Any) -> Any:
+        if tensor.dtype == torch.float32:
+            noted.append(str(rank.running.current if rank.running else None))
+        return call(tensor, *args)
+
+    monkeypatch.setattr(rank.transport.transport, name, note)
+    for _ in range(2):
+        pm.train_step(x, y)
+    assert noted == ["0B1", "0B1"]
+    state = pm.state_dict()
+    assert all(torch.equal(state[n], t) == n.startswith("unused") for n, t in model.state_dict().items())
+
+
 def test_masters_of_others_are_behind_until_they_are_asked_for() -> None:
     torch.manual_seed(0)
     model, (x, y) = tiny_vit(2), images(8)

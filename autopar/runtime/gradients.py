@@ -72,20 +72,19 @@ class Gradients:
         more = [name for name in gradients if name in self.grown]
         if first:
             torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
-        if more:
-            self.add(index, flat, {name: gradients[name] for name in more})
+        for dtype in {gradients[name].dtype for name in more}:
+            self.add(index, flat, dtype, {n: gradients[n] for n in more if gradients[n].dtype == dtype})
         for _, leaf in came:
             leaf.grad = None
         self.grown |= gradients.keys()
         self.moved(tuple(gradients))
 
-    def add(self, index: int, flat: torch.Tensor, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients to their sums.
+    def add(self, index: int, flat: torch.Tensor, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients of one dtype to their sums.
 
         torch adds a list of tensors in one kernel only if all dtypes are equal (``can_use_fast_route``), but copies
         between dtypes in one: low-precision gradients are brought together first and added as one tensor.
         """
-        dtype = next(iter(gradients.values())).dtype
         if dtype == flat.dtype:
             torch._foreach_add_([self.views[n] for n in gradients], list(gradients.values()))
             return

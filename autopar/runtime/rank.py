@@ -203,6 +203,8 @@ class Rank:
         self.running.loss_scale = self.updater.loss_scale
         self.copies.refresh(always=update_follows)
         self.updater.gradients.hide()
+        if update_follows:
+            self.updater.expect([name for names in self.running.completed.values() for name in names])
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
         self.running.run(work.data, work.keep_outputs, self.updater.arm if update_follows else None)

@@ -93,6 +93,11 @@ class ReplicaSum:
         self.complete: set[str] = set()
         self.started: list[list[Delivery]] = []
 
+    def expect(self, names: Collection[str]) -> None:
+        """Only these weights will be reached by backwards before the update: no bucket waits for others."""
+        for missing in self.missing:
+            missing &= {*names}
+
     def arm(self, names: Collection[str]) -> None:
         """From now on the gradients of some weights are complete when they come: theirs is the last backward before
         the update."""

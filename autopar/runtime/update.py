@@ -60,6 +60,11 @@ class Updater:
         """Whether this rank's replica updates a parameter."""
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
 
+    def expect(self, names: Collection[str]) -> None:
+        """The step that ends in an update reaches these weights alone."""
+        if self.replica_sum is not None:
+            self.replica_sum.expect(names)
+
     def arm(self, names: Collection[str]) -> None:
         """The next backward is the last one before `step` that reaches some weights."""
         if self.replica_sum is not None:
