@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,17 +11,19 @@ import torch
 import torch.nn.functional as F
 from handmade import even_firsts, plan_by_hand
 from reference import Reference
-from test_parity import ADAMW, images, labels, outputs_agree, state_agrees, step_agrees, three_steps
+from test_parity import ADAMW, images, labels, outputs_agree, state_agrees, step_agrees, three_steps, three_steps_of
 from zoo import Tied, UNet, tiny_vit
 
 import autopar
 from autopar.parity import EPSILON
 
+# Where a true gradient is zero, AdamW would make a full step of rounding noise.
+CAREFUL = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
 SCHEDULE: dict[str, Any] = {"schedule": "interleaved"}
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_two_ranks_any_number_of_microbatches(chunks: int) -> None:
+def test_two_ranks_any_number_of_microbatches(chunks: int, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = tiny_vit()
     plan = plan_by_hand(model, images(5), 5, even_firsts(model, images(5), 2 * chunks), chunks=chunks, **SCHEDULE)
@@ -32,6 +35,15 @@ def test_two_ranks_any_number_of_microbatches(chunks: int) -> None:
         step_agrees(pm, reference, images(9), labels(9), times=2)  # four microbatches of 2 and one of 1
         outputs_agree(pm, reference, images(9))
         state_agrees(pm, reference, model)
+        if chunks == 3:
+            return
+        pm.save_checkpoint(tmp_path / "checkpoint")
+    whole = plan_by_hand(model, images(5), 5, [])
+    with autopar.parallelize(model, 1, images(5), optimizer=ADAMW, plan=whole) as alone:
+        alone.load_checkpoint(tmp_path / "checkpoint")
+        state_agrees(alone, reference, model)
+        step_agrees(alone, reference, images(5), labels(5))
+        state_agrees(alone, reference, model)
 
 
 def test_skips_between_and_inside_of_ranks() -> None:
@@ -57,7 +69,17 @@ def test_replicas(zero1: bool) -> None:
     torch.manual_seed(0)
     model = tiny_vit()
     firsts = ["blocks.1.norm1.layer_norm", "blocks.2.norm1.layer_norm", "blocks.3.norm1.layer_norm"]
-    # Where a true gradient is zero, AdamW would make a full step of rounding noise.
-    careful = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
     plan = {"chunks": 2, "dp": 2, "zero1": zero1, **SCHEDULE}
-    three_steps(model, images(12), labels(12), 3, firsts, optimizer=careful, **plan)
+    three_steps(model, images(12), labels(12), 3, firsts, optimizer=CAREFUL, **plan)
+
+
+def test_tensor_parallelism_by_a_plan_that_was_searched_for() -> None:
+    torch.manual_seed(0)
+    model = tiny_vit(embed_dim=32, num_heads=4)
+    x, y = images(8), labels(8)
+    plan = autopar.plan(
+        model, 4, x, hardware="cpu-generic", memory="64GiB", pp=2, tp=2, microbatches=4, schedule="interleaved",
+        chunks=2,
+    )  # fmt: skip
+    assert (plan.schedule, plan.chunks, len(plan.stages)) == ("interleaved", 2, 4) and plan.strategies
+    three_steps_of(plan, model, x, y, optimizer=CAREFUL)

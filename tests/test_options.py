@@ -25,7 +25,7 @@ from autopar.trace import trace
         ({"tp": 0}, "tp=0 must be a whole number of at least 1"),
         ({"dp": True}, "dp=True must be a whole number"),
         ({"zero1": "yes"}, "zero1='yes' must be True or False"),
-        ({"chunks": 2}, "chunks=2 is not available in this version, which has one chunk per rank"),
+        ({"chunks": 2}, "chunks=2 with schedule='1f1b', under which each rank has one. Use schedule='interleaved'"),
         ({"recompute": "some"}, "recompute='some' is unknown. It is one of none, all, auto"),
         ({"schedule": "zigzag"}, "It is one of 1f1b, gpipe"),
         ({"microbatch": 4}, "Did you mean microbatches"),

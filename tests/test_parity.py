@@ -76,8 +76,14 @@ def three_steps(
     **plan: Any,
 ) -> None:
     """The common part: everything of section 10 of the design, on real processes."""
+    three_steps_of(plan_by_hand(model, x, microbatches, firsts, **plan), model, x, y, loss_fn, optimizer)
+
+
+def three_steps_of(
+    made: autopar.Plan, model: nn.Module, x: Any, y: Any, loss_fn: Any = F.cross_entropy, optimizer: Any = ADAMW
+) -> None:
+    """The same for a plan that there is."""
     before = {n: t.clone() for n, t in model.state_dict().items()}
-    made = plan_by_hand(model, x, microbatches, firsts, **plan)
     reference = Reference(model, loss_fn, optimizer)
     with autopar.parallelize(model, made.mesh.devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=made) as pm:
         outputs_agree(pm, reference, x)

@@ -1,5 +1,6 @@
 """Schedules: their text, the generators, the checker against planted faults and an oracle, the simulator by hand."""
 
+import operator
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import get_args
@@ -19,9 +20,11 @@ from autopar.schedule import (
     format_grid,
     format_schedule,
     generate,
+    kept_at_once,
     max_in_flight,
     one_f_one_b_seconds,
     parse_schedule,
+    replayed_seconds,
     simulate,
 )
 
@@ -126,13 +129,22 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
     [
         (
             lambda: generate("gpip", 2, 2),
-            "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b. Did you mean 'gpipe'?",
+            "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b, interleaved. "
+            "Did you mean 'gpipe'?",
         ),
-        (lambda: generate("?", 2, 2), "No schedule is named '?'. Known schedules: forward-only, gpipe, 1f1b."),
+        (
+            lambda: generate("?", 2, 2),
+            "No schedule is named '?'. Known schedules: forward-only, gpipe, 1f1b, interleaved.",
+        ),
         (lambda: generate("1f1b", 0, 2), "Schedule 1f1b with pp=0: pp must be at least 1."),
         (
             lambda: max_in_flight("1f1b", 0, 2, 0),
             "Schedule 1f1b with microbatches=0: microbatches must be at least 1.",
+        ),
+        (lambda: generate("interleaved", 2, 2, 0), "Schedule interleaved with chunks=0: chunks must be at least 1."),
+        (
+            lambda: generate("gpipe", 2, 2, 2),
+            "Schedule gpipe with chunks=2: it has one chunk a rank. Use interleaved, or chunks=1.",
         ),
         (
             lambda: max_in_flight("1f1b", 2, 2, 1),
@@ -168,6 +180,112 @@ def test_generated_schedules_pass_with_every_skip(name: str) -> None:
             edges=edges,
             training=name != "forward-only",
         )
+
+
+# Several chunks a rank
+
+
+INTERLEAVED = {
+    (2, 4, 2): """\
+rank 0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3""",
+    (2, 1, 2): """\
+rank 0: 0F0 2F0 2B0 0B0
+rank 1: 1F0 3F0 3B0 1B0""",
+    (2, 3, 2): """\
+rank 0: 0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
+rank 1: 1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2""",
+    (1, 2, 2): """\
+rank 0: 0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1""",
+}
+
+
+@pytest.mark.parametrize(("pp", "microbatches", "chunks"), INTERLEAVED)
+def test_interleaved(pp: int, microbatches: int, chunks: int) -> None:
+    assert format_schedule(generate("interleaved", pp, microbatches, chunks)) == INTERLEAVED[pp, microbatches, chunks]
+
+
+def test_megatrons_order() -> None:
+    """Forward number k of a rank is of chunk k mod (p·v) div p, the warm-up 2·(p - rank - 1) + (v - 1)·p of them."""
+    pp, chunks, microbatches = 4, 3, 12
+    for rank, row in enumerate(generate("interleaved", pp, microbatches, chunks)):
+        forwards = [a for a in row if a.kind == "F"]
+        group = pp * chunks
+        assert forwards == [
+            Action("F", rank + k % group // pp * pp, k // group * pp + k % pp) for k in range(chunks * microbatches)
+        ]
+        first_backward = next(i for i, a in enumerate(row) if a.kind == "B")
+        assert first_backward == 2 * (pp - rank - 1) + (chunks - 1) * pp + 1
+
+
+def test_one_chunk_is_1f1b() -> None:
+    for pp, microbatches in ((1, 1), (3, 2), (4, 9)):
+        assert generate("interleaved", pp, microbatches) == generate("1f1b", pp, microbatches)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "forward-only"])
+@pytest.mark.parametrize("chunks", range(1, 5))
+@pytest.mark.parametrize("pp", range(1, 7))
+def test_interleaved_schedules_pass_and_reach_their_bound(pp: int, chunks: int, name: str) -> None:
+    training = name == "interleaved"
+    for microbatches in range(1, 15):
+        schedule = generate(name, pp, microbatches, chunks)
+        bounds = tuple(max_in_flight(name, rank, pp, microbatches, chunks) for rank in range(pp))
+        for edges in (None, [(src, dst) for dst in range(pp * chunks) for src in range(dst)]):
+            check(
+                schedule, num_chunks=pp * chunks, microbatches=microbatches, edges=edges, in_flight=bounds,
+                training=training,
+            )  # fmt: skip
+        stages = [1.0] * (pp * chunks)
+        timeline = simulate(schedule, stages, stages)
+        assert timeline.in_flight == bounds
+        for rank in range(pp):
+            moments = kept_at_once(name, rank, pp, microbatches, chunks)
+            assert max(map(sum, moments)) == sum(moments[0]) == bounds[rank]
+            assert not any(all(map(operator.le, a, b)) for a in moments for b in moments if a != b)
+
+
+@pytest.mark.parametrize("chunks", range(2, 5))
+@pytest.mark.parametrize("pp", range(1, 7))
+def test_the_bubble_of_equal_chunks(pp: int, chunks: int) -> None:
+    """(p - 1) / (v · m) of the busy time, also where p does not divide m; never longer than 1F1B of the same work."""
+    for microbatches in range(1, 15):
+        schedule = generate("interleaved", pp, microbatches, chunks)
+        seconds = simulate(schedule, [1.0] * (pp * chunks), [2.0] * (pp * chunks)).step_seconds
+        busy = 3.0 * chunks * microbatches
+        if microbatches >= pp:
+            assert seconds == pytest.approx(busy * (1 + (pp - 1) / (chunks * microbatches)))
+        else:  # the pipeline is never full: one microbatch passes it, the others follow
+            assert seconds == pytest.approx(3.0 * (pp * chunks + microbatches - 1))
+        plain = simulate(generate("1f1b", pp, microbatches), [chunks * 1.0] * pp, [chunks * 2.0] * pp)
+        assert seconds <= plain.step_seconds + 1e-9
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.data())
+def test_interleaved_with_equal_stages_is_never_longer_than_1f1b(
+    pp: int, chunks: int, microbatches: int, forward: int, backward: int, data: st.DataObject
+) -> None:
+    last = data.draw(st.sampled_from([0.25, 0.5, 1.0]))
+    factors = [1.0] * (microbatches - 1) + [last if microbatches > 1 else 1.0]
+    seconds = {
+        n: replayed_seconds("interleaved", pp, [forward / n] * (pp * n), [backward / n] * (pp * n), {}, factors)
+        for n in (1, chunks)
+    }
+    assert seconds[chunks] <= seconds[1] * (1 + 1e-9)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 7), st.data())
+def test_a_replay_is_the_simulation(pp: int, chunks: int, microbatches: int, data: st.DataObject) -> None:
+    stages = pp * chunks
+    forward, backward = (data.draw(st.lists(costs, min_size=stages, max_size=stages)) for _ in range(2))
+    pairs = [(s, s + 1) for s in range(stages - 1)] + data.draw(
+        st.lists(st.tuples(st.integers(0, stages - 1), st.integers(0, stages - 1)).filter(lambda p: p[0] < p[1]))
+    )
+    transfers = {hop: data.draw(costs) for src, dst in pairs for hop in ((src, dst), (dst, src))}
+    sizes = [1.0] * (microbatches - 1) + [0.5]
+    for name in ("interleaved", "forward-only"):
+        timeline = simulate(generate(name, pp, microbatches, chunks), forward, backward, transfers, sizes)
+        assert replayed_seconds(name, pp, forward, backward, transfers, sizes) == timeline.step_seconds
 
 
 # Planted faults: (schedule, arguments of check, the whole message)
@@ -226,8 +344,8 @@ rank 1:  1F0  1B0 [1B1] 1F1""",
         "rank 0: 0F0 0F1 0B0 0B1\nrank 1: 1F1 1F0 1B0 1B1",
         {},
         """\
-Message 0 (counted from 0) from rank 0 to rank 1 is sent as 0F0 → 1F0 but taken as 0F1 → 1F1. \
-Run both ranks' actions in the same order.
+Message 0 (counted from 0) from chunk 0 to chunk 1 is sent as 0F0 → 1F0 but taken as 0F1 → 1F1. \
+Run both chunks' actions in the same order.
 rank 0: [0F0] 0F1  0B0  0B1
 rank 1: [1F1] 1F0  1B0  1B1""",
     ),

@@ -124,7 +124,8 @@ class BoundStep:
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
-        self.sent.clear()
+        for left in (self.sent, self.held, self.passed):  # by a step that raised
+            left.clear()
         early, last = self.mail.posts_early, len(self.work) - 1
         posted = self.work[0][1]() if self.work else []
         with torch.set_grad_enabled(self.training):

@@ -16,8 +16,8 @@ from autopar.solve.problem import CutProblem
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
 # By how many groups a cut is moved at once: across a block, half of one, or one operation.
 STRIDES = (8, 4, 2, 1)
-# The most actions that are simulated for one candidate: about half a second of one core.
-MAX_ACTIONS = 300_000
+# The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
+MAX_TRIALS, MAX_ACTIONS = 250, 200_000
 
 
 def polished(setting: Setting, problem: CutProblem, units: tuple[int, ...]) -> tuple[int, ...]:
@@ -39,7 +39,7 @@ def polished(setting: Setting, problem: CutProblem, units: tuple[int, ...]) -> t
         return known[cuts]
 
     best = min(starts, key=seconds)
-    trials = max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches))
+    trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
     improved = True
     while improved and len(known) < trials:
         improved = False
@@ -51,12 +51,12 @@ def polished(setting: Setting, problem: CutProblem, units: tuple[int, ...]) -> t
 
 
 def moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """The cuts with one of them, or it and all later ones, moved."""
+    """The cuts with one of them moved, or two neighbours, or more, all by as much."""
     for stride in STRIDES:
-        for i in range(len(cuts)):
-            for by in (-stride, stride):
-                yield (*cuts[:i], cuts[i] + by, *cuts[i + 1 :])
-                yield (*cuts[:i], *(cut + by for cut in cuts[i:]))
+        for length in range(1, len(cuts) + 1):
+            for i in range(len(cuts) - length + 1):
+                for by in (-stride, stride):
+                    yield (*cuts[:i], *(cut + by for cut in cuts[i : i + length]), *cuts[i + length :])
 
 
 def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -> float:

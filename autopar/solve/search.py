@@ -20,6 +20,7 @@ from autopar.solve.candidates import (
     evaluated,
     even_share_bytes,
     fullest_rank_bytes,
+    pipelines_of,
     points_of,
     posed,
     shardings_of,
@@ -94,7 +95,7 @@ def search(
     meshes = possible_meshes(constraints, hardware)
     floors = Floors(setting, {})
     explored = explore(setting, floors, meshes)
-    chosen = explored.best
+    chosen = fastest_pipeline(setting, floors, explored)
     if chosen is None:
         check_pieces(setting, explored)
         chosen = leanest(setting, explored)
@@ -137,6 +138,20 @@ def explore(setting: Setting, floors: Floors, meshes: Meshes) -> Explored:
     if not found:
         raise no_mesh(setting.model.name, setting.constraints, refused)
     return Explored(found, refused)
+
+
+def fastest_pipeline(setting: Setting, floors: Floors, explored: Explored) -> Candidate | None:
+    """The fastest that fits, compared once more with every other schedule on its mesh: their bounds are of the solver's
+    model, which a simulated step may undercut."""
+    best = explored.best
+    if best is not None:
+        known = {c.point for c in explored.by_mesh[best.point.mesh]}
+        for pipeline in pipelines_of(setting.constraints, best.point.mesh):
+            point = replace(best.point, pipeline=pipeline)
+            candidate = evaluated(setting, floors, point, float("inf")) if point not in known else None
+            if candidate is not None:
+                explored.by_mesh[point.mesh].append(candidate)
+    return explored.best
 
 
 def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
