@@ -24,7 +24,7 @@ def bubble_bound_seconds(plan: Plan, spans: Spans) -> float:
         for kind in ("F", "B")
     )
     count = len(microbatch_sizes(plan.batch // plan.mesh.dp, plan.microbatches))
-    return simulate(generate(plan.schedule, plan.mesh.pp, count), forward, backward).step_seconds
+    return simulate(generate(plan.schedule, plan.mesh.pp, count, plan.chunks), forward, backward).step_seconds
 
 
 def bubble_share(spans: Spans, step_seconds: float) -> float:
