@@ -42,7 +42,7 @@ wheel build: $(VENV)/dev.stamp
 	$(BIN)/python -m build
 
 bench: $(VENV)/dev.stamp
-	$(BIN)/autopar bench vit_small_patch16_224 --devices 2 --pp 2 --microbatches 8
+	$(BIN)/autopar bench vit_small_patch16_224 --devices 2 --pp 2 --microbatches 8 --only plain,single,autopar
 
 clean:
 	rm -rf $(VENV) dist runs build *.egg-info .pytest_cache .ruff_cache .hypothesis

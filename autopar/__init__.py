@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from autopar.errors import (
         AutoparError,
         CheckpointError,
+        DeviceMemoryError,
         HardwareError,
         InfeasibleError,
         NonFiniteLossWarning,
@@ -40,14 +41,14 @@ _HOME = {
     "NonFiniteLossWarning": "errors", "PlanDependentRandomWarning": "errors", "PlanError": "errors",
     "TraceError": "errors", "TrainingError": "errors", "UnknownOpWarning": "errors", "UsageError": "errors",
     "WorkerError": "errors", "Parameters": "runtime", "CheckpointError": "errors", "ResumeWarning": "errors",
-    "UpdateResult": "runtime",
+    "UpdateResult": "runtime", "DeviceMemoryError": "errors",
 }  # fmt: skip
 
 __all__ = [
-    "AutoparError", "CheckpointError", "HardwareError", "InfeasibleError", "ModelSource", "NonFiniteLossWarning",
-    "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "StepResult",
-    "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult", "UsageError", "WorkerError",
-    "parallelize", "plan",
+    "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError", "ModelSource",
+    "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError",
+    "ResumeWarning", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult", "UsageError",
+    "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 

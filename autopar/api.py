@@ -30,7 +30,7 @@ from autopar.programs import Programs
 from autopar.random_ops import DRAWS, draws
 from autopar.refine import refine
 from autopar.rules import unruled
-from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, WorkerPool, balanced_owners
+from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, TransportName, WorkerPool, replica_owners
 from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import weight_tensors
@@ -38,7 +38,9 @@ from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
 # What a plan says nothing of.
-RUN_SETTINGS = frozenset({"backend", "compile", "cuda_graph", "timeout", "clip_grad_norm", "clip_grad_value"})
+RUN_SETTINGS = frozenset(
+    {"backend", "compile", "cuda_graph", "transport", "timeout", "clip_grad_norm", "clip_grad_value"}
+)
 # Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
 # He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
 LEAST_BATCH_NORM_SAMPLES = 8
@@ -213,7 +215,8 @@ def parallelize(
             the rank updates; those that lie elsewhere have shapes and no values. The list also has
             ``named_parameters()`` with the model's own names, to group parameters by name:
             ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers that need a
-            parameter whole (LAMB, Muon, …) get whole ones. If the callable has a ``clip_grad_norm``, the norm of all
+            parameter whole (LAMB, Muon, …) get whole ones. On CUDA, torch's Adam, AdamW and SGD run their fused kernels
+            unless ``fused`` or ``foreach`` is given. If the callable has a ``clip_grad_norm``, the norm of all
             gradients is limited to that too. `autopar.train.timm_optimizer` makes any by timm's name.
         lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
             `autopar.train.schedule` makes timm's.
@@ -259,6 +262,7 @@ def parallelize(
         clip_grad_value=options.clip_grad_value,
         compiled=machine.device_type == "cuda" if options.compile is None else options.compile,
         cuda_graph=options.cuda_graph is not False,
+        transport=options.transport,
     )
     tensors = weight_tensors(model, programs.example)
     ranks = start(specs, tensors, machine, options.timeout, chosen.decision)
@@ -307,6 +311,7 @@ def rank_specs(
     clip_grad_value: float | None = None,
     compiled: bool = False,
     cuda_graph: bool = False,
+    transport: TransportName = "auto",
 ) -> list[RankSpec]:
     """What each rank is told."""
     mesh, stored, positions = programs.plan.mesh, programs.storage, programs.positions
@@ -321,8 +326,7 @@ def rank_specs(
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
     if programs.plan.zero1:
-        numel = {weight.name: weight.numel for own in weights for weight in own if weight.requires_grad}
-        owners = balanced_owners(numel, positions, mesh.dp)
+        owners = replica_owners(weights, positions, mesh.dp)
     first = RankSpec(
         rank=0,
         mesh=mesh,
@@ -344,9 +348,17 @@ def rank_specs(
         autocast=mixed_dtype(programs.example, programs.plan.precision),
         chunks=programs.plan.chunks,
         cuda_graph=cuda_graph,
+        transport=transport,
     )
     return [
-        replace(first, rank=rank, device=machine.device_of(rank), weights=tuple(weights[mesh.place(rank).stage]))
+        replace(
+            first,
+            rank=rank,
+            device=machine.device_of(rank),
+            weights=tuple(weights[mesh.place(rank).stage]),
+            region=", ".join(f"{s.first} to {s.last}" for s in programs.plan.stages if rank in s.ranks),
+            predicted_bytes=programs.plan.prediction.peak_bytes[rank],
+        )
         for rank in range(mesh.devices)
     ]
 

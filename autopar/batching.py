@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,6 +15,9 @@ from autopar.ir import Graph, Mesh, Place, Ref, Value, dtype_name, microbatch_si
 from autopar.pytree import Spec, flatten, unflatten
 
 Join = Literal["concatenate", "mean", "first"]
+
+MARKED_ELEMENTS = 1024  # of a sample that `mark` looks at, evenly spaced
+MARK_FACTOR = 6364136223846793005  # of Knuth's generator: spreads any change over all bits
 
 
 @dataclass(frozen=True)
@@ -160,36 +162,47 @@ def check_parts(batches: Sequence[tuple[int, int]], data_size: int) -> None:
         )
 
 
-def check_copies(marks: Sequence[int], mesh: Mesh) -> None:
+def check_copies(marks: Sequence[int], mesh: Mesh, when: str = "") -> None:
     """Compare what the ranks of each tensor-parallel group were given, all of which need the same samples.
 
     Args:
-        marks: of each rank's inputs and targets, see `mark`.
+        marks: of each rank's inputs and targets, see `mark`; 0 where a rank has nothing to compare.
+        when: which batch it was, if not the current one, for the message.
 
     Raises:
         UsageError: names two ranks of a group that were given different samples.
     """
-    for rank, own in enumerate(marks):
-        place = mesh.place(rank)
-        first = mesh.rank(Place(place.stage, place.replica))
-        if own != marks[first]:
+    for group in {tuple(shards_of(rank, mesh)) for rank in range(len(marks))}:
+        own = [(marks[rank], rank) for rank in group if marks[rank]]
+        other = next((rank for value, rank in own if value != own[0][0]), None)
+        if other is not None:
             raise UsageError(
-                f"Ranks {first} and {rank} were given different inputs or targets, but share each operation "
+                f"Ranks {own[0][1]} and {other} were given different inputs or targets{when}, but share each operation "
                 f"(tp={mesh.tp}) and need the same. Each call takes part pm.data_rank of pm.data_size={mesh.dp} of the "
                 "global batch: let samplers shard by these two, not by rank and world size."
             )
 
 
-def mark(tree: Any) -> int:
-    """A checksum that tells batches apart: of every tensor's first and last sample, or all of it if it has one dim.
+def shards_of(rank: int, mesh: Mesh) -> list[int]:
+    """The ranks of a rank's tensor-parallel group."""
+    place = mesh.place(rank)
+    return [mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp)]
 
-    Tensors on the meta device, which hold no samples, do not count.
+
+def mark(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A whole number that tells batches apart, never 0: of some elements of every tensor's first and last sample.
+
+    It is computed on the tensors' device, of which all are, without waiting for it, and is the same on each device.
     """
-    total = 0
-    for leaf in flatten(tree)[0]:
-        if isinstance(leaf, torch.Tensor) and not leaf.is_meta:
-            ends = leaf[[0, -1]] if leaf.ndim > 1 and len(leaf) else leaf
-            total = zlib.crc32(ends.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), total)
+    total = torch.ones((), dtype=torch.int64, device=leaves[0].device)
+    for leaf in leaves:
+        ends = [leaf[0], leaf[-1]] if leaf.ndim > 1 and len(leaf) else [leaf]
+        parts = [end.detach().reshape(-1) for end in ends]
+        parts = [part[:: -(-len(part) // MARKED_ELEMENTS) or 1].contiguous().view(torch.uint8) for part in parts]
+        content = torch.cat(parts).to(torch.int64)
+        # Odd factors lose no bit of what they multiply; whole numbers wrap around alike everywhere.
+        factors = torch.arange(len(content), device=leaf.device) * 2 + 1
+        total = (total * MARK_FACTOR + (content * factors * factors).sum()) | 1
     return total
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -24,10 +26,11 @@ from autopar.batching import (
 )
 from autopar.counter_random import rows
 from autopar.errors import UsageError
-from autopar.ir import Mode, Place, Ref, input_names, microbatch_sizes
-from autopar.programs import Programs, Variant
+from autopar.ir import Mesh, Mode, Place, Ref, input_names, microbatch_sizes
+from autopar.programs import Programs, Variant, signature
+from autopar.pytree import leaves as pytree_leaves
 from autopar.random_ops import DRAWS
-from autopar.runtime import LocalRanks, StepData, TorchrunRanks, Work, WorkerPool
+from autopar.runtime import LocalRanks, StepData, TorchrunRanks, Work, WorkerPool, start_reading
 from autopar.schedule import check, generate, max_in_flight
 
 # Commands that neither read nor write the weights which an optimizer updates, or that show whichever are in place.
@@ -35,6 +38,10 @@ WITH_AVERAGES = frozenset({
     "add_programs", "forward", "state", "ema_state", "gradients", "zero_grad", "scheduler_step", "learning_rates",
     "loss_scale", "stats",
 })  # fmt: skip
+# Steps that may be launched and not done: one computes while the next is prepared. More would take memory for their
+# inputs, and move errors away from their cause.
+IN_FLIGHT = 2
+KNOWN_CUTS = 64  # a caller whose batches differ every time is not to fill the memory with how they were cut
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,31 @@ class Request:
     target: tuple[Any] | None = None
     keep_outputs: bool = False
     share: float = 1.0
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How batches of one signature are cut: samples and variants of the microbatches of each replica that shares one.
+
+    ``outputs`` says how their outputs are joined, where they are kept.
+    """
+
+    sizes: tuple[tuple[int, ...], ...]
+    variants: tuple[tuple[Variant, ...], ...]
+    outputs: Outputs | None
+
+    @property
+    def all_sizes(self) -> list[int]:
+        return [size for own in self.sizes for size in own]
+
+    @property
+    def all_variants(self) -> list[Variant]:
+        return [variant for own in self.variants for variant in own]
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether any microbatch draws random numbers by counters."""
+        return any(map(draws_numbers, self.all_variants))
 
 
 @dataclass(frozen=True)
@@ -78,6 +110,55 @@ class Microbatch:
         return [by_name[name] for name in input_names(self.variant.programs[stage] for stage in stages)]
 
 
+class Agreement:
+    """What the ranks of a launcher tell each other before every batch: one message of a few whole numbers.
+
+    They must agree on its size, as ranks with other sizes would wait for tensors that never come. Ranks of a
+    tensor-parallel group must have the same samples: `mark` of tensors on the CPU is compared before the batch runs.
+    That of tensors on a GPU could only be read by waiting for the GPU, so it travels `IN_FLIGHT` batches later, when it
+    has long been there. A sampler that shards wrongly does so from the first batch on, so this shows it at the third.
+
+    ``flag`` is what this rank tells the others besides, and ``flagged`` whether any did, the last time.
+    """
+
+    def __init__(self, ranks: TorchrunRanks, mesh: Mesh, data_size: int) -> None:
+        self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
+        self.flag = self.flagged = False
+        self.late: deque[Callable[[], list[int]]] = deque()  # marks of batches on GPUs
+
+    def start(self, batch: int, given: Sequence[Any]) -> Callable[[], None]:
+        """Send this rank's numbers; the result waits for those of the others.
+
+        Args:
+            given: inputs and targets.
+
+        Raises:
+            UsageError: by the result, if the ranks do not agree: on all of them.
+        """
+        now, late = self.marks(given) if self.mesh.tp > 1 else (0, 0)
+        told = self.ranks.exchange((batch, self.flag, now, late))
+
+        def agreed() -> None:
+            rows = told()
+            self.flagged = any(flag for _, flag, _, _ in rows)
+            check_parts([(self.mesh.place(rank).replica, own) for rank, (own, *_) in enumerate(rows)], self.data_size)
+            check_copies([row[2] for row in rows], self.mesh)
+            check_copies(
+                [row[3] for row in rows], self.mesh, f" {IN_FLIGHT} calls ago, so that updates since are wrong"
+            )
+
+        return agreed
+
+    def marks(self, given: Sequence[Any]) -> tuple[int, int]:
+        """The mark of the tensors on the CPU, and that of those which were on a GPU `IN_FLIGHT` calls ago."""
+        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        there = [leaf for leaf in tensors if leaf.device.type != "cpu"]
+        here = [leaf for leaf in tensors if leaf.device.type == "cpu"]
+        self.late.append(start_reading(mark(there).reshape(1)) if there else lambda: [0])
+        late = self.late.popleft()()[0] if len(self.late) > IN_FLIGHT else 0
+        return int(mark(here)) if here else 0, late
+
+
 class Dispatcher:
     """Passes commands on to the ranks, and counts what random operations count.
 
@@ -93,6 +174,8 @@ class Dispatcher:
         self.data_rank = self.mesh.place(ranks.numbers[0]).replica if apart else 0
         self.num_updates = self.num_drawn = 0
         self.averaged = False
+        self.agreement = Agreement(ranks, self.mesh, self.data_size) if isinstance(ranks, TorchrunRanks) else None
+        self.cuts: dict[tuple, Cut] = {}
         self.sent: set[int] = set()
         self.checked: set[tuple[str, int]] = set()
 
@@ -113,6 +196,13 @@ class Dispatcher:
         """Results of a command by rank, with the same arguments for all."""
         return self.call(name, dict.fromkeys(self.ranks.numbers, arguments))
 
+    def any_rank_so_far(self, flag: bool) -> bool:
+        """As `ParallelModel.any_rank_so_far`."""
+        if self.agreement is None:
+            return flag
+        self.agreement.flag = flag
+        return self.agreement.flagged
+
     def updated(self) -> None:
         """Count an update of the weights."""
         self.num_updates += 1
@@ -124,53 +214,75 @@ class Dispatcher:
         Raises:
             UsageError: as `ParallelModel.forward_backward`.
         """
-        cut = self.cut(request)
-        microbatches = [microbatch for own in cut for microbatch in own]
-        variants = [microbatch.variant for microbatch in microbatches]
+        leaves, targets = request.call.leaves, pytree_leaves(request.target)
+        agreed = self.agreement.start(request.call.batch, [*leaves, *targets]) if self.agreement is not None else None
+        key = request.mode, request.schedule, request.target is None, request.keep_outputs, signature(leaves)
+        cut = self.cuts.get(key)
+        if cut is None:
+            if agreed is not None:
+                agreed()
+            cut = self.cut(request, leaves)
+            if len(self.cuts) == KNOWN_CUTS:
+                self.cuts.clear()
+            self.cuts[key] = cut
+            agreed = None
+        microbatches = self.microbatches(request, cut, leaves)
+        check = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets))
+        works = {rank: (self.work(request, microbatches, rank, check),) for rank in self.ranks.numbers}
+        if agreed is not None:  # as late as possible: what was done meanwhile took time too
+            agreed()
+        results = self.call(request.command, works)
+        if cut.draws:
+            self.num_drawn += request.call.batch * self.data_size
+        return results, cut.outputs
+
+    def joined(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
+        """The model's output for the caller's batch, of the microbatches' outputs that each rank kept."""
+        last, tp = self.mesh.pp - 1, self.mesh.tp
+        if isinstance(self.ranks, TorchrunRanks):
+            own, source = self.ranks.numbers[0], self.mesh.rank(Place(last, self.data_rank))
+            readers = [self.mesh.rank(Place(s, self.data_rank, t)) for s in range(self.mesh.pp) for t in range(tp)]
+            return outputs.join(self.ranks.outputs(kept[own], source, readers))
+        sources = [self.mesh.rank(Place(last, replica)) for replica in range(self.mesh.dp)]
+        return outputs.join([parts for source in sources for parts in kept[source]])
+
+    def cut(self, request: Request, leaves: Sequence[Any]) -> Cut:
+        """How to cut a batch among the replicas that share it; the ranks get the programs for it."""
+        call, batch, replicas = request.call, request.call.batch, self.mesh.dp // self.data_size
+        if request.target is not None:
+            check_shares(batch, replicas)
+        sizes = [microbatch_sizes(own, self.plan.microbatches) for own in replica_sizes(batch, replicas)]
+        parts = split_leaves(leaves, batch, [size for own in sizes for size in own])
+        variants = [variant for variant, _ in self.programs.microbatches(request.mode, call, parts)]
         # Before anything runs, so that outputs that cannot be joined leave no gradients behind.
         graphs = [variant.graph for variant in variants]
         outputs = join_outputs(graphs, variants[-1].batched) if request.keep_outputs else None
         self.send_programs(variants)
-        for own in cut:
+        for own in sizes:
             self.check_schedule(request.schedule, variants, len(own))
-        results = self.call(request.command, {rank: (self.work(request, cut, rank),) for rank in self.ranks.numbers})
-        if any(map(draws_numbers, variants)):
-            self.num_drawn += request.call.batch * self.data_size
-        return results, outputs
+        found = iter(variants)
+        return Cut(tuple(map(tuple, sizes)), tuple(tuple(islice(found, len(own))) for own in sizes), outputs)
 
-    def joined(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
-        """The model's output for the caller's batch, of the microbatches' outputs that each rank kept."""
-        replicas = range(self.mesh.dp) if self.data_size == 1 else [self.data_rank]
-        last = self.mesh.pp - 1
-        return outputs.join([parts for replica in replicas for parts in kept[self.mesh.rank(Place(last, replica))]])
-
-    def cut(self, request: Request) -> list[list[Microbatch]]:
+    def microbatches(self, request: Request, cut: Cut, leaves: Sequence[Any]) -> list[list[Microbatch]]:
         """The microbatches of each replica that shares the caller's batch."""
-        call, batch, replicas = request.call, request.call.batch, self.mesh.dp // self.data_size
-        if isinstance(self.ranks, TorchrunRanks) and self.mesh.devices > self.mesh.pp:
-            checksum = mark((call.args, call.kwargs, request.target)) if self.mesh.tp > 1 else 0
-            given = self.ranks.gathered((batch, checksum))
-            check_parts([(self.mesh.place(rank).replica, own) for rank, (own, _) in enumerate(given)], self.data_size)
-            check_copies([own for _, own in given], self.mesh)
-        if request.target is not None:
-            check_shares(batch, replicas)
-        counts = [microbatch_sizes(own, self.plan.microbatches) for own in replica_sizes(batch, replicas)]
-        sizes = [size for own in counts for size in own]
-        parts = self.programs.microbatches(request.mode, call, split_leaves(call.leaves, batch, sizes))
-        variants, leaves = zip(*parts)
+        batch, sizes, variants = request.call.batch, cut.all_sizes, cut.all_variants
+        parts = split_leaves(leaves, batch, sizes)
         targets = [None] * len(sizes) if request.target is None else split_targets(request.target[0], batch, sizes)
         shares = [request.share * size / (batch * self.data_size) for size in sizes]
-        draws = self.draws(sizes) if any(map(draws_numbers, variants)) else [None] * len(sizes)
-        found = map(Microbatch, variants, leaves, targets, shares, draws)
-        return [list(islice(found, len(own))) for own in counts]
+        draws = self.draws(sizes) if cut.draws else [None] * len(sizes)
+        found = map(Microbatch, variants, parts, targets, shares, draws)
+        return [list(islice(found, len(own))) for own in cut.sizes]
 
     def draws(self, sizes: list[int]) -> list[torch.Tensor]:
         """What random operations count in each microbatch: samples since the last update, in the global batch."""
         first = self.num_drawn + self.data_rank * sum(sizes)
         return list(rows(self.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
-    def work(self, request: Request, cut: list[list[Microbatch]], rank: int) -> Work:
+    def work(self, request: Request, cut: list[list[Microbatch]], rank: int, check: bool) -> Work:
         """A rank's part.
+
+        Args:
+            check: whether tensors on the meta device are among what the caller passed.
 
         Raises:
             UsageError: it reads tensors that are on the meta device.
@@ -183,8 +295,9 @@ class Dispatcher:
             [microbatch.target for microbatch in own] if training and last else [],
             [microbatch.share for microbatch in own],
         )
-        check_real(data.inputs, "input", rank)
-        check_real(data.targets, "target", rank)
+        if check:
+            check_real(data.inputs, "input", rank)
+            check_real(data.targets, "target", rank)
         return Work(
             mode=request.mode,
             schedule=request.schedule,

@@ -51,6 +51,10 @@ class WorkerError(AutoparError):
     exit_code = 1
 
 
+class DeviceMemoryError(WorkerError):
+    """A rank's device ran out of memory; the message names rank, stage, action, predicted and actual peak."""
+
+
 class TrainingError(AutoparError):
     """A training run went wrong: its loss is not finite, or its weights do not do elsewhere what they did here."""
 

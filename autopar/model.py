@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import inf, isfinite
 from os import PathLike
 from typing import Any
@@ -15,29 +18,95 @@ from torch import nn
 
 from autopar.batching import as_call
 from autopar.checkpoints import header_of, load, save
-from autopar.dispatch import Dispatcher, Request
+from autopar.dispatch import IN_FLIGHT, Dispatcher, Request
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir import TP, Header, Mode, Place, Plan
 from autopar.machine import Machine
 from autopar.programs import Programs
 from autopar.random_ops import DRAWS
-from autopar.runtime import LocalRanks, RankSpec, RankStats, StepOutcome, TorchrunRanks, UpdateResult, WorkerPool
+from autopar.runtime import (
+    LocalRanks,
+    RankSpec,
+    RankStats,
+    Reading,
+    StepNumbers,
+    StepOutcome,
+    TorchrunRanks,
+    UpdateResult,
+    WorkerPool,
+    settled,
+)
 from autopar.shards import assembled, part, summed
 
 
-@dataclass(frozen=True)
 class StepResult:
     """What a training step did.
 
-    ``loss`` is the mean over the global batch; ``grad_norm`` the global 2-norm before clipping, None where no update
-    was made; ``outputs`` the model's outputs in order, where they were asked for. ``skipped``: float16 gradients
-    overflowed (``grad_norm`` is infinite), so that the weights stay as they were and the loss scale is halved.
+    On GPUs a step goes on after the call that launched it. Its numbers are then read when they are asked for, and that
+    waits until the step is done: a loop that reads them a step later, or every few steps, never leaves a GPU idle.
+    ``ready`` says whether they are there already, as they always are on CPU. An error that a GPU reports late is raised
+    where they are read, or by the next call; a `NonFiniteLossWarning` is given there, at the latest when the second
+    step after this one starts.
     """
+
+    def __init__(self, numbers: Figures | Callable[[], Figures], outputs: Any = None) -> None:
+        """Take the figures, or what waits for them."""
+        self._numbers = numbers
+        self.outputs = outputs  # the model's outputs in order, where they were asked for
+
+    @property
+    def ready(self) -> bool:
+        """Whether reading the numbers waits for nothing any more."""
+        return isinstance(self._numbers, Figures)
+
+    @property
+    def loss(self) -> float:
+        """The mean over the global batch."""
+        return self.figures.loss
+
+    @property
+    def grad_norm(self) -> float | None:
+        """The global 2-norm of the gradients before clipping; None where no update was made."""
+        return self.figures.grad_norm
+
+    @property
+    def skipped(self) -> bool:
+        """Whether float16 gradients overflowed.
+
+        ``grad_norm`` is infinite then, the weights stay as they were and the loss scale is halved.
+        """
+        return self.figures.skipped
+
+    @property
+    def step_seconds(self) -> float:
+        """How long it took: on CPU the call, on GPUs the work from the step's first to its last."""
+        return self.figures.step_seconds
+
+    @property
+    def figures(self) -> Figures:
+        """All numbers; waits for them."""
+        if not isinstance(self._numbers, Figures):
+            self._numbers = self._numbers()
+        return self._numbers
+
+    def __repr__(self) -> str:
+        own = self.figures
+        return (
+            f"StepResult(loss={own.loss}, step_seconds={own.step_seconds}, grad_norm={own.grad_norm}, "
+            f"outputs={self.outputs!r}, skipped={own.skipped})"
+        )
+
+    def __reduce__(self) -> tuple[type[StepResult], tuple[Figures, Any]]:
+        return StepResult, (self.figures, self.outputs)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The numbers of a `StepResult`."""
 
     loss: float
     step_seconds: float
     grad_norm: float | None = None
-    outputs: Any = None
     skipped: bool = False
 
 
@@ -72,6 +141,7 @@ class ParallelModel:
         self._dispatcher = Dispatcher(programs, ranks, spec.seed)
         self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
         self._mode: Mode = "train"
+        self._unread: deque[StepResult] = deque()
         self._aliases = {name: w.name for w in programs.example.weights for name in w.names}
         self._state_names = [n for n in model.state_dict() if n in self._aliases]
 
@@ -98,8 +168,15 @@ class ParallelModel:
         return [sum(column) for column in zip(*firsts, strict=True)]
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether ``flag`` is true on any rank; all ranks of torchrun make the call."""
+        """Whether ``flag`` is true on any rank; all ranks of torchrun make the call, and wait for each other."""
         return any(self._ranks.gathered(flag)) if isinstance(self._ranks, TorchrunRanks) else flag
+
+    def any_rank_so_far(self, flag: bool) -> bool:
+        """Whether any rank's ``flag`` was true, of those that were passed here before the last batch; waits for nobody.
+
+        Flags travel with the agreement on a batch, so under torchrun this answers one batch late, on all ranks alike.
+        """
+        return self._dispatcher.any_rank_so_far(flag)
 
     @property
     def num_updates(self) -> int:
@@ -172,19 +249,30 @@ class ParallelModel:
                 f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
                 "1 / 4 for each of four equal parts."
             )
+        while len(self._unread) >= IN_FLIGHT:
+            _ = self._unread.popleft().figures
         request = self._training(command, x, y, return_outputs, share)
         results: dict[int, StepOutcome]
         results, outputs = self._dispatcher.carry_out(request)
         seconds, step = self._ranks.call_seconds, self.num_updates
-        outcome = results[max(results)]
-        if outcome.update is not None:
+        if command == "train_step":
             self._dispatcher.updated()
         joined = None
         if outputs is not None:
             joined = self._dispatcher.joined(outputs, {rank: own.outputs for rank, own in results.items()})
-        self._report_non_finite(outcome.losses, step)
-        norm, skipped = (outcome.update.grad_norm, outcome.update.skipped) if outcome.update else (None, False)
-        return StepResult(sum(outcome.losses) / share, seconds, norm, joined, skipped)
+        numbers = results[max(results)].numbers
+        if isinstance(numbers, StepNumbers):
+            return StepResult(self._figures(numbers, seconds, share, step), joined)
+        result = StepResult(partial(self._figures, numbers, seconds, share, step), joined)
+        self._unread.append(result)
+        return result
+
+    def _figures(self, numbers: StepNumbers | Reading, call_seconds: float, share: float, step: int) -> Figures:
+        """What the caller is told; waits for it, and warns of a loss that is not finite."""
+        numbers = settled(numbers)
+        self._report_non_finite(numbers.losses, step)
+        seconds = call_seconds if numbers.device_seconds is None else numbers.device_seconds
+        return Figures(sum(numbers.losses) / share, seconds, numbers.grad_norm, numbers.skipped)
 
     def _training(self, command: str, x: Any, y: Any, keep_outputs: bool = False, share: float = 1.0) -> Request:
         call = as_call(self._model, x)
@@ -230,7 +318,7 @@ class ParallelModel:
                 f"The loss of step {step} is {sum(losses)}: microbatches {bad} of {len(losses)}. "
                 "Gradients are not finite either; lower the learning rate or check the inputs.",
                 NonFiniteLossWarning,
-                stacklevel=4,  # the caller of forward_backward or train_step
+                stacklevel=frames_here(),  # the caller of forward_backward or train_step, or whoever reads the loss
             )
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -362,17 +450,34 @@ class ParallelModel:
     # -- end ---------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End the workers and free their memory. May be called again."""
-        self._ranks.close()
+        """End the workers and free their memory. May be called again.
+
+        Steps that are under way are waited for, so that what they came to can still be read.
+        """
+        try:
+            while self._unread and self._ranks.failed is None:
+                _ = self._unread.popleft().figures
+        finally:
+            self._ranks.close()
 
     def __enter__(self) -> ParallelModel:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if any(exception):  # steps that are under way may never end
+            self._unread.clear()
         self.close()
 
     def _call(self, name: str, *arguments: Any) -> dict[int, Any]:
         return self._dispatcher.call_all(name, *arguments)
+
+
+def frames_here() -> int:
+    """How many frames above the caller's, itself included, are of this module; as `warnings.warn` counts levels."""
+    frame, count = inspect.currentframe(), 0
+    while frame is not None and frame.f_code.co_filename == __file__:
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 class SchedulerHandle:

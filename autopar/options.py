@@ -10,6 +10,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError
 from autopar.ir import AskedSchedule, Balance, Precision, Recompute
+from autopar.runtime import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
@@ -39,7 +40,8 @@ class Options:
     one; results are the same, so it is the default.
 
     ``compile``: have torch.compile make the kernels of each stage, and ``cuda_graph``: replay a whole training step as
-    one CUDA graph; both by default where the devices are GPUs.
+    one CUDA graph; both by default where the devices are GPUs. ``transport``: what carries tensors between a pipeline's
+    GPUs, "symmetric" (they are written into the peer's memory), "nccl", or "auto": the first where it can be.
     """
 
     pp: int | None = None
@@ -59,6 +61,7 @@ class Options:
     backend: str | None = None
     compile: bool | None = None
     cuda_graph: bool | None = None
+    transport: TransportName = "auto"
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     solver_seconds: float = 10.0
@@ -76,7 +79,12 @@ class Options:
                 )
         balances = ("time", "params", "flops", "uniform")
         schedules = ("1f1b", "gpipe", "interleaved", "auto")
-        choices = {"schedule": schedules, "balance": balances, "recompute": ("none", "all", "auto")}
+        choices = {
+            "transport": get_args(TransportName),
+            "schedule": schedules,
+            "balance": balances,
+            "recompute": ("none", "all", "auto"),
+        }
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}={getattr(self, name)!r} is unknown. It is one of {', '.join(known)}.")

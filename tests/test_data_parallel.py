@@ -22,9 +22,9 @@ from autopar.batching import partition
 from autopar.bench import bubble_bound_seconds
 from autopar.ir import Mesh, Weight, broadcast_layout, split_layout
 from autopar.pytree import leaves
-from autopar.runtime import RankSpec, Span, balanced_owners
+from autopar.runtime import RankSpec, Span
 from autopar.runtime.rank import Rank
-from autopar.runtime.reduce import buckets_of, packed, unpacked
+from autopar.runtime.reduce import balanced_owners, buckets_of, packed, unpacked
 from autopar.runtime.spec import rank_text
 from autopar.runtime.transport import Hub, LocalTransport
 from autopar.schedule import Action, generate, simulate
@@ -346,6 +346,7 @@ def test_a_step_over_shards_and_replicas(owners: dict[str, int]) -> None:
     assert set(ranks[1].gradients()) == {"split", "shared"}  # a copy of what rank 0 gives
     with ThreadPoolExecutor(4) as threads:
         norms = [result.grad_norm for result in threads.map(Rank.optimizer_step, ranks, [0] * 4)]
+        list(threads.map(Rank.gather_weights, ranks))  # what the other replica owns
     whole = {
         "split": torch.cat(
             [gradients["split"][0] + gradients["split"][2], gradients["split"][1] + gradients["split"][3]]

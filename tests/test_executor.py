@@ -149,9 +149,9 @@ def test_activations_are_freed_as_the_schedule_says(schedule: str, chunks: int, 
     tokens = [weakref.WeakSet() for _ in range(pp)]
     alive: list[list[int]] = [[] for _ in range(pp)]
 
-    def build(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device, axes: Any) -> nn.Module:
+    def build(program: Program, weights: Mapping[str, torch.Tensor], device: torch.device, *rest: Any) -> nn.Module:
         rank = program.stage % pp
-        return Watched(graph_module(program, weights, device, axes), tokens[rank], alive[rank])
+        return Watched(graph_module(program, weights, device, *rest), tokens[rank], alive[rank])
 
     firsts = [f"{i}.linear" for i in range(1, pp * chunks)]
     plan = plan_by_hand(model, x, 6, firsts, schedule, chunks=chunks)

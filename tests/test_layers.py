@@ -21,12 +21,12 @@ TOP = 4  # everything else: the API, the command line, and what they are made of
 # Library -> who may import it.
 OWNERS = {
     "torch.fx": {"trace", "codegen"},
-    "torch.distributed": {"runtime"},
+    "torch.distributed": {"bench", "runtime"},
     "pulp": {"solve"},
     "highspy": {"solve"},
-    "time": {"profile", "runtime"},
+    "time": {"bench", "profile", "runtime"},
     "multiprocessing": {"runtime"},
-    "subprocess": {"runtime"},
+    "subprocess": {"bench", "runtime"},
     "cloudpickle": {"runtime"},
     "networkx": {"ir", "profile", "solve"},
     "typer": {"cli"},

@@ -17,6 +17,7 @@ from reference import Reference, assert_all_close, assert_close
 from test_data_parallel import ADAMW, data, updated_alike
 from test_mesh_parity import slow_compute
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from trained import assert_equals_one_device, cases
 from zoo import Tied, tiny_vit
 
@@ -24,6 +25,7 @@ import autopar
 from autopar.ir import Mesh, Weight, split_layout
 from autopar.options import Options
 from autopar.runtime import Parameters, RankSpec
+from autopar.runtime.optimizer import use_fused_kernels
 from autopar.runtime.rank import Rank
 from autopar.runtime.traits import couples, kind_of, split_wrongly
 from autopar.runtime.transport import Hub, LocalTransport
@@ -217,6 +219,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
                 rank.trainable[name].grad = cut[name](gradient, number % 2) / 2  # of each replica
         with ThreadPoolExecutor(4) as threads:
             list(threads.map(Rank.optimizer_step, ranks, [0] * 4))
+            list(threads.map(Rank.gather_weights, ranks))
         optimizer.step()
     for number, rank in enumerate(ranks):
         for name, parameter in rank.trainable.items():
@@ -381,3 +384,18 @@ def test_shares_that_are_none(share: Any) -> None:
     pm = in_threads(model, plan_by_hand(model, x, 1, []), x, F.cross_entropy, optimizer=ADAMW)
     with pytest.raises(autopar.UsageError, match="must be a number above 0: this batch's part of all samples"):
         pm.forward_backward(x, torch.arange(4), share=share)
+
+
+def test_fused_kernels_are_used_on_cuda_where_nothing_else_was_chosen() -> None:
+    def fused(make: Any, dtype: torch.dtype = torch.float32, device: str = "cuda") -> list[Any]:
+        with FakeTensorMode():  # needs no GPU
+            first, second = (nn.Parameter(torch.empty(3, dtype=dtype, device=device)) for _ in range(2))
+            optimizer = make([{"params": [first]}, {"params": [second], "foreach": None}, {"params": []}])
+            use_fused_kernels(optimizer)
+        return [group.get("fused") for group in optimizer.param_groups]
+
+    assert fused(ADAMW) == fused(functools.partial(torch.optim.SGD, lr=0.1)) == [True, True, None]
+    assert fused(functools.partial(ADAMW, foreach=False)) == [None, True, None]  # the second group says None itself
+    assert fused(functools.partial(ADAMW, fused=False)) == [False] * 3
+    assert fused(functools.partial(torch.optim.Adagrad, lr=0.1)) == [None] * 3  # has fused kernels for CPU only
+    assert fused(ADAMW, device="cpu") == fused(ADAMW, dtype=torch.complex64) == [None] * 3

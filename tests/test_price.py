@@ -241,7 +241,7 @@ SHARES = {
     "two replicas": (Sharing(dp=2), (512, 128e-6 + 1e-3 * 128 / BUCKET, 1024e-9)),
     "ZeRO-1": (
         Sharing(dp=2, zero1=True),
-        (128 + 128 + 128, 64e-6 + 1e-3 * 128 / BUCKET, 512e-9 + 64e-6 + 1e-3 * 128 / BUCKET),
+        (128 + 128 + 128, 2 * (64e-6 + 1e-3 * 128 / BUCKET), 512e-9),
     ),
     "summed over shards": (
         Sharing(tp=2, storage={"fc1.weight": broadcast_layout()}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -233,6 +234,41 @@ def with_segments(model: nn.Module, x: torch.Tensor, segments: tuple[int, ...]) 
     graph = trace(model, (x,))
     (program,) = split(graph, dict.fromkeys((op.name for op in graph.ops), 0), 1)
     return replace(program, segments=segments), weight_tensors(model, graph)
+
+
+@pytest.mark.parametrize("segments", [(), (0, 12), (10, 20)])
+def test_weights_are_waited_for_before_they_are_first_read(segments: tuple[int, ...]) -> None:
+    model, x = tiny_vit(2), torch.randn(2, 3, 32, 32)
+    expected = model(x)
+    program, weights = with_segments(model, x, segments)
+    given = {name: tensor.detach().clone() for name, tensor in weights.items()}
+    names = [w.name for w in program.weights]
+    arrivals: list[list[str]] = []
+
+    def arrival(group: list[str]) -> Callable[[], None]:
+        def arrive() -> None:
+            arrivals.append(group)
+            for name in group:
+                weights[name].data.copy_(given[name])
+
+        return arrive
+
+    groups = [names[:6], names[6:20], names[20:]]
+    waits = {name: wait for group in groups for name, wait in zip(group, [arrival(group)] * len(group))}
+    for name in names:
+        weights[name].data.fill_(float("nan"))
+    module = graph_module(program, weights, torch.device("cpu"), {}, waits)
+    (output,) = module(x)
+    torch.testing.assert_close(output, expected)
+    assert arrivals == groups
+    output.sum().backward()
+    assert arrivals == groups and not any(p.grad.isnan().any() for p in model.parameters() if p.grad is not None)
+    lines = [
+        line for line in module.code.splitlines() if "wait_" in line or "= torch.ops" in line or "segment_" in line
+    ]
+    places = [k for k, line in enumerate(lines) if "wait_" in line]
+    assert places[0] == 0 and (segments[:1] == (0,) or places[1] - places[0] > 2)  # each as late as can be
+    assert "wait_" not in source(program)
 
 
 def test_the_printed_source_shows_segments() -> None:

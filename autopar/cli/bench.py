@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shlex
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -9,6 +12,7 @@ import typer
 
 from autopar.cli.command import takes_flags
 from autopar.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
+from autopar.errors import UsageError
 
 DEFAULT_BATCH = 32
 
@@ -24,51 +28,139 @@ def bench(
         int | None,
         typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps, after a warm-up.", metavar="N")] = 10,
+    steps: Annotated[int, typer.Option(min=10, help="Timed steps of each contestant.", metavar="N")] = 10,
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.", metavar="N")] = 5,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Contestants to run: plain, single, autopar, uniform, ddp, fsdp2, 1f1b, interleaved, dtensor. By "
+            "default all, uniform and dtensor where the plan has stages and tensor parallelism.",
+            metavar="NAME,…",
+        ),
+    ] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Contestants to leave out.", metavar="NAME,…")] = None,
+    microbatch_sizes: Annotated[
+        str | None,
+        typer.Option(help="Microbatches to try with torch.distributed.pipelining, such as 16,32.", metavar="N,…"),
+    ] = None,
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="Model and images in this memory format, for all.")
+    ] = False,
+    limit: Annotated[float, typer.Option(min=1, help="Seconds for each variant of a contestant.", metavar="N")] = 600.0,
     seed: Annotated[int, typer.Option(help="Of weights and images.", metavar="N")] = 0,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the result as JSON.", metavar="FILE")
+        Path | None, typer.Option("-o", "--output", help="Write the result as JSON, after every row.", metavar="FILE")
+    ] = None,
+    png: Annotated[Path | None, typer.Option(help="Draw the result.", metavar="FILE")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a step of the plan as a timeline for ui.perfetto.dev.", metavar="FILE")
     ] = None,
 ) -> None:
-    """Time MODEL's plan on this machine beside the plain PyTorch loop and its own bubble bound."""
+    """Time MODEL's plan on this machine beside the plain loop, DDP, FSDP2, pipelining, DTensor and uniform cuts."""
     constraints = plan_flags.constraints() | run_flags.constraints()
+    sizes = None if microbatch_sizes is None else parse_sizes(microbatch_sizes)
     import torch
 
     from autopar.api import example_call
-    from autopar.bench import run_bench
+    from autopar.bench import BenchResult, Request, num_classes, run_bench
+    from autopar.bench.picture import draw, needed_figure
     from autopar.cli.bench_table import bench_parts
     from autopar.cli.inputs import parse_inputs
     from autopar.cli.models import model_source
     from autopar.cli.output import show
-    from autopar.errors import UsageError
+    from autopar.machine import this_machine
 
     source = model_source(model, model_flags, batch or DEFAULT_BATCH)
     inputs = parse_inputs(model_flags.inputs, batch)
     if len(inputs) > 1 or any(i.dtype != torch.float32 for i in inputs):
         raise UsageError("bench feeds a model random images: --input takes one shape of float32 there.")
-    torch.manual_seed(seed)
-    built = source.build("cpu")
+    built = source.build("meta")
     if inputs:
         shape = torch.Size(inputs[0].shape)
     else:
         shape = example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape
-    with torch.no_grad():
-        logits = built.eval()(torch.zeros(1, *shape[1:]))
-    if not isinstance(logits, torch.Tensor) or logits.ndim != 2:
-        raise UsageError(f"bench trains a classifier; {model} does not return one row of logits per image.")
-    images, labels = torch.randn(shape), torch.randint(0, logits.shape[1], shape[:1])
-    result = run_bench(
-        built,
-        images,
-        labels,
+    taking_part, left_out = names_of(only), names_of(skip)
+    if trace is not None and ("autopar" in left_out or (taking_part and "autopar" not in taking_part)):
+        raise UsageError("--trace shows a step of the plan: let autopar take part.")
+    if png is not None:
+        needed_figure()
+    for path in filter(None, (output, png, trace)):
+        check_writable(path)
+    request = Request(
+        source=source,
+        shape=tuple(shape),
+        classes=num_classes(built, shape),
         devices=devices,
+        constraints=constraints,
         steps=steps,
-        progress=lambda text: typer.echo(f"measuring: {text}", err=True),
-        **constraints,
+        warmup=warmup,
+        seed=seed,
+        compile=this_machine(devices, run_flags.backend).device_type == "cuda"
+        if run_flags.compile is None
+        else run_flags.compile,
+        channels_last=channels_last,
+        only=taking_part,
+        skip=left_out,
+        microbatch_sizes=sizes,
+        limit_seconds=limit,
+        command=shlex.join(["autopar", *sys.argv[1:]]),
     )
-    show(bench_parts(model, result))
-    if output is not None:
-        try:
-            output.write_text(result.to_json())
-        except OSError as error:
-            raise UsageError(f"Cannot write the result to {output}: {error.strerror}.") from error
+
+    def keep(result: BenchResult) -> None:
+        if output is not None:
+            write(output, result.to_json())
+
+    finished = run_bench(request, lambda text: typer.echo(text, err=True), keep)
+    show(bench_parts(finished.result))
+    if png is not None:
+        draw(finished.result, png)
+    if trace is not None:
+        if finished.trace is None:
+            typer.echo(f"No step of the plan was measured, so {trace} is not written.", err=True)
+        else:
+            write(trace, json.dumps(finished.trace))
+    if all(row.reason is not None for row in finished.result.rows):
+        raise typer.Exit(1)
+
+
+def names_of(texts: list[str] | None) -> tuple[str, ...]:
+    """The names in ``--only ddp,fsdp2 --only 1f1b``."""
+    return tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """The numbers in ``16,32``.
+
+    Raises:
+        UsageError: not whole numbers of at least 1.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UsageError(f"Cannot read --microbatch-sizes {text!r}. Write numbers of samples, such as 16,32.")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def check_writable(path: Path) -> None:
+    """Raise a UsageError now if a file cannot be written later; one that is there is left as it is."""
+    new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write to {path}: {error.strerror}. Give a file in a folder that exists and can be written to."
+        ) from error
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UsageError(f"Cannot write the result to {path}: {error.strerror}.") from error

@@ -6,57 +6,89 @@ from collections.abc import Sequence
 
 from rich.console import RenderableType
 from rich.table import Table
+from rich.text import Text
 
-from autopar.bench import BenchResult
+from autopar.bench import BenchResult, Row
 from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import BYTES, TIME, percent, plural, text
 
 
-def bench_parts(model: str, result: BenchResult) -> Sequence[RenderableType]:
-    """What was measured, the times, and the memory of each rank."""
+def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
+    """What was measured, a line per contestant, the plans' bubbles, and their memory rank by rank."""
+    precision = f"{result.precision}{', channels_last' if result.channels_last else ''}"
     lines = [
-        ("model", model),
-        ("batch", f"{result.batch:,} in {plural(result.microbatches, 'microbatch', 'es')}"),
+        ("model", f"{result.model}, {result.flops_per_image / 1e9:,.1f} GFLOP to train on an image"),
+        ("batch", f"{result.batch:,} images of {' × '.join(map(str, result.shape[1:]))}, {precision}"),
+        ("plan", result.plan),
         ("machine", result.machine),
+        ("measured", f"medians of {plural(result.steps, 'step')} after {result.warmup}, the slowest rank's time"),
     ]
-    return [labelled(lines), "", time_table(result), "", memory_table(result)]
+    parts = [labelled(lines), "", rate_table(result)]
+    planned = [row for row in result.best if row.pipeline is not None]
+    if planned:
+        parts += ["", bubble_table(planned)]
+    for row in planned:
+        if row.contestant == "autopar":
+            parts += ["", memory_table(row, result.memory)]
+    return parts
 
 
-def time_table(result: BenchResult) -> Table:
-    """Median step times, each compared with what it should equal."""
+def rate_table(result: BenchResult) -> Table:
+    """The best variant of each contestant, or why it has none."""
     table = plain_table()
-    table.add_column("run")
-    for title in ("step", "samples/s"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("compared", no_wrap=True)
-    overhead = result.single_seconds / result.plain_seconds - 1
-    rows = [
-        ("plain PyTorch loop, one device", result.plain_seconds, ""),
-        ("autopar, one device", result.single_seconds, f"{100 * overhead:+.1f} % time against the plain loop"),
-        (f"bubble bound, {plural(result.devices, 'device')}", result.bound_seconds, "measured actions, free transfers"),
-        (
-            f"autopar, {plural(result.devices, 'device')}",
-            result.step_seconds,
-            f"{percent(result.of_bound)} of its bound",
-        ),
-    ]
-    for run, seconds, compared in rows:
-        table.add_row(run, text(seconds, TIME), f"{result.batch / seconds:,.1f}", compared)
+    table.add_column("run", overflow="fold", max_width=46)
+    for title in ("step", "samples/s", "TFLOP/s per device", "peak memory"):
+        table.add_column(title, justify="right", overflow="fold")
+    fastest = max((row.samples_per_second or 0.0 for row in result.best if row.devices > 1), default=0.0)
+    for row in result.best:
+        name = Text(row.title, style="bold" if row.contestant == "autopar" else "")
+        detail = "\n".join(part for part in (row.label, row.note) if part)
+        name.append(f"\n  {detail}" if detail else "", style="dim")
+        if row.median_seconds is None or row.samples_per_second is None or row.tflops_per_device is None:
+            name.append(f"\n  {row.reason}", style="yellow")
+            table.add_row(name, "–", "–", "–", "–")
+            continue
+        rate = Text(f"{row.samples_per_second:,.1f}", style="green" if row.samples_per_second == fastest else "")
+        flops = f"{row.tflops_per_device:,.{3 if row.tflops_per_device < 1 else 1}f}"
+        table.add_row(name, text(row.median_seconds, TIME), rate, flops, text(max(row.peak_bytes), BYTES))
     return table
 
 
-def memory_table(result: BenchResult) -> Table:
-    """Predicted and measured peak memory of each rank."""
+def bubble_table(rows: Sequence[Row]) -> Table:
+    """Predicted and measured step and bubble of the contestants that run plans."""
     table = plain_table()
-    for title in ("rank", "predicted peak", "in tensors", "against prediction", "of the process"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for row in result.memory:
-        error = row.tensor_bytes / row.predicted_bytes - 1
+    table.add_column("run")
+    for title in ("predicted step", "measured", "bubble predicted", "measured", "bubble bound", "of bound"):
+        table.add_column(title, justify="right", overflow="fold")
+    for row in rows:
+        assert row.pipeline is not None and row.median_seconds is not None and row.of_bound is not None
         table.add_row(
-            str(row.rank),
-            text(row.predicted_bytes, BYTES),
-            text(row.tensor_bytes, BYTES),
-            f"{100 * error:+.1f} %",
-            text(row.resident_bytes, BYTES),
+            row.title,
+            text(row.pipeline.predicted_seconds, TIME),
+            text(row.median_seconds, TIME),
+            percent(row.pipeline.bubble_predicted),
+            percent(row.pipeline.bubble_measured),
+            text(row.pipeline.bound_seconds, TIME),
+            percent(row.of_bound),
+        )
+    return table
+
+
+def memory_table(row: Row, memory: str) -> Table:
+    """Predicted and measured peak memory of each rank of the plan."""
+    table = plain_table()
+    assert row.pipeline is not None
+    counted = row.pipeline.tensor_bytes
+    for title in ("rank", "predicted peak", *(["in tensors"] if counted else []), memory, "against prediction"):
+        table.add_column(title, justify="right", overflow="fold")
+    for rank, peak in enumerate(row.peak_bytes):
+        predicted = row.pipeline.predicted_bytes[rank]
+        compared = counted[rank] if counted else peak
+        table.add_row(
+            str(rank),
+            text(predicted, BYTES),
+            *([text(counted[rank], BYTES)] if counted else []),
+            text(peak, BYTES),
+            f"{100 * (compared / predicted - 1):+.1f} %",
         )
     return table

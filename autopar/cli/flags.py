@@ -109,6 +109,13 @@ class RunFlags:
         Option("--cuda-graph/--no-cuda-graph", help="Replay training steps as CUDA graphs; by default on GPUs."),
     ] = None
 
+    transport: Annotated[
+        str | None,
+        Option(
+            help="What carries tensors between GPUs of a pipeline: auto (default), nccl, symmetric.", metavar="NAME"
+        ),
+    ] = None
+
     def constraints(self) -> dict[str, Any]:
         """The keyword arguments of `autopar.parallelize` that were given."""
         return {name: value for name, value in asdict(self).items() if value is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import getitem
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +22,7 @@ from autopar.operators import operator
 RESERVED = ("self", "torch", "device", "inf", "nan")
 SAME_KEYS: Mapping[str, str] = MappingProxyType({})
 NO_MODULES: Mapping[str, nn.Module] = MappingProxyType({})
+NO_WAITS: Mapping[str, Callable[[], None]] = MappingProxyType({})
 
 
 def graph_module(
@@ -29,6 +30,7 @@ def graph_module(
     weights: Mapping[str, torch.Tensor],
     device: torch.device,
     axes: Mapping[str, str] = SAME_KEYS,
+    waits: Mapping[str, Callable[[], None]] = NO_WAITS,
     compiled: bool = False,
 ) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
@@ -39,6 +41,8 @@ def graph_module(
         weights: at least the program's own, by name; used as they are, so several modules can share them.
         device: replaces every device that tracing baked in.
         axes: for each mesh axis the key of its communicator in `autopar.collectives`; its name where it is not listed.
+        waits: for weights that may still be under way, what waits for them. Several can share one; it is called before
+            the first operation (or region, or segment) that reads one of them.
         compiled: have torch.compile make kernels of the operations, region by region, at the first call.
     """
     own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
@@ -54,21 +58,22 @@ def graph_module(
         name: str,
         modules: Mapping[str, nn.Module] = NO_MODULES,
         segments: Sequence[Segment] = (),
+        waits: Mapping[str, Callable[[], None]] = NO_WAITS,
     ) -> fx.GraphModule:
         if not compiled:
-            return function(ops, arguments, results, own | dict(modules), device, axes, name, segments)
+            return function(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
         wanted = {*results, *(read for s in segments for read in s.reads)}
         regions = divided(ops, region_starts(ops), own, wanted, "region")
         calls = {region.name: compiled_region(region, values, own, emit_region) for region in regions}
         held = own | dict(modules) | calls
-        return function((), arguments, results, held, device, axes, name, (*regions, *segments))
+        return function((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
 
     segments = segments_of(program)
     modules = {}
     for s in segments:
         modules[s.name] = Recomputed(body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.draws)
     once = program.ops[: program.segments[0]] if segments else program.ops
-    return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments)
+    return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
 
 
 def function(
@@ -80,11 +85,13 @@ def function(
     axes: Mapping[str, str],
     class_name: str,
     segments: Sequence[Segment] = (),
+    waits: Mapping[str, Callable[[], None]] = NO_WAITS,
 ) -> fx.GraphModule:
     """A module from arguments to a tuple of results, by name, that runs operations and then segments.
 
     Args:
         held: weights and the segments' modules by name; those that are used become the module's own.
+        waits: as in `graph_module`.
     """
     read = {name for op in ops for name in op.reads} | {*results} | {s.name for s in segments}
     own = {name: value for name, value in held.items() if name in read}
@@ -95,12 +102,35 @@ def function(
     nodes: dict[str, fx.Node] = {name: graph.placeholder(names[name]) for name in arguments}
     for name in [name for name in own if name not in {s.name for s in segments}]:
         nodes[name] = graph.create_node("get_attr", name, name=names[name])
+    waiting: dict[Callable[[], None], str] = {}
+
+    def wait(reads: Iterable[str]) -> None:
+        for ready in dict.fromkeys(waits[name] for name in reads if name in waits):
+            if ready not in waiting:
+                waiting[ready] = f"wait_{len(waiting)}"
+                own[waiting[ready]] = Wait(ready)
+                graph.call_module(waiting[ready])
+
     for op in ops:
+        wait(op.reads)
         emit(graph, op, nodes, names, device, axes)
     for segment in segments:
+        wait(name for op in segment.ops for name in op.reads)
         call(graph, segment, nodes, names)
+    wait(results)
     graph.output(tuple(nodes[name] for name in results))
     return fx.GraphModule(own, graph, class_name=class_name)
+
+
+class Wait(nn.Module):
+    """Waits for weights that are under way."""
+
+    def __init__(self, ready: Callable[[], None]) -> None:
+        super().__init__()
+        self.ready = ready
+
+    def forward(self) -> None:
+        self.ready()
 
 
 def emit(

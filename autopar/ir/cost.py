@@ -67,8 +67,8 @@ class Holding:
 
     As a weight: a rank's part of its value, gradient and optimizer state. As a saved activation: one storage that
     several groups keep for their backward, per microbatch. ``reduce_seconds`` sum its gradient over the data-parallel
-    replicas, which the last backward can hide; ``optimizer_seconds`` are the update and what else nothing hides:
-    summing a gradient over shards, gathering updated weights under ZeRO-1.
+    replicas, which the last backward can hide, and gather it under ZeRO-1, which the first forward can;
+    ``optimizer_seconds`` are the update and what else nothing hides, such as summing a gradient over shards.
     """
 
     name: str

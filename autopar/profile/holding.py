@@ -48,7 +48,7 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
         groups=groups,
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
-        reduce_seconds=reduce_seconds(stored, sharing, hardware) if trained else 0.0,
+        reduce_seconds=reduce_seconds(weight, sharing, hardware) if trained else 0.0,
     )
 
 
@@ -74,23 +74,27 @@ def update_seconds(numel: float, num_bytes: float, hardware: Hardware) -> float:
 
 
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:
-    """What a weight costs between the last backward and the next step: its update, casting it to the copy that programs
-    read, gathering it under ZeRO-1, and the sum of its gradient over the shards where each has a summand."""
+    """What a weight costs between the last backward and the next forward: its update, casting it to the copy that
+    programs read (its owner's work under ZeRO-1), and the sum of its gradient over the shards where each has a
+    summand."""
     stored = weight.stored_bytes
     seconds = update_seconds(weight.numel, stored, hardware) / state_ranks(sharing)
     if weight.copy_bytes:
-        seconds += hardware.traffic_seconds(stored + weight.copy_bytes)
-    if sharing.zero1:
-        seconds += bucket_share("all-gather", stored, hardware, sharing.dp, sharing.tp)
+        seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
     if TP in layout.partial_gradient:
         seconds += bucket_share("all-reduce", stored, hardware, sharing.tp)
     return seconds
 
 
-def reduce_seconds(num_bytes: int, sharing: Sharing, hardware: Hardware) -> float:
-    """Time to sum a gradient over the replicas; under ZeRO-1 each only needs the sum of its part."""
-    kind = "reduce-scatter" if sharing.zero1 else "all-reduce"
-    return bucket_share(kind, num_bytes, hardware, sharing.dp, sharing.tp)
+def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> float:
+    """Time to sum a gradient over the replicas. Under ZeRO-1 each only needs the sum of its part, and what programs
+    read of the weight, its copy where there is one, is gathered from the owners under the next forward.
+    """
+    ranks, stride = sharing.dp, sharing.tp
+    if not sharing.zero1:
+        return bucket_share("all-reduce", weight.stored_bytes, hardware, ranks, stride)
+    scatter = bucket_share("reduce-scatter", weight.stored_bytes, hardware, ranks, stride)
+    return scatter + bucket_share("all-gather", weight.num_bytes, hardware, ranks, stride)
 
 
 def bucket_share(kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int, stride: int = 1) -> float:

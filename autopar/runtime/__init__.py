@@ -1,17 +1,30 @@
 """The fifth stage: programs run as ranks: worker processes, a launcher's processes, or this one."""
 
+from autopar.runtime.buckets import replica_owners
 from autopar.runtime.checkpoint import read_tensors
 from autopar.runtime.executor import Span, StepData
 from autopar.runtime.folder import check_files, copy_checkpoint, is_checkpoint, read_header
 from autopar.runtime.launch import Launched, launched, starts_once
 from autopar.runtime.pool import WorkerPool
-from autopar.runtime.reduce import balanced_owners
+from autopar.runtime.reading import settled, start_reading
 from autopar.runtime.restore import OptionChange
-from autopar.runtime.spec import Parameters, RankSpec, RankStats, StepOutcome, UpdateResult, Work, rank_text
+from autopar.runtime.spec import (
+    Parameters,
+    RankSpec,
+    RankStats,
+    Reading,
+    StepNumbers,
+    StepOutcome,
+    UpdateResult,
+    Work,
+    rank_text,
+)
 from autopar.runtime.spmd import LocalRanks, TorchrunRanks
+from autopar.runtime.transport import TransportName
 
 __all__ = [
-    "Launched", "LocalRanks", "OptionChange", "Parameters", "RankSpec", "RankStats", "Span", "StepData", "StepOutcome",
-    "TorchrunRanks", "UpdateResult", "Work", "WorkerPool", "balanced_owners", "check_files", "copy_checkpoint",
-    "is_checkpoint", "launched", "rank_text", "read_header", "read_tensors", "starts_once",
+    "Launched", "LocalRanks", "OptionChange", "Parameters", "RankSpec", "RankStats", "Reading", "Span", "StepData",
+    "StepNumbers", "StepOutcome", "TorchrunRanks", "TransportName", "UpdateResult", "Work", "WorkerPool", "check_files",
+    "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header", "read_tensors", "replica_owners",
+    "settled", "start_reading", "starts_once",
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 import torch.distributed as dist
@@ -20,14 +20,23 @@ from autopar.runtime.transport import TransportError
 KEY = "failed"
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # for the cause to be heard, and for a rank to notice by itself that its peer is gone
+OUTSIDE_SECONDS = 10.0  # for a rank that is in no call, but whose GPU waits, to come back
 
 
 class Alarm:
-    """This rank's ear and voice. A thread listens; it ends the process if that waits for a rank that has failed."""
+    """This rank's ear and voice. A thread listens; it ends the process if that waits for a rank that has failed.
 
-    def __init__(self, store: dist.Store, name: str) -> None:
-        """``name`` is this rank's, as in ``rank 1 (stage 1)``."""
-        self.store, self.name = store, name
+    A thread that waits for its GPU takes no exception: the process is ended as a whole, and says why.
+    """
+
+    def __init__(self, store: dist.Store, name: str, waits: Callable[[], bool]) -> None:
+        """Start listening.
+
+        Args:
+            name: this rank's, as in ``rank 1 (stage 1)``.
+            waits: whether its GPU may wait for other ranks although no call is going on.
+        """
+        self.store, self.name, self.waits = store, name, waits
         self.calls = 0  # begun and ended ones: odd during a call
         self.closed = threading.Event()
         threading.Thread(target=self.listen, daemon=True).start()
@@ -64,13 +73,15 @@ class Alarm:
         return None
 
     def listen(self) -> None:
-        """End the process when another rank has failed and a call goes on that cannot end any more."""
+        """End the process when another rank has failed and a call, or work of its GPU, cannot end any more."""
         cause = None
         while cause is None and not self.closed.is_set():
             cause = self.heard(POLL_SECONDS)
         while not self.closed.is_set():
             call = self.calls
-            if not self.closed.wait(GRACE_SECONDS) and call % 2 and call == self.calls:
+            inside = call % 2 == 1
+            ended = self.closed.wait(GRACE_SECONDS if inside else OUTSIDE_SECONDS)
+            if not ended and call == self.calls and (inside or self.waits()):
                 print(f"autopar: {self.name} was ended, because {cause}", file=sys.stderr, flush=True)
                 os._exit(1)
 

@@ -7,7 +7,8 @@ from typing import Literal
 
 import torch
 
-from autopar.runtime.transport import Delivery, Gathering, Receipt, Transport
+from autopar.runtime.symmetric import Messages
+from autopar.runtime.transport import Delivery, Gathering, Mail, Receipt, Transport
 
 Mood = Literal["asking", "noting", "recalling"]
 
@@ -65,6 +66,9 @@ class Answers:
             return self.recalled().tolist()
         return self.written(torch.tensor(self.transport.sum_flags(flags, ranks))).tolist()
 
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self.transport.mail(incoming, outgoing)
+
     def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
         return self.transport.send(tensor, dst, tag, lane)
 
@@ -73,6 +77,12 @@ class Answers:
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
         return self.transport.start_sum(tensor, ranks, root)
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        return self.transport.start_reduce_scatter(flat, ranks)
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        return self.transport.start_all_gather(flat, ranks)
 
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
         return self.transport.start_broadcast(tensor, ranks, root)

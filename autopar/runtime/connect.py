@@ -45,7 +45,9 @@ class ConnectedRank:
         on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
         own = {c.members: c.group for c in self.axes.communicators.values()}
         made = {ranks: own.get(ranks) for ranks in on_axes}
-        self.transport = ProcessGroupTransport(spec.rank, device, spec.channels, spec.shared, made, timeout_seconds)
+        self.transport = ProcessGroupTransport(
+            spec.rank, device, spec.channels, spec.shared, made, timeout_seconds, spec.transport
+        )
         self.rank = Rank(spec, tensors, self.transport, self.keys)
 
     def close(self) -> None:

@@ -8,25 +8,34 @@ import torch
 from torch import nn
 
 from autopar.ir import Program
+from autopar.runtime.replica_weights import ReplicaWeights
 
 
 class Copies:
-    """The copies that programs have asked for, made of their masters and kept equal to them.
+    """What programs read of a rank's weights: the weights, and the copies that programs have asked for.
 
-    A copy is a leaf of autograd. What a backward leaves in its gradient is moved on at once: added to the master's, in
-    the master's dtype, as autocast does for every microbatch.
+    A copy is a leaf of autograd; its gradients are moved to its master's (`autopar.runtime.gradients`). Under ZeRO-1 a
+    copy of a trained weight lies in the memory that the replicas fill together.
     """
 
-    def __init__(self, weights: Mapping[str, torch.Tensor], came: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, torch.Tensor],
+        watch: Callable[[str, nn.Parameter], None],
+        shared: ReplicaWeights | None = None,
+    ) -> None:
         """Nothing is copied yet.
 
         Args:
             weights: all of the rank's, by name.
-            came: is told the name of each master whose gradient has grown.
+            watch: is told each copy that will get gradients, and the name of its master.
+            shared: of the weights that replicas update each in part.
         """
-        self.weights, self.came = weights, came
+        self.weights, self.watch, self.shared = weights, watch, shared
         self.copies: dict[str, nn.Parameter] = {}
+        self.own: list[str] = []  # copies that this rank makes of its own masters
         self.versions: list[int] = []
+        self.masters_read = False  # whether a program reads a weight itself that replicas share as a copy
 
     def read_by(self, program: Program) -> Mapping[str, nn.Parameter]:
         """The copies that a program reads, by name of the weight."""
@@ -34,42 +43,63 @@ class Copies:
         for weight in wanted:
             if weight.name not in self.copies:
                 self.add(weight.name, getattr(torch, weight.dtype))
+        if self.shared is not None:
+            self.masters_read |= any(not w.master and w.name in self.shared.copies for w in program.weights)
         return {weight.name: self.copies[weight.name] for weight in wanted}
 
     def add(self, name: str, dtype: torch.dtype) -> None:
         master = self.weights[name]
-        copy = nn.Parameter(master.detach().to(dtype), master.requires_grad)
-        if master.requires_grad:
-            copy.register_post_accumulate_grad_hook(lambda _: self.move(name))
-        self.copies[name] = copy
-        self.forget()
-
-    def move(self, name: str) -> None:
-        """Move a copy's gradient into its master's."""
-        copy, master = self.copies[name], self.weights[name]
-        assert copy.grad is not None
-        if master.grad is None:
-            master.grad = copy.grad.to(master.dtype)
+        given = self.shared.copies.get(name) if self.shared is not None else None
+        if given is not None:
+            assert given.dtype == dtype, f"{name}: copies in {given.dtype} and {dtype}"
         else:
-            master.grad.add_(copy.grad)
-        copy.grad = None
-        self.came(name)
+            self.own.append(name)
+        tensor = given if given is not None else master.detach().to(dtype)
+        copy = self.copies[name] = nn.Parameter(tensor, master.requires_grad)
+        if master.requires_grad:
+            self.watch(name, copy)
+        self.versions = []
 
     def forget(self) -> None:
         """The masters have changed in a way that they do not show (``weight.data``)."""
         self.versions = []
+        if self.shared is not None:
+            self.shared.changed()
 
-    def refresh(self) -> None:
-        """Make the copies equal to their masters, if those have changed since the last time."""
-        if not self.copies:
+    def refresh(self, always: bool = False) -> None:
+        """Make what programs read equal to the masters, if those have changed since the last time.
+
+        What comes from other replicas is under way then: `waits` wait for it.
+
+        Args:
+            always: also if they have not, as in a step that will be replayed.
+        """
+        if self.shared is not None:
+            self.shared.gather(always)
+            if self.masters_read:
+                self.shared.gather_masters()
+            if any(name in self.shared.bucket_of for name in self.own):
+                self.shared.wait()
+        if not self.own:
             return
-        masters = [self.weights[name].detach() for name in self.copies]
+        masters = [self.weights[name].detach() for name in self.own]
         versions = [master._version for master in masters]
-        if versions != self.versions:
-            torch._foreach_copy_([copy.detach() for copy in self.copies.values()], masters)
+        if always or versions != self.versions:
+            torch._foreach_copy_([self.copies[name].detach() for name in self.own], masters)
             self.versions = versions
 
     @property
+    def waits(self) -> Mapping[str, Callable[[], None]]:
+        """For weights that may be under way, what waits for them."""
+        return self.shared.waits if self.shared is not None else {}
+
+    def settle(self) -> None:
+        """A step is over: wait for what nobody has read."""
+        if self.shared is not None:
+            self.shared.wait()
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all copies."""
-        return sum(copy.nbytes for copy in self.copies.values())
+        """Bytes of all copies, and of the padding between weights."""
+        shared = self.shared.num_bytes if self.shared is not None else 0
+        return shared + sum(self.copies[name].nbytes for name in self.own)

@@ -16,6 +16,7 @@ from autopar.ir import Edge, Program, Ref, Value, input_names
 from autopar.pytree import tree_map, unflatten
 from autopar.runtime.settle import Message, settled
 from autopar.runtime.stopwatch import Stopwatch
+from autopar.runtime.symmetric import Messages
 from autopar.runtime.transport import Delivery, Receipt, Transport
 from autopar.schedule import Action, Schedule
 
@@ -98,23 +99,34 @@ class BoundStep:
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.loss_scale = 1.0
+        self.after_backward: Callable[[], None] = lambda: None  # set by whoever has gradients to move then
         self.sent: dict[Message, list[Delivery]] = {}
         self.passed: dict[tuple[int, int, int], torch.Tensor] = {}  # from chunk to chunk of this rank, by these and tag
         self.chunks = chunks
         self.input_places = [input_places([chunk.program for chunk in own]) for own in chunks]
         actions = schedule[position]
-        self.last_backward = max((k for k, a in enumerate(actions) if a.kind == "B"), default=-1)
+        self.mail = transport.mail(*self.messages(actions)) if training and len(ranks) > 1 else transport
+        # Which weights have their last backward in which action: their gradients are complete after it.
+        backwards = [(k, self.chunk_of(a).program) for k, a in enumerate(actions) if a.kind == "B"]
+        last = {weight.name: k for k, program in backwards for weight in program.weights}
+        self.completed = {k: [name for name, own in last.items() if own == k] for k in {*last.values()}}
         self.work = [self.bind(action) for action in actions]
         self.settles = settled(position, schedule, self.before, self.after)
 
-    def run(self, data: StepData, keep_outputs: bool, before_last_backward: Callable[[], None] | None = None) -> None:
-        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``."""
+    def run(
+        self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
+    ) -> None:
+        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``.
+
+        Args:
+            before_last: is told the names of weights right before the last backward that reaches them.
+        """
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
         for left in (self.sent, self.held, self.passed):  # by a step that raised
             left.clear()
-        early, last = self.transport.posts_early, len(self.work) - 1
+        early, last = self.mail.posts_early, len(self.work) - 1
         posted = self.work[0][1]() if self.work else []
         with torch.set_grad_enabled(self.training):
             for k, (action, _, compute) in enumerate(self.work):
@@ -122,8 +134,8 @@ class BoundStep:
                 following = self.work[k + 1][1]() if early and k < last else None
                 received = [receipt() for receipt in posted]
                 self.settle(self.settles[k])
-                if before_last_backward is not None and k == self.last_backward:
-                    before_last_backward()
+                if before_last is not None and k in self.completed:
+                    before_last(self.completed[k])
                 self.computing, start = True, self.stopwatch.mark()
                 compute(received)
                 self.computing = False
@@ -132,6 +144,22 @@ class BoundStep:
                     posted = following if following is not None else self.work[k + 1][1]()
             self.settle(list(self.sent))
         self.data, self.current = NO_DATA, None
+
+    def messages(self, actions: Sequence[Action]) -> tuple[Messages, Messages]:
+        """The bytes of every tensor that comes from another rank in a step, and of every one that goes to another."""
+        incoming: dict[tuple[int, int], int] = {}
+        outgoing: dict[tuple[int, int], int] = {}
+        for action in actions:
+            program, forward = self.chunk_of(action).program, action.kind == "F"
+            takes, gives = (program.receives, program.sends) if forward else (program.sends, program.receives)
+            for edges, found, comes in ((takes, incoming, True), (gives, outgoing, False)):
+                wanted = edges if forward else [e for e in edges if e.value.requires_grad]
+                for k, e in self.numbered(wanted):
+                    src, dst = (e.src, e.dst) if forward else (e.dst, e.src)
+                    peer = src if comes else dst
+                    if not self.is_here(peer):
+                        found[self.rank_of(peer), self.tag(k, action.microbatch, src, dst)] = e.value.num_bytes
+        return incoming, outgoing
 
     def rank_of(self, chunk: int) -> int:
         """The rank that runs a chunk."""
@@ -158,7 +186,7 @@ class BoundStep:
             self.passed[src, dst, tag] = tensor
         else:
             rank, lane = self.rank_of(dst), self.lane(src, dst)
-            self.keep(dst, self.transport.send(tensor.contiguous(), rank, tag, lane))
+            self.keep(dst, self.mail.send(tensor.contiguous(), rank, tag, lane))
 
     def send_flags(self, flags: list[bool], src: int, dst: int, tag: int) -> None:
         if self.is_here(dst):
@@ -186,6 +214,10 @@ class BoundStep:
         return tuple(
             Span(a, seconds(self.marks[0][1], start), seconds(self.marks[0][1], end)) for a, start, end in self.marks
         )
+
+    def started_ns(self) -> int:
+        """When on the host's clock the first action of the last run started; error as `Stopwatch.host_ns`."""
+        return self.stopwatch.host_ns(self.marks[0][1]) if self.marks else 0
 
     def here(self, leaf: Any) -> Any:
         """A tensor on this rank's device; anything else as it is."""
@@ -221,7 +253,7 @@ class BoundStep:
             shape, dtype = [e.value.shape[d] for d in memory_order(e.value)], getattr(torch, e.value.dtype)
             src, dst = (e.src, e.dst) if action.kind == "F" else (e.dst, e.src)
             tag = self.tag(k, action.microbatch, src, dst)
-            receive = partial(self.transport.receive, shape, dtype, self.rank_of(src), tag, self.lane(src, dst))
+            receive = partial(self.mail.receive, shape, dtype, self.rank_of(src), tag, self.lane(src, dst))
             calls.append(self.receipt(src, dst, tag, receive))
         return lambda: [call() for call in calls]
 
@@ -323,6 +355,7 @@ class BoundStep:
             roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
+                self.after_backward()
             # Zeros fill the place of a gradient that there is none of; the flags keep them from counting as one, which
             # would have weight decay change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}

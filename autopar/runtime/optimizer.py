@@ -16,6 +16,9 @@ from autopar.runtime.traits import Kind, couples, kind_of, needs_closure, nested
 from autopar.runtime.transport import Transport
 from autopar.runtime.whole import Wholes
 
+# Adagrad has "fused" among its options too, but on CPU only (torch 2.11 to 2.15).
+HAVE_FUSED_KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
 
 @dataclass(frozen=True)
 class RankOptimizer:
@@ -98,6 +101,16 @@ def with_all_groups(
         for parameter in [p for p in own.state if id(p) in away]:
             del own.state[parameter]
     return optimizer
+
+
+def use_fused_kernels(optimizer: Optimizer) -> None:
+    """Have torch's optimizers on CUDA update all parameters in one kernel, where the user chose no implementation."""
+    for own in nested(optimizer):
+        for group in own.param_groups if isinstance(own, HAVE_FUSED_KERNELS) else ():
+            chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
+            fit = [p.is_cuda and p.is_floating_point() for p in group["params"]]
+            if "fused" in group and not chosen and fit and all(fit):
+                group["fused"] = True
 
 
 def name_of(thing: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -11,6 +12,7 @@ import traceback
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -23,14 +25,16 @@ import torch.distributed as dist
 from autopar.errors import UsageError, WorkerError
 from autopar.runtime.settings import TorchSettings
 from autopar.runtime.shared import SharedMemory, shared_file
-from autopar.runtime.spec import RankSpec, rank_text
+from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 from autopar.runtime.wire import Encoded, Line, culprit
 from autopar.runtime.worker import START_SECONDS, WHERE, Failure, Start
 
 GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
 EXIT_SECONDS = 3.0  # for a worker to leave by itself when its connection closes
 # Commands that only read their tensors; on a GPU they copy them there.
-BORROWERS = frozenset({"forward", "forward_backward", "train_step"})
+BORROWERS = frozenset({"forward", "begin", "forward_backward", "train_step"})
+# Of these a GPU's worker replies as soon as they are launched; what they came to is read later.
+STEPS = frozenset({"forward_backward", "train_step"})
 
 
 class WorkerPool:
@@ -62,6 +66,8 @@ class WorkerPool:
         self.failed: str | None = None
         self.timeout_seconds = timeout_seconds
         self.call_seconds = 0.0  # of the last call, transfer of its arguments and results included
+        self.begun: dict[int, str] = {}  # steps that were launched and not read yet, by number, as errors call them
+        self.num_begun = 0
         self.on_gpu = [torch.device(spec.device).type == "cuda" for spec in specs]
         self.lines: list[Line] = []
         self.processes: list[subprocess.Popen[bytes]] = []
@@ -103,10 +109,34 @@ class WorkerPool:
             WorkerError: a rank raised or died; all workers are ended.
             UsageError: the workers are gone already, or an argument cannot be sent; then no worker was told anything.
         """
+        if name in STEPS and all(self.on_gpu) and not any(own[0].keep_outputs for own in arguments.values()):
+            return self.begin(name, arguments)
+        return self.carry_out(name, name, arguments)
+
+    def begin(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+        """Launch a step, of which the ranks' outcomes are read later: meanwhile the caller can prepare the next one."""
+        step, self.num_begun = self.num_begun, self.num_begun + 1
+        self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()})
+        self.begun[step] = f"{name} of step {arguments[0][0].num_updates}"
+        read = functools.cache(lambda: self.read(step))
+        return {rank: StepOutcome(read, []) for rank in self.numbers}
+
+    def read(self, step: int) -> StepNumbers:
+        """The numbers of a step that was launched; waits for it. The time is that of the slowest rank.
+
+        All ranks are asked, although each has the numbers: an error of any GPU shows in what waits for it.
+        """
+        found = self.carry_out("read", self.begun[step], dict.fromkeys(self.numbers, (step,)))
+        del self.begun[step]
+        seconds = [own.device_seconds for own in found.values() if own.device_seconds is not None]
+        return replace(found[max(found)], device_seconds=max(seconds, default=None))
+
+    def carry_out(self, command: str, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+        """Send a command to all workers and wait for their replies; ``name`` is what errors call it."""
         if self.failed is not None:
             raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
         start = time.perf_counter()
-        messages = [self.encoded(rank, name, arguments[rank]) for rank in self.numbers]
+        messages = [self.encoded(rank, command, name, arguments[rank]) for rank in self.numbers]
         try:
             for rank, (line, message) in enumerate(zip(self.lines, messages, strict=True)):
                 try:
@@ -122,14 +152,14 @@ class WorkerPool:
         self.call_seconds = time.perf_counter() - start
         return results
 
-    def encoded(self, rank: int, name: str, own: tuple) -> Encoded:
+    def encoded(self, rank: int, command: str, name: str, own: tuple) -> Encoded:
         """One rank's message for a command.
 
         Raises:
             UsageError: an argument cannot be pickled, or there is no room for its tensors.
         """
         try:
-            return self.lines[rank].encode((name, own), lend=self.on_gpu[rank] and name in BORROWERS)
+            return self.lines[rank].encode((command, own), lend=self.on_gpu[rank] and command in BORROWERS)
         except OSError as error:
             raise UsageError(
                 f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "
@@ -214,8 +244,12 @@ class WorkerPool:
             raise first.user_error
         where = f" in action {first.action}" if first.action else ""
         self.failed = f"{rank_text(self.mesh, first.rank).capitalize()} failed during {name}{where}: {first.error}."
+        earlier = ", ".join(other for other in self.begun.values() if other != name)
+        before = (
+            f" A GPU's error may come from what was launched before and not read yet: {earlier}." if earlier else ""
+        )
         others = "".join(f"\nRank {f.rank}, in action {f.action or name}: {f.error}" for f in told[1:])
-        raise WorkerError(f"{self.failed} All other ranks were ended.\n\n{first.details.rstrip()}{others}")
+        raise WorkerError(f"{self.failed} All other ranks were ended.{before}\n\n{first.details.rstrip()}{others}")
 
     def exit_code(self, rank: int) -> str:
         """How a dead worker ended, in words."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +23,11 @@ from autopar.runtime.executor import BoundStep, Chunk
 from autopar.runtime.graphed import Graphs
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.mixed_loss import in_autocast
+from autopar.runtime.reading import numbers_of
 from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import Computed, RankSpec, RankStats, StepOutcome, UpdateResult, Work
+from autopar.runtime.staging import Staging
+from autopar.runtime.stopwatch import Stopwatch
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
 from autopar.schedule import generate
@@ -62,10 +66,11 @@ class Rank:
         self.updater = Updater(spec, self.trainable, self.transport)
         self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
         self.set_aside: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
-        self.copies = Copies(self.weights, self.updater.came)
+        self.copies = Copies(self.weights, self.updater.gradients.watch, self.updater.replica_weights)
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
         self.bound: dict[tuple, BoundStep] = {}
         self.running: BoundStep | None = None
+        self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = Graphs(self) if self.stream is not None and spec.cuda_graph else None
         self.apart = False  # whether training has changed buffers, differently on each replica
         self.step_seconds = 0.0
@@ -103,8 +108,9 @@ class Rank:
         """Build a program for each chunk of this rank, under a number that steps will name; ``constants`` are those
         they read."""
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
+        build, copies = self.spec.build, self.copies
         self.chunks[key] = tuple(
-            Chunk(program, self.spec.build(program, {**held, **self.copies.read_by(program)}, self.device, self.axes))
+            Chunk(program, build(program, {**held, **copies.read_by(program)}, self.device, self.axes, copies.waits))
             for program in programs
         )
 
@@ -115,10 +121,11 @@ class Rank:
             schedule = generate(work.schedule, self.mesh.pp, len(work.programs), self.spec.chunks)
             loss_fn = self.loss_fn() if self.judges and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
-            self.bound[key] = BoundStep(
+            step = self.bound[key] = BoundStep(
                 schedule, self.place.stage, self.spec.pipeline, chunks, self.transport, self.device, loss_fn,
                 work.training,
             )  # fmt: skip
+            step.after_backward = self.updater.gradients.settle
         return self.bound[key]
 
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
@@ -131,28 +138,42 @@ class Rank:
     def forward(self, work: Work) -> list[list[Any]]:
         """Flattened outputs per microbatch; empty lists except where they are kept."""
         self.share_buffers(work.mode)
-        if not work.programs:  # fewer samples than replicas
+        if not work.programs:  # fewer samples than replicas, which gather weights together nevertheless
+            self.copies.refresh()
+            self.copies.settle()
             return []
-        return self.execute(work, update_follows=False).outputs
+        with self.staging.taken(work.data) as data:
+            return self.execute(replace(work, data=data), update_follows=False).outputs
 
     def forward_backward(self, work: Work) -> StepOutcome:
         """Accumulate gradients."""
+        start = self.stopwatch.mark()
         self.share_buffers(work.mode)
-        step = self.execute(work, update_follows=False)
-        return StepOutcome(self.summed_losses(step, len(work.programs)).tolist(), step.outputs)
+        with self.staging.taken(work.data) as data:
+            step = self.execute(replace(work, data=data), update_follows=False)
+        losses = self.summed_losses(step, len(work.programs))
+        return StepOutcome(numbers_of(losses, None, start, self.stopwatch), step.outputs)
 
     def train_step(self, work: Work) -> StepOutcome:
         """Gradients and an update: what earlier calls accumulated is part of it."""
+        start = self.stopwatch.mark()
         self.share_buffers(work.mode)
+        with self.staging.taken(work.data) as data:
+            computed, update = self.updated_by(replace(work, data=data))
+        return StepOutcome(numbers_of(computed.losses, update, start, self.stopwatch), computed.outputs)
+
+    def updated_by(self, work: Work) -> tuple[Computed, UpdateResult | torch.Tensor]:
+        """A training step; what became of the update where the host knows it already, else the norm on the device."""
         if self.updater.scaler is not None:
             step = self.execute(work, update_follows=True)
             losses = self.summed_losses(step, len(work.programs))
-            return StepOutcome(losses.tolist(), step.outputs, self.optimizer_step(work.num_updates))
+            result = self.optimizer_step(work.num_updates)
+            return Computed(losses, losses.new_tensor(result.grad_norm), step.outputs, updated=True), result
         computed = self.graphs.run(work) if self.graphs is not None else self.compute(work)
         if not computed.updated:
             self.updater.update(computed.norm)
         self.updated(work.num_updates)
-        return StepOutcome(computed.losses.tolist(), computed.outputs, UpdateResult(computed.norm.item()))
+        return computed, computed.norm
 
     def compute(self, work: Work) -> Computed:
         """A training step up to the update, without a wait of the host for the device."""
@@ -180,10 +201,16 @@ class Rank:
         start = time.perf_counter()
         self.running = self.step(work)
         self.running.loss_scale = self.updater.loss_scale
-        self.copies.refresh()
+        self.copies.refresh(always=update_follows)
+        self.updater.gradients.hide()
+        if update_follows:
+            self.updater.expect([name for names in self.running.completed.values() for name in names])
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
         self.running.run(work.data, work.keep_outputs, self.updater.arm if update_follows else None)
+        self.copies.settle()
+        if work.training and not update_follows:
+            self.updater.gradients.show()
         self.step_seconds = time.perf_counter() - start
         return self.running
 
@@ -210,9 +237,12 @@ class Rank:
         return result
 
     def updated(self, num_updates: int) -> None:
-        """The weights have changed; averages follow."""
+        """The weights have changed, each on the replica that updates it; averages follow."""
+        if self.updater.replica_weights is not None:
+            self.updater.replica_weights.updated()
         self.copies.forget()
         if self.ema is not None:
+            self.gather_weights()
             self.ema.update(num_updates + 1)
 
     def zero_grad(self) -> None:
@@ -230,8 +260,14 @@ class Rank:
 
     # -- state -------------------------------------------------------------------------------------------------
 
+    def gather_weights(self) -> None:
+        """Bring all weights as they are stored up to date; every replica makes the call."""
+        if self.updater.replica_weights is not None:
+            self.updater.replica_weights.gather_masters()
+
     def state(self) -> dict[str, torch.Tensor]:
         """Copies on CPU of this rank's parts of the weights, each part from one rank of the mesh only."""
+        self.gather_weights()
         if self.place.replica != 0:
             return {}
         return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.first_copy(n)}
@@ -248,6 +284,7 @@ class Rank:
         assert self.ema is not None and averages == (self.set_aside is None)
         if self.set_aside is None:
             tensors = self.ema.tensors()
+            self.gather_weights()
             self.set_aside = {name: self.weights[name].detach().clone() for name in tensors}
             self.load(tensors)
         else:
@@ -256,13 +293,16 @@ class Rank:
         self.apart = True  # replicas average, and have, buffers of their own
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the weights named with this rank's parts of them."""
+        """Overwrite the weights named with this rank's parts of them; all replicas do so alike."""
+        self.gather_weights()
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.weights[name].copy_(tensor)
+        self.copies.forget()
 
     def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
         """Write this rank's share of a checkpoint; why there is none, on any rank."""
+        self.gather_weights()
         return checkpoint.save(self, folder, header)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
@@ -303,6 +343,7 @@ class Rank:
             self.train_step(work)
             return torch.cuda.max_memory_allocated(self.device)
         standing = sum(t.nbytes for t in self.weights.values()) + self.copies.num_bytes + self.updater.state_bytes()
+        standing += self.updater.gradients.num_bytes
         with TensorPeak() as peak:
             self.train_step(work)
         return standing + peak.bytes
@@ -314,6 +355,7 @@ class Rank:
             self.step_seconds,
             self.peak_bytes(),
             self.updater.state_bytes(),
+            self.running.started_ns() if self.running else 0,
         )
 
     def peak_bytes(self) -> int:

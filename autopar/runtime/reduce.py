@@ -1,23 +1,23 @@
-"""Gradients summed over ranks, and updated weights handed to those that did not update them; both in flat buckets."""
+"""Gradients summed over ranks in flat buckets."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from autopar.ir import BUCKET_BYTES
+from autopar.runtime.buckets import laid_out, order_of
+from autopar.runtime.gradients import Gradients
 from autopar.runtime.transport import Delivery, Transport
-
-UNDER_WAY = 2  # buckets of weights that are broadcast at one time
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters of one dtype that travel together; ``owner`` is the replica that updates them, None for each one."""
+    """Tensors of one dtype that travel together; ``owner`` is the rank of a group that has them, None for each one."""
 
     names: tuple[str, ...]
     owner: int | None = None
@@ -59,11 +59,6 @@ def balanced_owners(numel: Mapping[str, int], holders: Mapping[str, Sequence[int
     return owners
 
 
-def order_of(tensor: torch.Tensor) -> list[int]:
-    """A tensor's dims from the outermost in memory to the innermost."""
-    return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-
-
 def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
     """One flat tensor with all elements, each tensor's in the memory order of its counterpart in ``like``.
 
@@ -75,108 +70,79 @@ def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> tor
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of a flat tensor with the shapes and memory orders of ``like``; inverse of `packed`."""
-    views = []
-    for piece, model in zip(flat.split([t.numel() for t in like]), like, strict=True):
-        order = order_of(model)
-        shape = [model.shape[dim] for dim in order]
-        views.append(piece.view(shape).permute([order.index(dim) for dim in range(model.ndim)]))
-    return views
+    pieces = flat.split([t.numel() for t in like])
+    return [laid_out(piece, model) for piece, model in zip(pieces, like, strict=True)]
 
 
 class ReplicaSum:
-    """Sums a rank's gradients over the replicas once a step.
+    """Sums a rank's gradients over the replicas once a step: on all of them, or each on the replica that owns it.
 
-    During a backward that was announced by `arm`, a bucket starts as soon as its gradients are there; the others start
+    In the last backwards, which `arm` announces, a bucket starts as soon as its gradients are there; the others start
     in `finish`. All ranks start the same buckets in the same order, whichever gradients each has: one that is missing
     counts as zeros, and stays missing where it is on every replica.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[str, nn.Parameter],
-        owners: Mapping[str, int],
-        ranks: Sequence[int],
-        replica: int,
-        transport: Transport,
-    ) -> None:
-        """Watch the parameters.
-
-        Args:
-            owners: the replica that a gradient is summed on; every one for parameters that are not listed.
-            ranks: those of the replicas, in order; this one is at ``replica``.
-        """
-        self.parameters, self.ranks, self.replica, self.transport = parameters, tuple(ranks), replica, transport
-        self.buckets = buckets_of(parameters, owners)
-        self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
-        self.armed = False
+    def __init__(self, gradients: Gradients, ranks: Sequence[int], replica: int, transport: Transport) -> None:
+        """Sum what ``gradients`` collects; ``ranks`` are the replicas', in order, this one is at ``replica``."""
+        self.gradients, self.ranks, self.replica, self.transport = gradients, tuple(ranks), replica, transport
         self.reset()
-        for name, parameter in parameters.items():
-            parameter.register_post_accumulate_grad_hook(lambda _, name=name: self.came(name))
+        gradients.moved = self.moved
 
     def reset(self) -> None:
-        self.missing = [set(bucket.names) for bucket in self.buckets]
-        self.present: dict[str, bool] = {}
-        self.started: list[tuple[torch.Tensor, Delivery]] = []
+        self.missing = [set(bucket.names) for bucket in self.gradients.buckets]
+        self.complete: set[str] = set()
+        self.started: list[list[Delivery]] = []
 
-    def arm(self) -> None:
-        """From now on gradients are complete when they come: this is the last backward before the update."""
-        self.reset()
-        self.armed = True
+    def expect(self, names: Collection[str]) -> None:
+        """Only these weights will be reached by backwards before the update: no bucket waits for others."""
+        for missing in self.missing:
+            missing &= {*names}
 
-    def came(self, name: str) -> None:
-        """Note a gradient, and start every bucket whose turn has come."""
-        if not self.armed:
-            return
-        self.missing[self.bucket_of[name]].discard(name)
-        while len(self.started) < len(self.buckets) and not self.missing[len(self.started)]:
-            self.start(self.buckets[len(self.started)])
+    def arm(self, names: Collection[str]) -> None:
+        """From now on the gradients of some weights are complete when they come: theirs is the last backward before
+        the update."""
+        self.complete |= {*names}
 
-    def start(self, bucket: Bucket) -> None:
-        """Start summing a bucket; the gradients move into its memory."""
-        members = [self.parameters[name] for name in bucket.names]
-        self.present |= {name: p.grad is not None for name, p in zip(bucket.names, members)}
-        flat = packed([torch.zeros_like(p) if p.grad is None else p.grad for p in members], members)
-        for parameter in members:
-            parameter.grad = None
-        root = None if bucket.owner is None else self.ranks[bucket.owner]
-        self.started.append((flat, self.transport.start_sum(flat, self.ranks, root)))
+    def moved(self, names: Sequence[str]) -> None:
+        """Note gradients, and start every bucket whose turn has come."""
+        for name in names:
+            if name in self.complete:
+                self.missing[self.gradients.bucket_of[name]].discard(name)
+        while len(self.started) < len(self.missing) and not self.missing[len(self.started)]:
+            self.start(len(self.started))
+
+    def start(self, index: int) -> None:
+        """Start summing a bucket in its own memory."""
+        bucket, flat = self.gradients.buckets[index], self.gradients.fill(index)
+        if len(bucket.bounds) == 2:
+            deliveries = [self.transport.start_sum(flat, self.ranks)]
+        elif bucket.even:
+            deliveries = [self.transport.start_reduce_scatter(flat, self.ranks)]
+        else:
+            parts = [(bucket.segment(flat, owner), rank) for owner, rank in enumerate(self.ranks)]
+            deliveries = [self.transport.start_sum(part, self.ranks, rank) for part, rank in parts if part.numel()]
+        self.started.append(deliveries)
 
     def finish(self) -> None:
         """Leave the summed gradients in the parameters, under ZeRO-1 in those that this replica owns."""
-        for bucket in self.buckets[len(self.started) :]:
-            self.start(bucket)
-        counts = self.transport.sum_flags([self.present[name] for name in self.parameters], self.ranks)
-        exists = dict(zip(self.parameters, counts, strict=True))
-        for bucket, (flat, delivery) in zip(self.buckets, self.started, strict=True):
-            delivery()
-            if bucket.owner in (None, self.replica):
-                members = [self.parameters[name] for name in bucket.names]
-                for name, parameter, gradient in zip(bucket.names, members, unpacked(flat, members), strict=True):
-                    parameter.grad = gradient if exists[name] else None
-        self.armed = False
+        gradients = self.gradients
+        gradients.adopt()
+        present = [name in gradients.grown for name in gradients.bucket_of]
+        while len(self.started) < len(self.missing):
+            self.start(len(self.started))
+        counts = self.transport.sum_flags(present, self.ranks)
+        exists = dict(zip(gradients.bucket_of, counts, strict=True))
+        for deliveries in self.started:
+            for delivery in deliveries:
+                delivery()
+        gradients.grown = {
+            name
+            for bucket in gradients.buckets
+            for name in (bucket.names if len(bucket.bounds) == 2 else bucket.owned(self.replica))
+            if exists[name]
+        }
+        gradients.show()
         self.reset()
-
-    def share_weights(self) -> None:
-        """Hand every bucket from its owner to the other replicas."""
-        under_way: deque[tuple[Bucket, torch.Tensor, Delivery]] = deque()
-        for bucket in self.buckets:
-            if len(under_way) == UNDER_WAY:
-                self.take(*under_way.popleft())
-            assert bucket.owner is not None, "nobody owns the bucket"
-            members = [self.parameters[name].detach() for name in bucket.names]
-            flat = packed(members, members)
-            delivery = self.transport.start_broadcast(flat, self.ranks, self.ranks[bucket.owner])
-            under_way.append((bucket, flat, delivery))
-        while under_way:
-            self.take(*under_way.popleft())
-
-    def take(self, bucket: Bucket, flat: torch.Tensor, delivery: Delivery) -> None:
-        """Wait for a bucket of weights, and copy them where another replica updated them."""
-        delivery()
-        if bucket.owner != self.replica:
-            members = [self.parameters[name].detach() for name in bucket.names]
-            for weight, updated in zip(members, unpacked(flat, members), strict=True):
-                weight.copy_(updated)
 
 
 def sum_gradients(parameters: Mapping[str, nn.Parameter], ranks: Sequence[int], transport: Transport) -> None:

@@ -11,8 +11,10 @@ from torch import nn
 
 from autopar.ir import REPLICATED, TP, Layout, Mesh, Mode, Place, Program, Weight
 from autopar.runtime.executor import Span, StepData, lane_of
+from autopar.runtime.transport import TransportName
 
-Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str]], nn.Module]
+Waits = Mapping[str, Callable[[], None]]
+Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str], Waits], nn.Module]
 
 
 class Parameters(list[nn.Parameter]):
@@ -36,7 +38,8 @@ class RankSpec:
     ``device``.
 
     Args:
-        build: turns a program, its weights, a device and the keys of mesh axes into a module.
+        build: turns a program, its weights, a device, the keys of mesh axes, and what waits for weights that are under
+            way into a module.
         weights: the weights this rank holds, in the model's order, with the shapes of its parts.
         storage: the layout of every weight that is not simply replicated over the tensor axis.
         holders: for every weight held at several positions of the pipeline, those in order; the first one owns it.
@@ -49,6 +52,9 @@ class RankSpec:
         clip_grad_value: largest absolute value of a gradient's element, or None.
         ema: makes the object that averages weights, as given to `autopar.parallelize`.
         autocast: the low dtype of mixed precision, or None.
+        transport: what carries tensors between the GPUs of a pipeline in training steps.
+        region: the part of the model that this rank runs, for messages.
+        predicted_bytes: the peak that the plan expects of this rank.
         cuda_graph: replay training steps as CUDA graphs, where the device is one that has them.
     """
 
@@ -71,7 +77,10 @@ class RankSpec:
     owners: Mapping[str, int] = field(default_factory=dict)
     autocast: str | None = None
     chunks: int = 1
+    region: str = "the whole model"
+    predicted_bytes: int = 0
     cuda_graph: bool = True
+    transport: TransportName = "auto"
 
     @property
     def place(self) -> Place:
@@ -190,7 +199,7 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class Computed:
-    """A training step up to the update, on its rank's device: losses as in `StepOutcome`, the global norm of the
+    """A training step up to the update, on its rank's device: losses as in `StepNumbers`, the global norm of the
     gradients, kept outputs, and whether the weights have been updated already.
     """
 
@@ -201,17 +210,34 @@ class Computed:
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """What a training step leaves on a rank.
+class StepNumbers:
+    """What a training step came to.
 
     ``losses`` are those of all microbatches of all replicas, in the order of the global batch, each as its part of the
-    mean; all ranks have them. ``outputs`` are the flattened outputs of this rank's microbatches where it was to keep
-    them, and ``update`` what became of the weights where they were to be updated.
+    mean; all ranks have them. ``grad_norm`` and ``skipped`` are as in `UpdateResult`; None and False where the weights
+    were not to be updated. ``device_seconds`` is the time from the step's first work on this rank's GPU to its last;
+    None on CPU.
     """
 
     losses: list[float]
+    grad_norm: float | None = None
+    skipped: bool = False
+    device_seconds: float | None = None
+
+
+Reading = Callable[[], StepNumbers]  # waits until the numbers are there; may be called again
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a training step leaves on a rank.
+
+    Its numbers, which on a GPU are still to be read; and the flattened outputs of this rank's microbatches where it was
+    to keep them.
+    """
+
+    numbers: StepNumbers | Reading
     outputs: list[list[Any]]
-    update: UpdateResult | None = None
 
 
 @dataclass(frozen=True)
@@ -219,10 +245,13 @@ class RankStats:
     """What a rank measured: seconds of compute per action and of the whole last step, and the most bytes ever in use.
 
     ``peak_bytes`` is the process's resident memory on CPU, less libraries and the batch itself, and the allocator's on
-    a GPU. ``optimizer_bytes`` is the optimizer's state on this rank.
+    a GPU. ``optimizer_bytes`` is the optimizer's state on this rank. ``started_ns`` is when the first action started,
+    on the host's clock (`time.perf_counter_ns`, one for all processes of a host): by it spans of several ranks come
+    together. On a GPU it is late by some 10 µs.
     """
 
     spans: tuple[Span, ...]
     step_seconds: float
     peak_bytes: int
     optimizer_bytes: int
+    started_ns: int = 0

@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -15,16 +16,22 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.ir import TP
+from autopar.pytree import tree_map
 from autopar.runtime.alarm import Alarm
 from autopar.runtime.connect import ConnectedRank, init_process_group
 from autopar.runtime.launch import launched, launcher_store
+from autopar.runtime.memory_error import out_of_memory
 from autopar.runtime.rank import Rank
-from autopar.runtime.spec import RankSpec, rank_text
-from autopar.runtime.transport import Hub, LocalTransport, TransportError
+from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
+from autopar.runtime.transport import Hub, LocalTransport, TransportError, started
 from autopar.shards import part
 
-# Commands whose result every rank already has, so that nothing needs to be gathered after a step.
-REPLICATED = frozenset({"add_programs", "optimizer_step", "zero_grad", "scheduler_step", "load", "swap_ema"})
+# Commands whose result every rank already has, or, of a step, what its caller needs of it: nothing is gathered after
+# them. Outputs that are kept are fetched from the rank that has them, see `TorchrunRanks.outputs`.
+REPLICATED = frozenset({
+    "add_programs", "forward", "forward_backward", "train_step", "optimizer_step", "zero_grad", "scheduler_step",
+    "load", "swap_ema", "learning_rates", "loss_scale",
+})  # fmt: skip
 
 FEW = 4  # parts of a decision that an error lists
 
@@ -76,7 +83,8 @@ class LocalRanks:
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command here."""
         with going_on(self, name), self.random.active():
-            return {0: carry_out(self.rank, name, arguments[0])}
+            result = carry_out(self.rank, name, arguments[0])
+        return {0: read_under(result, lambda: going_on(self, name))}
 
     def close(self) -> None:
         self.failed = self.failed or "close() was called."
@@ -104,6 +112,7 @@ class TorchrunRanks:
         self.failed: str | None = None
         self.closed = False
         self.call_seconds = 0.0  # of the last call
+        self.unread = 0  # steps that were launched on a GPU, and whose numbers nobody has waited for
         self.numbers: Sequence[int] = (spec.rank,)
         device, world = torch.device(spec.device), spec.mesh.devices
         self.joined = not dist.is_initialized()
@@ -113,11 +122,11 @@ class TorchrunRanks:
             assert launch is not None
             store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
             init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
-            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank))
-        with self.alarm.guarding("parallelize") if self.alarm else nullcontext():
+            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank), lambda: self.failed is None and self.unread > 0)
+        with self.guarding("parallelize"):
             # For objects, whatever carries the tensors.
             self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-            check_agreement(self.gathered(decision), spec.rank)
+            check_agreement(self.all_of(decision), spec.rank)
             self.connected = ConnectedRank(spec, self.received(spec, tensors), timeout_seconds)
         self.rank = self.connected.rank
         self.random = RandomState(spec.rank_seed, device)
@@ -135,6 +144,11 @@ class TorchrunRanks:
 
     def gathered(self, thing: Any) -> list[Any]:
         """What each rank passes here, by rank; all of them make the call."""
+        check_open(self)
+        with self.guarding("gathering what all ranks have"):
+            return self.all_of(thing)
+
+    def all_of(self, thing: Any) -> list[Any]:
         things: list[Any] = [None] * dist.get_world_size()
         try:
             dist.all_gather_object(things, thing, group=self.control)
@@ -142,26 +156,83 @@ class TorchrunRanks:
             raise TransportError(f"gathering what all ranks have: {error}") from error
         return things
 
+    def exchange(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Start telling all ranks a few whole numbers, as many on each; the result waits for those of all, by rank.
+
+        The hosts talk to each other, so this waits for no GPU, and none for it as long as steps are launched ahead.
+        """
+        check_open(self)
+        own = torch.tensor(numbers, dtype=torch.int64)
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        with self.guarding("agreeing on a batch"):
+            delivery = started(
+                lambda: dist.all_gather(rows, own, group=self.control, async_op=True), "agreeing on a batch"
+            )
+
+        def told() -> list[list[int]]:
+            with self.guarding("agreeing on a batch"):
+                delivery()
+            return [row.tolist() for row in rows]
+
+        return told
+
+    def outputs(self, own: Any, source: int, readers: Sequence[int]) -> Any:
+        """What rank ``source`` passes as its own, on all of ``readers``, which make the call with it."""
+        with self.guarding("passing outputs on"):
+            given = [own]
+            try:
+                if self.rank.spec.rank != source:
+                    dist.recv_object_list(given, source, group=self.control)
+                    return tree_map(self.here, given[0])
+                told = [tree_map(on_cpu, own)]
+                for reader in readers:
+                    if reader != source:
+                        dist.send_object_list(told, reader, group=self.control)
+            except RuntimeError as error:
+                raise TransportError(f"passing outputs on from rank {source}: {error}") from error
+            return own
+
+    def here(self, leaf: Any) -> Any:
+        return leaf.to(self.rank.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    @contextmanager
+    def guarding(self, what: str) -> Iterator[None]:
+        """Around whatever waits for other ranks: a failure of theirs ends it, and one of this rank is told to them."""
+        with self.alarm.guarding(what) if self.alarm else nullcontext():
+            yield
+
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Run one command on this rank; the results of all ranks, or this one's where all have the same."""
+        """Run one command on this rank; the results of all ranks, or this one's where that is all that is needed."""
         number = self.rank.spec.rank
-        with going_on(self, name), self.alarm.guarding(name) if self.alarm else nullcontext():
+        with going_on(self, name), self.guarding(name):
             with self.random.active():
                 result = carry_out(self.rank, name, arguments[number])
-            return {number: result} if name in REPLICATED else dict(enumerate(self.gathered(result)))
+            if name not in REPLICATED:
+                return dict(enumerate(self.all_of(result)))
+        result = read_under(result, lambda: self.reading(name))
+        self.unread += isinstance(result, StepOutcome) and not isinstance(result.numbers, StepNumbers)
+        return {number: result}
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Around the wait for a step's numbers."""
+        with going_on(self, name), self.guarding(name):
+            yield
+        self.unread -= 1
 
     def close(self) -> None:
         if self.closed:
             return
         self.closed = True
         self.failed = self.failed or "close() was called."
+        with self.guarding("close"):  # a communicator may wait for a rank that is gone
+            if dist.is_initialized():
+                self.connected.close()
+                dist.destroy_process_group(self.control)
+            if self.joined and dist.is_initialized():
+                dist.destroy_process_group()
         if self.alarm is not None:
             self.alarm.close()
-        if dist.is_initialized():
-            self.connected.close()
-            dist.destroy_process_group(self.control)
-        if self.joined and dist.is_initialized():
-            dist.destroy_process_group()
 
 
 @contextmanager
@@ -173,8 +244,7 @@ def going_on(ranks: LocalRanks | TorchrunRanks, command: str) -> Iterator[None]:
     Raises:
         UsageError: an earlier one has raised, or the ranks are closed.
     """
-    if ranks.failed is not None:
-        raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
+    check_open(ranks)
     start = time.perf_counter()
     try:
         yield
@@ -182,6 +252,12 @@ def going_on(ranks: LocalRanks | TorchrunRanks, command: str) -> Iterator[None]:
         ranks.failed = f"{type(error).__name__} during {command}."
         raise
     ranks.call_seconds = time.perf_counter() - start
+
+
+def check_open(ranks: LocalRanks | TorchrunRanks) -> None:
+    """Raise a UsageError if a command has raised, or the ranks are closed."""
+    if ranks.failed is not None:
+        raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
 
 
 def check_agreement(decisions: Sequence[str], rank: int) -> None:
@@ -208,11 +284,34 @@ def beyond(words: Sequence[str], others: Sequence[str]) -> str:
 
 
 def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
-    """The result of one command; an exception carries the rank and its action as a note."""
+    """The result of one command; an exception carries the rank and its action as a note.
+
+    Raises:
+        DeviceMemoryError: the rank's device ran out of memory.
+    """
     try:
         with rank.active():
             return getattr(rank, name)(*arguments)
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory(rank, name, error) from error
     except Exception as error:
         action = rank.running.current if rank.running else None
         error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))
         raise
+
+
+def read_under(result: Any, guard: Callable[[], AbstractContextManager[None]]) -> Any:
+    """A command's result; numbers of a step that are still to be read are waited for inside of ``guard()``."""
+    if not isinstance(result, StepOutcome) or isinstance(result.numbers, StepNumbers):
+        return result
+    read = result.numbers
+
+    def guarded() -> StepNumbers:
+        with guard():
+            return read()
+
+    return replace(result, numbers=guarded)
+
+
+def on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf

@@ -23,6 +23,19 @@ class Stopwatch:
         event.record()
         return event
 
+    def host_ns(self, mark: Any) -> int:
+        """The host's clock (`time.perf_counter_ns`) at a mark; on a GPU, waits for the device.
+
+        Error: none on CPU. On a GPU the time between the device reaching a second mark and the host noticing: some
+        10 µs, always late.
+        """
+        if self.device.type == "cpu":
+            return round(mark * 1e9)
+        torch.cuda.synchronize(self.device)
+        now = self.mark()
+        now.synchronize()
+        return time.perf_counter_ns() - round(self.seconds(mark, now) * 1e9)
+
     def seconds(self, start: Any, end: Any) -> float:
         """Time between two marks; on a GPU, waits until both are reached."""
         if self.device.type == "cpu":

@@ -8,13 +8,15 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 
-Receipt = Callable[[], torch.Tensor]
-Delivery = Callable[[], None]
+from autopar.errors import UsageError
+from autopar.runtime.symmetric import Delivery, Messages, Receipt, SymmetricMemory, reaches_peers
+
+TransportName = Literal["auto", "nccl", "symmetric"]
 Gathering = Callable[[], list[torch.Tensor]]
 
 
@@ -22,14 +24,13 @@ class TransportError(RuntimeError):
     """A peer is gone or silent. Rarely the cause of a failure: another rank failed first."""
 
 
-class Transport(Protocol):
-    """Moves tensors between ranks.
+class Mail(Protocol):
+    """Moves the tensors of a schedule from rank to rank.
 
     Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be
     posted while other work runs, which is free with Gloo and costs multiprocessors with NCCL.
     """
 
-    rank: int
     posts_early: bool
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
@@ -38,6 +39,16 @@ class Transport(Protocol):
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
         """Start receiving; calling the receipt waits and returns the tensor."""
+        ...
+
+
+class Transport(Mail, Protocol):
+    """Moves tensors between ranks, and what hosts ask each other."""
+
+    rank: int
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        """What moves the tensors of one kind of training step, which are these; all ranks call."""
         ...
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
@@ -58,6 +69,16 @@ class Transport(Protocol):
 
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
         """Start copying a contiguous tensor from ``root`` over those of the other ranks."""
+        ...
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        """Start summing a contiguous row, of as many equal segments as there are ranks, so that each of the ranks gets
+        the sum of its segment, in place; the other segments are left with anything.
+        """
+        ...
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        """Start filling such a row on all ranks with the segment that each of them has in it; the inverse."""
         ...
 
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
@@ -84,6 +105,12 @@ class Transport(Protocol):
         ...
 
 
+NO_SYMMETRIC_MEMORY = (
+    'transport="symmetric" needs GPUs of one host that can write into each other\'s memory (over NVLink, say), all '
+    "visible to every rank. Leave it out: NCCL carries the tensors then."
+)
+
+
 class ProcessGroupTransport:
     """torch.distributed point to point: Gloo with tags, or NCCL with a communicator per directed pair and
     lane.
@@ -100,6 +127,7 @@ class ProcessGroupTransport:
         shared: Collection[tuple[int, ...]],
         made: Mapping[tuple[int, ...], Any],
         timeout_seconds: float,
+        transport: TransportName = "auto",
     ) -> None:
         """Connect all pairs and groups.
 
@@ -109,6 +137,10 @@ class ProcessGroupTransport:
             made: rank sets that have a process group already, and that group where this rank is in it; equal sets in
                 equal order on all ranks.
             timeout_seconds: longest wait for a peer.
+            transport: what carries the tensors of training steps between GPUs.
+
+        Raises:
+            UsageError: symmetric memory is asked for where a rank cannot write into another's.
         """
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
@@ -125,6 +157,23 @@ class ProcessGroupTransport:
             self.hosts = dist.new_group(backend="gloo", timeout=timeout)
             self.channels = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(edges)}
             self.connect()
+        self.memory = self.symmetric_memory(transport) if edges else None
+
+    def symmetric_memory(self, wanted: TransportName) -> SymmetricMemory | None:
+        """Memory that peers write into, where it is wanted and there."""
+        if self.hosts is None or wanted == "nccl":
+            if wanted == "symmetric":
+                raise UsageError(NO_SYMMETRIC_MEMORY)
+            return None
+        world = dist.get_world_size()
+        if not reaches_peers(self.device, world, self.hosts):
+            if wanted == "symmetric":
+                raise UsageError(NO_SYMMETRIC_MEMORY)
+            return None
+        return SymmetricMemory(self.rank, world, self.device, self.hosts)
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self.memory.open(incoming, outgoing) if self.memory is not None else self
 
     def connect(self) -> None:
         """Exchange one number in every group and over every channel."""
@@ -165,6 +214,20 @@ class ProcessGroupTransport:
             lambda: dist.broadcast(tensor, root, group=group, async_op=True), f"a broadcast over ranks {list(ranks)}"
         )
 
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        return started(
+            lambda: dist.reduce_scatter_tensor(own, flat, group=group, async_op=True),
+            f"a reduce-scatter over ranks {list(ranks)}",
+        )
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        return started(
+            lambda: dist.all_gather_into_tensor(flat, own, group=group, async_op=True),
+            f"an all-gather over ranks {list(ranks)}",
+        )
+
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
         group = self.groups[tuple(ranks)]
         rows = [torch.empty_like(flat) for _ in ranks] if self.rank == root else []
@@ -199,11 +262,18 @@ class ProcessGroupTransport:
         return counts.tolist()
 
     def close(self) -> None:
+        self.memory = None
         groups = [*self.own.values(), *self.channels.values()]
         if self.hosts is not None:
             groups.append(self.hosts)
         for group in groups:
             dist.destroy_process_group(group)
+
+
+def segment_of(flat: torch.Tensor, ranks: Sequence[int], rank: int) -> torch.Tensor:
+    """A rank's segment of a row that has an equal one for each of the ranks."""
+    assert flat.numel() % len(ranks) == 0, f"{flat.numel()} elements for {len(ranks)} ranks"
+    return flat.view(len(ranks), -1)[list(ranks).index(rank)]
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
@@ -269,6 +339,9 @@ class LocalTransport:
         self.rank, self.hub = rank, hub
         self.calls: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
 
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self
+
     def next_call(self, ranks: Sequence[int]) -> Hashable:
         """What tells the messages of the next collective from those of all others."""
         self.calls[tuple(ranks)] += 1
@@ -319,6 +392,31 @@ class LocalTransport:
 
         def delivery() -> None:
             tensor.copy_(receipt())
+
+        return delivery
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        subject = self.next_call(ranks)
+        for dst in ranks:
+            self.send(segment_of(flat, ranks, dst), dst, subject)
+        own = segment_of(flat, ranks, self.rank)
+        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
+
+        def delivery() -> None:
+            own.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
+
+        return delivery
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        subject = self.next_call(ranks)
+        own = segment_of(flat, ranks, self.rank)
+        for dst in ranks:
+            self.send(own, dst, subject)
+        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
+
+        def delivery() -> None:
+            for src, receipt in zip(ranks, receipts, strict=True):
+                segment_of(flat, ranks, src).copy_(receipt())
 
         return delivery
 

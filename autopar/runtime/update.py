@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import inf
 from typing import Any
 
@@ -11,9 +11,12 @@ from torch import nn
 
 from autopar.ir import REPLICATED, TP, Layout
 from autopar.pytree import leaves
+from autopar.runtime.buckets import flat_buckets
 from autopar.runtime.contents import options_by_name
-from autopar.runtime.optimizer import rank_optimizer
+from autopar.runtime.gradients import Gradients
+from autopar.runtime.optimizer import rank_optimizer, use_fused_kernels
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
+from autopar.runtime.replica_weights import ReplicaWeights
 from autopar.runtime.scaler import LossScaler
 from autopar.runtime.scheduling import scheduler_of, step_scheduler
 from autopar.runtime.spec import RankSpec, UpdateResult
@@ -30,6 +33,17 @@ class Updater:
 
     def __init__(self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport) -> None:
         self.spec, self.trainable, self.transport = spec, trainable, transport
+        replicated = spec.mesh.dp > 1 and bool(trainable)
+        weights = [weight for weight in spec.weights if weight.name in trainable]
+        mixed = replicated or any(weight.master for weight in weights)
+        buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if mixed else ()
+        self.gradients = Gradients(trainable, buckets)
+        self.replica_sum: ReplicaSum | None = None
+        self.replica_weights: ReplicaWeights | None = None
+        if replicated:
+            self.replica_sum = ReplicaSum(self.gradients, spec.replicas, spec.place.replica, transport)
+        if replicated and spec.owners:
+            self.replica_weights = ReplicaWeights(trainable, buckets, spec.replicas, spec.place.replica, transport)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
         made = rank_optimizer(spec, spec.optimizer, own, transport) if spec.optimizer else None
         # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.
@@ -37,25 +51,24 @@ class Updater:
         self.optimizer, self.wholes = (made.optimizer, made.wholes) if made else (None, None)
         # Before a scheduler changes any: what checkpoints compare.
         self.made_options = options_by_name(self.optimizer, self.optimized) if self.optimizer is not None else {}
+        if self.optimizer is not None:
+            use_fused_kernels(self.optimizer)
         self.scheduler = scheduler_of(spec.lr_scheduler, self.optimizer) if made and spec.lr_scheduler else None
         self.scaler = LossScaler() if spec.autocast == "float16" else None
-        self.replica_sum: ReplicaSum | None = None
-        if spec.mesh.dp > 1 and trainable:
-            self.replica_sum = ReplicaSum(trainable, spec.owners, spec.replicas, spec.place.replica, transport)
 
     def updates(self, name: str) -> bool:
         """Whether this rank's replica updates a parameter."""
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
 
-    def arm(self) -> None:
-        """The next backward is the last one before `step`."""
+    def expect(self, names: Collection[str]) -> None:
+        """The step that ends in an update reaches these weights alone."""
         if self.replica_sum is not None:
-            self.replica_sum.arm()
+            self.replica_sum.expect(names)
 
-    def came(self, name: str) -> None:
-        """A parameter's gradient has grown in a backward that did not accumulate into it itself."""
+    def arm(self, names: Collection[str]) -> None:
+        """The next backward is the last one before `step` that reaches some weights."""
         if self.replica_sum is not None:
-            self.replica_sum.came(name)
+            self.replica_sum.arm(names)
 
     @property
     def loss_scale(self) -> float:
@@ -75,6 +88,8 @@ class Updater:
         """Complete the gradients: summed over all ranks, free of the loss scale; their global norm."""
         if self.replica_sum is not None:
             self.replica_sum.finish()
+        else:
+            self.gradients.show()
         self.sum_over_shards()
         self.sum_over_stages()
         norm = self.global_norm()
@@ -93,15 +108,14 @@ class Updater:
             self.optimizer.step()
         if self.wholes is not None:
             self.wholes.scatter()
-        if self.spec.owners and self.replica_sum is not None:
-            self.replica_sum.share_weights()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
 
     def abandon(self) -> None:
         """Drop gradients, and what a step that was not ended has left."""
         if self.replica_sum is not None:
-            self.replica_sum.armed = False
             self.replica_sum.reset()
+        if self.replica_weights is not None:
+            self.replica_weights.abandon()
         self.zero_grad()
 
     def sum_over_shards(self) -> None:
@@ -155,6 +169,7 @@ class Updater:
         return REPLICATED if self.wholes is not None and name in self.wholes.parts else self.spec.layout(name)
 
     def zero_grad(self) -> None:
+        self.gradients.clear()
         for parameter in self.trainable.values():
             parameter.grad = None
 

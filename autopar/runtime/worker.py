@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -21,10 +21,12 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.runtime.connect import ConnectedRank, init_process_group
 from autopar.runtime.memory import restart_peak
+from autopar.runtime.memory_error import out_of_memory
 from autopar.runtime.rank import Rank
+from autopar.runtime.reading import settled
 from autopar.runtime.settings import TorchSettings
 from autopar.runtime.shared import SharedMemory
-from autopar.runtime.spec import RankSpec
+from autopar.runtime.spec import RankSpec, Reading, StepNumbers, StepOutcome
 from autopar.runtime.transport import TransportError
 from autopar.runtime.wire import Line
 
@@ -74,6 +76,7 @@ class Worker:
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.speaking = threading.Lock()
         self.rank: Rank | None = None
+        self.begun: dict[int, StepNumbers | Reading] = {}  # of steps that nobody has asked about yet
 
     def run(self) -> None:
         threading.Thread(target=self.listen, args=(threading.get_ident(),), daemon=True).start()
@@ -93,16 +96,36 @@ class Worker:
                 leave()
 
     def obey(self, name: str, arguments: tuple) -> tuple[bool, Any]:
-        """Carry out one command ("start" makes the rank); whether it went well, and its result or failure."""
+        """Carry out one command; whether it went well, and its result or failure."""
         try:
-            if name == "start":
-                self.rank = join(self.number, *arguments)
-                return True, None
-            assert self.rank is not None, "the first command is start"
-            with self.rank.active():
-                return True, getattr(self.rank, name)(*arguments)
+            return True, self.result(name, arguments)
+        except torch.OutOfMemoryError as error:
+            if self.rank is None:
+                return False, failure(self.number, None, error)
+            called = arguments[1] if name == "begin" else name
+            return False, failure(self.number, self.rank, out_of_memory(self.rank, called, error))
         except Exception as error:
             return False, failure(self.number, self.rank, error)
+
+    def result(self, name: str, arguments: tuple) -> Any:
+        """What a command returns: one of the rank's, or of this class's own.
+
+        "start" makes the rank. "begin" launches a step, by number, command and arguments, and returns once it no longer
+        reads what was lent; "read" waits for that step and returns its numbers.
+        """
+        if name == "start":
+            self.rank = join(self.number, *arguments)
+            return None
+        assert self.rank is not None, "the first command is start"
+        if name == "read":
+            return settled(self.begun.pop(*arguments))
+        with self.rank.active():
+            if name == "begin":
+                step, command, own = arguments
+                self.begun[step] = getattr(self.rank, command)(*own).numbers
+                return None
+            result = getattr(self.rank, name)(*arguments)
+            return replace(result, numbers=settled(result.numbers)) if isinstance(result, StepOutcome) else result
 
     def listen(self, main_thread: int) -> None:
         """Queue commands as they come; end the process at once when the caller is gone, whatever it is doing."""

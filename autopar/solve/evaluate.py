@@ -82,9 +82,10 @@ class RankCost:
     @property
     def exposed_seconds(self) -> float:
         """What of the reduction is left when the last backward ends: what is longer than it, at least the last bucket.
+        Under ZeRO-1 also what is left of gathering weights when a forward needs them.
 
-        Error: a rank before the last one waits for others' backwards at the end of a step; that they hide its
-        reduction too is not counted.
+        Error: gathering is compared with the backward, which is longer than the forward; a rank before the last one
+        waits for others' backwards at the end of a step, and that they hide its reduction too is not counted.
         """
         reduce_seconds, backward_seconds = (
             sum(getattr(c, name) for c in self.stages) for name in ("reduce_seconds", "backward_seconds")

@@ -36,7 +36,16 @@ class Callback(Protocol):
         """Training starts, or goes on from a checkpoint."""
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        """The weights were updated."""
+        """The weights were updated; this is what it came to.
+
+        On GPUs the trainer may be up to two updates further by then: ``report`` says which update it is of.
+        """
+
+    def on_update(self, trainer: Trainer) -> None:
+        """An update was launched, and the trainer's position is after it: what the model is asked for now includes it.
+
+        What it came to is told by `on_step`: on CPU before this, on GPUs later. To wait for it there leaves GPUs idle.
+        """
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
         """An epoch is done and evaluated, and the trainer's position is the start of the next."""
@@ -170,8 +179,9 @@ class Checkpoints(Callback):
             if leads() and is_checkpoint(best) and read_run(best).best == trainer.best:  # no later one
                 copy_checkpoint(best, self.folder / BEST)
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
-        if self.every is not None and report.update % self.every == 0 and not trainer.position.epoch_done:
+    def on_update(self, trainer: Trainer) -> None:
+        position = trainer.position
+        if self.every is not None and position.update % self.every == 0 and not position.epoch_done:
             trainer.save(self.folder / LAST)
 
     def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:

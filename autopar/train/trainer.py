@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from math import isfinite
 from os import PathLike
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.ir.units import plural
-from autopar.model import ParallelModel
+from autopar.model import ParallelModel, StepResult
 from autopar.train.callbacks import Callback
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
 from autopar.train.interrupt import Interrupt, Interrupted, noted_interrupts
@@ -27,10 +29,27 @@ from autopar.train.saved_run import SavedRun, read_run
 Schedule = Literal["none", "update", "epoch", "timm"]
 
 
+@dataclass(frozen=True)
+class Launched:
+    """An update that was launched: what it came to is known when its results have been read."""
+
+    position: Position
+    results: tuple[StepResult, ...]
+    samples: int
+    lr: float
+
+    @property
+    def ready(self) -> bool:
+        """Whether telling of it waits for nothing: after the same later update on every rank."""
+        return all(result.ready for result in self.results)
+
+
 class Trainer:
     """Trains a parallel model for some epochs and tells callbacks of it.
 
-    What it does in between is a few lines of ``pm.train_step``, which a loop of your own can do as well.
+    What it does in between is a few lines of ``pm.train_step``, which a loop of your own can do as well. On GPUs it
+    launches an update before the numbers of the last one are there, so that callbacks are told of it up to two updates
+    later; but always before an evaluation, a checkpoint or the end.
 
     Callbacks may read its ``position``, ``history`` (a report for each epoch) and ``best`` (the highest score so far).
     """
@@ -86,6 +105,7 @@ class Trainer:
         self.saved: Position | None = None  # where that one is
         self.resumed: Path | None = None  # the one that the run goes on from
         self.interrupt = Interrupt()
+        self.launched: deque[Launched] = deque()  # updates that callbacks were not told of yet
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -108,14 +128,16 @@ class Trainer:
                     self.train_epoch()
                     self.finish_epoch()
             except Interrupted:
+                self.tell(all_of_them=True)
                 for callback in self.callbacks:
                     callback.on_interrupt(self)
                 raise
         return self.history
 
-    def end_if_asked(self) -> None:
-        """Raise Interrupted on all ranks if Ctrl-C came to any of them."""
-        if self.pm.any_rank(self.interrupt.asked):
+    def end_if_asked(self, wait: bool = False) -> None:
+        """Raise Interrupted on all ranks if Ctrl-C came to any of them; one batch late, or at once if they ``wait``."""
+        asked = self.pm.any_rank if wait else self.pm.any_rank_so_far
+        if asked(self.interrupt.asked):
             raise Interrupted
 
     def train_epoch(self) -> None:
@@ -123,51 +145,71 @@ class Trainer:
         self.pm.train()
         batches = self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps)
         while not self.position.epoch_done:
-            report = self.update(batches)
+            self.update(batches)
+            self.tell()
             for callback in self.callbacks:
-                callback.on_step(self, report)
+                callback.on_update(self)
             self.end_if_asked()
 
-    def update(self, batches: Iterator[Batch]) -> StepReport:
-        """One update, of as many batches as it takes."""
+    def update(self, batches: Iterator[Batch]) -> None:
+        """Launch one update, of as many batches as it takes."""
         k = self.grad_accum_steps
-        losses, seconds, samples = [], 0.0, 0
+        results, samples = [], 0
         lr = max(self.pm.learning_rates(), default=0.0)
         for i in range(k):
             batch = next(batches)
             step = self.pm.train_step if i == k - 1 else self.pm.forward_backward
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better below
-                result = step(batch.x, batch.y, share=1 / k)
-            losses.append(result.loss)
-            seconds += result.step_seconds
+                warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better by `tell`
+                results.append(step(batch.x, batch.y, share=1 / k))
             samples += batch.count * self.pm.data_size
-        loss = sum(losses) / k
         self.position = self.position.next
-        if not isfinite(loss) and not result.skipped:
-            raise self.not_finite(loss, lr)
-        self.running = self.running.plus(None if result.skipped else loss, seconds, samples, lr)
+        self.launched.append(Launched(self.position, tuple(results), samples, lr))
         if self.schedule == "timm":
             self.pm.lr_scheduler.step_update(self.position.update)
         elif self.schedule == "update":
             self.pm.lr_scheduler.step()
+
+    def tell(self, all_of_them: bool = False) -> None:
+        """Tell callbacks of the updates whose numbers are there, or wait for those of all.
+
+        Raises:
+            TrainingError: a loss is not finite.
+        """
+        while self.launched and (all_of_them or self.launched[0].ready):
+            report = self.report(self.launched.popleft())
+            for callback in self.callbacks:
+                callback.on_step(self, report)
+
+    def report(self, update: Launched) -> StepReport:
+        """What an update came to; waits for it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better below
+            loss = sum(result.loss for result in update.results) / self.grad_accum_steps
+        last, position = update.results[-1], update.position
+        if not isfinite(loss) and not last.skipped:
+            raise self.not_finite(loss, update)
+        seconds = sum(result.step_seconds for result in update.results)
+        self.running = self.running.plus(None if last.skipped else loss, seconds, update.samples, update.lr)
         if self.peak_bytes == 0:
             self.measure_memory()
         return StepReport(
-            self.position.epoch, self.position.step, self.position.update, loss, lr, result.grad_norm,
-            self.running.samples_per_second, self.peak_bytes, result.skipped,
+            position.epoch, position.step, position.update, loss, update.lr, last.grad_norm,
+            self.running.samples_per_second, self.peak_bytes, last.skipped,
         )  # fmt: skip
 
-    def not_finite(self, loss: float, lr: float) -> TrainingError:
+    def not_finite(self, loss: float, update: Launched) -> TrainingError:
+        position = update.position
         saved = f"The last checkpoint is {self.checkpoint}. " if self.checkpoint is not None else ""
         return TrainingError(
-            f"The loss became {loss} in epoch {self.position.epoch}, step {self.position.step} of "
-            f"{self.position.steps}, at a learning rate of {lr:.3g}. The weights are of no use any more. {saved}"
+            f"The loss became {loss} in epoch {position.epoch}, step {position.step} of "
+            f"{position.steps}, at a learning rate of {update.lr:.3g}. The weights are of no use any more. {saved}"
             "Use a lower learning rate, clip gradients, or look at the data of this step."
         )
 
     def finish_epoch(self) -> None:
         """Evaluate, tell, and go on to the next epoch."""
+        self.tell(all_of_them=True)
         done, running = self.position, self.running
         plain, averaged = self.evaluations()
         self.measure_memory()
@@ -195,7 +237,7 @@ class Trainer:
         self.position, self.running = done.next_epoch, Running()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
-        self.end_if_asked()
+        self.end_if_asked(wait=True)
 
     def evaluations(self) -> tuple[Evaluation | None, Evaluation | None]:
         """Of the weights, and of their averages; None where there are none, or nothing to evaluate on."""
@@ -223,7 +265,14 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write a checkpoint of the model and of where the training is; all ranks of torchrun make the call."""
+        """Write a checkpoint of the model and of where the training is; all ranks of torchrun make the call.
+
+        Callbacks are told of all updates in it first.
+
+        Raises:
+            TrainingError: the loss of one of them is not finite; nothing was written.
+        """
+        self.tell(all_of_them=True)
         run = SavedRun(self.position, self.running, tuple(self.history), self.best, self.settings)
         self.pm.save_checkpoint(folder, extra=run.to_extra())
         self.checkpoint, self.saved = Path(folder), self.position

@@ -1,0 +1,41 @@
+"""A plan run by autopar itself, under the same launcher and with its data on the device as all others."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from autopar.api import parallelize
+from autopar.bench.assignment import Assignment, Seat, adamw_options, built_model, images_and_labels
+from autopar.bench.training import Ready, Share, mean_loss
+
+
+def planned(told: Assignment, seat: Seat) -> Ready:
+    """`parallelize` with a plan; this rank's part of the batch, and only what it reads of that."""
+    model = built_model(told, seat).cpu()
+    example = torch.empty(told.shape, device="meta")
+    if told.channels_last:
+        example = example.contiguous(memory_format=torch.channels_last)
+    pm = parallelize(
+        model,
+        seat.world,
+        example_inputs=example,
+        loss_fn=mean_loss,
+        optimizer=functools.partial(torch.optim.AdamW, **adamw_options(seat.device.type)),
+        plan=told.plan,
+        **told.run_settings,
+    )
+    del model
+    size = told.batch // pm.data_size
+    images, labels = images_and_labels(told, seat, slice(pm.data_rank * size, (pm.data_rank + 1) * size))
+    x = images if pm.needs_inputs else images.to("meta")
+    y = labels if pm.needs_targets else labels.to("meta")
+    del images, labels
+
+    def step() -> Share:
+        result = pm.train_step(x, y)
+        return lambda: result.loss / seat.world
+
+    on_cpu = seat.device.type == "cpu"
+    return Ready(step, pm.close, pm.stats, (lambda: pm.measure_memory(x, y)) if on_cpu else None)

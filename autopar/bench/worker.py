@@ -1,0 +1,160 @@
+"""One process of a contestant: ``python -m autopar.bench.worker FOLDER``, started as torchrun starts its own.
+
+It builds what ``FOLDER/assignment.json`` says, takes the steps and leaves ``FOLDER/RANK.json``. Lines on stdout say how
+far it is. When its stdin closes the bench is gone, and so is the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.bench.assignment import Assignment, Seat
+from autopar.bench.contestants import NotExpressible
+from autopar.bench.left import Left, StepSpans, failed
+from autopar.bench.peers import ddp, fsdp2, plain
+from autopar.bench.pipelines import pipelined
+from autopar.bench.planned import planned
+from autopar.bench.sharded import tensor_parallel
+from autopar.bench.training import Ready
+from autopar.runtime.memory import peak_resident_bytes, resident_bytes, restart_peak
+
+BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
+    "plain": plain, "single": planned, "autopar": planned, "uniform": planned, "ddp": ddp, "fsdp2": fsdp2,
+    "1f1b": pipelined, "interleaved": pipelined, "dtensor": tensor_parallel,
+}  # fmt: skip
+OWN_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}  # autopar makes one for itself
+MOST_LETTERS = 300  # of a reason
+GROUP_TIMEOUT = timedelta(minutes=30)  # the bench has a limit of its own
+
+
+def main(folder: Path) -> int:
+    """Run; the exit code."""
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    told = Assignment.read(folder / "assignment.json")
+    seat = taken_seat(told)
+    target = folder / f"{seat.rank}.json"
+    try:
+        left = measured(told, seat)
+    except NotExpressible as error:
+        left = failed("expressible", str(error))
+    except torch.OutOfMemoryError as error:
+        left = failed("memory", first_line(error))
+    except Exception as error:
+        traceback.print_exc()
+        left = failed(type(error).__name__, first_line(error))
+    left.write(target)
+    sys.stdout.flush()
+    # What a group or a compiler left running may keep an ordinary exit waiting for ever.
+    os._exit(0 if left.failure is None else 1)
+
+
+def leave_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def taken_seat(told: Assignment) -> Seat:
+    """This process's rank and device, from the launcher's variables."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(told.device_type, rank) if told.device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    return Seat(rank, world, device)
+
+
+def measured(told: Assignment, seat: Seat) -> Left:
+    """Build, warm up, measure."""
+    say("building")
+    if told.contestant in OWN_GROUP:
+        on_gpu = seat.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", device_id=seat.device if on_gpu else None, timeout=GROUP_TIMEOUT
+        )
+    ready = BUILDERS[told.contestant](told, seat)
+    gc.collect()
+    meet = meeting(seat)
+    base = restarted_peak(seat.device)
+    begun, ended, losses, steps = [], [], [], []
+    for i in range(told.warmup + told.steps):
+        say(f"warm-up step {i + 1} of {told.warmup}" if i < told.warmup else f"step {i - told.warmup + 1}")
+        meet()
+        start = time.perf_counter_ns()
+        share = ready.step()
+        synchronize(seat.device)
+        end = time.perf_counter_ns()
+        meet()
+        losses.append(share())
+        if i >= told.warmup:
+            begun.append(start)
+            ended.append(end)
+            if ready.stats is not None:
+                stats = ready.stats()  # a call of all ranks
+                steps += [StepSpans.of(stats)] if seat.rank == 0 else []
+    peak = peak_bytes(seat.device, base)
+    tensors = ready.tensor_peaks() if ready.tensor_peaks is not None else {}
+    left = Left(tuple(begun), tuple(ended), tuple(losses), peak, tuple(steps), dict(tensors))
+    meet()
+    say("closing")
+    ready.close()
+    return left
+
+
+def meeting(seat: Seat) -> Callable[[], None]:
+    """What makes all ranks wait for each other, with an idle device; on the host, so that no kernel of it is timed."""
+    if seat.world == 1:
+        return lambda: synchronize(seat.device)
+    group: Any = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+
+    def meet() -> None:
+        synchronize(seat.device)
+        dist.barrier(group)
+
+    return meet
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def restarted_peak(device: torch.device) -> int:
+    """Count peak memory from now on; what the process holds already, which on a GPU counts too."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return 0
+    restart_peak()
+    return resident_bytes()
+
+
+def peak_bytes(device: torch.device, base: int) -> int:
+    """Most bytes since then: in the allocator of a GPU, weights included; beyond the base on CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes() - base
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What happened, for one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    whole = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return whole if len(whole) <= MOST_LETTERS else f"{whole[: MOST_LETTERS - 1]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

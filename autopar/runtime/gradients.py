@@ -1,0 +1,144 @@
+"""Gradients of a rank, summed over microbatches in flat memory: one buffer, and a call or two, for each bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from autopar.runtime.buckets import FlatBucket
+
+
+class Gradients:
+    """The sums of what backwards leave.
+
+    Programs read leaves of autograd: the parameters, or low-precision copies of them. What a backward leaves in a
+    leaf's gradient is moved on: added to the parameter's sum in the parameter's dtype, as autocast does for every
+    microbatch. The gradients of a bucket move together, as soon as the last of them came or when the backward is over.
+
+    Sums become the parameters' ``grad`` in `show`, and are taken away again by `hide`, because autograd would add to
+    them parameter by parameter. A step begins without any: `clear` ends each.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[FlatBucket]) -> None:
+        """Watch the parameters; memory is taken when a first gradient comes."""
+        self.parameters, self.buckets = parameters, tuple(buckets)
+        self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
+        self.moved: Callable[[Sequence[str]], None] = lambda names: None  # is told the names whose sums have grown
+        self.flats: list[torch.Tensor | None] = [None] * len(self.buckets)
+        self.views: dict[str, torch.Tensor] = {}
+        self.came: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.buckets]
+        self.grown: set[str] = set()
+        self.scratch: dict[torch.dtype, torch.Tensor] = {}
+        self.scratch_views: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = {}
+        for name in self.bucket_of:
+            self.watch(name, parameters[name])
+
+    def watch(self, name: str, leaf: nn.Parameter) -> None:
+        """Also move what comes to another leaf of a parameter."""
+        leaf.register_post_accumulate_grad_hook(lambda own: self.note(name, own))
+
+    def note(self, name: str, leaf: torch.Tensor) -> None:
+        """A leaf's gradient has come."""
+        index = self.bucket_of[name]
+        self.came[index].append((name, leaf))
+        if len(self.came[index]) == len(self.buckets[index].names):
+            self.move(index)
+
+    def settle(self) -> None:
+        """A backward is over: move what came to buckets that it did not fill."""
+        for index, came in enumerate(self.came):
+            if came:
+                self.move(index)
+
+    def flat(self, index: int) -> torch.Tensor:
+        """A bucket's memory."""
+        flat = self.flats[index]
+        if flat is None:
+            bucket = self.buckets[index]
+            device = self.parameters[bucket.names[0]].device
+            flat = self.flats[index] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
+            self.views |= bucket.views(flat, self.parameters)
+        return flat
+
+    def move(self, index: int) -> None:
+        """Move what came to a bucket into its sums, with a number of calls that does not depend on how much that is."""
+        came, self.came[index] = self.came[index], []
+        flat = self.flat(index)
+        gradients = {name: leaf.grad for name, leaf in came if leaf.grad is not None}
+        assert len(gradients) == len(came), "a gradient came twice in one backward"
+        first = [name for name in gradients if name not in self.grown]
+        more = [name for name in gradients if name in self.grown]
+        if first:
+            torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
+        for dtype in {gradients[name].dtype for name in more}:
+            self.add(index, flat, dtype, {n: gradients[n] for n in more if gradients[n].dtype == dtype})
+        for _, leaf in came:
+            leaf.grad = None
+        self.grown |= gradients.keys()
+        self.moved(tuple(gradients))
+
+    def add(self, index: int, flat: torch.Tensor, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients of one dtype to their sums.
+
+        torch adds a list of tensors in one kernel only if all dtypes are equal (``can_use_fast_route``), but copies
+        between dtypes in one: low-precision gradients are brought together first and added as one tensor.
+        """
+        if dtype == flat.dtype:
+            torch._foreach_add_([self.views[n] for n in gradients], list(gradients.values()))
+            return
+        views = self.scratch_of(index, dtype)
+        torch._foreach_copy_([views[n] for n in gradients], list(gradients.values()))
+        missing = [view for name, view in views.items() if name not in gradients]
+        if missing:
+            torch._foreach_zero_(missing)
+        flat.add_(self.scratch[dtype][: flat.numel()])
+
+    def scratch_of(self, index: int, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
+        """Views for a bucket's gradients of another dtype, in memory that all buckets share."""
+        if dtype not in self.scratch:
+            numel = max(bucket.numel for bucket in self.buckets)
+            device = self.parameters[self.buckets[index].names[0]].device
+            self.scratch[dtype] = torch.zeros(numel, dtype=dtype, device=device)
+        if (dtype, index) not in self.scratch_views:
+            bucket = self.buckets[index]
+            self.scratch_views[dtype, index] = bucket.views(self.scratch[dtype][: bucket.numel], self.parameters)
+        return self.scratch_views[dtype, index]
+
+    def fill(self, index: int) -> torch.Tensor:
+        """A bucket's memory with zeros for what has no gradient."""
+        flat = self.flat(index)
+        missing = [self.views[name] for name in self.buckets[index].names if name not in self.grown]
+        if missing:
+            torch._foreach_zero_(missing)
+        return flat
+
+    def adopt(self) -> None:
+        """Take over gradients that were set by hand."""
+        for name in self.bucket_of:
+            gradient = self.parameters[name].grad
+            if gradient is not None and gradient is not self.views.get(name):
+                self.note(name, self.parameters[name])
+        self.settle()
+
+    def show(self) -> None:
+        """Let all parameters have their sums as gradients; None where there is none."""
+        for name in self.bucket_of:
+            self.parameters[name].grad = self.views[name] if name in self.grown else None
+
+    def hide(self) -> None:
+        """A backward will follow: keep the sums, but not as the parameters' gradients."""
+        for name in self.grown:
+            self.parameters[name].grad = None
+
+    def clear(self) -> None:
+        """Forget all sums; the memory stays."""
+        self.grown.clear()
+        for came in self.came:
+            came.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that stays between steps."""
+        return sum(flat.nbytes for flat in (*self.flats, *self.scratch.values()) if flat is not None)

@@ -1,0 +1,34 @@
+"""The error for a rank whose device ran out of memory."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from autopar.errors import DeviceMemoryError
+from autopar.ir.units import BYTES, text
+from autopar.runtime.rank import Rank
+from autopar.runtime.spec import rank_text
+
+
+def out_of_memory(rank: Rank, command: str, error: torch.OutOfMemoryError) -> DeviceMemoryError:
+    """Which rank ran out of memory in which part of the model, how much it had used and how much was expected.
+
+    The peak is that of the process so far: on a GPU what the allocator had handed out before the request that failed.
+    """
+    spec, device = rank.spec, rank.device
+    action = rank.running.current if rank.running is not None else None
+    on_gpu = device.type == "cuda"
+    capacity = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
+    remedies = ["more microbatches", 'recompute="all"', "more devices"]
+    if spec.mesh.dp > 1 and not spec.owners:
+        remedies.insert(2, "zero1=True")
+    reason = str(error).splitlines()[0].removesuffix(".") if str(error) else type(error).__name__
+    where = f" in action {action}" if action is not None else ""
+    peak, predicted = text(rank.peak_bytes(), BYTES), text(spec.predicted_bytes, BYTES)
+    return DeviceMemoryError(
+        f"{rank_text(spec.mesh, spec.rank).capitalize()} ran out of memory during {command}{where}, with {spec.region} "
+        f"on {device}: {reason}. Its peak was {peak} of {text(capacity, BYTES)}; the plan predicted {predicted}. "
+        f"Use {', '.join(remedies[:-1])} or {remedies[-1]}; or pass memory= with less than {predicted}, so that the "
+        "planner looks for a smaller plan."
+    )

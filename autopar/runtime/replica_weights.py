@@ -1,0 +1,125 @@
+"""Weights that replicas update each in part, under ZeRO-1: brought to all of them before programs read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from autopar.runtime.buckets import FlatBucket
+from autopar.runtime.transport import Delivery, Transport
+
+
+class ReplicaWeights:
+    """What programs read of a rank's trainable weights, in flat memory that collectives fill in place.
+
+    An update changes a weight on its owner only. The next step begins by gathering what its programs read, bucket by
+    bucket in the order in which a forward needs them: low-precision copies, which owners make before they travel, where
+    programs read no others. Float32 masters that others own are behind from then on, until somebody who reads them asks
+    for them by `gather_masters`. All replicas make the same calls.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        buckets: Sequence[FlatBucket],
+        ranks: Sequence[int],
+        replica: int,
+        transport: Transport,
+    ) -> None:
+        """Give parameters that programs read themselves memory in their bucket; all replicas hold equal weights."""
+        self.parameters, self.buckets = parameters, tuple(buckets)
+        self.ranks, self.replica, self.transport = tuple(ranks), replica, transport
+        self.flats: list[torch.Tensor] = []
+        self.copies: dict[str, torch.Tensor] = {}
+        self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
+        for bucket in self.buckets:
+            device = parameters[bucket.names[0]].device
+            flat = torch.zeros(bucket.numel, dtype=bucket.copy_dtype or bucket.dtype, device=device)
+            views = bucket.views(flat, parameters)
+            self.flats.append(flat)
+            if bucket.copy_dtype is not None:
+                self.copies |= views
+                continue
+            for name, view in views.items():
+                view.copy_(parameters[name].detach())
+                parameters[name].data = view
+        self.gathered = self.masters_gathered = True
+        self.under_way: dict[int, list[Delivery]] = {}
+        # For each weight what waits for its bucket: one callable for all of a bucket.
+        self.waits: dict[str, Callable[[], None]] = {}
+        for index, bucket in enumerate(self.buckets):
+            self.waits |= dict.fromkeys(bucket.names, partial(self.wait_for, index))
+        self.changed()
+
+    def changed(self) -> None:
+        """All replicas have overwritten all weights."""
+        self.gathered = False
+
+    def updated(self) -> None:
+        """Each replica has updated the weights that it owns."""
+        self.gathered = self.masters_gathered = False
+
+    def abandon(self) -> None:
+        """Forget what is under way, of a step that raised."""
+        self.under_way.clear()
+        self.gathered = False
+
+    def gather(self, always: bool = False) -> None:
+        """Start to bring what programs read to all replicas, if it has changed since the last time.
+
+        Args:
+            always: also if it has not: what a recorded step does must not depend on what was before it.
+        """
+        if self.gathered and not always:
+            return
+        for index in reversed(range(len(self.buckets))):
+            bucket = self.buckets[index]
+            if bucket.copy_dtype is not None and (own := bucket.owned(self.replica)):
+                torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
+            self.under_way[index] = self.start(bucket, self.flats[index])
+        self.gathered = True
+
+    def start(self, bucket: FlatBucket, flat: torch.Tensor) -> list[Delivery]:
+        if bucket.even:
+            return [self.transport.start_all_gather(flat, self.ranks)]
+        parts = [(bucket.segment(flat, owner), rank) for owner, rank in enumerate(self.ranks)]
+        return [self.transport.start_broadcast(part, self.ranks, rank) for part, rank in parts if part.numel()]
+
+    def wait_for(self, index: int) -> None:
+        """Wait for a bucket, if it is under way."""
+        for delivery in self.under_way.pop(index, ()):
+            delivery()
+
+    def wait(self) -> None:
+        """Wait for all that is under way."""
+        for index in [*self.under_way]:
+            self.wait_for(index)
+
+    def gather_masters(self) -> None:
+        """Bring the weights as they are stored to all replicas, if they are behind."""
+        if self.masters_gathered:
+            return
+        self.wait()
+        for bucket, held in zip(reversed(self.buckets), reversed(self.flats), strict=True):
+            flat = held
+            if bucket.copy_dtype is not None:
+                flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=held.device)
+                views = bucket.views(flat, self.parameters)
+                if own := bucket.owned(self.replica):
+                    torch._foreach_copy_([views[n] for n in own], [self.parameters[n].detach() for n in own])
+            for delivery in self.start(bucket, flat):
+                delivery()
+            if bucket.copy_dtype is not None:
+                away = [n for n in bucket.names if n not in bucket.owned(self.replica)]
+                if away:
+                    torch._foreach_copy_([self.parameters[n].detach() for n in away], [views[n] for n in away])
+        self.masters_gathered = True
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes beyond the weights: of copies, and of padding."""
+        own = sum(self.parameters[n].nbytes for n in self.bucket_of if n not in self.copies)
+        return sum(flat.nbytes for flat in self.flats) - own

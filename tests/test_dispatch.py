@@ -1,0 +1,62 @@
+"""Batches of one signature are cut alike: what that takes is worked out once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from handmade import in_threads, plan_by_hand
+from test_faults import mlp
+
+from autopar import UsageError
+from autopar.dispatch import KNOWN_CUTS
+from autopar.programs import Programs
+
+
+def test_only_a_new_signature_is_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuts: list[int] = []
+    found = Programs.microbatches
+
+    def counted(self: Programs, mode: Any, call: Any, parts: Any) -> Any:
+        cuts.append(call.batch)
+        return found(self, mode, call, parts)
+
+    monkeypatch.setattr(Programs, "microbatches", counted)
+    torch.manual_seed(0)
+    x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    model = mlp()
+    pm = in_threads(model, plan_by_hand(model, x, 3, ["2.linear"]), x, F.cross_entropy, optimizer=torch.optim.Adam)
+    losses = [pm.train_step(x, y).loss for _ in range(3)]
+    assert cuts == [6] and len(set(losses)) == 3 and pm.num_drawn == 0
+    pm.forward_backward(x[:4], y[:4])
+    pm.forward_backward(x, y)
+    assert cuts == [6, 4] and pm.num_drawn == 10
+    assert pm.forward_backward(x, y, return_outputs=True).outputs.shape == (6, 4)  # outputs are joined somehow
+    assert pm.eval()(x).shape == (6, 4)
+    assert cuts == [6, 4, 6, 6] and pm.eval()(x).equal(pm(x)) and len(cuts) == 4
+    pm.train()
+    # What does not belong to the signature is still looked at every time.
+    with pytest.raises(UsageError, match=r"A target has shape \[5\] for a batch of 6"):
+        pm.train_step(x, y[:5])
+    with pytest.raises(UsageError, match="Rank 1 was given targets on the meta device"):
+        pm.train_step(x, y.to("meta"))
+    with pytest.raises(UsageError, match="expected float32"):
+        pm.train_step(x.double(), y)
+    assert len(cuts) == 4
+
+
+def test_known_cuts_are_few() -> None:
+    x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    model = torch.nn.Linear(8, 4)
+    pm = in_threads(model, plan_by_hand(model, x, 1, []), x, F.cross_entropy)
+    dispatcher = pm._dispatcher
+    pm.forward_backward(x, y)
+    (cut,) = dispatcher.cuts.values()
+    dispatcher.cuts.update({("made up", number): cut for number in range(KNOWN_CUTS - 1)})
+    assert len(dispatcher.cuts) == KNOWN_CUTS
+    pm.forward_backward(x, y)
+    assert len(dispatcher.cuts) == KNOWN_CUTS
+    pm.forward_backward(x[:3], y[:3])
+    assert len(dispatcher.cuts) == 1

@@ -1,0 +1,32 @@
+"""`autopar bench` on two GPUs: compiled contestants in bf16 do the same work, over NCCL. Skips itself elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_bench import check_trace, request
+
+from autopar.bench import CONTESTANTS, early_arrivals, run_bench
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.timeout(1800),
+]
+
+
+def test_contestants_agree_on_two_gpus() -> None:
+    constraints = {"pp": 2, "microbatches": 4, "precision": "bf16"}
+    done = run_bench(
+        request(only=tuple(CONTESTANTS), constraints=constraints, compile=True, warmup=5, limit_seconds=300.0), print
+    )
+    reference = done.result.row("plain")
+    for row in done.result.rows:
+        assert row.reason is None, f"{row.contestant} {row.label}: {row.reason}"
+        assert row.losses == pytest.approx(reference.losses, rel=3e-2), row.contestant
+        assert min(row.peak_bytes) > 0
+    assert done.trace is not None
+    check_trace(done.trace)
+    assert early_arrivals(done.trace) == []
+    bounds = [row.of_bound for row in done.result.rows if row.of_bound is not None]
+    assert len(bounds) == 3 and all(0 < share <= 1.02 for share in bounds)
