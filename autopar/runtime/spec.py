@@ -160,7 +160,7 @@ def shards(mesh: Mesh, place: Place) -> tuple[int, ...]:
 
 
 def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
-    """``rank 3 (stage 1)``; with replica and shard where the mesh has such axes, with all stages where it has several."""
+    """``rank 3 (stage 1)``: all its stages, and replica and shard where the mesh has such axes."""
     place = mesh.place(rank)
     stages = " and ".join(map(str, mesh.stages(rank, chunks)))
     words = [f"stage{'s' * (chunks > 1)} {stages}"] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
