@@ -49,4 +49,5 @@ class Staging:
             inputs, targets = tree_map(there, (data.inputs, data.targets))
         consumer.wait_stream(self.stream)
         yield replace(data, inputs=inputs, targets=targets)
-        self.stream.synchronize()
+        if moved:
+            self.stream.synchronize()
