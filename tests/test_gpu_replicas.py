@@ -103,3 +103,29 @@ def test_the_optimizer_is_fused() -> None:
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             pm.train_step(x, y)
         assert any("_fused_adamw_" in event.name for event in profiler.events() or ())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 2048, 100_003])
+def test_adding_in_a_kernel_is_adding(dtype: torch.dtype, numel: int) -> None:
+    from autopar.accumulate_kernel import add
+
+    torch.manual_seed(0)
+    sums, tensor = torch.randn(numel, device="cuda"), torch.randn(numel, device="cuda").to(dtype)
+    expected = sums + tensor.float()
+    add(sums, tensor)
+    assert torch.equal(sums, expected)
+
+
+def test_a_transposed_gradient_is_added_where_it_belongs() -> None:
+    weight = Weight("w", "parameter", (512, 256), "bfloat16", True, ("w",), "float32")
+    parameter = nn.Parameter(torch.zeros(512, 256, device="cuda"))
+    copy = nn.Parameter(parameter.detach().bfloat16())
+    gradients = Gradients({"w": parameter}, flat_buckets([weight], {}, 1))
+    gradients.watch("w", copy)
+    parts = [torch.randn(512, 256, device="cuda").bfloat16(), torch.randn(256, 512, device="cuda").bfloat16().t()]
+    for part in (*parts, parts[0]):
+        copy.grad = part.clone(memory_format=torch.preserve_format)
+        gradients.note("w", copy)
+    gradients.settle()
+    assert torch.equal(gradients.views["w"], parts[0].float() + parts[1].float() + parts[0].float())

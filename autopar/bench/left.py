@@ -36,17 +36,18 @@ class Left:
     """One rank's measurements.
 
     Args:
-        begun_ns, ended_ns: host clock around each timed step, the device idle at both.
-        losses: of all steps, warm-up included; this rank's shares.
+        seconds: of each timed step.
+        losses: of all steps in order, warm-up included; this rank's shares.
         peak_bytes: most memory during all steps: of the allocator on a GPU, and on CPU what the process grew by.
-        steps: spans of each timed step, from rank 0 of contestants that have them.
+        whole_ns: host clock around each inspected step, the device idle at both; on CPU they are the timed ones.
+        steps: spans of each inspected step, from rank 0 of contestants that have them.
         tensor_bytes: most bytes in tensors per rank, where the contestant counts them.
     """
 
-    begun_ns: tuple[int, ...]
-    ended_ns: tuple[int, ...]
+    seconds: tuple[float, ...]
     losses: tuple[float, ...]
     peak_bytes: int
+    whole_ns: tuple[tuple[int, int], ...] = ()
     steps: tuple[StepSpans, ...] = ()
     tensor_bytes: Mapping[int, int] = field(default_factory=dict)
     failure: Failure | None = None
@@ -63,10 +64,10 @@ class Left:
         data = json.loads(path.read_text())
         failure = Failure(**data["failure"]) if data["failure"] else None
         return Left(
-            tuple(data["begun_ns"]),
-            tuple(data["ended_ns"]),
+            tuple(data["seconds"]),
             tuple(data["losses"]),
             data["peak_bytes"],
+            tuple((begun, ended) for begun, ended in data["whole_ns"]),
             tuple(map(unpacked, data["steps"])),
             {int(rank): number for rank, number in data["tensor_bytes"].items()},
             failure,
@@ -74,7 +75,7 @@ class Left:
 
 
 def failed(kind: str, text: str) -> Left:
-    return Left((), (), (), 0, failure=Failure(kind, text))
+    return Left((), (), 0, failure=Failure(kind, text))
 
 
 def packed(step: StepSpans) -> dict:

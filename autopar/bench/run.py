@@ -252,7 +252,7 @@ class Bench:
             pipeline=pipeline,
         )  # fmt: skip
         if contestant.name == "autopar":
-            self.trace = trace_of(self.plan, outcome, seconds)
+            self.trace = trace_of(self.plan, outcome)
         return row
 
     def result(self) -> BenchResult:
@@ -284,8 +284,7 @@ class Bench:
 
 def step_seconds(ranks: Sequence[Left]) -> tuple[float, ...]:
     """Each step's time on its slowest rank."""
-    by_rank = [[(end - begun) / 1e9 for begun, end in zip(own.begun_ns, own.ended_ns)] for own in ranks]
-    return tuple(map(max, zip(*by_rank, strict=True)))
+    return tuple(map(max, zip(*(own.seconds for own in ranks), strict=True)))
 
 
 def pipeline_of(found: Plan, first: Left, seconds: Sequence[float]) -> Pipeline:
@@ -294,7 +293,7 @@ def pipeline_of(found: Plan, first: Left, seconds: Sequence[float]) -> Pipeline:
     return Pipeline(
         plan=found.decision,
         bubble_predicted=prediction.bubble_fraction,
-        bubble_measured=median(bubble_share(step.spans, s) for step, s in zip(first.steps, seconds, strict=True)),
+        bubble_measured=median(bubble_share(step.spans, median(seconds)) for step in first.steps),
         bound_seconds=median(bubble_bound_seconds(found, step.spans) for step in first.steps),
         predicted_seconds=prediction.step_seconds,
         predicted_bytes=prediction.peak_bytes,
@@ -302,11 +301,12 @@ def pipeline_of(found: Plan, first: Left, seconds: Sequence[float]) -> Pipeline:
     )
 
 
-def trace_of(found: Plan, outcome: Outcome, seconds: Sequence[float]) -> dict[str, Any]:
-    """The timeline of the step whose time is nearest to the median."""
-    k = min(range(len(seconds)), key=lambda i: abs(seconds[i] - median(seconds)))
+def trace_of(found: Plan, outcome: Outcome) -> dict[str, Any]:
+    """The timeline of the inspected step whose time is nearest to the median of these."""
+    took = [end - begun for begun, end in outcome.ranks[0].whole_ns]
+    k = min(range(len(took)), key=lambda i: abs(took[i] - median(took)))
     step = outcome.ranks[0].steps[k]
-    whole = {rank: (own.begun_ns[k], own.ended_ns[k]) for rank, own in enumerate(outcome.ranks)}
+    whole = {rank: own.whole_ns[k] for rank, own in enumerate(outcome.ranks)}
     return trace_events(found, StepOnClock(step.spans, step.started_ns, whole))
 
 

@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
 }  # fmt: skip
 OWN_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}  # autopar makes one for itself
 MOST_LETTERS = 300  # of a reason
+INSPECTED_STEPS = 3  # after the timed ones on a GPU: what their actions took is read, which makes the host wait
 GROUP_TIMEOUT = timedelta(minutes=30)  # the bench has a limit of its own
 
 
@@ -87,29 +89,56 @@ def measured(told: Assignment, seat: Seat) -> Left:
     gc.collect()
     meet = meeting(seat)
     base = restarted_peak(seat.device)
-    begun, ended, losses, steps = [], [], [], []
-    for i in range(told.warmup + told.steps):
-        say(f"warm-up step {i + 1} of {told.warmup}" if i < told.warmup else f"step {i - told.warmup + 1}")
+    losses = []
+    for i in range(told.warmup):
+        say(f"warm-up step {i + 1} of {told.warmup}")
+        meet()
+        losses.append(ready.step()())
+    on_gpu = seat.device.type == "cuda"
+    seconds: list[float] = []
+    if on_gpu:
+        say(f"{told.steps} steps")
+        meet()
+        seconds, shares = in_a_row(ready, told.steps, seat.device)
+        losses += shares
+    begun, ended, steps = [], [], []
+    for i in range(0 if on_gpu and ready.stats is None else INSPECTED_STEPS if on_gpu else told.steps):
+        say(f"step {i + 1}")
         meet()
         start = time.perf_counter_ns()
         share = ready.step()
         synchronize(seat.device)
         end = time.perf_counter_ns()
         meet()
+        begun.append(start)
+        ended.append(end)
         losses.append(share())
-        if i >= told.warmup:
-            begun.append(start)
-            ended.append(end)
-            if ready.stats is not None:
-                stats = ready.stats()  # a call of all ranks
-                steps += [StepSpans.of(stats)] if seat.rank == 0 else []
+        if ready.stats is not None:
+            stats = ready.stats()  # a call of all ranks
+            steps += [StepSpans.of(stats)] if seat.rank == 0 else []
+    if not on_gpu:
+        seconds = [(end - start) / 1e9 for start, end in zip(begun, ended, strict=True)]
     peak = peak_bytes(seat.device, base)
     tensors = ready.tensor_peaks() if ready.tensor_peaks is not None else {}
-    left = Left(tuple(begun), tuple(ended), tuple(losses), peak, tuple(steps), dict(tensors))
+    whole = tuple(zip(begun, ended, strict=True))
+    left = Left(tuple(seconds), tuple(losses), peak, whole, tuple(steps), dict(tensors))
     meet()
     say("closing")
     ready.close()
     return left
+
+
+def in_a_row(ready: Ready, steps: int, device: torch.device) -> tuple[list[float], list[float]]:
+    """Steps on a GPU that nobody waits for, as in a training loop: the time from the end of each to that of the next on
+    the device, and this rank's shares of their losses.
+    """
+    marks, shares = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)], []
+    marks[0].record()
+    for mark in marks[1:]:
+        shares.append(ready.step())
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)], [share() for share in shares]
 
 
 def meeting(seat: Seat) -> Callable[[], None]:

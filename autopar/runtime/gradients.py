@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import nn
 
 from autopar.runtime.buckets import FlatBucket
+
+LARGE = 2**16  # elements, from which a kernel takes longer than its launch
 
 
 class Gradients:
@@ -30,8 +33,6 @@ class Gradients:
         self.views: dict[str, torch.Tensor] = {}
         self.came: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.buckets]
         self.grown: set[str] = set()
-        self.scratch: dict[torch.dtype, torch.Tensor] = {}
-        self.scratch_views: dict[tuple[torch.dtype, int], dict[str, torch.Tensor]] = {}
         for name in self.bucket_of:
             self.watch(name, parameters[name])
 
@@ -65,7 +66,7 @@ class Gradients:
     def move(self, index: int) -> None:
         """Move what came to a bucket into its sums, with a number of calls that does not depend on how much that is."""
         came, self.came[index] = self.came[index], []
-        flat = self.flat(index)
+        self.flat(index)
         gradients = {name: leaf.grad for name, leaf in came if leaf.grad is not None}
         assert len(gradients) == len(came), "a gradient came twice in one backward"
         first = [name for name in gradients if name not in self.grown]
@@ -73,38 +74,31 @@ class Gradients:
         if first:
             torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
         for dtype in {gradients[name].dtype for name in more}:
-            self.add(index, flat, dtype, {n: gradients[n] for n in more if gradients[n].dtype == dtype})
+            self.add(dtype, {n: gradients[n] for n in more if gradients[n].dtype == dtype})
         for _, leaf in came:
             leaf.grad = None
         self.grown |= gradients.keys()
         self.moved(tuple(gradients))
 
-    def add(self, index: int, flat: torch.Tensor, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
+    def add(self, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add gradients of one dtype to their sums.
 
         torch adds a list of tensors in one kernel only if all dtypes are equal (``can_use_fast_route``), but copies
-        between dtypes in one: low-precision gradients are brought together first and added as one tensor.
+        between dtypes in one. So low-precision gradients are widened together and then added; on GPUs large ones go
+        straight into their sums instead.
         """
-        if dtype == flat.dtype:
-            torch._foreach_add_([self.views[n] for n in gradients], list(gradients.values()))
+        together = dict(gradients)
+        if dtype != torch.float32:
+            for name in [name for name, gradient in gradients.items() if adds_alone(self.views[name], gradient)]:
+                add_to(self.views[name], together.pop(name))
+        if not together:
             return
-        views = self.scratch_of(index, dtype)
-        torch._foreach_copy_([views[n] for n in gradients], list(gradients.values()))
-        missing = [view for name, view in views.items() if name not in gradients]
-        if missing:
-            torch._foreach_zero_(missing)
-        flat.add_(self.scratch[dtype][: flat.numel()])
-
-    def scratch_of(self, index: int, dtype: torch.dtype) -> Mapping[str, torch.Tensor]:
-        """Views for a bucket's gradients of another dtype, in memory that all buckets share."""
-        if dtype not in self.scratch:
-            numel = max(bucket.numel for bucket in self.buckets)
-            device = self.parameters[self.buckets[index].names[0]].device
-            self.scratch[dtype] = torch.zeros(numel, dtype=dtype, device=device)
-        if (dtype, index) not in self.scratch_views:
-            bucket = self.buckets[index]
-            self.scratch_views[dtype, index] = bucket.views(self.scratch[dtype][: bucket.numel], self.parameters)
-        return self.scratch_views[dtype, index]
+        sums, added = [self.views[name] for name in together], list(together.values())
+        if dtype != sums[0].dtype:
+            wide = [torch.empty_like(view) for view in sums]
+            torch._foreach_copy_(wide, added)
+            added = wide
+        torch._foreach_add_(sums, added)
 
     def fill(self, index: int) -> torch.Tensor:
         """A bucket's memory with zeros for what has no gradient."""
@@ -141,4 +135,16 @@ class Gradients:
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that stays between steps."""
-        return sum(flat.nbytes for flat in (*self.flats, *self.scratch.values()) if flat is not None)
+        return sum(flat.nbytes for flat in self.flats if flat is not None)
+
+
+def adds_alone(total: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a kernel of its own is worth it, and there is one: for large dense tensors of one memory order."""
+    alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
+    return alike and gradient.numel() >= LARGE and find_spec("triton") is not None
+
+
+def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    from autopar.accumulate_kernel import add
+
+    add(total, gradient)
