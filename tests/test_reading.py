@@ -163,7 +163,7 @@ def full(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 OUT_OF_MEMORY = (
     r"ran out of memory during train_step in action {action}, with {region} on cpu: CUDA out of memory\. Tried to "
-    r"allocate 2\.00 GiB\. Its peak was .*iB of .*iB; the plan predicted 0 B\. Use more microbatches, "
+    r"allocate 2\.00 GiB\. Its peak was .*B of .*iB; the plan predicted 0 B\. Use more microbatches, "
     r"recompute=\"all\" or more devices; or pass memory= with less than 0 B"
 )
 

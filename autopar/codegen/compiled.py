@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.segments import Segment
 from autopar.ir import Op, Value
@@ -30,8 +31,25 @@ class CompiledRegion(nn.Module):
         return self.call(*self.weights, *args)
 
 
+def checkpointed(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
+    """Keeps for the backward what enters ``body``, which the compiled backward runs again.
+
+    It has code of its own: torch.compile counts how often one code was compiled, and gives up.
+    """
+    graph = fx.Graph()
+    arguments = [graph.placeholder(node.name) for node in body.graph.find_nodes(op="placeholder")]
+    inner = graph.create_node("get_attr", "body")
+    options = {"use_reentrant": False, "preserve_rng_state": draws}
+    graph.output(graph.call_function(checkpoint, (inner, *arguments), options))
+    return fx.GraphModule({"body": body}, graph, class_name="Checkpointed")
+
+
 def compiled_region(
-    region: Segment, values: Mapping[str, Value], weights: Mapping[str, Tensor], emit: Emit
+    region: Segment,
+    values: Mapping[str, Value],
+    weights: Mapping[str, Tensor],
+    emit: Emit,
+    recompute: bool = False,
 ) -> CompiledRegion:
     """A region that torch.compile makes kernels of at its first call, unless an equal one has been compiled.
 
@@ -41,6 +59,7 @@ def compiled_region(
     Args:
         values: what operations read that are not weights.
         emit: makes a module of operations, arguments and results.
+        recompute: keep for the backward what enters the region alone.
     """
     own = tuple(dict.fromkeys(name for op in region.ops for name in op.reads if name in weights))
     names = numbered("w", own) | numbered("x", region.reads)
@@ -55,9 +74,10 @@ def compiled_region(
     held = [weights[name] for name in own]
     taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held]
     taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
-    key = f"{module.code}\n{taken}"
+    key = f"{module.code}\n{taken}\n{recompute}"
     if key not in COMPILED:
-        COMPILED[key] = torch.compile(module, fullgraph=True, dynamic=False)
+        whole = checkpointed(module, region.draws) if recompute else module
+        COMPILED[key] = torch.compile(whole, fullgraph=True, dynamic=False)
     return CompiledRegion(COMPILED[key], held)
 
 

@@ -71,7 +71,10 @@ def graph_module(
     segments = segments_of(program)
     modules = {}
     for s in segments:
-        modules[s.name] = Recomputed(body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.draws)
+        if compiled:
+            modules[s.name] = compiled_region(s, values, own, emit_region, recompute=True)
+        else:
+            modules[s.name] = Recomputed(body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.draws)
     once = program.ops[: program.segments[0]] if segments else program.ops
     return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
 
