@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -118,15 +119,17 @@ class Agreement:
     That of tensors on a GPU could only be read by waiting for the GPU, so it travels `IN_FLIGHT` batches later, when it
     has long been there. A sampler that shards wrongly does so from the first batch on, so this shows it at the third.
 
-    ``flag`` is what this rank tells the others besides, and ``flagged`` whether any did, the last time.
+    ``flag`` is what this rank tells the others besides, and ``flagged`` whether any did, the last time. ``kinds`` are
+    what each rank called the kind of its last batch: ranks that see other parts of it decide alike what they capture.
     """
 
     def __init__(self, ranks: TorchrunRanks, mesh: Mesh, data_size: int) -> None:
         self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
         self.flag = self.flagged = False
+        self.kinds: tuple[int, ...] = ()
         self.late: deque[Callable[[], list[int]]] = deque()  # marks of batches on GPUs
 
-    def start(self, batch: int, given: Sequence[Any]) -> Callable[[], None]:
+    def start(self, batch: int, kind: int, given: Sequence[Any]) -> Callable[[], None]:
         """Send this rank's numbers; the result waits for those of the others.
 
         Args:
@@ -136,11 +139,12 @@ class Agreement:
             UsageError: by the result, if the ranks do not agree: on all of them.
         """
         now, late = self.marks(given) if self.mesh.tp > 1 else (0, 0)
-        told = self.ranks.exchange((batch, self.flag, now, late))
+        told = self.ranks.exchange((batch, self.flag, now, late, kind))
 
         def agreed() -> None:
             rows = told()
-            self.flagged = any(flag for _, flag, _, _ in rows)
+            self.flagged = any(row[1] for row in rows)
+            self.kinds = tuple(row[4] for row in rows)
             check_parts([(self.mesh.place(rank).replica, own) for rank, (own, *_) in enumerate(rows)], self.data_size)
             check_copies([row[2] for row in rows], self.mesh)
             check_copies(
@@ -215,7 +219,10 @@ class Dispatcher:
             UsageError: as `ParallelModel.forward_backward`.
         """
         leaves, targets = request.call.leaves, pytree_leaves(request.target)
-        agreed = self.agreement.start(request.call.batch, [*leaves, *targets]) if self.agreement is not None else None
+        kind = crc32(repr((request.keep_outputs, request.share, signature(leaves), signature(targets))).encode())
+        agreed = None
+        if self.agreement is not None:
+            agreed = self.agreement.start(request.call.batch, kind, [*leaves, *targets])
         key = request.mode, request.schedule, request.target is None, request.keep_outputs, signature(leaves)
         cut = self.cuts.get(key)
         if cut is None:
@@ -228,10 +235,11 @@ class Dispatcher:
             agreed = None
         microbatches = self.microbatches(request, cut, leaves)
         check = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets))
-        works = {rank: (self.work(request, microbatches, rank, check),) for rank in self.ranks.numbers}
+        works = {rank: self.work(request, microbatches, rank, check) for rank in self.ranks.numbers}
         if agreed is not None:  # as late as possible: what was done meanwhile took time too
             agreed()
-        results = self.call(request.command, works)
+        kinds = self.agreement.kinds if self.agreement is not None else (kind,)
+        results = self.call(request.command, {rank: (replace(work, kind=kinds),) for rank, work in works.items()})
         if cut.draws:
             self.num_drawn += request.call.batch * self.data_size
         return results, cut.outputs

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import autopar
+from autopar import UsageError
 from autopar.runtime.answers import Answers
-from autopar.runtime.graphed import given_rates, is_capturable, like, prepare
+from autopar.runtime.graphed import given_rates, is_capturable, prepare
 from autopar.runtime.symmetric import ALIGNMENT, aligned, places
 from autopar.runtime.transport import Hub, LocalTransport
 
@@ -56,12 +59,31 @@ def test_rates_are_given_for_a_while() -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
-def test_a_kind_of_step_depends_on_everything_but_content() -> None:
-    x = torch.zeros(2, 3)
-    assert like(x) == like(torch.ones(2, 3))
-    others = (torch.zeros(3, 2), torch.zeros(2, 3, dtype=torch.float64), torch.zeros(3, 2).t(), 5)
-    assert all(like(x) != like(other) for other in others)
-    assert like(3) != like(4)
+def test_the_kind_of_a_step_is_all_but_its_content() -> None:
+    """Ranks decide by it together what they capture, so it must not depend on what one of them alone is given."""
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(8, 4), torch.randn(6, 8), torch.randint(0, 4, (6,))
+    kinds = []
+    with autopar.parallelize(model, 1, x, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), microbatches=2) as pm:
+        rank = pm._ranks.rank  # type: ignore[union-attr]
+        run = rank.compute
+        rank.compute = lambda work: (kinds.append(work.kind), run(work))[1]
+        cases: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = [
+            (x, y, {}), (x + 1, y.flip(0), {}), (x, F.one_hot(y, 4).float(), {}), (x[:4], y[:4], {}),
+            (x, y, {"return_outputs": True}), (x, y, {"share": 0.5}),
+        ]  # fmt: skip
+        for inputs, target, options in cases:
+            pm.train_step(inputs, target, **options)
+    assert kinds[0] == kinds[1]
+    assert len(set(kinds)) == 5
+
+
+def test_symmetric_memory_needs_gpus() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    with pytest.raises(UsageError, match=r'transport="symmetric" needs GPUs of one host .* Leave it out'):
+        autopar.parallelize(model, 2, torch.randn(4, 8), pp=2, transport="symmetric")
+    with pytest.raises(UsageError, match=r"transport='mpi' is unknown\. It is one of auto, nccl, symmetric"):
+        autopar.parallelize(model, 2, torch.randn(4, 8), transport="mpi")
 
 
 @given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 50)), st.integers(1, 5000)))

@@ -280,15 +280,15 @@ def test_an_agreement_names_the_ranks_that_differ() -> None:
     with pytest.raises(UsageError, match=r"^Ranks 2 and 3 were given different inputs or targets, but share each"):
         check_copies([5, 5, 6, 7], mesh)
     check_copies([5, 0, 6, 6], mesh)  # rank 1 has nothing to compare
-    ranks: Any = Told([[4, 1, 9, 8], [4, 0, 9, 9], [4, 0, 9, 9]])
+    ranks: Any = Told([[4, 1, 9, 8, 70], [4, 0, 9, 9, 71], [4, 0, 9, 9, 71]])
     agreement = Agreement(ranks, mesh, 2)
     agreement.marks = lambda given: (9, 9)  # type: ignore[method-assign]
     with pytest.raises(UsageError, match=r"^Ranks 0 and 1 were given .* 2 calls ago, so that updates since are wrong"):
-        agreement.start(4, [])()
-    assert agreement.flagged
-    ranks.others[2] = [5, 0, 9, 9]
+        agreement.start(4, 70, [])()
+    assert agreement.flagged and agreement.kinds == (70, 70, 71, 71)
+    ranks.others[2] = [5, 0, 9, 9, 71]
     with pytest.raises(UsageError, match=r"different sizes: 4 on data rank 0, 4 on data rank 1, 5 on data rank 1"):
-        agreement.start(4, [])()
+        agreement.start(4, 70, [])()
 
 
 TALK = """

@@ -39,7 +39,7 @@ def checkpointed(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
     graph = fx.Graph()
     arguments = [graph.placeholder(node.name) for node in body.graph.find_nodes(op="placeholder")]
     inner = graph.create_node("get_attr", "body")
-    options = {"use_reentrant": False, "preserve_rng_state": draws}
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
     graph.output(graph.call_function(checkpoint, (inner, *arguments), options))
     return fx.GraphModule({"body": body}, graph, class_name="Checkpointed")
 

@@ -6,7 +6,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,7 @@ class Kind:
 
     Args:
         answers: what peers' hosts answered in the last plain step.
+        steady: whether that is what they answered in the one before.
         with_optimizer: whether the graph is to update the weights.
         refused: why such steps are not captured.
         options: those of the optimizer that the graph holds.
@@ -40,6 +41,7 @@ class Kind:
 
     plain_steps: int = 0
     answers: list[list[int]] = field(default_factory=list)
+    steady: bool = True
     with_optimizer: bool = True
     refused: str = ""
     options: str = ""
@@ -72,7 +74,7 @@ class Graphs:
 
     def run(self, work: Work) -> Computed:
         """A training step up to the update, which a graph may include."""
-        if any(p.grad is not None for p in self.rank.trainable.values()):
+        if self.rank.accumulated:
             return self.rank.compute(work)  # a graph begins without gradients
         kind = self.kind_of(work)
         if kind.refused:
@@ -88,9 +90,7 @@ class Graphs:
 
     def kind_of(self, work: Work) -> Kind:
         """The kind that a step is of; the one that was used longest ago gives way to a new one."""
-        data = work.data
-        given = tuple(like(leaf) for leaf in leaves((data.inputs, data.targets)))
-        key = (work.schedule, work.programs, tuple(data.shares), work.keep_outputs, given)
+        key = (work.schedule, work.programs, work.kind)
         if key not in self.kinds and len(self.kinds) == MAX_GRAPHS:
             self.kinds.popitem(last=False)
         self.kinds.setdefault(key, Kind())
@@ -105,8 +105,7 @@ class Graphs:
             computed = self.rank.compute(work)
         finally:
             noted = self.rank.answers.stop()
-        if kind.plain_steps and noted != kind.answers:
-            kind.refused = "which gradients there are differs from step to step"
+        kind.steady = kind.plain_steps == 0 or noted == kind.answers
         kind.plain_steps, kind.answers = kind.plain_steps + 1, noted
         return computed
 
@@ -116,18 +115,18 @@ class Graphs:
         optimizer = rank.updater.optimizer
         kind.with_optimizer &= optimizer is not None and is_capturable(optimizer)
         kind.options = self.fixed_options()
-        reason = ""
+        reason = "" if kind.steady else "which gradients there are differs from step to step"
         try:
-            self.record(kind, work)
+            if kind.steady:
+                self.record(kind, work)
         except Exception as error:  # whatever the user's loss, an optimizer or an operation raises while captured
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            kind.graph = kind.computed = None
-            rank.abandon_step()
         everybody = range(rank.mesh.devices)
         failed = rank.transport.sum_flags([bool(reason)], everybody)[0] if len(everybody) > 1 else bool(reason)
         if failed:
             kind.graph = kind.computed = None
             kind.refused = reason or "another rank cannot capture it"
+            rank.abandon_step()  # on all ranks: they bind their schedules together
         if reason:
             warnings.warn(
                 f"Steps are run without CUDA graphs, which is slower: {reason}. Pass cuda_graph=False to do without "
@@ -150,7 +149,7 @@ class Graphs:
         rank.answers.recall(kind.answers)
         try:
             with torch.cuda.graph(graph, self.pool, rank.stream, capture_error_mode="thread_local"):
-                computed = rank.compute(replaced(work, kind.data))
+                computed = rank.compute(replace(work, data=kind.data))
                 if optimizer is not None:
                     with given_rates(optimizer, self.rates):
                         rank.updater.update(computed.norm)
@@ -192,19 +191,9 @@ class Graphs:
 # -- data ----------------------------------------------------------------------------------------------------------
 
 
-def like(leaf: Any) -> Any:
-    """What a graph depends on of an argument: of tensors everything but their content."""
-    return (tuple(leaf.shape), leaf.dtype, leaf.stride()) if isinstance(leaf, Tensor) else leaf
-
-
 def own(leaf: Any, device: torch.device) -> Any:
     """Memory for such a tensor; anything else as it is."""
     return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
-
-
-def replaced(work: Work, data: StepData) -> Work:
-    """The same work on other tensors."""
-    return Work(**{**vars(work), "data": data})
 
 
 def fill(static: StepData, given: StepData) -> None:

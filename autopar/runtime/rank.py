@@ -72,6 +72,7 @@ class Rank:
         self.running: BoundStep | None = None
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = Graphs(self) if self.stream is not None and spec.cuda_graph else None
+        self.accumulated = False  # whether a call has left gradients for the next update, on this rank or another one
         self.apart = False  # whether training has changed buffers, differently on each replica
         self.step_seconds = 0.0
         self.data_bytes = 0
@@ -147,6 +148,7 @@ class Rank:
 
     def forward_backward(self, work: Work) -> StepOutcome:
         """Accumulate gradients."""
+        self.accumulated = True
         start = self.stopwatch.mark()
         self.share_buffers(work.mode)
         with self.staging.taken(work.data) as data:
@@ -231,6 +233,7 @@ class Rank:
 
     def optimizer_step(self, num_updates: int) -> UpdateResult:
         """As `Updater.step`; averages follow. ``num_updates`` is how many updates there were before."""
+        self.accumulated = False
         result = self.updater.step()
         if not result.skipped:
             self.updated(num_updates)
@@ -238,6 +241,7 @@ class Rank:
 
     def updated(self, num_updates: int) -> None:
         """The weights have changed, each on the replica that updates it; averages follow."""
+        self.accumulated = False
         if self.updater.replica_weights is not None:
             self.updater.replica_weights.updated()
         self.copies.forget()
@@ -246,6 +250,7 @@ class Rank:
             self.ema.update(num_updates + 1)
 
     def zero_grad(self) -> None:
+        self.accumulated = False
         self.updater.zero_grad()
 
     def scheduler_step(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -313,6 +318,7 @@ class Rank:
         """Take over a checkpoint, and what it changed of the optimizer's options; or why it was not, on any rank."""
         if self.graphs is not None:
             self.graphs.forget()  # the optimizer gets other tensors
+        self.accumulated = False
         return checkpoint.load(self, folder, header)
 
     def gradients(self) -> dict[str, torch.Tensor]:

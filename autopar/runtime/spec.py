@@ -173,7 +173,8 @@ def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
 class Work:
     """One call of a step: the model's mode, which schedule, which programs for each microbatch, and this rank's data.
 
-    ``num_updates`` is how many updates there were before it.
+    ``num_updates`` is how many updates there were before it. ``kind`` is the same on all ranks, and in all calls that
+    differ in the content of tensors alone.
     """
 
     mode: Mode
@@ -183,6 +184,7 @@ class Work:
     training: bool
     keep_outputs: bool
     num_updates: int
+    kind: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
