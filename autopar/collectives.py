@@ -41,16 +41,19 @@ class Communicator(Protocol):
     @property
     def ranks(self) -> int: ...
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum in place; the result is the same to the last bit on all ranks."""
+    def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
+        """Sum in place; the result is the same to the last bit on all ranks.
+
+        ``beside``: other work runs at the same time and needs the device's multiprocessors.
+        """
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, stacked."""
         ...
 
-    def reduce_scatter(self, stacked: Tensor) -> Tensor:
-        """The sum over the ranks of their parts for this rank."""
+    def reduce_scatter(self, stacked: Tensor, beside: bool = False) -> Tensor:
+        """The sum over the ranks of their parts for this rank; ``beside`` as in `all_reduce`."""
         ...
 
     def all_to_all(self, stacked: Tensor) -> Tensor:

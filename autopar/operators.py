@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import autopar.collective_linear
 import autopar.collectives
-import autopar.counter_random  # noqa: F401  (both define operators of torch.ops.autopar)
+import autopar.counter_random  # noqa: F401  (they define operators of torch.ops.autopar)
 from autopar.ir import LocalDevice, Op, Ref, Value, dtype_name
 
 META = torch.device("meta")

@@ -40,8 +40,9 @@ class Options:
     one; results are the same, so it is the default.
 
     ``compile``: have torch.compile make the kernels of each stage, and ``cuda_graph``: replay a whole training step as
-    one CUDA graph; both by default where the devices are GPUs. ``transport``: what carries tensors between a pipeline's
-    GPUs, "symmetric" (they are written into the peer's memory), "nccl", or "auto": the first where it can be.
+    one CUDA graph; both by default where the devices are GPUs. ``transport``: what carries tensors between the GPUs of
+    a pipeline or a tensor-parallel group, "symmetric" (each reaches the others' memory), "nccl", or "auto": the first
+    where it can be.
     """
 
     pp: int | None = None

@@ -57,6 +57,40 @@ def compiled_equals_eager(tp: int) -> None:
         assert torch.equal(eager(x), found[0][0])
 
 
+def linear_overlaps(tp: int, dtype: torch.dtype) -> None:
+    """A collective within a linear layer against the two after each other: gradients of x, weight and bias."""
+    axis = axis_key(tp)
+    rank = tensor_axis(tp).communicators["tp"].rank
+
+    def gathered(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
+        if apart:
+            return torch.nn.functional.linear(ops.all_gather.default(x, 1, 2, tp, axis, True), weight, bias)
+        return ops.gathered_linear.default(x, weight, bias, 1, 2, tp, axis)
+
+    def alone(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
+        if apart:
+            return torch.nn.functional.linear(ops.sum_gradient.default(x, axis), weight, bias)
+        return ops.summed_linear.default(x, weight, bias, axis)
+
+    torch.manual_seed(rank)
+    for layer in (gathered, alone):
+        for trained, with_bias in ((True, True), (True, False), (False, True)):
+            x = torch.randn(3, 4, 6, dtype=dtype)
+            weight, bias = torch.randn(5, 6, dtype=dtype), torch.randn(5, dtype=dtype) if with_bias else None
+            found = []
+            for apart, function in ((True, layer), (False, layer), (False, torch.compile(layer, backend="aot_eager"))):
+                leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_(trained)]
+                leaves += [bias.clone().requires_grad_()] if bias is not None else []
+                y = function(leaves[0], leaves[1], leaves[2] if bias is not None else None, apart)
+                y.sin().sum().backward()
+                found.append([y, *(leaf.grad for leaf in leaves)])
+            for values in zip(*found, strict=True):
+                assert all(type(v) is type(values[0]) for v in values)
+                tensors = [v for v in values if v is not None]
+                assert all(torch.equal(t, tensors[0]) for t in tensors), (layer.__name__, trained, with_bias)
+            assert found[0][1] is not None and (found[0][2] is not None) == trained
+
+
 def ranks_get_the_same_sum(dtype: torch.dtype) -> None:
     axes = tensor_axis(4)
     torch.manual_seed(dist.get_rank())
@@ -109,6 +143,8 @@ def a_silent_peer_is_named() -> None:
 CASES = {
     "compiled on 2": partial(compiled_equals_eager, 2),
     "compiled on 4": partial(compiled_equals_eager, 4),
+    "linear on 2": partial(linear_overlaps, 2, torch.float64),
+    "linear on 4, bfloat16": partial(linear_overlaps, 4, torch.bfloat16),
     "same sum in float32": partial(ranks_get_the_same_sum, torch.float32),
     "same sum in bfloat16": partial(ranks_get_the_same_sum, torch.bfloat16),
     "strange types": strange_types_travel,

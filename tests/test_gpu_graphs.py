@@ -98,3 +98,14 @@ def test_a_loss_that_cannot_be_captured_runs_plainly_and_says_why() -> None:
     with pytest.warns(CaptureWarning, match="without CUDA graphs"):
         captured = trained(model, 8, compile=False, loss_fn=stubborn)
     assert_same(captured, plain, 1e-5)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("fast", [False, True], ids=["eager", "compiled"])
+def test_tensor_parallelism_over_symmetric_memory_equals_nccl_and_one_gpu(fast: bool) -> None:
+    torch.manual_seed(0)
+    model = tiny_vit()
+    one = trained(model, 6, compile=False, cuda_graph=False)
+    over = [trained(model, 6, compile=fast, cuda_graph=fast, tp=2, transport=name) for name in ("nccl", "symmetric")]
+    assert_same(over[1], over[0], 1e-5)
+    assert_same(over[1], one, 1e-4)

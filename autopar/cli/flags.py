@@ -112,7 +112,8 @@ class RunFlags:
     transport: Annotated[
         str | None,
         Option(
-            help="What carries tensors between GPUs of a pipeline: auto (default), nccl, symmetric.", metavar="NAME"
+            help="What carries tensors between stages and tensor-parallel GPUs: auto (default), nccl, symmetric.",
+            metavar="NAME",
         ),
     ] = None
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 from autopar.codegen.compiled import compiled_region
+from autopar.codegen.overlap import overlapped
 from autopar.codegen.regions import region_starts
 from autopar.codegen.segments import Recomputed, Segment, call, divided, segments_of, source_of
 from autopar.ir import LocalDevice, Op, Program, Ref, unused_name
@@ -96,6 +97,7 @@ def function(
         held: weights and the segments' modules by name; those that are used become the module's own.
         waits: as in `graph_module`.
     """
+    ops = overlapped(ops, {*results, *(name for s in segments for name in s.reads)})
     read = {name for op in ops for name in op.reads} | {*results} | {s.name for s in segments}
     own = {name: value for name, value in held.items() if name in read}
     graph = fx.Graph()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar import collectives
 from autopar.ir import Mesh
+from autopar.runtime.symmetric import Neighbour, reach_each_other
+from autopar.runtime.symmetric_axis import SymmetricBoards, SymmetricCommunicator
 from autopar.runtime.transport import TransportError
 
 
@@ -31,7 +33,12 @@ class GroupCommunicator:
     def ranks(self) -> int:
         return len(self.members)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def symmetric(self) -> SymmetricCommunicator:
+        """The same ranks over symmetric memory."""
+        device = torch.device("cuda", torch.cuda.current_device())
+        return SymmetricCommunicator(self.rank, self.ranks, SymmetricBoards(self.rank, device, self.group))
+
+    def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
         with self.named("all-reduce"):
             dist.all_reduce(tensor, group=self.group)
 
@@ -41,7 +48,7 @@ class GroupCommunicator:
             dist.all_gather_into_tensor(plain(stacked), plain(tensor[None]), group=self.group)
         return stacked
 
-    def reduce_scatter(self, stacked: Tensor) -> Tensor:
+    def reduce_scatter(self, stacked: Tensor, beside: bool = False) -> Tensor:
         part = stacked.new_empty(stacked.shape[1:])
         with self.named("reduce-scatter"):
             dist.reduce_scatter_tensor(part[None], stacked, group=self.group)
@@ -73,11 +80,17 @@ class Axes:
     mesh: DeviceMesh | None
     communicators: Mapping[str, GroupCommunicator]
 
-    def register(self, model: str) -> Mapping[str, str]:
-        """Make all axes known to the collectives; the key of each, which holds ``model`` so that models differ."""
+    def register(self, model: str, neighbours: Sequence[Neighbour] = ()) -> Mapping[str, str]:
+        """Make all axes known to the collectives; the key of each, which holds ``model`` so that models differ.
+
+        Args:
+            neighbours: of all ranks, where GPUs that reach each other use symmetric memory.
+        """
         keys = {axis: f"{model}.{axis}" for axis in self.communicators}
         for axis, key in keys.items():
-            collectives.register(key, self.communicators[axis])
+            found = self.communicators[axis]
+            near = bool(neighbours) and reach_each_other([neighbours[rank] for rank in found.members])
+            collectives.register(key, found.symmetric() if near else found)
         return keys
 
     def close(self) -> None:

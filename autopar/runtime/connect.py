@@ -41,13 +41,13 @@ class ConnectedRank:
         """Connect, and take the weights as `Rank` does."""
         device = torch.device(spec.device)
         self.axes: Axes = connect(spec.mesh, spec.rank, device.type, timeout_seconds)
-        self.keys = self.axes.register(f"model {next(MODELS)}")
         on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
         own = {c.members: c.group for c in self.axes.communicators.values()}
         made = {ranks: own.get(ranks) for ranks in on_axes}
         self.transport = ProcessGroupTransport(
             spec.rank, device, spec.channels, spec.shared, made, timeout_seconds, spec.transport
         )
+        self.keys = self.axes.register(f"model {next(MODELS)}", self.transport.neighbours)
         self.rank = Rank(spec, tensors, self.transport, self.keys)
 
     def close(self) -> None:

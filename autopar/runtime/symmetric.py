@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -61,10 +62,7 @@ class SymmetricMemory:
         if enough and self.buffer is not None and self.buffer.numel() >= num_bytes:
             return
         symmetric_memory.set_signal_pad_size(max(pad_bytes, symmetric_memory.get_signal_pad_size()))
-        self.buffer = symmetric_memory.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=self.device)
-        world = dist.group.WORLD
-        assert world is not None
-        self.handle = symmetric_memory.rendezvous(self.buffer, world)
+        self.buffer, self.handle = allocated(num_bytes, self.device, dist.group.WORLD)
 
     def stream(self, dst: int) -> torch.cuda.Stream:
         """Where tensors are copied to a peer."""
@@ -113,6 +111,12 @@ class SymmetricMail:
         return receipt
 
 
+def allocated(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+    """Bytes of this rank that the group's others reach, and the handle to theirs; all of its ranks call."""
+    buffer = symmetric_memory.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
+    return buffer, symmetric_memory.rendezvous(buffer, group)
+
+
 def places(messages: Messages, starts: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
     """For each message its byte in the receiver's buffer and its signal, in the order of tags: alike on both ends.
 
@@ -133,13 +137,30 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def reaches_peers(device: torch.device, world: int, hosts: Any) -> bool:
-    """Whether every rank can write into the memory of every other one; all ranks call, and all get the same answer."""
+@dataclass(frozen=True)
+class Neighbour:
+    """Where a rank's GPU is, and which others of its host it can read and write."""
+
+    host: str
+    index: int
+    peers: frozenset[int]
+
+
+def neighbours(device: torch.device, world: int, hosts: Any) -> list[Neighbour]:
+    """Every rank's; all ranks call.
+
+    Args:
+        hosts: a Gloo group of all ranks.
+    """
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    peers = frozenset(i for i in others if torch.cuda.can_device_access_peer(device, i))
     everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, (socket.gethostname(), device.index, torch.cuda.device_count()), group=hosts)
-    names, indices, counts = zip(*everybody)
-    together = len(set(names)) == 1 and len(set(indices)) == world and min(counts) > max(indices)
-    own = together and all(i == device.index or torch.cuda.can_device_access_peer(device, i) for i in indices)
-    agreed = torch.tensor([own])
-    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=hosts)
-    return bool(agreed)
+    dist.all_gather_object(everybody, Neighbour(socket.gethostname(), device.index, peers), group=hosts)
+    return everybody
+
+
+def reach_each_other(group: Sequence[Neighbour]) -> bool:
+    """Whether each of these ranks can write into the memory of every other one."""
+    indices = {own.index for own in group}
+    apart = len(indices) == len(group)  # equal where each rank sees nothing but its own GPU
+    return apart and len({own.host for own in group}) == 1 and all(indices - {own.index} <= own.peers for own in group)

@@ -14,7 +14,15 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.runtime.symmetric import Delivery, Messages, Receipt, SymmetricMemory, reaches_peers
+from autopar.runtime.symmetric import (
+    Delivery,
+    Messages,
+    Neighbour,
+    Receipt,
+    SymmetricMemory,
+    neighbours,
+    reach_each_other,
+)
 
 TransportName = Literal["auto", "nccl", "symmetric"]
 Gathering = Callable[[], list[torch.Tensor]]
@@ -137,10 +145,10 @@ class ProcessGroupTransport:
             made: rank sets that have a process group already, and that group where this rank is in it; equal sets in
                 equal order on all ranks.
             timeout_seconds: longest wait for a peer.
-            transport: what carries the tensors of training steps between GPUs.
+            transport: what carries the tensors of training steps between stages on GPUs.
 
         Raises:
-            UsageError: symmetric memory is asked for where a rank cannot write into another's.
+            UsageError: symmetric memory is asked for where a rank cannot reach another's.
         """
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
@@ -157,20 +165,14 @@ class ProcessGroupTransport:
             self.hosts = dist.new_group(backend="gloo", timeout=timeout)
             self.channels = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(edges)}
             self.connect()
-        self.memory = self.symmetric_memory(transport) if edges else None
-
-    def symmetric_memory(self, wanted: TransportName) -> SymmetricMemory | None:
-        """Memory that peers write into, where it is wanted and there."""
-        if self.hosts is None or wanted == "nccl":
-            if wanted == "symmetric":
-                raise UsageError(NO_SYMMETRIC_MEMORY)
-            return None
         world = dist.get_world_size()
-        if not reaches_peers(self.device, world, self.hosts):
-            if wanted == "symmetric":
-                raise UsageError(NO_SYMMETRIC_MEMORY)
-            return None
-        return SymmetricMemory(self.rank, world, self.device, self.hosts)
+        self.neighbours: Sequence[Neighbour] = ()  # of each rank, where symmetric memory may be used
+        if self.hosts is not None and world > 1 and transport != "nccl":
+            self.neighbours = neighbours(device, world, self.hosts)
+        near = bool(self.neighbours) and reach_each_other(self.neighbours)
+        if transport == "symmetric" and world > 1 and not near:
+            raise UsageError(NO_SYMMETRIC_MEMORY)
+        self.memory = SymmetricMemory(rank, world, device, self.hosts) if near and edges else None
 
     def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
         return self.memory.open(incoming, outgoing) if self.memory is not None else self

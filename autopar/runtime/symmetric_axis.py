@@ -1,0 +1,161 @@
+"""Collectives of a mesh axis whose ranks read each other's memory over NVLink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.symmetric import allocated
+
+# Sums up to this size are read whole from every rank: below, another barrier costs more than the bytes that it saves.
+ONE_SHOT_BYTES = 2**19
+
+
+class Boards(Protocol):
+    """Memory of each rank of an axis that all of them can read."""
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have so much on each; all ranks call with the same size."""
+        ...
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor at the start of a rank's."""
+        ...
+
+    def barrier(self) -> None:
+        """What ranks wrote before is there for all, and what they read has been read."""
+        ...
+
+
+class SymmetricBoards:
+    """Boards of GPUs, in the current stream's order."""
+
+    def __init__(self, rank: int, device: torch.device, group: Any) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            rank: of this process on the axis.
+            group: the axis's process group.
+        """
+        self.rank, self.device, self.group = rank, device, group
+        # Outgrown ones stay: captured steps go on using them.
+        self.kept: list[tuple[Tensor, Any]] = []
+
+    def reserve(self, num_bytes: int) -> None:
+        if not self.kept or self.kept[-1][0].numel() < num_bytes:
+            self.kept.append(allocated(num_bytes, self.device, self.group))
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.kept[-1][1].get_buffer(rank, tuple(shape), dtype)
+
+    def barrier(self) -> None:
+        self.kept[-1][1].barrier()
+
+
+@dataclass(frozen=True)
+class SymmetricCommunicator:
+    """The ranks of one axis; this process is number ``rank`` of ``ranks``.
+
+    Ranks copy to their boards what others need, who read it there with the multiprocessors: the fastest way. Beside
+    other work they write into the others' boards with the copy engines instead. The barrier that ends a collective
+    leaves the boards free for the next one. Sums add up in the ranks' order, so all ranks get the same bits.
+    """
+
+    rank: int
+    ranks: int
+    boards: Boards = field(repr=False)
+
+    def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
+        if beside or (self.ranks > 2 and tensor.nbytes > ONE_SHOT_BYTES):
+            self.sum_segments(tensor.view(-1))
+            return
+        self.boards.reserve(tensor.nbytes)
+        self.board(self.rank, tensor).copy_(tensor)
+        self.boards.barrier()
+        sum_into(tensor, [self.board(k, tensor) for k in range(self.ranks)])
+        self.boards.barrier()
+
+    def sum_segments(self, flat: Tensor) -> None:
+        """Each rank sums one segment and the others read it: every element crosses each link twice."""
+        segments = flat.tensor_split(self.ranks)
+        boards = self.spread(segments, len(segments[0]))
+        own = segments[self.rank]
+        total = torch.empty_like(own)
+        sum_into(total, self.summands(own, boards[self.rank]))
+        own.copy_(total)
+        boards[self.rank][self.rank, : len(own)].copy_(total)
+        self.boards.barrier()
+        for k in self.others():
+            segments[k].copy_(boards[k][k, : len(segments[k])])
+        self.boards.barrier()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        stacked = tensor.new_empty([self.ranks, *tensor.shape])
+        self.boards.reserve(tensor.nbytes)
+        self.board(self.rank, tensor).copy_(tensor)
+        self.boards.barrier()
+        torch.stack([tensor if k == self.rank else self.board(k, tensor) for k in range(self.ranks)], out=stacked)
+        self.boards.barrier()
+        return stacked
+
+    def reduce_scatter(self, stacked: Tensor, beside: bool = False) -> Tensor:
+        part = stacked.new_empty(stacked.shape[1:])
+        if beside:
+            flat = stacked.flatten(1)
+            board = self.spread(flat.unbind(), flat.shape[1])[self.rank]
+            sum_into(part.view(-1), self.summands(flat[self.rank], board))
+        else:
+            everyone = self.offered(stacked)
+            sum_into(part, [stacked[k] if k == self.rank else board[self.rank] for k, board in enumerate(everyone)])
+        self.boards.barrier()
+        return part
+
+    def all_to_all(self, stacked: Tensor) -> Tensor:
+        received = torch.empty_like(stacked)
+        everyone = self.offered(stacked)
+        parts = [stacked[k] if k == self.rank else board[self.rank] for k, board in enumerate(everyone)]
+        torch.stack(parts, out=received)
+        self.boards.barrier()
+        return received
+
+    def offered(self, stacked: Tensor) -> list[Tensor]:
+        """All ranks' boards, once the parts for other ranks are there."""
+        self.boards.reserve(stacked.nbytes)
+        board = self.board(self.rank, stacked)
+        for some in (slice(self.rank), slice(self.rank + 1, self.ranks)):
+            if len(stacked[some]):
+                board[some].copy_(stacked[some])
+        self.boards.barrier()
+        return [self.board(k, stacked) for k in range(self.ranks)]
+
+    def spread(self, segments: Sequence[Tensor], longest: int) -> list[Tensor]:
+        """All ranks' boards [ranks, longest], once each has in its rows what the others sent of its segment."""
+        dtype = segments[0].dtype
+        self.boards.reserve(self.ranks * longest * dtype.itemsize)
+        boards = [self.boards.of(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
+        for k in self.others():
+            boards[k][self.rank, : len(segments[k])].copy_(segments[k])
+        self.boards.barrier()
+        return boards
+
+    def summands(self, own: Tensor, board: Tensor) -> list[Tensor]:
+        """Of a segment, in the ranks' order: this rank's own, and what is on its board."""
+        return [own if k == self.rank else board[k, : len(own)] for k in range(self.ranks)]
+
+    def board(self, rank: int, like: Tensor) -> Tensor:
+        return self.boards.of(rank, like.shape, like.dtype)
+
+    def others(self) -> list[int]:
+        """The other ranks, those after this one first, so that no two ranks begin with the same."""
+        return [(self.rank + k) % self.ranks for k in range(1, self.ranks)]
+
+
+def sum_into(total: Tensor, summands: Sequence[Tensor]) -> None:
+    """The sum, in this order; ``total`` is none of the summands."""
+    torch.add(summands[0], summands[1], out=total)
+    for summand in summands[2:]:
+        total.add_(summand)

@@ -1,0 +1,52 @@
+"""Which linear layers take over the collective before them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from autopar.codegen.overlap import overlapped
+from autopar.ir import Op, Ref, Value
+
+
+def op(name: str, target: str, *args: object, requires_grad: bool = True) -> Op:
+    return Op(name, target, args, (), (Value(name, (4, 8), "float32", (8, 1), requires_grad),), name)
+
+
+SUM = op("sum", "autopar.sum_gradient.default", Ref("x"), "tp")
+GATHER = op("gather", "autopar.all_gather.default", Ref("x"), 1, 1, 2, "tp", True)
+LINEAR = op("fc", "aten.linear.default", Ref("sum"), Ref("weight"), Ref("bias"))
+PLAIN = op("fc", "aten.linear.default", Ref("gather"), Ref("weight"))
+RELU = op("relu", "aten.relu.default", Ref("x"))
+
+
+def test_a_collective_and_the_linear_layer_that_alone_reads_it_become_one() -> None:
+    first, second = overlapped([SUM, RELU, LINEAR], ())
+    assert first is RELU
+    assert (second.target, second.outputs) == ("autopar.summed_linear.default", LINEAR.outputs)
+    assert second.args == (Ref("x"), Ref("weight"), Ref("bias"), "tp")
+    (both,) = overlapped([GATHER, PLAIN], ())
+    assert both.target == "autopar.gathered_linear.default"
+    assert both.args == (Ref("x"), Ref("weight"), None, 1, 1, 2, "tp")
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        [SUM, LINEAR, op("relu", "aten.relu.default", Ref("sum"))],
+        [SUM, LINEAR, op("fc2", "aten.linear.default", Ref("sum"), Ref("weight2"))],
+        [SUM, op("fc", "aten.linear.default", Ref("x"), Ref("sum"))],
+        [SUM, op("fc", "aten.linear.default", Ref("sum"), Ref("sum"))],
+        [op("gather", "autopar.all_gather.default", Ref("x"), 1, 1, 2, "tp", False), PLAIN],  # nothing to sum
+        [op("sum", "autopar.sum_gradient.default", Ref("x"), "tp", requires_grad=False), LINEAR],
+        [op("gather", "autopar.all_reduce.default", Ref("x"), "tp"), PLAIN],
+    ],
+    ids=["another reader", "two layers", "as weight", "as both", "no sum", "no gradient", "another collective"],
+)
+def test_others_stay_as_they_are(ops: Sequence[Op]) -> None:
+    assert overlapped(ops, ()) == list(ops)
+
+
+def test_what_others_read_is_still_made() -> None:
+    assert overlapped([SUM, LINEAR], {"sum"}) == [SUM, LINEAR]
