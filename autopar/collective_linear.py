@@ -32,8 +32,10 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
     if device.type != "cuda":
         yield lambda: None
         return
-    # First in line for multiprocessors: little work, and others wait for it.
-    stream = STREAMS.setdefault(device, torch.cuda.Stream(device, priority=-1))
+    if device not in STREAMS:
+        # First in line for multiprocessors: little work, and others wait for it.
+        STREAMS[device] = torch.cuda.Stream(device, priority=-1)
+    stream = STREAMS[device]
     # Also before what the last user's memory is used for anew, which is this stream's.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -119,17 +119,19 @@ class Agreement:
     That of tensors on a GPU could only be read by waiting for the GPU, so it travels `IN_FLIGHT` batches later, when it
     has long been there. A sampler that shards wrongly does so from the first batch on, so this shows it at the third.
 
-    ``flag`` is what this rank tells the others besides, and ``flagged`` whether any did, the last time. ``kinds`` are
-    what each rank called the kind of its last batch: ranks that see other parts of it decide alike what they capture.
+    ``flag`` is what this rank tells the others besides, and ``flagged`` whether any did, the last time. ``kinds``
+    and ``shapes`` are what each rank called those of its last batch: ranks that see other parts of it bind and capture
+    their steps together.
     """
 
     def __init__(self, ranks: TorchrunRanks, mesh: Mesh, data_size: int) -> None:
         self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
         self.flag = self.flagged = False
         self.kinds: tuple[int, ...] = ()
+        self.shapes: tuple[int, ...] = ()
         self.late: deque[Callable[[], list[int]]] = deque()  # marks of batches on GPUs
 
-    def start(self, batch: int, kind: int, given: Sequence[Any]) -> Callable[[], None]:
+    def start(self, batch: int, kind: int, shapes: int, given: Sequence[Any]) -> Callable[[], None]:
         """Send this rank's numbers; the result waits for those of the others.
 
         Args:
@@ -139,12 +141,12 @@ class Agreement:
             UsageError: by the result, if the ranks do not agree: on all of them.
         """
         now, late = self.marks(given) if self.mesh.tp > 1 else (0, 0)
-        told = self.ranks.exchange((batch, self.flag, now, late, kind))
+        told = self.ranks.exchange((batch, self.flag, now, late, kind, shapes))
 
         def agreed() -> None:
             rows = told()
             self.flagged = any(row[1] for row in rows)
-            self.kinds = tuple(row[4] for row in rows)
+            self.kinds, self.shapes = tuple(row[4] for row in rows), tuple(row[5] for row in rows)
             check_parts([(self.mesh.place(rank).replica, own) for rank, (own, *_) in enumerate(rows)], self.data_size)
             check_copies([row[2] for row in rows], self.mesh)
             check_copies(
@@ -219,10 +221,11 @@ class Dispatcher:
             UsageError: as `ParallelModel.forward_backward`.
         """
         leaves, targets = request.call.leaves, pytree_leaves(request.target)
-        kind = crc32(repr((request.keep_outputs, request.share, signature(leaves), signature(targets))).encode())
+        kind = checksum(request.keep_outputs, request.share, signature(leaves), signature(targets))
+        shapes = checksum(signature(leaves))
         agreed = None
         if self.agreement is not None:
-            agreed = self.agreement.start(request.call.batch, kind, [*leaves, *targets])
+            agreed = self.agreement.start(request.call.batch, kind, shapes, [*leaves, *targets])
         key = request.mode, request.schedule, request.target is None, request.keep_outputs, signature(leaves)
         cut = self.cuts.get(key)
         if cut is None:
@@ -238,8 +241,9 @@ class Dispatcher:
         works = {rank: self.work(request, microbatches, rank, check) for rank in self.ranks.numbers}
         if agreed is not None:  # as late as possible: what was done meanwhile took time too
             agreed()
-        kinds = self.agreement.kinds if self.agreement is not None else (kind,)
-        results = self.call(request.command, {rank: (replace(work, kind=kinds),) for rank, work in works.items()})
+        of_all = (self.agreement.kinds, self.agreement.shapes) if self.agreement is not None else ((kind,), (shapes,))
+        known = dict(zip(("kind", "shapes"), of_all))
+        results = self.call(request.command, {rank: (replace(work, **known),) for rank, work in works.items()})
         if cut.draws:
             self.num_drawn += request.call.batch * self.data_size
         return results, cut.outputs
@@ -350,6 +354,11 @@ class Dispatcher:
             training=training,
         )
         self.checked.add((name, count))
+
+
+def checksum(*values: Any) -> int:
+    """A number for what the values' texts say."""
+    return crc32(repr(values).encode())
 
 
 def draws_numbers(variant: Variant) -> bool:

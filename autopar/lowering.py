@@ -10,7 +10,7 @@ from torch import nn
 from autopar.batching import Call, is_batched
 from autopar.errors import TraceError
 from autopar.ir import Graph, Mode, Precision
-from autopar.precision import in_precision, low_params, lowered_leaf, with_low_params, with_masters
+from autopar.precision import check_dtypes, in_precision, low_params, lowered_leaf, with_low_params, with_masters
 from autopar.pytree import unflatten
 from autopar.random_ops import counter_based
 from autopar.trace import trace
@@ -33,7 +33,9 @@ def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Prec
         stored, given = {n: p.dtype for n, p in model.named_parameters()}, call.leaves
         model = with_low_params(model, low)
         call = Call(*unflatten([lowered_leaf(leaf, low) for leaf in given], call.spec))
-        graph = with_masters(trace(model, call.args, call.kwargs, mode, name), stored, given)
+        graph = trace(model, call.args, call.kwargs, mode, name)
+        check_dtypes(graph)
+        graph = with_masters(graph, stored, given)
     graph = in_precision(graph, precision)
     # After the casts: what is drawn for a tensor then has its dtype.
     return counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 
 from torch import nn
 
 from autopar.batching import Call
+from autopar.copying import copied
 from autopar.random_ops import draws
 from autopar.trace import trace
 
@@ -23,12 +23,12 @@ LEAST_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
 
 def quiet_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """A deep copy of the model with dropout and the like switched off, and a sentence that says so where any was on."""
-    quiet = copy.deepcopy(model)
+    quiet = copied(model)
     found: defaultdict[str, list[float]] = defaultdict(list)
     for module in quiet.modules():
         kind = type(module).__name__
         attribute = SWITCHES.get(kind)
-        if attribute is not None and getattr(module, attribute):
+        if attribute is not None and getattr(module, attribute, 0):
             found[kind].append(getattr(module, attribute))
             setattr(module, attribute, 0.0)
     listed = ", ".join(f"{len(on)} × {kind} ({between(on)})" for kind, on in sorted(found.items()))

@@ -70,7 +70,7 @@ def main(cases: Mapping[str, Callable[[], None]]) -> None:
 def tensor_axis(tp: int) -> Axes:
     """The axes of a mesh whose tensor axis has so many ranks, made when all ranks first ask for it."""
     axes = connect(Mesh(1, tp, WORLD // tp), dist.get_rank(), "cpu", TIMEOUT_SECONDS)
-    assert axes.register(f"test{tp}")["tp"] == axis_key(tp)
+    assert axes.register(f"test{tp}", torch.device("cpu"))["tp"] == axis_key(tp)
     return axes
 
 

@@ -132,7 +132,7 @@ def mesh_has_the_axes_with_several_ranks() -> None:
 
 def a_silent_peer_is_named() -> None:
     axes = connect(Mesh(1, 2, 2), dist.get_rank(), "cpu", 1.0)
-    keys = axes.register("silent")
+    keys = axes.register("silent", torch.device("cpu"))
     if dist.get_rank() == 2:
         with pytest.raises(TransportError, match=r"all-reduce over axis tp \(ranks 2, 3\): "):
             ops.all_reduce.default(torch.ones(3), keys["tp"])

@@ -280,15 +280,15 @@ def test_an_agreement_names_the_ranks_that_differ() -> None:
     with pytest.raises(UsageError, match=r"^Ranks 2 and 3 were given different inputs or targets, but share each"):
         check_copies([5, 5, 6, 7], mesh)
     check_copies([5, 0, 6, 6], mesh)  # rank 1 has nothing to compare
-    ranks: Any = Told([[4, 1, 9, 8, 70], [4, 0, 9, 9, 71], [4, 0, 9, 9, 71]])
+    ranks: Any = Told([[4, 1, 9, 8, 70, 5], [4, 0, 9, 9, 71, 6], [4, 0, 9, 9, 71, 6]])
     agreement = Agreement(ranks, mesh, 2)
     agreement.marks = lambda given: (9, 9)  # type: ignore[method-assign]
     with pytest.raises(UsageError, match=r"^Ranks 0 and 1 were given .* 2 calls ago, so that updates since are wrong"):
-        agreement.start(4, 70, [])()
-    assert agreement.flagged and agreement.kinds == (70, 70, 71, 71)
-    ranks.others[2] = [5, 0, 9, 9, 71]
+        agreement.start(4, 70, 5, [])()
+    assert agreement.flagged and (agreement.kinds, agreement.shapes) == ((70, 70, 71, 71), (5, 5, 6, 6))
+    ranks.others[2] = [5, 0, 9, 9, 71, 6]
     with pytest.raises(UsageError, match=r"different sizes: 4 on data rank 0, 4 on data rank 1, 5 on data rank 1"):
-        agreement.start(4, 70, [])()
+        agreement.start(4, 70, 5, [])()
 
 
 TALK = """

@@ -16,7 +16,8 @@ from autopar.ir.graph import renamed
 
 Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 
-# What has been compiled in this process, by code and arguments: stages, modes and models can share it.
+# What has been compiled in this process, by code and arguments: stages, modes and, as their code names the axes,
+# models without tensor parallelism can share it.
 COMPILED: dict[str, Callable[..., Any]] = {}
 
 

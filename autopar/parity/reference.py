@@ -5,7 +5,6 @@ Batch norm uses microbatch statistics as under the plan; running statistics are 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 
 from autopar.batching import Call, partition, split_leaves, split_targets
+from autopar.copying import copied
 from autopar.ir import Mode
 from autopar.model import ParallelModel
 from autopar.parity.difference import Named
@@ -57,7 +57,7 @@ class Reference:
         self.device = torch.device(pm.machine.device_of(0))
         self.low, self.low_params = getattr(torch, low) if low else None, low_params
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=low == "float16")
-        self.model = copy.deepcopy(model).to(self.device)
+        self.model = copied(model).to(self.device)
         self.modes = {module: module.training for module in self.model.modules()}
         here = self.parts_of(call, [call.batch])[0]
         modes: tuple[Mode, ...] = ("train", "eval")
@@ -150,7 +150,7 @@ class Reference:
 
 def output_in(model: nn.Module, call: Call, mode: Mode) -> Any:
     """What a copy of the model returns in a mode; the model's statistics and the random numbers to come stay."""
-    twin = copy.deepcopy(model)
+    twin = copied(model)
     enter(twin, {module: module.training for module in twin.modules()}, mode)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return twin(*call.args, **call.kwargs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,10 +9,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.copying import copied
+from autopar.errors import UsageError
 from autopar.ir import Graph, Op, Ref, dtype_name, unused_name
 from autopar.ir.graph import renamed
 
 CAST = "aten.to.dtype"
+# Operations of aten whose operands must have one dtype.
+OF_ONE_DTYPE = {
+    "linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d", "convolution", "layer_norm",
+    "group_norm",
+}  # fmt: skip
 KEEPS_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -34,7 +40,7 @@ def with_low_params(model: nn.Module, low: torch.dtype) -> nn.Module:
     copies: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, dtype=low), p.requires_grad) for p in params_to_lower(model).values()
     }
-    return copy.deepcopy(model, copies)
+    return copied(model, copies)
 
 
 def lowered_leaf(leaf: Any, low: torch.dtype) -> Any:
@@ -73,3 +79,24 @@ def with_masters(graph: Graph, stored: Mapping[str, torch.dtype], leaves: Sequen
         ops=(*casts, *ops),
         outputs=renamed(graph.outputs, names),
     )
+
+
+def check_dtypes(graph: Graph) -> None:
+    """Refuse a model that mixes its low parameters with tensors that stayed as they are.
+
+    Raises:
+        UsageError: names the first operation that cannot.
+    """
+    dtypes = {name: value.dtype for name, value in graph.values.items()}
+    dtypes |= {weight.name: weight.dtype for weight in graph.weights}
+    for op in graph.ops:
+        if op.target.startswith("aten.") and op.target.split(".")[1] in OF_ONE_DTYPE:
+            given = {name: dtypes[name] for name in op.reads if "float" in dtypes[name]}
+            if len({*given.values()}) > 1:
+                listed = ", ".join(f"{name} is {dtype}" for name, dtype in given.items())
+                raise UsageError(
+                    f"{op.name} cannot compute with operands of several dtypes: {listed}. With "
+                    'precision="bf16-params" parameters and inputs are bfloat16; buffers, and what the model makes '
+                    "float32 by itself, stay as they are. Cast those in the model, as in buffer.to(x.dtype), or use "
+                    'precision="bf16".'
+                )

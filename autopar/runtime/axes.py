@@ -33,9 +33,8 @@ class GroupCommunicator:
     def ranks(self) -> int:
         return len(self.members)
 
-    def symmetric(self) -> SymmetricCommunicator:
-        """The same ranks over symmetric memory."""
-        device = torch.device("cuda", torch.cuda.current_device())
+    def symmetric(self, device: torch.device) -> SymmetricCommunicator:
+        """The same ranks over the symmetric memory of their GPUs; ``device`` is this one's."""
         return SymmetricCommunicator(self.rank, self.ranks, SymmetricBoards(self.rank, device, self.group))
 
     def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
@@ -80,17 +79,18 @@ class Axes:
     mesh: DeviceMesh | None
     communicators: Mapping[str, GroupCommunicator]
 
-    def register(self, model: str, neighbours: Sequence[Neighbour] = ()) -> Mapping[str, str]:
+    def register(self, model: str, device: torch.device, neighbours: Sequence[Neighbour] = ()) -> Mapping[str, str]:
         """Make all axes known to the collectives; the key of each, which holds ``model`` so that models differ.
 
         Args:
+            device: this rank's.
             neighbours: of all ranks, where GPUs that reach each other use symmetric memory.
         """
         keys = {axis: f"{model}.{axis}" for axis in self.communicators}
         for axis, key in keys.items():
             found = self.communicators[axis]
             near = bool(neighbours) and reach_each_other([neighbours[rank] for rank in found.members])
-            collectives.register(key, found.symmetric() if near else found)
+            collectives.register(key, found.symmetric(device) if near else found)
         return keys
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class ConnectedRank:
         self.transport = ProcessGroupTransport(
             spec.rank, device, spec.channels, spec.shared, made, timeout_seconds, spec.transport
         )
-        self.keys = self.axes.register(f"model {next(MODELS)}", self.transport.neighbours)
+        self.keys = self.axes.register(f"model {next(MODELS)}", device, self.transport.neighbours)
         self.rank = Rank(spec, tensors, self.transport, self.keys)
 
     def close(self) -> None:

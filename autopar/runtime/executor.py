@@ -329,7 +329,9 @@ class BoundStep:
                 )
             edges.append(gradient_edge(loss))
         if self.keep_outputs:
-            self.outputs[i] = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            # While training, what an earlier stage made may lie where the next step's comes.
+            own = torch.Tensor.clone if self.training else torch.Tensor.detach
+            self.outputs[i] = [own(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
         i, stage, forward = action.microbatch, program.stage, replace(action, kind="F")

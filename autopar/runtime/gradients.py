@@ -130,6 +130,8 @@ class Gradients:
         """Forget all sums; the memory stays."""
         self.grown.clear()
         for came in self.came:
+            for _, leaf in came:
+                leaf.grad = None
             came.clear()
 
     @property

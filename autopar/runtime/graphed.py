@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 WARM_UP_STEPS = 2  # of a kind, before its capture: they compile and load kernels and connect communicators
 MAX_GRAPHS = 4  # kinds of batch that stay captured
+IDLE_STEPS = 100  # without use, after which a graph gives way to that of another kind
+MAX_KINDS = 64  # that are remembered
 
 
 @dataclass
@@ -31,6 +33,7 @@ class Kind:
     """Steps that differ in the content of tensors alone, and the graph of one, once there is one.
 
     Args:
+        used: number of the last step that was of this kind.
         answers: what peers' hosts answered in the last plain step.
         steady: whether that is what they answered in the one before.
         with_optimizer: whether the graph is to update the weights.
@@ -40,6 +43,7 @@ class Kind:
     """
 
     plain_steps: int = 0
+    used: int = 0
     answers: list[list[int]] = field(default_factory=list)
     steady: bool = True
     with_optimizer: bool = True
@@ -64,6 +68,7 @@ class Graphs:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.kinds: OrderedDict[tuple, Kind] = OrderedDict()
+        self.steps = 0
         self.rates: list[Tensor] = []  # learning rate of each parameter group, where graphs read it
         self.pool: Any = None
 
@@ -84,18 +89,30 @@ class Graphs:
             kind.graph, kind.with_optimizer = None, False
         if kind.graph is None and kind.plain_steps < WARM_UP_STEPS:
             return self.plain(kind, work)
-        if kind.graph is None:
+        if kind.graph is None and self.has_room():
             self.capture(kind, work)
         return self.replay(kind, work) if kind.graph is not None else self.rank.compute(work)
 
     def kind_of(self, work: Work) -> Kind:
         """The kind that a step is of; the one that was used longest ago gives way to a new one."""
         key = (work.schedule, work.programs, work.kind)
-        if key not in self.kinds and len(self.kinds) == MAX_GRAPHS:
+        if key not in self.kinds and len(self.kinds) == MAX_KINDS:
             self.kinds.popitem(last=False)
-        self.kinds.setdefault(key, Kind())
+        kind = self.kinds.setdefault(key, Kind())
         self.kinds.move_to_end(key)
-        return self.kinds[key]
+        self.steps += 1
+        kind.used = self.steps
+        return kind
+
+    def has_room(self) -> bool:
+        """Whether another kind may be captured, for which one that has been idle for long gives up its graph."""
+        captured = [key for key, kind in self.kinds.items() if kind.graph is not None]
+        if len(captured) < MAX_GRAPHS:
+            return True
+        if self.steps - self.kinds[captured[0]].used <= IDLE_STEPS:
+            return False
+        del self.kinds[captured[0]]
+        return True
 
     def plain(self, kind: Kind, work: Work) -> Computed:
         """A step as it is run without graphs; what hosts ask each other is noted."""
@@ -124,7 +141,8 @@ class Graphs:
         everybody = range(rank.mesh.devices)
         failed = rank.transport.sum_flags([bool(reason)], everybody)[0] if len(everybody) > 1 else bool(reason)
         if failed:
-            kind.graph = kind.computed = None
+            kind.graph = kind.data = kind.computed = kind.step = None
+            kind.marks, kind.gradients = [], {}
             kind.refused = reason or "another rank cannot capture it"
             rank.abandon_step()  # on all ranks: they bind their schedules together
         if reason:
@@ -138,6 +156,8 @@ class Graphs:
     def record(self, kind: Kind, work: Work) -> None:
         """Capture a step on tensors of its own."""
         rank, graph = self.rank, torch.cuda.CUDAGraph()
+        if all(other.graph is None for other in self.kinds.values()):
+            self.pool = None  # a pool ends with its last graph
         kind.data = StepData(
             [[own(t, rank.device) for t in ts] for ts in work.data.inputs],
             [tree_map(lambda leaf: own(leaf, rank.device), target) for target in work.data.targets],

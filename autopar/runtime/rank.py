@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -74,7 +73,6 @@ class Rank:
         self.graphs = Graphs(self) if self.stream is not None and spec.cuda_graph else None
         self.accumulated = False  # whether a call has left gradients for the next update, on this rank or another one
         self.apart = False  # whether training has changed buffers, differently on each replica
-        self.step_seconds = 0.0
         self.data_bytes = 0
         # Libraries are not the model's: torch.optim alone imports over 100 MB.
         self.base_bytes = resident_bytes() - sum(t.nbytes for t in self.weights.values())
@@ -117,7 +115,8 @@ class Rank:
 
     def step(self, work: Work) -> BoundStep:
         """The bound schedule for a step, made at its first use."""
-        key = (work.schedule, work.programs, work.training)
+        # Ranks bind together, and so by what all of them know: one that has no new program may have a peer that has.
+        key = (work.schedule, work.programs, work.training and work.shapes)
         if key not in self.bound:
             schedule = generate(work.schedule, self.mesh.pp, len(work.programs), self.spec.chunks)
             loss_fn = self.loss_fn() if self.judges and work.training else None
@@ -200,11 +199,11 @@ class Rank:
         self.updater.abandon()
 
     def execute(self, work: Work, update_follows: bool) -> BoundStep:
-        start = time.perf_counter()
         self.running = self.step(work)
         self.running.loss_scale = self.updater.loss_scale
         self.copies.refresh(always=update_follows)
-        self.updater.gradients.hide()
+        if work.training:
+            self.updater.gradients.hide()
         if update_follows:
             self.updater.expect([name for names in self.running.completed.values() for name in names])
         given = leaves((work.data.inputs, work.data.targets))
@@ -213,7 +212,6 @@ class Rank:
         self.copies.settle()
         if work.training and not update_follows:
             self.updater.gradients.show()
-        self.step_seconds = time.perf_counter() - start
         return self.running
 
     def share_buffers(self, mode: Mode) -> None:
@@ -358,7 +356,6 @@ class Rank:
         """Measurements of the last step."""
         return RankStats(
             self.running.spans() if self.running else (),
-            self.step_seconds,
             self.peak_bytes(),
             self.updater.state_bytes(),
             self.running.started_ns() if self.running else 0,

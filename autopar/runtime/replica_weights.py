@@ -65,7 +65,7 @@ class ReplicaWeights:
     def abandon(self) -> None:
         """Forget what is under way, of a step that raised."""
         self.under_way.clear()
-        self.gathered = False
+        self.gathered = self.masters_gathered = False
 
     def gather(self, always: bool = False) -> None:
         """Start to bring what programs read to all replicas, if it has changed since the last time.

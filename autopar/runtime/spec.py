@@ -174,7 +174,7 @@ class Work:
     """One call of a step: the model's mode, which schedule, which programs for each microbatch, and this rank's data.
 
     ``num_updates`` is how many updates there were before it. ``kind`` is the same on all ranks, and in all calls that
-    differ in the content of tensors alone.
+    differ in the content of tensors alone; so is ``shapes``, for which targets do not count.
     """
 
     mode: Mode
@@ -185,6 +185,7 @@ class Work:
     keep_outputs: bool
     num_updates: int
     kind: tuple[int, ...] = ()
+    shapes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RankStats:
-    """What a rank measured: seconds of compute per action and of the whole last step, and the most bytes ever in use.
+    """What a rank measured: seconds of compute per action of the last step, and the most bytes ever in use.
 
     ``peak_bytes`` is the process's resident memory on CPU, less libraries and the batch itself, and the allocator's on
     a GPU. ``optimizer_bytes`` is the optimizer's state on this rank. ``started_ns`` is when the first action started,
@@ -253,7 +254,6 @@ class RankStats:
     """
 
     spans: tuple[Span, ...]
-    step_seconds: float
     peak_bytes: int
     optimizer_bytes: int
     started_ns: int = 0

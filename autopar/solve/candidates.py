@@ -135,10 +135,12 @@ def pipeline_floor(setting: Setting, point: Point, total_seconds: float, largest
     """A lower bound of the pipeline's time, from that of one microbatch on all stages and in the largest group.
 
     Error: of the solver's model, (m − 1) · max t + Σ t; where an early stage is the slowest one, later ones hide in its
-        shadow and a simulated step can be shorter (`one_f_one_b_seconds`). With several stages a rank it is that of
-        equal ones: shorter ones at both ends of the pipeline can have less of a bubble.
+        shadow and a simulated step can be shorter (`one_f_one_b_seconds`). With several stages a rank there is none:
+        a rank is busy for an even share at least, and runs the largest group once per microbatch.
     """
     microbatches = setting.constraints.batch / point.mesh.dp / size_of(setting, point)
+    if point.pipeline.chunks > 1:
+        return max(max(microbatches / point.mesh.pp, 1) * total_seconds, microbatches * largest_seconds)
     others = slowest_count(microbatches, point.mesh.pp, point.pipeline.chunks)
     return others * max(total_seconds / point.stages, largest_seconds) + total_seconds
 

@@ -162,9 +162,10 @@ def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: 
     for point in sorted(points_of(setting, mesh), key=floors.seconds):
         if floors.seconds(point) >= (min(best, ceiling_seconds) if best < float("inf") else best):
             break
-        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1.
+        # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1. With several stages a rank they
+        # may: how many a rank holds depends on how they group.
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z or not point.zero1))
-        if any(point.microbatches <= m for m in limits):
+        if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
         candidate = evaluated(setting, floors, point, best)
         if candidate is None:
