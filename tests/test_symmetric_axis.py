@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,12 +18,15 @@ from autopar.runtime.symmetric import Neighbour, reach_each_other
 from autopar.runtime.symmetric_axis import SymmetricCommunicator
 
 
-class ThreadBoards:
-    """A rank's view of what all threads share."""
+ROUNDS = 4
 
-    def __init__(self, ranks: int) -> None:
-        self.boards = torch.full([ranks, 4096], 255, dtype=torch.uint8)
-        self.waiting = threading.Barrier(ranks)
+
+class ThreadBoards:
+    """A rank's view of what all threads share. Behind each barrier one of them is late, the others run ahead."""
+
+    def __init__(self, rank: int, boards: torch.Tensor, waiting: threading.Barrier) -> None:
+        self.rank, self.boards, self.waiting = rank, boards, waiting
+        self.seed = random.Random(0)  # all ranks draw the same
 
     def reserve(self, num_bytes: int) -> None:
         assert num_bytes <= self.boards.shape[1]
@@ -31,18 +37,45 @@ class ThreadBoards:
 
     def barrier(self) -> None:
         self.waiting.wait(timeout=10)
+        if self.seed.randrange(len(self.boards)) == self.rank:
+            time.sleep(0.003)
+
+    def spoil(self) -> None:
+        """What a next collective may do once this rank is through with one: write anywhere."""
+        self.boards.fill_(255)
+        self.barrier()
 
 
-def on_all(ranks: int, call: Callable[[SymmetricCommunicator], Any]) -> list[Any]:
-    """What each rank's call returns; every rank calls three times, so that boards are used again."""
-    boards = ThreadBoards(ranks)
-    members = [SymmetricCommunicator(rank, ranks, boards) for rank in range(ranks)]
+def on_all(own: torch.Tensor, call: Callable[[SymmetricCommunicator, torch.Tensor], Any]) -> list[list[Any]]:
+    """What each rank's calls return, by round.
+
+    Args:
+        own: what each rank calls with, of shape [rounds, ranks, ...].
+    """
+    ranks = own.shape[1]
+    shared, waiting = torch.full([ranks, 4096], 255, dtype=torch.uint8), threading.Barrier(ranks)
+
+    def rounds(rank: int) -> list[Any]:
+        boards = ThreadBoards(rank, shared, waiting)
+        member = SymmetricCommunicator(rank, ranks, boards)
+        results = []
+        for given in own[:, rank]:
+            results.append(call(member, given))
+            boards.spoil()
+        return results
+
     with ThreadPoolExecutor(ranks) as pool:
-        return list(pool.map(lambda member: [call(member) for _ in range(3)][-1], members))
+        return [list(of_all) for of_all in zip(*pool.map(rounds, range(ranks)), strict=True)]
 
 
-def given(ranks: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn([ranks, *shape], generator=torch.Generator().manual_seed(ranks)).to(dtype)
+def drawn(ranks: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Other data for each round and rank."""
+    return torch.randn([ROUNDS, ranks, *shape], generator=torch.Generator().manual_seed(ranks)).to(dtype)
+
+
+def in_order(summands: torch.Tensor) -> torch.Tensor:
+    """The sum over the ranks, rounded as they round it."""
+    return functools.reduce(torch.add, summands)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,42 +83,38 @@ def given(ranks: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_reduce(ranks: int, most: int, beside: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(symmetric_axis, "ONE_SHOT_BYTES", most)
-    own = given(ranks, 7, 9, dtype=dtype)
 
-    def call(member: SymmetricCommunicator) -> torch.Tensor:
-        tensor = own[member.rank].clone()
+    def call(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        tensor = given.clone()
         member.all_reduce(tensor, beside)
         return tensor
 
-    results = on_all(ranks, call)
-    expected = own[0].clone()
-    for other in own[1:]:
-        expected += other
-    assert all(torch.equal(result, expected) for result in results)
+    own = drawn(ranks, 7, 9, dtype=dtype)
+    for given, results in zip(own, on_all(own, call), strict=True):
+        assert all(torch.equal(result, in_order(given)) for result in results)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_gather(ranks: int) -> None:
-    own = given(ranks, 5, 3)
-    assert all(torch.equal(result, own) for result in on_all(ranks, lambda m: m.all_gather(own[m.rank])))
+    own = drawn(ranks, 5, 3)
+    for given, results in zip(own, on_all(own, SymmetricCommunicator.all_gather), strict=True):
+        assert all(torch.equal(result, given) for result in results)
 
 
 @pytest.mark.parametrize("beside", [False, True])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_reduce_scatter(ranks: int, beside: bool) -> None:
-    own = given(ranks, ranks, 5)
-    for rank, result in enumerate(on_all(ranks, lambda m: m.reduce_scatter(own[m.rank], beside))):
-        expected = own[0, rank].clone()
-        for other in own[1:, rank]:
-            expected += other
-        assert torch.equal(result, expected)
+    own = drawn(ranks, ranks, 5)
+    rounds = on_all(own, lambda member, given: member.reduce_scatter(given, beside))
+    for given, results in zip(own, rounds, strict=True):
+        assert all(torch.equal(result, in_order(given[:, rank])) for rank, result in enumerate(results))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_all_to_all(ranks: int) -> None:
-    own = given(ranks, ranks, 5) > 0
-    for rank, result in enumerate(on_all(ranks, lambda m: m.all_to_all(own[m.rank]))):
-        assert torch.equal(result, own[:, rank])
+    own = drawn(ranks, ranks, 5) > 0
+    for given, results in zip(own, on_all(own, SymmetricCommunicator.all_to_all), strict=True):
+        assert all(torch.equal(result, given[:, rank]) for rank, result in enumerate(results))
 
 
 def test_who_reaches_whom() -> None:
