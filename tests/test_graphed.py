@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch import nn
 
 import autopar
 from autopar import UsageError
+from autopar.errors import CaptureWarning
+from autopar.runtime import graphed
 from autopar.runtime.answers import Answers
 from autopar.runtime.graphed import given_rates, is_capturable, prepare
 from autopar.runtime.symmetric import ALIGNMENT, aligned, places
@@ -33,12 +38,17 @@ def test_answers_are_noted_and_recalled_without_asking() -> None:
     there.start_sum(torch.tensor([1, 0], dtype=torch.int32), (0, 1))
     assert here.sum_flags([True, True], (0, 1)) == [2, 1]
     noted = here.stop()
-    here.recall(noted)
-    here.send_flags([True], 1, 9)
-    assert here.receive_flags(2, 1, 7)().tolist() == [1, 0]
-    assert here.sum_flags([True, True], (0, 1)) == [2, 1]
-    assert here.stop() == noted
+    for _ in range(2):  # as often as a step is captured
+        here.recall(noted)
+        here.send_flags([True], 1, 9)
+        assert here.receive_flags(2, 1, 7)().tolist() == [1, 0]
+        assert here.sum_flags([True, True], (0, 1)) == [2, 1]
+        assert here.stop() == noted == [[1, 0], [2, 1]]
     assert hub.boxes.get((0, 1, 9)) is None, "flags were sent while answers were recalled"
+    here.note()
+    there.send_flags([False], 0, 7)
+    assert here.receive_flags(1, 1, 7)().tolist() == [0]
+    assert here.stop() == [[0]]  # of this step alone
 
 
 def test_only_optimizers_that_count_on_the_device_are_captured() -> None:
@@ -76,6 +86,123 @@ def test_the_kind_of_a_step_is_all_but_its_content() -> None:
             pm.train_step(inputs, target, **options)
     assert kinds[0] == kinds[1]
     assert len(set(kinds)) == 5
+
+
+class Pools:
+    """Stands in for the GPU's: a graph is in a pool from its capture until it is given up, and with its last graph a
+    pool is gone for good, as those of torch's allocator are."""
+
+    def __init__(self) -> None:
+        self.users: dict[int, int] = {}
+        self.capturing = False
+
+    @contextmanager
+    def capture(self, graph: PooledGraph, pool: int | None, *_: Any, **__: Any) -> Iterator[None]:
+        number = len(self.users) if pool is None else pool
+        if self.users.get(number) == 0:
+            raise RuntimeError("it->second->use_count > 0 INTERNAL ASSERT FAILED")
+        self.users[number] = self.users.get(number, 0) + 1
+        graph.pools, graph.number = self, number
+        self.capturing = True
+        try:
+            yield
+        finally:
+            self.capturing = False
+
+
+class PooledGraph:
+    """A graph whose replay computes nothing."""
+
+    pools: Pools | None = None
+    number = 0
+
+    def pool(self) -> int:
+        return self.number
+
+    def replay(self) -> None: ...
+
+    def __del__(self) -> None:
+        if self.pools is not None:
+            self.pools.users[self.number] -= 1
+
+
+@pytest.fixture
+def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
+    made = Pools()
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", PooledGraph)
+    monkeypatch.setattr(torch.cuda, "graph", made.capture)
+    monkeypatch.setattr(graphed, "own", lambda leaf, device: leaf)  # what is captured here is also computed
+    return made
+
+
+class Captured:
+    """A model on one rank whose steps become graphs."""
+
+    def __init__(self, loss_fn: Any = F.cross_entropy) -> None:
+        torch.manual_seed(0)
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        self.pm = autopar.parallelize(
+            nn.Linear(8, 4), 1, torch.randn(16, 8), optimizer=sgd, loss_fn=loss_fn, microbatches=1
+        )
+        self.rank = self.pm._ranks.rank  # type: ignore[union-attr]
+        self.graphs = self.rank.graphs = graphed.Graphs(self.rank)
+
+    def train(self, *sizes: int) -> list[float]:
+        """Losses of a step for each batch size."""
+        return [self.pm.train_step(torch.ones(n, 8), torch.arange(n) % 4).loss for n in sizes]
+
+    def sizes(self) -> list[int]:
+        """Batch sizes of which there is a graph, the one used longest ago first."""
+        return [len(kind.data.inputs[0][0]) for kind in self.graphs.kinds.values() if kind.graph and kind.data]
+
+
+def test_a_kind_gives_up_its_graph_once_it_is_idle(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed, "MAX_GRAPHS", 2)
+    monkeypatch.setattr(graphed, "IDLE_STEPS", 8)
+    monkeypatch.setattr(graphed, "MAX_KINDS", 5)
+    here = Captured()
+    here.train(16, 16, 12, 12)
+    assert here.sizes() == []
+    here.train(16, 12)
+    assert here.sizes() == [16, 12] and pools.users == {0: 2}  # graphs share a pool
+    here.train(1, 2, 3, 12)  # as many others as are remembered
+    assert here.sizes() == [16, 12] and len(here.graphs.kinds) == 5
+    here.train(3, 3, 3)  # after 5, step 13: that of 16 was used in step 5
+    assert here.sizes() == [16, 12]
+    here.train(3)
+    assert here.sizes() == [12, 3] and pools.users == {0: 2}
+    here.train(4, 5)  # more than are remembered
+    assert len(here.graphs.kinds) == 5 and here.sizes() == [12, 3]
+
+
+def test_a_graph_behind_the_last_one_has_a_pool_of_its_own(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphed, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(graphed, "IDLE_STEPS", 2)
+    here = Captured()
+    here.train(16, 16, 16, 12, 12, 12)
+    assert here.sizes() == [12] and pools.users == {0: 0, 1: 1}
+    here.graphs.forget()
+    assert pools.users == {0: 0, 1: 0}
+
+
+def test_a_kind_that_is_refused_keeps_nothing_and_goes_on(pools: Pools) -> None:
+    def picky(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if pools.capturing and len(output) == 16:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return F.cross_entropy(output, target)
+
+    sizes = (16, 12) * 5
+    here, plain = Captured(picky), Captured(picky)
+    plain.rank.graphs = None
+    with pytest.warns(CaptureWarning, match="without CUDA graphs, which is slower: operation not permitted when"):
+        losses = here.train(*sizes[:6])
+    refused, captured = here.graphs.kinds.values()
+    assert (refused.refused, captured.refused) == ("operation not permitted when stream is capturing", "")
+    assert (refused.graph, refused.data, refused.computed, refused.step) == (None,) * 4
+    assert here.sizes() == [12] and captured.step is not None
+    losses += [here.train(16)[0], *here.train(16)]
+    expected = plain.train(*sizes[:6], 16, 16)
+    assert losses == expected
 
 
 def test_symmetric_memory_needs_gpus() -> None:
