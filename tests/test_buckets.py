@@ -46,7 +46,12 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bo
     owners = replica_owners([weights], {}, dp) if zero1 else {}
     buckets = flat_buckets(weights, owners, dp)
     assert sorted(name for b in buckets for name in b.names) == sorted(w.name for w in weights)
-    assert [[w.name for w in group] for group in grouped(weights, 1, limit)] != []
+    groups = grouped([w for w in weights if w.numel], 1, limit)
+    assert sorted(w.name for group in groups for w in group) == sorted(w.name for w in weights if w.numel)
+    for group in groups:
+        assert len({(w.stored_dtype, w.dtype) for w in group}) == 1
+        size = sum(aligned(w.numel) for w in group) * getattr(torch, group[0].stored_dtype).itemsize
+        assert len(group) == 1 or size <= limit
     about = {w.name: w for w in weights}
     tensors = all_weights(weights)
     for bucket in buckets:

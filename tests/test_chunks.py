@@ -9,17 +9,30 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_search import GIB, MACHINE, blocks, graph_of, meshed, op, pipeline, plan_for, priced
+from test_search import (
+    GIB,
+    MACHINE,
+    Unsharded,
+    blocks,
+    graph_of,
+    meshed,
+    model_of,
+    op,
+    pipeline,
+    plan_for,
+    priced,
+)
 
 from autopar.errors import InfeasibleError, PlanError, UsageError
 from autopar.hardware import Link
-from autopar.ir import Graph, Mesh, Plan
+from autopar.ir import CostGraph, Graph, Mesh, Plan
 from autopar.ir.table import plan_text
 from autopar.schedule import generate, replayed_seconds
 from autopar.solve import Constraints
-from autopar.solve.candidates import Pipeline, pipelines_of
+from autopar.solve.assemble import Setting
+from autopar.solve.candidates import Pipeline, Point, pipeline_floor, pipelines_of
 from autopar.solve.problem import slowest_count
 
 FREE = replace(MACHINE, link=Link(0.0, 1e15))
@@ -116,6 +129,50 @@ def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microb
     assert any(found == pytest.approx(step, rel=1e-4) for step in every)  # the message itself takes a little
     assert found * (1 - two.solver.gap) <= min(every) * (1 + 1e-4)
     assert found <= 1.1 * min(every)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 12), min_size=4, max_size=8), st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.integers(1, 9)
+)
+@example([1, 6, 6, 1], (2, 2), 4)  # shorter stages at both ends have less of a bubble than equal ones
+@example([1, 1, 9, 1, 1], (2, 2), 5)
+def test_the_floor_of_chunks_is_below_every_cut(times: list[int], shape: tuple[int, int], microbatches: int) -> None:
+    (pp, chunks), samples = shape, 2
+    stages = pp * chunks
+    if len(times) < stages:
+        return
+    batch = microbatches * samples - (microbatches > 1)  # the last microbatch is smaller
+    sizes = [1.0] * (batch // samples) + [0.5] * (batch % samples)
+    point = Point(Mesh(pp), len(sizes), pipeline=Pipeline("interleaved", chunks))
+    graph = blocks(1)
+    cost = Unsharded(lambda b: priced(graph, [[0], [1]], [1.0] * 2, b))
+    setting = Setting(graph, FREE, model_of(graph), Constraints(devices=pp, batch=batch), cost)
+    floor = pipeline_floor(setting, point, 3.0 * sum(times), 3.0 * max(times))
+    for cuts in combinations(range(1, len(times)), stages - 1):
+        forward = [float(sum(times[low:high])) for low, high in pairwise((0, *cuts, len(times)))]
+        step = replayed_seconds("interleaved", pp, forward, [2 * t for t in forward], {}, sizes)
+        assert floor <= step * (1 + 1e-9)
+
+
+def test_larger_microbatches_are_tried_where_smaller_ones_do_not_fit() -> None:
+    """Seven microbatches group as 2 and 2 and 3, of which a rank holds more than of six larger ones."""
+    graph = blocks(4)
+    relative = {6: 1.0, 7: 1.02}  # of a sample, by the samples of its microbatch
+
+    def plan_with(**asked: Any) -> Plan:
+        def cost_at(batch: int) -> CostGraph:
+            return priced(graph, [[i] for i in range(8)], [relative.get(batch, 1.6)] * 8, batch, saved=0.25)
+
+        asked = {"devices": 2, "batch": 42, "schedule": "interleaved", "chunks": 4, **asked}
+        return pipeline(cost_at, graph, FREE, Constraints(**asked))
+
+    six, seven = plan_with(microbatches=6), plan_with(microbatches=7)
+    assert seven.prediction.step_seconds < six.prediction.step_seconds
+    limit = max(six.prediction.peak_bytes)
+    assert limit < max(seven.prediction.peak_bytes)
+    assert plan_with().microbatches == 7
+    assert plan_with(memory_bytes=limit).microbatches == 6
 
 
 def test_memory_is_that_of_the_schedule() -> None:

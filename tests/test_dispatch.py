@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -60,3 +61,46 @@ def test_known_cuts_are_few() -> None:
     assert len(dispatcher.cuts) == KNOWN_CUTS
     pm.forward_backward(x[:3], y[:3])
     assert len(dispatcher.cuts) == 1
+
+
+class Agreed:
+    """An agreement with one other rank, whose batches have shapes and a kind of some number."""
+
+    def __init__(self, others: int) -> None:
+        self.others = others
+        self.kinds: tuple[int, ...] = ()
+        self.shapes: tuple[int, ...] = ()
+
+    def start(self, batch: int, kind: int, shapes: int, given: Any) -> Callable[[], None]:
+        def agreed() -> None:
+            self.kinds, self.shapes = (kind, self.others), (shapes, self.others)
+
+        return agreed
+
+
+def test_ranks_bind_a_step_whenever_any_of_them_has_new_shapes() -> None:
+    """A rank to which nothing is new binds too: its peers wait for it, and it cannot tell whether they have to."""
+    x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
+    model = mlp()
+    pm = in_threads(model, plan_by_hand(model, x, 3, ["2.linear"]), x, F.cross_entropy, optimizer=torch.optim.Adam)
+    ranks: Any = pm._ranks
+    agreement: Any = Agreed(5)
+    pm._dispatcher.agreement = agreement
+
+    def bound() -> set[int]:
+        return {len(rank.bound) for rank in ranks.ranks}
+
+    pm.train_step(x, y)
+    pm.train_step(x + 1, y.flip(0))
+    pm.train_step(x, F.one_hot(y, 4).float())  # targets are the last stage's alone
+    assert bound() == {1}
+    agreement.others = 6  # of another rank only
+    pm.train_step(x, y)
+    assert bound() == {2}
+    pm.train_step(x[:4], y[:4])
+    assert bound() == {3}
+    pm.eval()
+    for others in (5, 6):  # an evaluation keeps no mail, about which ranks would have to agree
+        agreement.others = others
+        pm(x)
+    assert bound() == {4}

@@ -6,7 +6,7 @@ import gc
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from autopar.pytree import leaves
 from autopar.runtime import memory
 from autopar.runtime.executor import inverse, memory_order
 from autopar.runtime.settle import settled
+from autopar.runtime.transport import LocalTransport, Receipt
 from autopar.schedule import Action, generate, max_in_flight
 from autopar.schedule.order import Links, progress
 
@@ -275,6 +276,49 @@ def test_inference_keeps_nothing() -> None:
     pm(x)
     ranks: Any = pm._ranks.ranks  # type: ignore[union-attr]
     assert not any(step.held or step.passed for rank in ranks for step in rank.bound.values())
+
+
+class LastingMail:
+    """Receives what comes under a tag where the last one under it was, as over symmetric memory."""
+
+    posts_early = False
+
+    def __init__(self, transport: LocalTransport) -> None:
+        self.send, self.transport = transport.send, transport
+        self.places: dict[tuple[int, int], torch.Tensor] = {}
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+        receipt = self.transport.receive(shape, dtype, src, tag, lane)
+        place = self.places.setdefault((src, tag), torch.empty(tuple(shape), dtype=dtype))
+        return lambda: place.copy_(receipt()).view(tuple(shape))
+
+
+class EarlyOutput(nn.Module):
+    """Returns what its first stage makes too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        early = self.first(x)
+        return self.second(early.relu()), early
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_outputs_outlive_the_next_step(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LocalTransport, "mail", lambda self, incoming, outgoing: LastingMail(self))
+    torch.manual_seed(0)
+    model, x, y = EarlyOutput(), torch.randn(4, 8), torch.arange(4)
+    plan = plan_by_hand(model, x, microbatches, ["second.linear"])
+    pm = in_threads(
+        model, plan, x, lambda output, target: F.cross_entropy(output[0], target), optimizer=torch.optim.SGD
+    )
+    expected = [output.detach() for output in model(x)]
+    outputs = pm.train_step(x, y, return_outputs=True).outputs
+    pm.train_step(x + 1, y)
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert_close(output, wanted, "output")
 
 
 def test_clipping_counts_tied_parameters_once_and_covers_all_stages() -> None:

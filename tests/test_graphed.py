@@ -18,9 +18,11 @@ from torch import nn
 import autopar
 from autopar import UsageError
 from autopar.errors import CaptureWarning
+from autopar.ir import Precision
 from autopar.runtime import graphed
 from autopar.runtime.answers import Answers
 from autopar.runtime.graphed import given_rates, is_capturable, prepare
+from autopar.runtime.spec import Computed, Work
 from autopar.runtime.symmetric import ALIGNMENT, aligned, places
 from autopar.runtime.transport import Hub, LocalTransport
 
@@ -138,12 +140,10 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
 class Captured:
     """A model on one rank whose steps become graphs."""
 
-    def __init__(self, loss_fn: Any = F.cross_entropy) -> None:
+    def __init__(self) -> None:
         torch.manual_seed(0)
-        sgd = functools.partial(torch.optim.SGD, lr=0.1)
-        self.pm = autopar.parallelize(
-            nn.Linear(8, 4), 1, torch.randn(16, 8), optimizer=sgd, loss_fn=loss_fn, microbatches=1
-        )
+        model, sgd = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), functools.partial(torch.optim.SGD, lr=0.1)
+        self.pm = autopar.parallelize(model, 1, torch.randn(16, 8), optimizer=sgd, microbatches=1)
         self.rank = self.pm._ranks.rank  # type: ignore[union-attr]
         self.graphs = self.rank.graphs = graphed.Graphs(self.rank)
 
@@ -186,23 +186,57 @@ def test_a_graph_behind_the_last_one_has_a_pool_of_its_own(pools: Pools, monkeyp
 
 
 def test_a_kind_that_is_refused_keeps_nothing_and_goes_on(pools: Pools) -> None:
-    def picky(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        if pools.capturing and len(output) == 16:
-            raise RuntimeError("operation not permitted when stream is capturing")
-        return F.cross_entropy(output, target)
-
-    sizes = (16, 12) * 5
-    here, plain = Captured(picky), Captured(picky)
+    here, plain = Captured(), Captured()
     plain.rank.graphs = None
+    failed: list[bool] = []
+
+    def fails_once(_: torch.Tensor) -> None:
+        if pools.capturing and not failed:
+            failed.append(True)
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    here.rank.parameter("0.weight").register_hook(fails_once)  # in the backward, behind another layer's gradients
+    sizes = (16, 12, 16, 12, 16, 12)
     with pytest.warns(CaptureWarning, match="without CUDA graphs, which is slower: operation not permitted when"):
-        losses = here.train(*sizes[:6])
+        losses = here.train(*sizes)
     refused, captured = here.graphs.kinds.values()
     assert (refused.refused, captured.refused) == ("operation not permitted when stream is capturing", "")
     assert (refused.graph, refused.data, refused.computed, refused.step) == (None,) * 4
+    assert not refused.marks and not refused.gradients
     assert here.sizes() == [12] and captured.step is not None
-    losses += [here.train(16)[0], *here.train(16)]
-    expected = plain.train(*sizes[:6], 16, 16)
-    assert losses == expected
+    assert losses + here.train(16, 16) == plain.train(*sizes, 16, 16)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_abandoned_step_leaves_no_gradient(precision: Precision) -> None:
+    """A step that raises in its backward, behind some layers' gradients, and is then run again."""
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)), torch.randn(6, 8), torch.arange(6) % 4
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+
+    def fails(_: torch.Tensor) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    def norms(attempts: int) -> list[float]:
+        with autopar.parallelize(model, 1, x, optimizer=sgd, microbatches=1, precision=precision) as pm:
+            rank = pm._ranks.rank  # type: ignore[union-attr]
+            run = rank.compute
+
+            def compute(work: Work) -> Computed:
+                for _ in range(attempts):
+                    leaf = rank.copies.copies.get("0.weight", rank.weights["0.weight"])  # what the program reads
+                    hook = leaf.register_hook(fails)
+                    with pytest.raises(RuntimeError, match="not permitted"):
+                        run(work)
+                    hook.remove()
+                    rank.abandon_step()
+                return run(work)
+
+            first = pm.train_step(x, y).grad_norm
+            rank.compute = compute
+            return [first, *(pm.train_step(x, y).grad_norm for _ in range(2))]
+
+    assert norms(2) == norms(0)
 
 
 def test_symmetric_memory_needs_gpus() -> None:

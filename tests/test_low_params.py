@@ -47,6 +47,15 @@ def test_tied_weights_have_one_copy() -> None:
     model, x = Tied(), torch.randint(0, 32, (8, 5))
     parity = compare(model, x, devices=2, steps=2, microbatches=2, precision="bf16-params", pp=2)
     assert parity.ok, parity.rows
+    with autopar.parallelize(model, 1, x, optimizer=ADAMW, precision="bf16-params") as pm:
+        pm.forward_backward(x, torch.randint(0, 32, (8,)))
+        copies = pm._ranks.rank.copies.copies  # type: ignore[union-attr]
+        parameters = dict(model.named_parameters())  # each once, by its first name
+        assert copies.keys() == parameters.keys()
+        assert {name: (c.shape, c.dtype) for name, c in copies.items()} == {
+            name: (p.shape, torch.bfloat16) for name, p in parameters.items()
+        }
+        assert len({c.data_ptr() for c in copies.values()}) == len(parameters)
 
 
 def test_what_is_given_and_kept_is_float32() -> None:
@@ -68,3 +77,60 @@ def test_a_model_in_bfloat16_is_refused() -> None:
     options: dict[str, Any] = {"precision": "bf16-params"}
     with pytest.raises(UsageError, match="parameters of VisionTransformer are bf16"):
         autopar.parallelize(model, 1, torch.randn(4, 3, 32, 32), **options)
+
+
+class Normed(nn.Module):
+    """A layer that computes its weight anew before each forward, and keeps it."""
+
+    def __init__(self, parametrized: bool) -> None:
+        super().__init__()
+        norm = nn.utils.parametrizations.weight_norm if parametrized else nn.utils.weight_norm
+        self.first, self.second = norm(nn.Linear(8, 8)), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_weights_that_are_computed_before_each_forward(parametrized: bool, precision: Any) -> None:
+    torch.manual_seed(0)
+    x, y = torch.randn(8, 8), torch.randint(0, 4, (8,))
+    model = Normed(parametrized)
+    parity = compare(model, x, devices=1, steps=2, microbatches=2, precision=precision)
+    assert parity.ok, parity.rows
+    with autopar.parallelize(model, 1, x, optimizer=ADAMW, microbatches=2, precision=precision) as pm:
+        assert pm.train_step(x, y).loss == pytest.approx(F.cross_entropy(model(x), y).item(), abs=0.01)
+        assert pm.gradients() == {} and pm.state_dict().keys() == model.state_dict().keys()
+
+
+class Buffered(nn.Module):
+    """Adds a buffer to what a layer makes, and scales the output with another one."""
+
+    def __init__(self, cast: bool, only_last: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("place", torch.randn(8))
+        self.cast, self.only_last = cast, only_last
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        place = self.place.to(x.dtype) if self.cast else self.place
+        return self.second(x) * place[:4] if self.only_last else self.second(x + place)
+
+
+def test_a_model_that_mixes_its_copies_with_float32_buffers_is_refused() -> None:
+    x = torch.randn(8, 8)
+    with pytest.raises(UsageError) as caught:
+        autopar.parallelize(Buffered(cast=False), 1, x, precision="bf16-params")
+    assert str(caught.value) == (
+        "second.linear cannot compute with operands of several dtypes: add is float32, second.weight is bfloat16, "
+        'second.bias is bfloat16. With precision="bf16-params" parameters and inputs are bfloat16; buffers, and what '
+        "the model makes float32 by itself, stay as they are. Cast those in the model, as in buffer.to(x.dtype), or "
+        'use precision="bf16".'
+    )
+    # What torch can compute with is not refused.
+    for model in (Buffered(cast=True), Buffered(cast=False, only_last=True)):
+        with autopar.parallelize(model, 1, x, precision="bf16-params") as pm:
+            assert pm.eval()(x).shape == (8, 4)

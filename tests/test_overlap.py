@@ -10,8 +10,9 @@ from autopar.codegen.overlap import overlapped
 from autopar.ir import Op, Ref, Value
 
 
-def op(name: str, target: str, *args: object, requires_grad: bool = True) -> Op:
-    return Op(name, target, args, (), (Value(name, (4, 8), "float32", (8, 1), requires_grad),), name)
+def op(name: str, target: str, *args: object, requires_grad: bool = True, shape: tuple[int, ...] = (4, 8)) -> Op:
+    strides = (*shape[1:], 1)
+    return Op(name, target, args, (), (Value(name, shape, "float32", strides, requires_grad),), name)
 
 
 SUM = op("sum", "autopar.sum_gradient.default", Ref("x"), "tp")
@@ -41,8 +42,18 @@ def test_a_collective_and_the_linear_layer_that_alone_reads_it_become_one() -> N
         [op("gather", "autopar.all_gather.default", Ref("x"), 1, 1, 2, "tp", False), PLAIN],  # nothing to sum
         [op("sum", "autopar.sum_gradient.default", Ref("x"), "tp", requires_grad=False), LINEAR],
         [op("gather", "autopar.all_reduce.default", Ref("x"), "tp"), PLAIN],
+        [SUM, op("fc", "aten.linear.default", Ref("sum"), Ref("weight"), Ref("bias"), shape=(8,))],
     ],
-    ids=["another reader", "two layers", "as weight", "as both", "no sum", "no gradient", "another collective"],
+    ids=[
+        "another reader",
+        "two layers",
+        "as weight",
+        "as both",
+        "no sum",
+        "no gradient",
+        "another collective",
+        "one dim",
+    ],
 )
 def test_others_stay_as_they_are(ops: Sequence[Op]) -> None:
     assert overlapped(ops, ()) == list(ops)

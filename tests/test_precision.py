@@ -590,6 +590,22 @@ def test_gradients_and_losses_are_shown_unscaled() -> None:
         assert pm.optimizer_step().grad_norm < 10
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+def test_an_evaluation_leaves_the_gradients(precision: Precision) -> None:
+    torch.manual_seed(0)
+    model, x, y = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), torch.randn(6, 8), torch.randint(0, 4, (6,))
+    with autopar.parallelize(model, 1, x, optimizer=ADAMW, microbatches=2, precision=precision) as pm:
+        pm.forward_backward(x, y)
+        before = {name: gradient.clone() for name, gradient in pm.gradients().items()}
+        pm.eval()(x)
+        pm.train()
+        after = pm.gradients()
+        assert before.keys() == after.keys() == dict(model.named_parameters()).keys()
+        assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
+        pm.forward_backward(x, y)  # adds to them
+        torch.testing.assert_close(pm.gradients(), {name: 2 * gradient for name, gradient in before.items()})
+
+
 def test_the_scale_and_the_masters_are_in_the_checkpoint(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x, y = ConvNet(), torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))

@@ -17,7 +17,6 @@ from autopar.runtime import symmetric_axis
 from autopar.runtime.symmetric import Neighbour, reach_each_other
 from autopar.runtime.symmetric_axis import SymmetricCommunicator
 
-
 ROUNDS = 4
 
 
