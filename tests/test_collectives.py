@@ -8,9 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import TIMEOUT_SECONDS, axis_key, main, run_on_ranks, summed, tensor_axis
+from handmade import plan_by_hand
+from ranks import TIMEOUT_SECONDS, WORLD, axis_key, main, run_on_ranks, summed, tensor_axis
+from torch import nn
 
-from autopar import collectives
+import autopar
+from autopar import UsageError, collectives
 from autopar.collectives import joined, parts
 from autopar.ir import Mesh
 from autopar.operators import operator
@@ -140,6 +143,16 @@ def a_silent_peer_is_named() -> None:
     axes.close()
 
 
+def symmetric_memory_needs_gpus() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(WORLD)))
+    x = torch.randn(4, 8)
+    plan = plan_by_hand(model, x, 2, [f"{i}.linear" for i in range(1, WORLD)])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", str(WORLD))  # as under torchrun
+        with pytest.raises(UsageError, match=r'^transport="symmetric" needs GPUs of one host .* Leave it out'):
+            autopar.parallelize(model, WORLD, x, plan=plan, transport="symmetric")
+
+
 CASES = {
     "compiled on 2": partial(compiled_equals_eager, 2),
     "compiled on 4": partial(compiled_equals_eager, 4),
@@ -150,6 +163,7 @@ CASES = {
     "strange types": strange_types_travel,
     "program for other ranks": program_for_other_ranks,
     "mesh": mesh_has_the_axes_with_several_ranks,
+    "symmetric memory": symmetric_memory_needs_gpus,
     "silent peer": a_silent_peer_is_named,
 }
 

@@ -239,12 +239,9 @@ def test_an_abandoned_step_leaves_no_gradient(precision: Precision) -> None:
     assert norms(2) == norms(0)
 
 
-def test_symmetric_memory_needs_gpus() -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
-    with pytest.raises(UsageError, match=r'transport="symmetric" needs GPUs of one host .* Leave it out'):
-        autopar.parallelize(model, 2, torch.randn(4, 8), pp=2, transport="symmetric")
+def test_unknown_transports_are_refused() -> None:  # "symmetric" without GPUs: tests/test_collectives.py
     with pytest.raises(UsageError, match=r"transport='mpi' is unknown\. It is one of auto, nccl, symmetric"):
-        autopar.parallelize(model, 2, torch.randn(4, 8), transport="mpi")
+        autopar.parallelize(nn.Linear(8, 8), 2, torch.randn(4, 8), transport="mpi")
 
 
 @given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 50)), st.integers(1, 5000)))
