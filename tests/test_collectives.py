@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from handmade import plan_by_hand
-from ranks import TIMEOUT_SECONDS, WORLD, axis_key, main, run_on_ranks, summed, tensor_axis
-from torch import nn
+from ranks import TIMEOUT_SECONDS, axis_key, main, run_on_ranks, summed, tensor_axis
 
-import autopar
 from autopar import UsageError, collectives
 from autopar.collectives import joined, parts
 from autopar.ir import Mesh
 from autopar.operators import operator
 from autopar.runtime.axes import axis_ranks, connect
+from autopar.runtime.connect import ConnectedRank
 from autopar.runtime.transport import TransportError
 
 ops = torch.ops.autopar
@@ -144,13 +144,11 @@ def a_silent_peer_is_named() -> None:
 
 
 def symmetric_memory_needs_gpus() -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(WORLD)))
-    x = torch.randn(4, 8)
-    plan = plan_by_hand(model, x, 2, [f"{i}.linear" for i in range(1, WORLD)])
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", str(WORLD))  # as under torchrun
-        with pytest.raises(UsageError, match=r'^transport="symmetric" needs GPUs of one host .* Leave it out'):
-            autopar.parallelize(model, WORLD, x, plan=plan, transport="symmetric")
+    spec: Any = SimpleNamespace(
+        rank=dist.get_rank(), mesh=Mesh(2, 2, 1), device="cpu", channels=(), shared=(), transport="symmetric"
+    )
+    with pytest.raises(UsageError, match=r'^transport="symmetric" needs GPUs of one host .* Leave it out'):
+        ConnectedRank(spec, {}, TIMEOUT_SECONDS)
 
 
 CASES = {

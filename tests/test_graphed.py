@@ -239,7 +239,10 @@ def test_an_abandoned_step_leaves_no_gradient(precision: Precision) -> None:
     assert norms(2) == norms(0)
 
 
-def test_unknown_transports_are_refused() -> None:  # "symmetric" without GPUs: tests/test_collectives.py
+def test_the_transport_reaches_the_ranks() -> None:
+    """What they do with it: tests/test_collectives.py and tests/test_gpu_graphs.py."""
+    with autopar.parallelize(nn.Linear(8, 8), 1, torch.randn(4, 8), transport="symmetric") as pm:
+        assert pm._ranks.rank.spec.transport == "symmetric"  # type: ignore[union-attr]
     with pytest.raises(UsageError, match=r"transport='mpi' is unknown\. It is one of auto, nccl, symmetric"):
         autopar.parallelize(nn.Linear(8, 8), 2, torch.randn(4, 8), transport="mpi")
 
