@@ -217,7 +217,7 @@ def test_an_abandoned_step_leaves_no_gradient(precision: Precision) -> None:
     def fails(_: torch.Tensor) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    def norms(attempts: int) -> list[float]:
+    def norms(attempts: int) -> list[float | None]:
         with autopar.parallelize(model, 1, x, optimizer=sgd, microbatches=1, precision=precision) as pm:
             rank = pm._ranks.rank  # type: ignore[union-attr]
             run = rank.compute

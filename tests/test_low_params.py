@@ -106,7 +106,9 @@ def test_weights_that_are_computed_before_each_forward(parametrized: bool, preci
 
 
 class Buffered(nn.Module):
-    """Adds a buffer to what a layer makes, and scales the output with another one."""
+    """Adds a buffer to what a layer makes, or scales the output with it."""
+
+    place: torch.Tensor
 
     def __init__(self, cast: bool, only_last: bool = False) -> None:
         super().__init__()
