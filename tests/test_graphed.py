@@ -19,6 +19,7 @@ import autopar
 from autopar import UsageError
 from autopar.errors import CaptureWarning
 from autopar.ir import Precision
+from autopar.options import Options
 from autopar.runtime import graphed
 from autopar.runtime.answers import Answers
 from autopar.runtime.graphed import given_rates, is_capturable, prepare
@@ -239,12 +240,16 @@ def test_an_abandoned_step_leaves_no_gradient(precision: Precision) -> None:
     assert norms(2) == norms(0)
 
 
-def test_the_transport_reaches_the_ranks() -> None:
+def test_the_transport_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """What they do with it: tests/test_collectives.py and tests/test_gpu_graphs.py."""
-    with autopar.parallelize(nn.Linear(8, 8), 1, torch.randn(4, 8), transport="symmetric") as pm:
-        assert pm._ranks.rank.spec.transport == "symmetric"  # type: ignore[union-attr]
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
     with pytest.raises(UsageError, match=r"transport='mpi' is unknown\. It is one of auto, nccl, symmetric"):
-        autopar.parallelize(nn.Linear(8, 8), 2, torch.randn(4, 8), transport="mpi")
+        autopar.parallelize(model, 2, x, transport="mpi")
+    with pytest.raises(UsageError, match=r"^transport='symmetric' needs GPUs; .* Leave it out\.$"):
+        autopar.parallelize(model, 2, x, transport="symmetric")
+    monkeypatch.setattr(Options, "check_machine", lambda self, device_type: None)
+    with autopar.parallelize(model, 1, x, transport="symmetric") as pm:
+        assert pm._ranks.rank.spec.transport == "symmetric"  # type: ignore[union-attr]
 
 
 @given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 50)), st.integers(1, 5000)))
