@@ -233,7 +233,8 @@ def test_ctrl_c_while_planning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_no_processes_and_no_folders(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "autopar", "bench", *FLAGS, "--batch", "8", "--only", "ddp", "--steps", "1000000"]
+    main = [sys.executable, "-c", "from autopar.cli.app import main; main()"]
+    command = [*main, "bench", *FLAGS, "--batch", "8", "--only", "ddp", "--steps", "1000000"]
     with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE) as bench:
         assert bench.stderr is not None
         try:
