@@ -236,6 +236,7 @@ def parallelize(
     check_devices(devices)
     check_model(model)
     machine = this_machine(devices, options.backend)
+    options.check_machine(machine.device_type)
     call = example_call(model, example_inputs, batch_size, None)
     if any(p.is_meta for p in model.parameters()):
         raise UsageError("The model is on the meta device and has no weights to run with. Build it on the CPU.")

@@ -110,6 +110,17 @@ class Options:
         if self.microbatches is not None and self.microbatch_size is not None:
             raise UsageError("Pass microbatches or microbatch_size, not both.")
 
+    def check_machine(self, device_type: str) -> None:
+        """Refuse what devices of this type do not have.
+
+        Raises:
+            UsageError: names the option.
+        """
+        asked = {"cuda_graph": self.cuda_graph, "transport": self.transport != "auto" and self.transport}
+        for name, value in asked.items():
+            if value and device_type == "cpu":
+                raise UsageError(f"{name}={value!r} needs GPUs; this run has CPU processes and Gloo. Leave it out.")
+
     def norm_limit(self, optimizer: Any) -> float | None:
         """What to clip the norm of all gradients to, for an optimizer that may have a limit of its own.
 

@@ -61,6 +61,18 @@ def test_what_is_considered() -> None:
     assert pipelines_of(replace(auto, pins={"head": 1}), two) == (Pipeline("1f1b"),)
 
 
+def test_chunks_need_a_pipeline() -> None:
+    plan = meshed(replace(AUTO, chunks=2), FREE, depth=8)
+    assert (plan.mesh.pp, plan.chunks) == (2, 2)
+    whole = meshed(replace(AUTO, dp=2, schedule="interleaved"), FREE, depth=8)
+    assert (whole.mesh.pp, whole.schedule) == (1, "1f1b")
+    for alone in ({"pp": 1}, {"devices": 1}):
+        with pytest.raises(UsageError, match=r"^chunks=2 with (pp=1|1 device), which is no pipeline"):
+            replace(AUTO, chunks=2, **alone)
+    with pytest.raises(InfeasibleError, match="no pipeline, in which alone ranks have several stages"):
+        meshed(replace(AUTO, dp=2, chunks=2), FREE, depth=8)
+
+
 def test_the_count_of_the_slowest_stage_is_the_schedules() -> None:
     for pp in range(1, 5):
         for chunks in range(1, 5):

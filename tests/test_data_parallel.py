@@ -395,3 +395,15 @@ def test_processes_equal_one_device(pp: int, dp: int, zero1: bool) -> None:
         assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
         outputs_agree(pm, reference, x[:-1], train=False)
         assert pm.measure_memory(x, y).keys() == pm.stats().keys() == set(range(pp * dp))
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_the_predicted_peak_counts_gradients_that_wait_for_their_bucket(zero1: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(512, 512), nn.ReLU())), nn.Linear(512, 10))
+    x, y = torch.randn(8, 512), torch.randint(0, 10, (8,))
+    with autopar.parallelize(model, 2, x, optimizer=ADAMW, dp=2, zero1=zero1, microbatches=1) as pm:
+        pm.train_step(x, y)
+        measured = pm.measure_memory(x, y)
+        for own, predicted in zip(measured.values(), pm.plan.prediction.peak_bytes, strict=True):
+            assert 0.9 * predicted < own < 1.02 * predicted

@@ -87,3 +87,12 @@ def test_a_single_process_of_a_launcher_is_a_plain_script(monkeypatch: pytest.Mo
     monkeypatch.setenv("WORLD_SIZE", "4")
     found = launched()
     assert found is not None and (found.rank, found.world, found.local_world) == (0, 4, 4)
+
+
+@pytest.mark.parametrize("asked", [{"cuda_graph": True}, {"transport": "nccl"}, {"transport": "symmetric"}])
+def test_what_only_gpus_have_is_refused_elsewhere_before_planning(asked: dict) -> None:
+    message = rf"^{next(iter(asked))}={next(iter(asked.values()))!r} needs GPUs; this run has CPU processes and Gloo\."
+    Options(**asked).check_machine("cuda")
+    Options(cuda_graph=False, transport="auto").check_machine("cpu")
+    with pytest.raises(UsageError, match=message):
+        autopar.parallelize(nn.Linear(4, 4), 2, torch.randn(4, 4), backend="gloo", **asked)

@@ -40,6 +40,7 @@ from autopar.errors import AutoparError, InfeasibleError, UsageError
 from autopar.ir import Plan
 from autopar.ir.units import TIME, plural, text
 from autopar.machine import Machine, this_machine
+from autopar.options import Options
 from autopar.runtime import launched
 from autopar.zoo import ModelSource
 
@@ -121,6 +122,7 @@ def run_bench(
     if launched() is not None:
         raise UsageError("bench starts the processes of each contestant itself. Run it without torchrun or srun.")
     machine = this_machine(request.devices, request.constraints.get("backend"))
+    Options.of(request.constraints).check_machine(machine.device_type)
     with tempfile.TemporaryDirectory(prefix="autopar-bench-") as folder:
         return Bench(request, machine, Path(folder), progress, keep).run()
 

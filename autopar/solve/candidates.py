@@ -123,10 +123,9 @@ def pipelines_of(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
     """The schedules to consider on a mesh, the one that needs least memory first."""
     if asked.schedule not in ("auto", "interleaved"):
         return (Pipeline(asked.schedule),)
-    if asked.chunks is not None:
-        chunks = [asked.chunks]
-    else:
-        chunks = range(1, 1 + (MOST_CHUNKS if mesh.pp > 1 and not asked.pins else 1))
+    if mesh.pp == 1:
+        return (Pipeline(),)
+    chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MOST_CHUNKS))
     single: ScheduleName = "1f1b" if asked.schedule == "auto" else "interleaved"
     return tuple(Pipeline(single if n == 1 else "interleaved", n) for n in chunks)
 

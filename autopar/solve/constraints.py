@@ -63,6 +63,11 @@ class Constraints:
                 f'chunks={self.chunks} with schedule="{self.schedule}", under which a rank has one stage. Use '
                 'schedule="interleaved", or leave chunks out.'
             )
+        if (self.chunks or 1) > 1 and (self.pp == 1 or self.devices == 1):
+            alone = "pp=1" if self.pp == 1 else "1 device"
+            raise UsageError(
+                f"chunks={self.chunks} with {alone}, which is no pipeline. Use pp=2 or more, or leave chunks out."
+            )
         for name, number in (("microbatches", self.microbatches), ("microbatch_size", self.microbatch_size)):
             if number is not None and number > self.batch:
                 raise UsageError(f"{name}={number} of a batch of {self.batch}. Use {name}={self.batch} or less.")

@@ -181,6 +181,9 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
     for activation in cost.saved:
         for s in holders(activation, stage_of):
             saved[s] += activation.num_bytes
+    reduced = [sum(w.numel for w in held[s] if w.reduce_seconds) // problem.tp for s in stages]
+    # Gradients wait for the rest of their bucket before they are moved there.
+    waiting = [min(BUCKET_BYTES, GRADIENT_BYTES * n) for n in reduced]
     return tuple(
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),
@@ -189,11 +192,11 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
             reduce_seconds=sum(w.reduce_seconds for w in held[s]),
-            num_reduced=sum(w.numel for w in held[s] if w.reduce_seconds) // problem.tp,
+            num_reduced=reduced[s],
             weight_bytes=sum(w.num_bytes for w in held[s]),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
             received_bytes=forward[s - 1] if s else 0,
-            transient_bytes=max((cost.groups[g].transient_bytes for g in members[s]), default=0),
+            transient_bytes=max((cost.groups[g].transient_bytes for g in members[s]), default=0) + waiting[s],
             in_flight=problem.in_flight[s],
             recomputed=problem.recompute == "all",
         )

@@ -70,6 +70,8 @@ def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
         return f"a replica has {plural(local, 'sample')} for {constraints.microbatches:,} microbatches"
     if constraints.zero1 and mesh.dp == 1:
         return "no replicas to share the optimizer's state"
+    if (constraints.chunks or 1) > 1 and mesh.pp == 1:
+        return "no pipeline, in which alone ranks have several stages"
     pinned = max(constraints.pins, key=constraints.pins.__getitem__, default=None)
     if pinned is not None and constraints.pins[pinned] >= mesh.pp * (constraints.chunks or 1):
         return f"{pinned} is pinned to stage {constraints.pins[pinned]}"
