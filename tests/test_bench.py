@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -236,15 +237,13 @@ def test_a_signal_leaves_no_processes_and_no_folders(number: signal.Signals, cod
     main = [sys.executable, "-c", "from autopar.cli.app import main; main()"]
     command = [*main, "bench", *FLAGS, "--batch", "8", "--only", "ddp", "--steps", "1000000"]
     with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE) as bench:
-        assert bench.stderr is not None
         try:
-            for line in bench.stderr:
-                if b"running" in line:
-                    break
+            deadline = time.monotonic() + 60
+            while sum("building" in log.read_text() for log in tmp_path.glob("autopar-bench-*/*.log")) < 2:
+                assert bench.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
             workers = psutil.Process(bench.pid).children()
-            while len(workers) < 2 and bench.poll() is None:
-                workers = psutil.Process(bench.pid).children()
-            assert list(tmp_path.glob("autopar-bench-*"))
+            assert len(workers) == 2
             bench.send_signal(number)
             rest = bench.communicate(timeout=60)[1].decode()
         finally:
