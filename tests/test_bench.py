@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from test_cli import invoke
@@ -29,14 +35,17 @@ from autopar.bench import (
 from autopar.bench.assignment import Assignment
 from autopar.bench.contestants import Field, NotExpressible, chosen
 from autopar.bench.flops import flops_per_image
+from autopar.bench.left import Failure
 from autopar.bench.parts import blocks, sequence
-from autopar.bench.picture import draw
+from autopar.bench.picture import draw, figure_of
 from autopar.bench.pipelines import cut
-from autopar.bench.processes import run_contestant
-from autopar.bench.result import Row, timed_row
+from autopar.bench.processes import Outcome, reason, run_contestant
+from autopar.bench.result import Pipeline, Row, timed_row
 from autopar.bench.sharded import check
+from autopar.cli.bench_table import rate_table
 from autopar.errors import UsageError
 from autopar.ir import Mesh, Plan
+from autopar.ir.text import rendered
 from autopar.runtime import Span
 from autopar.schedule import Action, generate, simulate
 from autopar.zoo import ModelSource
@@ -132,6 +141,43 @@ def test_a_picture_is_drawn(finished: Finished, tmp_path: Path) -> None:
         draw(finished.result, tmp_path / "missing" / "bench.png")
 
 
+def a_result(*rows: Row) -> BenchResult:
+    return BenchResult(
+        model="vit", model_kwargs={}, shape=(8, 3, 32, 32), devices=2, precision="fp32", channels_last=False,
+        compiled=False, plan="pp 2", flops_per_image=1e9, warmup=1, steps=1, seed=0, memory="", machine="a CPU",
+        torch="", autopar="", commit=None, command="", rows=rows,
+    )  # fmt: skip
+
+
+def a_row(rate: float, bound: float) -> Row:
+    """A plan's row with a batch of 8 at this rate, and its bubble bound's rate."""
+    pipeline = Pipeline("", 0.1, 0.1, bound_seconds=8 / bound, predicted_seconds=1.0, predicted_bytes=(1, 1))
+    return Row(
+        "autopar", "autopar", "", "", 2, median_seconds=8 / rate, samples_per_second=rate, tflops_per_device=1.0,
+        peak_bytes=(1, 1), pipeline=pipeline,
+    )  # fmt: skip
+
+
+def test_rates_stand_beside_their_bars_and_never_on_a_mark() -> None:
+    near, far, below = a_row(10_000, 10_900), a_row(1_000, 12_000), a_row(5_000, 4_900)
+    figure = figure_of(a_result(near, far, below))
+    figure.draw_without_rendering()
+    axes = figure.axes[0]
+    assert "12,000" in [label.get_text() for label in axes.get_xticklabels()]
+    spans = [t.get_window_extent().transformed(axes.transData.inverted()) for t in axes.texts]
+    assert [t.get_text().split(",")[0] for t in axes.texts] == ["10", "1", "5"]
+    assert 10_900 < spans[0].x0 < 11_200
+    assert spans[1].x0 > 1_000 and spans[1].x1 < 12_000
+    assert 5_000 < spans[2].x0 < 5_300
+
+
+def test_what_is_said_about_a_run_is_indented_on_every_line() -> None:
+    row = replace(a_row(10, 11), label="microbatch 4", note="loss " * 20, median_seconds=None, reason="word " * 30)
+    lines = rendered([rate_table(a_result(row))], 100, False).splitlines()[3:]
+    assert len(lines) > 6 and lines[0].split() == ["microbatch", "4"]
+    assert all(line.startswith("  ") and line[2] != " " for line in lines)
+
+
 def test_a_contestant_that_fails_is_a_row() -> None:
     kept: list[BenchResult] = []
     done = run_bench(request(only=("plain", "1f1b"), microbatch_sizes=(8,)), keep=kept.append)
@@ -139,10 +185,73 @@ def test_a_contestant_that_fails_is_a_row() -> None:
     assert plain.reason is None and len(plain.step_seconds) == 2
     assert (
         pipelining.reason is not None
-        and "at least as many of the 2 ranks; pass --microbatch-sizes" in pipelining.reason
+        and "at least as many as the 2 ranks; pass --microbatch-sizes 4" in pipelining.reason
     )
     assert pipelining.median_seconds is None and done.trace is None
     assert [len(result.rows) for result in kept] == [1, 2]
+
+
+# -- interrupted and ended ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "number", "said"),
+    [
+        (["-o", "r.json"], 1, "Interrupted after 1 of 3 contestants; rows so far in r.json."),
+        ([], 1, "Interrupted after 1 of 3 contestants; nothing was written."),
+        (["-o", "r.json"], 0, "Interrupted after 0 of 3 contestants; nothing was written."),
+    ],
+)
+def test_ctrl_c_keeps_the_rows_so_far(
+    flags: list[str], number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = iter([Outcome(failure=Failure("usage", "too slow"))] * number)
+
+    def run(*told: object) -> Outcome:
+        for outcome in outcomes:
+            return outcome
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("autopar.bench.run.run_contestant", run)
+    code, out, error = invoke("bench", *FLAGS, "--batch", "8", "--only", "plain,single,ddp", *flags)
+    assert code == 130 and error.strip().endswith(said)
+    assert ("too slow" in out) == (number > 0)
+    if flags and number:
+        assert [row["contestant"] for row in json.loads(Path("r.json").read_text())["rows"]] == ["plain"]
+    else:
+        assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_while_planning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planning(*given: object, **constraints: object) -> Plan:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("autopar.bench.run.plan", planning)
+    code, out, error = invoke("bench", *FLAGS, "--batch", "8")
+    assert (code, out) == (130, "") and error.strip().endswith("before the first contestant; nothing was written.")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_leaves_no_processes_and_no_folders(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    main = [sys.executable, "-c", "from autopar.cli.app import main; main()"]
+    command = [*main, "bench", *FLAGS, "--batch", "8", "--only", "ddp", "--steps", "1000000"]
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE) as bench:
+        try:
+            deadline = time.monotonic() + 60
+            while sum("building" in log.read_text() for log in tmp_path.glob("autopar-bench-*/*.log")) < 2:
+                assert bench.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            workers = psutil.Process(bench.pid).children()
+            assert len(workers) == 2
+            bench.send_signal(number)
+            rest = bench.communicate(timeout=60)[1].decode()
+        finally:
+            bench.kill()
+    assert bench.returncode == code, rest
+    assert ("Interrupted after 0 of 1 contestant; nothing was written." in rest) == (number is signal.SIGINT)
+    assert not list(tmp_path.glob("autopar-bench-*"))
+    assert not any(worker.is_running() for worker in workers)
 
 
 def assignment(**changes: Any) -> Assignment:
@@ -161,8 +270,9 @@ def test_reasons_name_the_rank_and_the_cause() -> None:
     outcome = run_contestant(told, 1, 1, 100.0)
     assert outcome.failure is not None and outcome.failure.text.startswith("nobody took ConvNeXt apart by hand here")
     outcome = run_contestant(assignment(model="vit_tinny"), 2, 1, 100.0)
-    assert outcome.failure is not None and outcome.failure.kind == "UsageError"
-    assert re.match(r"UsageError \(rank [01]\): timm has no model named 'vit_tinny'", outcome.failure.text)
+    assert outcome.failure is not None and outcome.failure.kind == "usage"
+    assert outcome.failure.text.startswith("timm has no model named 'vit_tinny'")
+    assert reason(Failure("ValueError", "no"), 1, 2) == "ValueError (rank 1): no"
 
 
 def test_a_time_limit_ends_a_contestant() -> None:
@@ -219,12 +329,24 @@ def test_ranks_are_shown_on_one_clock() -> None:
     # Microseconds since the first rank began, a microsecond before its first action.
     assert at[0, "F s0 mb0"] == pytest.approx(1) and at[2, "F s1 mb0"] == pytest.approx(1001)
     assert at[2, "B s1 mb0"] == pytest.approx(2001) and at[0, "B s0 mb0"] == pytest.approx(4001)
-    names = {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
-    assert "rank 3 (stage 1, replica 1)" in names
+    assert "rank 3 (stage 1, replica 1)" in process_names(trace)
     arrows = {(e["name"], e["pid"]) for e in trace["traceEvents"] if e["ph"] in "sf"}
     assert {("activation s0 → s1 mb3", 1), ("activation s0 → s1 mb3", 3), ("gradient s1 → s0 mb0", 2)} <= arrows
     last = next(e for e in trace["traceEvents"] if e["name"] == "sum and update" and e["pid"] == 0)
     assert last["ts"] == pytest.approx(at[0, "B s0 mb3"] + 2000) and last["dur"] == pytest.approx(500)
+
+
+def process_names(trace: dict[str, Any]) -> set[str]:
+    return {e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "process_name"}
+
+
+def test_a_rank_is_named_with_all_its_stages() -> None:
+    from autopar import plan
+
+    found = plan(TINY, 2, batch_size=16, pp=2, schedule="interleaved", chunks=2, microbatches=4, hardware="cpu-generic")
+    own = (Span(Action("F", 0, 0), 0.0, 1.0),)
+    trace = trace_events(found, StepOnClock({0: own, 1: own}, {0: 0, 1: 0}, {0: (0, 9), 1: (0, 9)}))
+    assert process_names(trace) == {"rank 0 (stages 0 and 2)", "rank 1 (stages 1 and 3)"}
 
 
 def test_a_wrong_clock_is_found() -> None:
@@ -335,7 +457,7 @@ def test_contestants_depend_on_the_mesh() -> None:
 
 def test_variants() -> None:
     def labels(name: str, field: Field) -> list[str]:
-        return [variant.label for variant in CONTESTANTS[name].variants(field)]
+        return [variant.label for variant in CONTESTANTS[name].variants(field) if variant.reason is None]
 
     assert labels("1f1b", field_of(Mesh(4), 512, compile=True)) == [
         "blocks compiled, microbatch 16", "blocks compiled, microbatch 32", "blocks compiled, microbatch 64",
@@ -349,6 +471,34 @@ def test_variants() -> None:
         labels("uniform", field_of(Mesh(1, 1, 2)))
 
 
+def test_sizes_that_were_asked_for_are_never_left_out() -> None:
+    def reasons(name: str, field: Field) -> dict[str, str | None]:
+        return {variant.label: variant.reason for variant in CONTESTANTS[name].variants(field)}
+
+    assert reasons("1f1b", field_of(Mesh(4), 12, (2, 4))) == {
+        "microbatch 2": None,
+        "microbatch 4": "a batch of 12 in microbatches of 4 does not give equal microbatches, at least as many as the "
+        "4 ranks; pass --microbatch-sizes 3",
+    }
+    assert reasons("interleaved", field_of(Mesh(2), 12, (4,)))["microbatch 4"] == (
+        "a batch of 12 in microbatches of 4 does not give equal microbatches, a multiple of the 2 ranks; "
+        "pass --microbatch-sizes 6"
+    )
+    with pytest.raises(NotExpressible, match="at least as many as the 4 ranks; use a batch of at least 4"):
+        reasons("1f1b", field_of(Mesh(4), 2))
+    with pytest.raises(NotExpressible, match="a multiple of the 2 ranks; use a batch that is a multiple of 2"):
+        reasons("interleaved", field_of(Mesh(2), 3))
+    with pytest.raises(UsageError, match="--skip plain,single,autopar leaves nothing to measure"):
+        chosen((), ("plain", "single", "autopar"), field_of(Mesh(1)))
+
+
+def test_sizes_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.bench.run.run_contestant", None)  # nothing is started
+    rows = run_bench(request(only=("interleaved",), microbatch_sizes=(3, 8))).result.rows
+    assert [(row.label, row.best) for row in rows] == [("microbatch 3", True), ("microbatch 8", False)]
+    assert all("does not give equal microbatches" in (row.reason or "") for row in rows)
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 
@@ -357,13 +507,19 @@ def test_variants() -> None:
     [
         (["--only", "fdsp2"], r"--only fdsp2: there is no such contestant. Did you mean fsdp2\? Known: plain, single"),
         (["--skip", "ddp,megatron"], "--skip megatron: there is no such contestant. Known: plain"),
-        (["--only", "ddp", "--skip", "ddp"], "leaves nothing to measure"),
+        (["--only", "ddp", "--skip", "ddp"], "--only ddp --skip ddp leaves nothing to measure"),
+        (["--skip", ",".join(CONTESTANTS)], "error: --skip plain,single.* leaves nothing to measure"),
+        (["--only", ""], "--only '' names no contestant. Write names such as ddp,fsdp2"),
+        (["--skip", ","], "--skip ',' names no contestant"),
+        (["--only", "ddp", "--microbatch-sizes", "4"], "--microbatch-sizes is for 1f1b or interleaved, and neither"),
+        (["-o", "a.json", "--png", "./a.json"], "-o and --png both write to a.json. Give each a file of its own"),
+        (["--png", "a", "--trace", "a"], "--png and --trace both write to a"),
         (["--microbatch-sizes", "16,two"], "Cannot read --microbatch-sizes '16,two'"),
         (["--microbatch-sizes", "64"], "--microbatch-sizes 64: a microbatch has from 1 to 8 samples"),
         (["--only", "ddp", "--trace", "t.json"], "--trace shows a step of the plan: let autopar take part"),
         (["-o", "no/such/folder/r.json"], "Cannot write to no/such/folder/r.json: No such file or directory"),
         (["--png", "."], r"Cannot write to \.: Is a directory"),
-        (["--steps", "3"], "--steps.* 10"),
+        (["--steps", "0"], "--steps.* 1$"),
         (["--microbatches", "99"], "microbatch"),
     ],
 )
@@ -376,6 +532,19 @@ def test_bad_input_ends_before_anything_runs(
     assert code in (2, 3) and out == "", error
     assert re.search(message, " ".join(re.sub("[│╭╮╰╯─]", " ", error).split())), error
     assert not list(tmp_path.iterdir())
+
+
+def test_a_single_step_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Request] = []
+
+    def note(told: Request, *others: object) -> Finished:
+        asked.append(told)
+        raise UsageError("enough")
+
+    monkeypatch.setattr("autopar.bench.run_bench", note)
+    assert invoke("bench", *FLAGS, "--steps", "1")[0] == 2
+    assert invoke("bench", *FLAGS)[0] == 2
+    assert [told.steps for told in asked] == [1, 10]
 
 
 def test_a_launcher_around_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,10 @@
 from autopar.bench.bubble import bubble_bound_seconds, bubble_share
 from autopar.bench.contestants import CONTESTANTS
 from autopar.bench.result import BenchResult, Pipeline, Row
-from autopar.bench.run import Finished, Request, num_classes, run_bench
+from autopar.bench.run import Finished, Interrupted, Request, num_classes, run_bench
 from autopar.bench.timeline import StepOnClock, early_arrivals, trace_events
 
 __all__ = [
-    "CONTESTANTS", "BenchResult", "Finished", "Pipeline", "Request", "Row", "StepOnClock", "bubble_bound_seconds",
-    "bubble_share", "early_arrivals", "num_classes", "run_bench", "trace_events",
+    "CONTESTANTS", "BenchResult", "Finished", "Interrupted", "Pipeline", "Request", "Row", "StepOnClock",
+    "bubble_bound_seconds", "bubble_share", "early_arrivals", "num_classes", "run_bench", "trace_events",
 ]  # fmt: skip

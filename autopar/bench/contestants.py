@@ -20,10 +20,11 @@ class NotExpressible(Exception):
 
 @dataclass(frozen=True)
 class Variant:
-    """One way of running a contestant; ``label`` says what is special about it."""
+    """One way of running a contestant; ``label`` says what is special about it, ``reason`` why it cannot be run."""
 
     label: str
     settings: Mapping[str, Any]
+    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Contestant:
         variants: of which the fastest counts. Raises NotExpressible where there are none.
         single: runs on one device.
         planned: has a bubble bound and measured actions.
+        sized: its variants are sizes of microbatches.
         usual: whether it takes part unless it is asked for.
     """
 
@@ -58,6 +60,7 @@ class Contestant:
     variants: Callable[[Field], Sequence[Variant]]
     single: bool = False
     planned: bool = False
+    sized: bool = False
     usual: Callable[[Field], bool] = lambda field: True
 
 
@@ -103,25 +106,47 @@ def check_shares(field: Field) -> None:
 def pipelining_ways(chunks: int) -> Callable[[Field], Sequence[Variant]]:
     """Variants of torch.distributed.pipelining: a microbatch size each.
 
-    It needs at least as many microbatches as ranks, all of one size, and interleaved a multiple of the ranks.
+    A size that was asked for and does not fit is a variant with a reason; the usual ones count where they fit.
     """
 
     def ways(field: Field) -> Sequence[Variant]:
         batch, pp = field.plan.batch, field.devices
         if pp == 1:
             raise NotExpressible("one device is no pipeline")
-        asked = field.microbatch_sizes or sorted({*MICROBATCH_SIZES, max(1, batch // (2 * pp))})
-        sizes = [s for s in asked if batch % s == 0 and batch // s >= pp and (chunks == 1 or batch // s % pp == 0)]
+        usual = sorted({*MICROBATCH_SIZES, max(1, batch // (2 * pp))})
+        sizes = field.microbatch_sizes or [s for s in usual if fits(s, batch, pp, chunks)]
         if not sizes:
-            kind = "a multiple" if chunks > 1 else "at least as many"
-            raise NotExpressible(
-                f"a batch of {batch} in microbatches of {', '.join(map(str, asked))} does not give equal microbatches, "
-                f"{kind} of the {pp} ranks; pass --microbatch-sizes"
-            )
+            raise NotExpressible(misfit(usual, batch, pp, chunks))
         compiled = "blocks compiled, " if field.compile else ""
-        return [Variant(f"{compiled}microbatch {s}", {"microbatch_size": s, "chunks": chunks}) for s in sizes]
+        return [
+            Variant(
+                f"{compiled}microbatch {s}",
+                {"microbatch_size": s, "chunks": chunks},
+                None if fits(s, batch, pp, chunks) else misfit([s], batch, pp, chunks),
+            )
+            for s in sizes
+        ]
 
     return ways
+
+
+def fits(size: int, batch: int, pp: int, chunks: int) -> bool:
+    """Whether there are at least as many microbatches as ranks, all of one size, and interleaved a multiple of them."""
+    return batch % size == 0 and batch // size >= pp and (chunks == 1 or batch // size % pp == 0)
+
+
+def misfit(sizes: Sequence[int], batch: int, pp: int, chunks: int) -> str:
+    """Why none of these sizes fits, and what would."""
+    kind = "a multiple of" if chunks > 1 else "at least as many as"
+    fitting = [s for s in range(1, batch // pp + 1) if fits(s, batch, pp, chunks)]
+    if fitting:
+        remedy = f"pass --microbatch-sizes {fitting[-1]}"
+    else:
+        remedy = f"use a batch {'of at least' if batch < pp else 'that is a multiple of'} {pp}"
+    return (
+        f"a batch of {batch} in microbatches of {', '.join(map(str, sizes))} does not give equal microbatches, "
+        f"{kind} the {pp} ranks; {remedy}"
+    )
 
 
 def sharded_ways(field: Field) -> Sequence[Variant]:
@@ -167,11 +192,11 @@ CONTESTANTS: Mapping[str, Contestant] = {
         ),
         Contestant(
             "1f1b", "pipelining 1F1B", "torch.distributed.pipelining, equal numbers of blocks, autocast, low-precision "
-            "transfers; its best microbatch", pipelining_ways(1), usual=several,
+            "transfers; its best microbatch", pipelining_ways(1), sized=True, usual=several,
         ),
         Contestant(
             "interleaved", "pipelining interleaved", f"the same, {INTERLEAVED_CHUNKS} stages a rank",
-            pipelining_ways(INTERLEAVED_CHUNKS), usual=several,
+            pipelining_ways(INTERLEAVED_CHUNKS), sized=True, usual=several,
         ),
         Contestant(
             "dtensor", "DTensor", "parallelize_module: column and row splits of attention and MLP",
@@ -182,10 +207,20 @@ CONTESTANTS: Mapping[str, Contestant] = {
 
 
 def chosen(only: Sequence[str], skip: Sequence[str], field: Field) -> list[Contestant]:
-    """The contestants that take part, in order."""
-    return [
+    """The contestants that take part, in order.
+
+    Raises:
+        UsageError: there are none, or none whose microbatches have the sizes that were asked for.
+    """
+    found = [
         c for c in CONTESTANTS.values() if (c.name in only if only else c.usual(field)) and c.name not in skip
     ]  # fmt: skip
+    if not found:
+        raise nothing_left(only, skip)
+    if field.microbatch_sizes and not any(c.sized for c in found):
+        names = " or ".join(c.name for c in CONTESTANTS.values() if c.sized)
+        raise UsageError(f"--microbatch-sizes is for {names}, and neither takes part: leave it out.")
+    return found
 
 
 def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
@@ -200,6 +235,10 @@ def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
                 near = difflib.get_close_matches(name, CONTESTANTS, 1)
                 hint = f" Did you mean {near[0]}?" if near else ""
                 raise UsageError(f"{flag} {name}: there is no such contestant.{hint} Known: {', '.join(CONTESTANTS)}.")
-    left = set(only or CONTESTANTS) - set(skip)
-    if not left:
-        raise UsageError(f"--only {','.join(only)} --skip {','.join(skip)} leaves nothing to measure.")
+    if not set(only or CONTESTANTS) - set(skip):
+        raise nothing_left(only, skip)
+
+
+def nothing_left(only: Sequence[str], skip: Sequence[str]) -> UsageError:
+    flags = [f"{flag} {','.join(names)}" for flag, names in (("--only", only), ("--skip", skip)) if names]
+    return UsageError(f"{' '.join(flags)} leaves nothing to measure.")

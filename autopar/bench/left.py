@@ -13,7 +13,11 @@ from autopar.schedule import Action
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank gave up; ``kind`` is "expressible" where it was never able to, else the exception's class."""
+    """Why a rank gave up.
+
+    ``kind`` is "expressible" where it was never able to, "usage" where a setting is wrong, "memory" where a GPU's
+    ran out, else the exception's class.
+    """
 
     kind: str
     text: str

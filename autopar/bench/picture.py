@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,14 @@ def draw(result: BenchResult, path: Path) -> None:
     Raises:
         UsageError: matplotlib is not installed, or the file cannot be written.
     """
+    try:
+        figure_of(result).savefig(path, format="png", dpi=DPI)
+    except OSError as error:
+        raise UsageError(f"Cannot write the picture to {path}: {error.strerror}.") from error
+
+
+def figure_of(result: BenchResult) -> Any:
+    """The picture as matplotlib has it."""
     rows = result.best
     figure = needed_figure()(figsize=(WIDTH_INCHES, MARGIN_INCHES + BAR_INCHES * len(rows)), layout="constrained")
     axes = figure.add_subplot()
@@ -50,14 +59,15 @@ def draw(result: BenchResult, path: Path) -> None:
         )  # fmt: skip
         figure.legend(loc="outside lower right", frameon=False, markerscale=0.6, fontsize=8.5)
     right = max([*rates, *bounds, 1e-9])
+    gap, texts = 0.012 * right, {}
     for i, row in enumerate(rows):
         if row.samples_per_second is None:
             reason = row.reason or ""
             axes.text(0.01 * right, i, reason if len(reason) <= 90 else f"{reason[:89]}…", va="center", fontsize=7.5)
             continue
         of_bound = f", {percent(row.of_bound)} of its bound" if row.of_bound is not None and i in marked else ""
-        axes.text(
-            max(rates[i], bounds[i] if i in marked else 0.0) + 0.012 * right, i,
+        texts[i] = axes.text(
+            rates[i] + gap, i,
             f"{row.samples_per_second:,.{0 if rates[i] >= 100 else 1}f}{of_bound}",
             va="center", fontsize=8.5,
         )  # fmt: skip
@@ -66,11 +76,20 @@ def draw(result: BenchResult, path: Path) -> None:
     axes.set_yticks(list(places), labels, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel("samples/s")
+    axes.xaxis.set_major_formatter("{x:,.10g}")  # 12,000, and 0.5 where nothing is faster
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
         f"{result.model}, batch {result.batch:,}, {result.precision}\n{result.machine}", fontsize=9.5, loc="left"
     )
-    try:
-        figure.savefig(path, format="png", dpi=DPI)
-    except OSError as error:
-        raise UsageError(f"Cannot write the picture to {path}: {error.strerror}.") from error
+    beside_marks(figure, axes, {texts[i]: bounds[i] for i in marked if i in texts}, gap)
+    return figure
+
+
+def beside_marks(figure: Any, axes: Any, marks: Mapping[Any, float], gap: float) -> None:
+    """Move texts that would lie on their marks behind these; how wide they are is known once all is laid out."""
+    figure.draw_without_rendering()
+    for text, mark in marks.items():
+        begins = text.get_position()[0]
+        ends = axes.transData.inverted().transform(text.get_window_extent())[1][0]
+        if begins - gap < mark < ends + gap:
+            text.set_x(mark + gap)

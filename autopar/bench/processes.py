@@ -20,6 +20,7 @@ POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # for the other ranks to say why they failed, once one has
 END_SECONDS = 5.0
 HOST = "127.0.0.1"
+SAY_IT_ALL = ("expressible", "usage")  # kinds of failures whose text is written for users
 # Of a launcher around the bench, or of Slurm's: what each contestant's own launcher sets differs.
 FOREIGN = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
@@ -123,7 +124,7 @@ def collected(folder: Path, codes: Sequence[int | None], limit_seconds: float | 
 
 def reason(failure: Failure, rank: int, world: int) -> str:
     """The text of a failure for a table."""
-    if failure.kind == "expressible":
+    if failure.kind in SAY_IT_ALL:
         return failure.text
     where = f" (rank {rank})" if world > 1 else ""
     return (

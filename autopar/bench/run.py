@@ -96,6 +96,14 @@ class Finished:
     trace: dict[str, Any] | None
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C while contestants ran: the rows of those that were through, and how many were to take part."""
+
+    def __init__(self, result: BenchResult, contestants: int) -> None:
+        super().__init__(f"after {len(result.best)} of {plural(contestants, 'contestant')}")
+        self.result = result
+
+
 def run_bench(
     request: Request,
     progress: Callable[[str], None] = lambda text: None,
@@ -109,6 +117,7 @@ def run_bench(
 
     Raises:
         UsageError, InfeasibleError, TraceError: there is no plan to compare others with.
+        Interrupted: Ctrl-C while contestants ran.
     """
     if launched() is not None:
         raise UsageError("bench starts the processes of each contestant itself. Run it without torchrun or srun.")
@@ -142,6 +151,7 @@ class Bench:
         self.constraints = constraints
         self.plan = self.planned(request.devices, **constraints)
         self.field = Field(self.plan, request.compile, request.microbatch_sizes)
+        self.taking_part = chosen(request.only, request.skip, self.field)
         self.rows: list[Row] = []
         self.trace: dict[str, Any] | None = None
 
@@ -158,15 +168,20 @@ class Bench:
 
     def run(self) -> Finished:
         """All contestants."""
-        taking_part = chosen(self.request.only, self.request.skip, self.field)
-        for number, contestant in enumerate(taking_part, 1):
-            head = f"[{number}/{len(taking_part)}] {contestant.name}"
-            rows = self.tried(contestant, head)
-            fastest = min(rows, key=lambda row: (row.median_seconds is None, row.median_seconds or 0.0), default=None)
-            self.rows += [replace(row, best=row is fastest) for row in rows]
-            self.rows = noted(self.rows, self.plan.precision, self.batch_statistics)
-            self.keep(self.result())
+        try:
+            for number, contestant in enumerate(self.taking_part, 1):
+                self.take(contestant, f"[{number}/{len(self.taking_part)}] {contestant.name}")
+        except KeyboardInterrupt as error:
+            raise Interrupted(self.result(), len(self.taking_part)) from error
         return Finished(self.result(), self.trace)
+
+    def take(self, contestant: Contestant, head: str) -> None:
+        """Add a contestant's rows, the fastest marked."""
+        rows = self.tried(contestant, head)
+        fastest = min(rows, key=lambda row: (row.median_seconds is None, row.median_seconds or 0.0), default=None)
+        rows = [replace(row, best=row is fastest) for row in rows]
+        self.rows = noted([*self.rows, *rows], self.plan.precision, self.batch_statistics)
+        self.keep(self.result())
 
     def tried(self, contestant: Contestant, head: str) -> list[Row]:
         """A row for each variant, or one that says why there is none."""
@@ -180,8 +195,11 @@ class Bench:
         rows = []
         for variant in variants:
             title = f"{head}{f', {variant.label}' if variant.label else ''}"
-            self.progress(f"{title}: running")
-            row = self.measured(contestant, variant, found)
+            if variant.reason is None:
+                self.progress(f"{title}: running")
+                row = self.measured(contestant, variant, found)
+            else:
+                row = Row(**self.blank(contestant, variant), reason=variant.reason)
             self.progress(f"{title}: {outcome_text(row)}")
             rows.append(row)
         return rows

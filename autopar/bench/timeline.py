@@ -101,7 +101,7 @@ def peer(plan: Plan, rank: int, stage: int) -> int:
 def names(plan: Plan, rank: int) -> list[dict[str, Any]]:
     """What the rows of a rank are called."""
     return [
-        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": rank_text(plan.mesh, rank)}},
+        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": rank_text(plan.mesh, rank, plan.chunks)}},
         {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
         {"ph": "M", "pid": rank, "tid": COMPUTE, "name": "thread_name", "args": {"name": "compute"}},
         {"ph": "M", "pid": rank, "tid": STEP, "name": "thread_name", "args": {"name": "whole step"}},

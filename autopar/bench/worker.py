@@ -29,6 +29,7 @@ from autopar.bench.pipelines import pipelined
 from autopar.bench.planned import planned
 from autopar.bench.sharded import tensor_parallel
 from autopar.bench.training import Ready
+from autopar.errors import UsageError
 from autopar.runtime.memory import peak_resident_bytes, resident_bytes, restart_peak
 
 BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
@@ -51,6 +52,8 @@ def main(folder: Path) -> int:
         left = measured(told, seat)
     except NotExpressible as error:
         left = failed("expressible", str(error))
+    except UsageError as error:
+        left = failed("usage", first_line(error))
     except torch.OutOfMemoryError as error:
         left = failed("memory", first_line(error))
     except Exception as error:

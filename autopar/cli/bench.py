@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated
 
 import typer
@@ -15,6 +20,7 @@ from autopar.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
 from autopar.errors import UsageError
 
 DEFAULT_BATCH = 32
+TERMINATED = 143  # what shells report for SIGTERM
 
 
 @takes_flags
@@ -28,7 +34,7 @@ def bench(
         int | None,
         typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
     ] = None,
-    steps: Annotated[int, typer.Option(min=10, help="Timed steps of each contestant.", metavar="N")] = 10,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each contestant.", metavar="N")] = 10,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before them.", metavar="N")] = 5,
     only: Annotated[
         list[str] | None,
@@ -62,7 +68,7 @@ def bench(
     import torch
 
     from autopar.api import example_call
-    from autopar.bench import BenchResult, Request, num_classes, run_bench
+    from autopar.bench import BenchResult, Interrupted, Request, num_classes, run_bench
     from autopar.bench.picture import draw, needed_figure
     from autopar.cli.bench_table import bench_parts
     from autopar.cli.inputs import parse_inputs
@@ -79,13 +85,12 @@ def bench(
         shape = torch.Size(inputs[0].shape)
     else:
         shape = example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape
-    taking_part, left_out = names_of(only), names_of(skip)
+    taking_part, left_out = names_of("--only", only), names_of("--skip", skip)
     if trace is not None and ("autopar" in left_out or (taking_part and "autopar" not in taking_part)):
         raise UsageError("--trace shows a step of the plan: let autopar take part.")
     if png is not None:
         needed_figure()
-    for path in filter(None, (output, png, trace)):
-        check_writable(path)
+    check_files({"-o": output, "--png": png, "--trace": trace})
     request = Request(
         source=source,
         shape=tuple(shape),
@@ -110,7 +115,19 @@ def bench(
         if output is not None:
             write(output, result.to_json())
 
-    finished = run_bench(request, lambda text: typer.echo(text, err=True), keep)
+    try:
+        with ended_by_sigterm():
+            finished = run_bench(request, lambda text: typer.echo(text, err=True), keep)
+    except Interrupted as error:
+        if error.result.rows:
+            keep(error.result)  # the whole file, whatever Ctrl-C came in the middle of
+            show(bench_parts(error.result))
+        written = f"rows so far in {output}" if error.result.rows and output is not None else "nothing was written"
+        typer.echo(f"Interrupted {error}; {written}.", err=True)
+        raise
+    except KeyboardInterrupt:
+        typer.echo("Interrupted before the first contestant; nothing was written.", err=True)
+        raise
     show(bench_parts(finished.result))
     if png is not None:
         draw(finished.result, png)
@@ -123,9 +140,36 @@ def bench(
         raise typer.Exit(1)
 
 
-def names_of(texts: list[str] | None) -> tuple[str, ...]:
-    """The names in ``--only ddp,fsdp2 --only 1f1b``."""
-    return tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
+@contextmanager
+def ended_by_sigterm() -> Iterator[None]:
+    """Within ``with``, SIGTERM ends the command as an exception does: folders are removed and processes ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    earlier = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, earlier)
+
+
+def leave(number: int, frame: FrameType | None) -> None:
+    """Handle SIGTERM, once."""
+    del frame
+    signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(TERMINATED)
+
+
+def names_of(flag: str, texts: list[str] | None) -> tuple[str, ...]:
+    """The names in ``--only ddp,fsdp2 --only 1f1b``.
+
+    Raises:
+        UsageError: the flag is there without a name.
+    """
+    names = tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
+    if texts and not names:
+        raise UsageError(f"{flag} {','.join(texts)!r} names no contestant. Write names such as ddp,fsdp2.")
+    return names
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
@@ -138,6 +182,18 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UsageError(f"Cannot read --microbatch-sizes {text!r}. Write numbers of samples, such as 16,32.")
     return tuple(sorted({int(word) for word in words}))
+
+
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """Raise a UsageError now if what flags name cannot be written later, or is one file twice."""
+    flags: dict[Path, str] = {}
+    for flag, path in files.items():
+        if path is None:
+            continue
+        check_writable(path)
+        other = flags.setdefault(path.resolve(), flag)
+        if other != flag:
+            raise UsageError(f"{other} and {flag} both write to {path}. Give each a file of its own.")
 
 
 def check_writable(path: Path) -> None:

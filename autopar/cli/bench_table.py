@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from autopar.bench import BenchResult, Row
 from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import BYTES, TIME, percent, plural, text
+
+INDENT = 2  # of what is said about a run below its name
 
 
 def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
@@ -41,16 +44,15 @@ def rate_table(result: BenchResult) -> Table:
         table.add_column(title, justify="right", overflow="fold")
     fastest = max((row.samples_per_second or 0.0 for row in result.best if row.devices > 1), default=0.0)
     for row in result.best:
-        name = Text(row.title, style="bold" if row.contestant == "autopar" else "")
-        detail = "\n".join(part for part in (row.label, row.note) if part)
-        name.append(f"\n  {detail}" if detail else "", style="dim")
+        lines: list[RenderableType] = [Text(row.title, style="bold" if row.contestant == "autopar" else "")]
+        lines += [Padding.indent(Text(part, style="dim"), INDENT) for part in (row.label, row.note) if part]
         if row.median_seconds is None or row.samples_per_second is None or row.tflops_per_device is None:
-            name.append(f"\n  {row.reason}", style="yellow")
-            table.add_row(name, "–", "–", "–", "–")
+            lines.append(Padding.indent(Text(row.reason or "", style="yellow"), INDENT))
+            table.add_row(Group(*lines), "–", "–", "–", "–")
             continue
         rate = Text(f"{row.samples_per_second:,.1f}", style="green" if row.samples_per_second == fastest else "")
         flops = f"{row.tflops_per_device:,.{3 if row.tflops_per_device < 1 else 1}f}"
-        table.add_row(name, text(row.median_seconds, TIME), rate, flops, text(max(row.peak_bytes), BYTES))
+        table.add_row(Group(*lines), text(row.median_seconds, TIME), rate, flops, text(max(row.peak_bytes), BYTES))
     return table
 
 
