@@ -46,8 +46,8 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bo
     owners = replica_owners([weights], {}, dp) if zero1 else {}
     buckets = flat_buckets(weights, owners, dp)
     assert sorted(name for b in buckets for name in b.names) == sorted(w.name for w in weights)
-    groups = grouped([w for w in weights if w.numel], 1, limit)
-    assert sorted(w.name for group in groups for w in group) == sorted(w.name for w in weights if w.numel)
+    groups = grouped(weights, 1, limit)
+    assert sorted(w.name for group in groups for w in group) == sorted(w.name for w in weights)
     for group in groups:
         assert len({(w.stored_dtype, w.dtype) for w in group}) == 1
         size = sum(aligned(w.numel) for w in group) * getattr(torch, group[0].stored_dtype).itemsize

@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from autopar.ir import BUCKET_BYTES, Weight
+from autopar.ir import BUCKET_BYTES, DTYPE_BYTES, Weight
 
 # Elements. Kernels read vectors of 16 bytes and matmuls want more: every parameter begins at a multiple of 256 bytes,
 # also in a copy of two bytes an element.
@@ -126,7 +126,7 @@ def grouped(weights: Sequence[Weight], num_owners: int, limit_bytes: int = BUCKE
 
 def split(weights: Sequence[Weight], num_owners: int, limit_bytes: int) -> list[list[Weight]]:
     """Weights of one class, cut into groups."""
-    element = weights[0].stored_bytes / max(weights[0].numel, 1)
+    element = DTYPE_BYTES[weights[0].stored_dtype]
     largest = max(LARGEST_BYTES, 2 * num_owners * max(w.stored_bytes for w in weights))
     groups: list[list[Weight]] = []
     rest = list(weights)
@@ -191,7 +191,7 @@ def placed(group: Sequence[Weight], owners: Mapping[str, int], num_owners: int) 
     numel = {weight.name: aligned(weight.numel) for weight in group}
     owner = {name: owners.get(name, 0) for name in numel}
     sizes = loads(numel, owner, num_owners)
-    element = group[0].stored_bytes / max(group[0].numel, 1)
+    element = DTYPE_BYTES[group[0].stored_dtype]
     padding = num_owners * max(sizes) - sum(sizes)
     if padding <= LARGEST_WASTE * sum(sizes) or padding * element <= SPARE_BYTES:
         sizes = [max(sizes)] * num_owners
