@@ -109,3 +109,31 @@ def test_tensor_parallelism_over_symmetric_memory_equals_nccl_and_one_gpu(fast: 
     over = [trained(model, 6, compile=fast, cuda_graph=fast, tp=2, transport=name) for name in ("nccl", "symmetric")]
     assert_same(over[1], over[0], 1e-5)
     assert_same(over[1], one, 1e-4)
+
+
+@pytest.mark.parametrize("changed", ["betas", "sizes"])
+def test_graphs_give_way_to_others_without_a_warning(changed: str) -> None:
+    torch.manual_seed(0)
+    model, found = tiny_vit(), []
+    sizes = [16, 8, 12, 4, 2, 6] if changed == "sizes" else [16]
+    batches = [(torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,))) for n in sizes]
+
+    def cycling(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-3, total_steps=100)  # which changes betas
+
+    for graphs in (False, True):
+        with (
+            warnings.catch_warnings(),
+            autopar.parallelize(
+                model, 1, batches[0][0], optimizer=ADAMW, microbatches=2, compile=False, cuda_graph=graphs,
+                lr_scheduler=cycling if changed == "betas" else None,
+            ) as pm,
+        ):  # fmt: skip
+            warnings.simplefilter("error", CaptureWarning)
+            losses = []
+            for i in range(30):
+                losses.append(pm.train_step(*batches[i % len(batches)]).loss)
+                if changed == "betas":
+                    pm.lr_scheduler.step()
+            found.append(losses)
+    assert found[1] == pytest.approx(found[0], abs=1e-4)
