@@ -42,19 +42,23 @@ def beside(device: torch.device) -> Iterator[Callable[[], None]]:
         yield lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
 
+def with_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """What sending the gradient of ``x`` returns, and beside it the gradient of the weight."""
+    with beside(x.device) as join:
+        for_x = send()
+    for_weight = rows.t() @ x.flatten(0, -2)
+    join()
+    return for_x, for_weight
+
+
 @torch.library.custom_op("autopar::scattered_linear_backward", mutates_args=())
 def scattered_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
     """This rank's part of the gradient of a gathered ``x``, and the weight's."""
     rows = gradient.flatten(0, -2)
-    whole = (rows @ weight).view(x.shape)
-    stacked = parts(whole, dim, outer, ranks).contiguous()
-    with beside(x.device) as join:
-        part = on(axis, ranks).reduce_scatter(stacked, beside=True)
-    for_weight = rows.t() @ x.flatten(0, -2)
-    join()
-    return part, for_weight
+    stacked = parts((rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
+    return with_weight_gradient(rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, beside=True))
 
 
 @torch.library.custom_op("autopar::summed_linear_backward", mutates_args=())
@@ -62,11 +66,12 @@ def summed_linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, axis: st
     """The gradient of an ``x`` that all ranks have, and the weight's."""
     rows = gradient.flatten(0, -2)
     total = (rows @ weight).view(x.shape)
-    with beside(x.device) as join:
+
+    def send() -> Tensor:
         on(axis).all_reduce(total, beside=True)
-    for_weight = rows.t() @ x.flatten(0, -2)
-    join()
-    return total, for_weight
+        return total
+
+    return with_weight_gradient(rows, x, send)
 
 
 @scattered_linear_backward.register_fake
@@ -81,43 +86,28 @@ def _whole_and_weight(gradient: Tensor, x: Tensor, weight: Tensor, axis: str) ->
     return resized(x, {}), resized(weight, {})
 
 
-def bias_gradient(gradient: Tensor, bias_needed: bool) -> Tensor | None:
-    return gradient.flatten(0, -2).sum(0) if bias_needed else None
+class _OverlappedLinear(torch.autograd.Function):
+    """``where`` is what the collective takes: dim, outer, ranks and axis of a gather, the axis alone of a sum."""
 
-
-class _GatheredLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
-        whole = collectives.all_gather(x, *where, True)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *where: Any) -> Tensor:
+        whole = collectives.all_gather(x, *where, True) if gathers else x
         ctx.save_for_backward(whole, weight)
-        ctx.where = where
+        ctx.gathers, ctx.where = gathers, where
         return F.linear(whole, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         whole, weight = ctx.saved_tensors
-        for_bias = bias_gradient(gradient, ctx.needs_input_grad[2])
-        if not ctx.needs_input_grad[1]:
-            return collectives.reduce_scatter(gradient @ weight, *ctx.where), None, for_bias, None, None, None, None
-        for_x, for_weight = scattered_linear_backward(gradient, whole, weight, *ctx.where)
-        return for_x, for_weight, for_bias, None, None, None, None
-
-
-class _SummedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: str) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.axis = axis
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        for_bias = bias_gradient(gradient, ctx.needs_input_grad[2])
-        if not ctx.needs_input_grad[1]:
-            return collectives.all_reduce(gradient @ weight, ctx.axis), None, for_bias, None
-        for_x, for_weight = summed_linear_backward(gradient, x, weight, ctx.axis)
-        return for_x, for_weight, for_bias, None
+        _, weight_needed, bias_needed, *_ = ctx.needs_input_grad
+        for_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
+        if weight_needed:
+            both = scattered_linear_backward if ctx.gathers else summed_linear_backward
+            for_x, for_weight = both(gradient, whole, weight, *ctx.where)
+        else:
+            send = collectives.reduce_scatter if ctx.gathers else collectives.all_reduce
+            for_x, for_weight = send(gradient @ weight, *ctx.where), None
+        return for_x, for_weight, for_bias, None, *[None] * len(ctx.where)
 
 
 torch.library.define(
@@ -130,10 +120,10 @@ torch.library.define("autopar::summed_linear", "(Tensor x, Tensor weight, Tensor
 @torch.library.impl("autopar::gathered_linear", "CompositeImplicitAutograd")
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
     """A linear layer of the whole tensor of which each rank has a part; ``where`` is dim, outer, ranks and axis."""
-    return _GatheredLinear.apply(x, weight, bias, *where)  # type: ignore[return-value]
+    return _OverlappedLinear.apply(x, weight, bias, True, *where)  # type: ignore[return-value]
 
 
 @torch.library.impl("autopar::summed_linear", "CompositeImplicitAutograd")
 def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: str) -> Tensor:
     """A linear layer of a tensor that all ranks have, each with a part of the outputs."""
-    return _SummedLinear.apply(x, weight, bias, axis)  # type: ignore[return-value]
+    return _OverlappedLinear.apply(x, weight, bias, False, axis)  # type: ignore[return-value]

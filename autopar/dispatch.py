@@ -221,12 +221,12 @@ class Dispatcher:
             UsageError: as `ParallelModel.forward_backward`.
         """
         leaves, targets = request.call.leaves, pytree_leaves(request.target)
-        kind = checksum(request.keep_outputs, request.share, signature(leaves), signature(targets))
-        shapes = checksum(signature(leaves))
+        given = signature(leaves)
+        kind, shapes = checksum(request.keep_outputs, request.share, given, signature(targets)), checksum(given)
         agreed = None
         if self.agreement is not None:
             agreed = self.agreement.start(request.call.batch, kind, shapes, [*leaves, *targets])
-        key = request.mode, request.schedule, request.target is None, request.keep_outputs, signature(leaves)
+        key = request.mode, request.schedule, request.target is None, request.keep_outputs, given
         cut = self.cuts.get(key)
         if cut is None:
             if agreed is not None:
@@ -242,8 +242,8 @@ class Dispatcher:
         if agreed is not None:  # as late as possible: what was done meanwhile took time too
             agreed()
         of_all = (self.agreement.kinds, self.agreement.shapes) if self.agreement is not None else ((kind,), (shapes,))
-        known = dict(zip(("kind", "shapes"), of_all))
-        results = self.call(request.command, {rank: (replace(work, **known),) for rank, work in works.items()})
+        agreed_on = {rank: (replace(work, kind=of_all[0], shapes=of_all[1]),) for rank, work in works.items()}
+        results = self.call(request.command, agreed_on)
         if cut.draws:
             self.num_drawn += request.call.batch * self.data_size
         return results, cut.outputs

@@ -116,9 +116,10 @@ class Options:
         Raises:
             UsageError: names the option.
         """
-        asked = {"cuda_graph": self.cuda_graph, "transport": self.transport != "auto" and self.transport}
-        for name, value in asked.items():
-            if value and device_type == "cpu":
+        if device_type != "cpu":
+            return
+        for name, value in (("cuda_graph", self.cuda_graph), ("transport", self.transport)):
+            if value not in (None, False, "auto"):
                 raise UsageError(f"{name}={value!r} needs GPUs; this run has CPU processes and Gloo. Leave it out.")
 
     def norm_limit(self, optimizer: Any) -> float | None:

@@ -122,6 +122,21 @@ class Buffered(nn.Module):
         return self.second(x) * place[:4] if self.only_last else self.second(x + place)
 
 
+class Masked(nn.Module):
+    """Attention with a mask of float32, as torch takes beside bfloat16 queries."""
+
+    mask: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.randn(8, 8))
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).expand(2, 8, 8)
+        return self.second(F.scaled_dot_product_attention(x, x, x, self.mask))[0]
+
+
 def test_a_model_that_mixes_its_copies_with_float32_buffers_is_refused() -> None:
     x = torch.randn(8, 8)
     with pytest.raises(UsageError) as caught:
@@ -133,6 +148,6 @@ def test_a_model_that_mixes_its_copies_with_float32_buffers_is_refused() -> None
         'use precision="bf16".'
     )
     # What torch can compute with is not refused.
-    for model in (Buffered(cast=True), Buffered(cast=False, only_last=True)):
+    for model in (Buffered(cast=True), Buffered(cast=False, only_last=True), Masked()):
         with autopar.parallelize(model, 1, x, precision="bf16-params") as pm:
             assert pm.eval()(x).shape == (8, 4)

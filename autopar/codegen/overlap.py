@@ -22,12 +22,10 @@ def overlapped(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
     made = {op.outputs[0].name: op for op in ops if sums_gradient(op)}
     joined: dict[str, Op] = {}
     for op in ops:
-        x = (
-            op.args[0]
-            if op.target == LINEAR and len(op.outputs[0].shape) > 1 and op.args[0] not in op.args[1:]
-            else None
-        )
-        if isinstance(x, Ref) and x.name in made and readers[x.name] == 1 and x.name not in kept:
+        if op.target != LINEAR or len(op.outputs[0].shape) == 1:
+            continue
+        x, *others = op.args
+        if isinstance(x, Ref) and x not in others and x.name in made and readers[x.name] == 1 and x.name not in kept:
             joined[op.name] = made[x.name]
     gone = {first.name for first in joined.values()}
     return [with_linear(joined[op.name], op) if op.name in joined else op for op in ops if op.name not in gone]

@@ -19,7 +19,6 @@ CAST = "aten.to.dtype"
 OF_ONE_DTYPE = {
     "linear", "bilinear", "matmul", "mm", "bmm", "mv", "dot", "addmm", "addmv", "baddbmm", "conv1d", "conv2d", "conv3d",
     "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution", "layer_norm", "group_norm",
-    "scaled_dot_product_attention",
 }  # fmt: skip
 KEEPS_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 

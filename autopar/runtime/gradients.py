@@ -11,6 +11,7 @@ from torch import nn
 from autopar.runtime.buckets import FlatBucket
 
 LARGE = 2**16  # elements, from which a kernel takes longer than its launch
+HAS_TRITON = find_spec("triton") is not None
 
 
 class Gradients:
@@ -143,7 +144,7 @@ class Gradients:
 def adds_alone(total: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether a kernel of its own is worth it, and there is one: for large dense tensors of one memory order."""
     alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
-    return alike and gradient.numel() >= LARGE and find_spec("triton") is not None
+    return alike and gradient.numel() >= LARGE and HAS_TRITON
 
 
 def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -109,28 +109,25 @@ class SymmetricCommunicator:
             board = self.spread(flat.unbind(), flat.shape[1])[self.rank]
             sum_into(part.view(-1), self.summands(flat[self.rank], board))
         else:
-            everyone = self.offered(stacked)
-            sum_into(part, [stacked[k] if k == self.rank else board[self.rank] for k, board in enumerate(everyone)])
+            sum_into(part, self.exchanged(stacked))
         self.boards.barrier()
         return part
 
     def all_to_all(self, stacked: Tensor) -> Tensor:
         received = torch.empty_like(stacked)
-        everyone = self.offered(stacked)
-        parts = [stacked[k] if k == self.rank else board[self.rank] for k, board in enumerate(everyone)]
-        torch.stack(parts, out=received)
+        torch.stack(self.exchanged(stacked), out=received)
         self.boards.barrier()
         return received
 
-    def offered(self, stacked: Tensor) -> list[Tensor]:
-        """All ranks' boards, once the parts for other ranks are there."""
+    def exchanged(self, stacked: Tensor) -> list[Tensor]:
+        """From each rank its part for this rank, on the board where it lies once all have put theirs there."""
         self.boards.reserve(stacked.nbytes)
         board = self.board(self.rank, stacked)
         for some in (slice(self.rank), slice(self.rank + 1, self.ranks)):
             if len(stacked[some]):
                 board[some].copy_(stacked[some])
         self.boards.barrier()
-        return [self.board(k, stacked) for k in range(self.ranks)]
+        return [stacked[k] if k == self.rank else self.board(k, stacked)[self.rank] for k in range(self.ranks)]
 
     def spread(self, segments: Sequence[Tensor], longest: int) -> list[Tensor]:
         """All ranks' boards [ranks, longest], once each has in its rows what the others sent of its segment."""

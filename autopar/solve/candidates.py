@@ -15,7 +15,7 @@ from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
 from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.merge import Merged, merge
 from autopar.solve.polish import polished
-from autopar.solve.problem import CutProblem, Priced, slowest_count
+from autopar.solve.problem import CutProblem, Priced
 
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
 # 4 of them it is a quarter of 1F1B's.
@@ -140,8 +140,7 @@ def pipeline_floor(setting: Setting, point: Point, total_seconds: float, largest
     microbatches = setting.constraints.batch / point.mesh.dp / size_of(setting, point)
     if point.pipeline.chunks > 1:
         return max(max(microbatches / point.mesh.pp, 1) * total_seconds, microbatches * largest_seconds)
-    others = slowest_count(microbatches, point.mesh.pp, point.pipeline.chunks)
-    return others * max(total_seconds / point.stages, largest_seconds) + total_seconds
+    return (microbatches - 1) * max(total_seconds / point.stages, largest_seconds) + total_seconds
 
 
 def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
