@@ -15,7 +15,8 @@ from torch import Tensor
 
 import autopar.collective_linear
 import autopar.collectives
-import autopar.counter_random  # noqa: F401  (they define operators of torch.ops.autopar)
+import autopar.counter_random
+import autopar.patch_convolution  # noqa: F401  (they define operators of torch.ops.autopar)
 from autopar.ir import LocalDevice, Op, Ref, Value, dtype_name
 
 META = torch.device("meta")

@@ -38,7 +38,8 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 def trained(model: nn.Module, steps: int, **constraints: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and weights of some steps, whose batches alternate between two sizes and whose learning rate changes."""
     torch.manual_seed(1)
-    batches = [(torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,))) for n in (16, 16, 8)]
+    dtype = next(model.parameters()).dtype
+    batches = [(torch.randn(n, 3, 32, 32, dtype=dtype), torch.randint(0, 10, (n,))) for n in (16, 16, 8)]
     schedule = functools.partial(CosineLRScheduler, t_initial=steps, warmup_t=3, warmup_lr_init=1e-5)
     arguments = {"optimizer": ADAMW, "microbatches": 4, "clip_grad_norm": 1.0} | constraints
     devices = constraints.get("pp", 1) * constraints.get("tp", 1) * constraints.get("dp", 1)
@@ -72,7 +73,8 @@ def test_captured_equals_plain(mesh: dict[str, Any], precision: str) -> None:
 @pytest.mark.parametrize("model", [tiny_vit, resnet18])
 def test_compiled_equals_eager(model: Any) -> None:
     torch.manual_seed(0)
-    built = model()
+    # Batch norm over two samples of one pixel amplifies what is rounded otherwise.
+    built = model().double() if model is resnet18 else model()
     eager = trained(built, 6, compile=False, cuda_graph=False)
     compiled = trained(built, 6, compile=True, cuda_graph=True)
     assert_same(compiled, eager, 1e-3)

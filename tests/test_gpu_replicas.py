@@ -43,9 +43,11 @@ def test_equals_one_gpu(model: Any, pp: int, dp: int, precision: str, monkeypatc
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
     torch.manual_seed(0)
     x = torch.randn(16, 3, 32, 32)
+    # Compiled kernels round otherwise, which batch norm over 4 samples of one pixel amplifies without bounds.
     parity = compare(
-        model(), x, devices=pp * dp, steps=3, microbatches=2, precision=precision, pp=pp, dp=dp, tp=1, zero1=True
-    )
+        model(), x, devices=pp * dp, steps=3, microbatches=2, precision=precision, pp=pp, dp=dp, tp=1, zero1=True,
+        compile=model is not resnet18,
+    )  # fmt: skip
     assert parity.ok, [row for row in parity.rows if not row.ok]
 
 

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from autopar.codegen.compiled import compiled_region
 from autopar.codegen.overlap import overlapped
+from autopar.codegen.patches import with_patch_products
 from autopar.codegen.regions import region_starts
 from autopar.codegen.segments import Recomputed, Segment, call, divided, segments_of, source_of
 from autopar.ir import LocalDevice, Op, Program, Ref, unused_name
@@ -46,6 +47,8 @@ def graph_module(
             the first operation (or region, or segment) that reads one of them.
         compiled: have torch.compile make kernels of the operations, region by region, at the first call.
     """
+    if compiled:
+        program = with_patch_products(program)
     own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
     values = {v.name: v for v in program.values}
 

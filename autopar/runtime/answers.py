@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from autopar.runtime.symmetric import Messages
+from autopar.runtime.symmetric_axis import Boards
 from autopar.runtime.transport import Delivery, Gathering, Mail, Receipt, Transport
 
 Mood = Literal["asking", "noting", "recalling"]
@@ -94,6 +95,9 @@ class Answers:
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
     ) -> Delivery:
         return self.transport.start_scatter(flat, rows, ranks, root)
+
+    def boards(self, ranks: Sequence[int]) -> Boards | None:
+        return self.transport.boards(ranks)
 
     def close(self) -> None:
         self.transport.close()

@@ -11,6 +11,7 @@ from torch import nn
 
 from autopar.ir import BUCKET_BYTES
 from autopar.runtime.buckets import laid_out, order_of
+from autopar.runtime.exchange import Exchange
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.transport import Delivery, Transport
 
@@ -82,16 +83,19 @@ class ReplicaSum:
     counts as zeros, and stays missing where it is on every replica.
     """
 
-    def __init__(self, gradients: Gradients, ranks: Sequence[int], replica: int, transport: Transport) -> None:
+    def __init__(
+        self, gradients: Gradients, ranks: Sequence[int], replica: int, transport: Transport, exchange: Exchange
+    ) -> None:
         """Sum what ``gradients`` collects; ``ranks`` are the replicas', in order, this one is at ``replica``."""
-        self.gradients, self.ranks, self.replica, self.transport = gradients, tuple(ranks), replica, transport
+        self.gradients, self.ranks, self.replica = gradients, tuple(ranks), replica
+        self.transport, self.exchange = transport, exchange
         self.reset()
         gradients.moved = self.moved
 
     def reset(self) -> None:
         self.missing = [set(bucket.names) for bucket in self.gradients.buckets]
         self.complete: set[str] = set()
-        self.started: list[list[Delivery]] = []
+        self.started: list[Delivery] = []
 
     def expect(self, names: Collection[str]) -> None:
         """Only these weights will be reached by backwards before the update: no bucket waits for others."""
@@ -114,14 +118,8 @@ class ReplicaSum:
     def start(self, index: int) -> None:
         """Start summing a bucket in its own memory."""
         bucket, flat = self.gradients.buckets[index], self.gradients.fill(index)
-        if len(bucket.bounds) == 2:
-            deliveries = [self.transport.start_sum(flat, self.ranks)]
-        elif bucket.even:
-            deliveries = [self.transport.start_reduce_scatter(flat, self.ranks)]
-        else:
-            parts = [(bucket.segment(flat, owner), rank) for owner, rank in enumerate(self.ranks)]
-            deliveries = [self.transport.start_sum(part, self.ranks, rank) for part, rank in parts if part.numel()]
-        self.started.append(deliveries)
+        whole = len(bucket.bounds) == 2
+        self.started.append(self.exchange.sum(flat) if whole else self.exchange.reduce_scatter(flat, bucket))
 
     def finish(self) -> None:
         """Leave the summed gradients in the parameters, under ZeRO-1 in those that this replica owns."""
@@ -132,9 +130,8 @@ class ReplicaSum:
             self.start(len(self.started))
         counts = self.transport.sum_flags(present, self.ranks)
         exists = dict(zip(gradients.bucket_of, counts, strict=True))
-        for deliveries in self.started:
-            for delivery in deliveries:
-                delivery()
+        for delivery in self.started:
+            delivery()
         gradients.grown = {
             name
             for bucket in gradients.buckets

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -9,7 +10,8 @@ import torch
 from torch import nn
 
 from autopar.runtime.buckets import FlatBucket
-from autopar.runtime.transport import Delivery, Transport
+from autopar.runtime.exchange import Exchange
+from autopar.runtime.transport import Delivery
 
 
 class ReplicaWeights:
@@ -25,13 +27,12 @@ class ReplicaWeights:
         self,
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[FlatBucket],
-        ranks: Sequence[int],
         replica: int,
-        transport: Transport,
+        exchange: Exchange,
     ) -> None:
         """Give parameters that programs read themselves memory in their bucket; all replicas hold equal weights."""
         self.parameters, self.buckets = parameters, tuple(buckets)
-        self.ranks, self.replica, self.transport = tuple(ranks), replica, transport
+        self.replica, self.exchange = replica, exchange
         self.flats: list[torch.Tensor] = []
         self.copies: dict[str, torch.Tensor] = {}
         self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
@@ -46,8 +47,14 @@ class ReplicaWeights:
             for name, view in views.items():
                 view.copy_(parameters[name].detach())
                 parameters[name].data = view
+        # Copies that this replica makes for all, by what they are copied from and to: one call each.
+        own: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
+        for bucket in self.buckets:
+            if bucket.copy_dtype is not None:
+                own[bucket.dtype, bucket.copy_dtype] += bucket.owned(replica)
+        self.own_copies = [names for names in own.values() if names]
         self.gathered = self.masters_gathered = True
-        self.under_way: dict[int, list[Delivery]] = {}
+        self.under_way: dict[int, Delivery] = {}
         # For each weight what waits for its bucket: one callable for all of a bucket.
         self.waits: dict[str, Callable[[], None]] = {}
         for index, bucket in enumerate(self.buckets):
@@ -75,23 +82,16 @@ class ReplicaWeights:
         """
         if self.gathered and not always:
             return
+        for own in self.own_copies:
+            torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
         for index in reversed(range(len(self.buckets))):
-            bucket = self.buckets[index]
-            if bucket.copy_dtype is not None and (own := bucket.owned(self.replica)):
-                torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
-            self.under_way[index] = self.start(bucket, self.flats[index])
+            self.under_way[index] = self.exchange.all_gather(self.flats[index], self.buckets[index])
         self.gathered = True
-
-    def start(self, bucket: FlatBucket, flat: torch.Tensor) -> list[Delivery]:
-        if bucket.even:
-            return [self.transport.start_all_gather(flat, self.ranks)]
-        parts = [(bucket.segment(flat, owner), rank) for owner, rank in enumerate(self.ranks)]
-        return [self.transport.start_broadcast(part, self.ranks, rank) for part, rank in parts if part.numel()]
 
     def wait_for(self, index: int) -> None:
         """Wait for a bucket, if it is under way."""
-        for delivery in self.under_way.pop(index, ()):
-            delivery()
+        if index in self.under_way:
+            self.under_way.pop(index)()
 
     def wait(self) -> None:
         """Wait for all that is under way."""
@@ -110,8 +110,7 @@ class ReplicaWeights:
                 views = bucket.views(flat, self.parameters)
                 if own := bucket.owned(self.replica):
                     torch._foreach_copy_([views[n] for n in own], [self.parameters[n].detach() for n in own])
-            for delivery in self.start(bucket, flat):
-                delivery()
+            self.exchange.all_gather(flat, bucket)()
             if bucket.copy_dtype is not None:
                 away = [n for n in bucket.names if n not in bucket.owned(self.replica)]
                 if away:

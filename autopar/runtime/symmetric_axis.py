@@ -93,6 +93,22 @@ class SymmetricCommunicator:
             segments[k].copy_(boards[k][k, : len(segments[k])])
         self.boards.barrier()
 
+    def reduce_segments(self, segments: Sequence[Tensor]) -> None:
+        """Each rank sums one flat segment of possibly several lengths, in place."""
+        own = segments[self.rank]
+        board = self.spread(segments, max(map(len, segments)))[self.rank]
+        for k in self.others():
+            own.add_(board[k, : len(own)])
+        self.boards.barrier()
+
+    def gather_segments(self, segments: Sequence[Tensor]) -> None:
+        """Fill each flat segment with what its rank has in it."""
+        own = segments[self.rank]
+        board = self.spread([own] * self.ranks, max(map(len, segments)))[self.rank]
+        for k in self.others():
+            segments[k].copy_(board[k, : len(segments[k])])
+        self.boards.barrier()
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         stacked = tensor.new_empty([self.ranks, *tensor.shape])
         self.boards.reserve(tensor.nbytes)
@@ -129,13 +145,14 @@ class SymmetricCommunicator:
         self.boards.barrier()
         return [stacked[k] if k == self.rank else self.board(k, stacked)[self.rank] for k in range(self.ranks)]
 
-    def spread(self, segments: Sequence[Tensor], longest: int) -> list[Tensor]:
-        """All ranks' boards [ranks, longest], once each has in its rows what the others sent of its segment."""
-        dtype = segments[0].dtype
+    def spread(self, given: Sequence[Tensor], longest: int) -> list[Tensor]:
+        """All ranks' boards [ranks, longest], once each has in its rows what the others have given it; here one flat
+        tensor for each rank."""
+        dtype = given[0].dtype
         self.boards.reserve(self.ranks * longest * dtype.itemsize)
         boards = [self.boards.of(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
         for k in self.others():
-            boards[k][self.rank, : len(segments[k])].copy_(segments[k])
+            boards[k][self.rank, : len(given[k])].copy_(given[k])
         self.boards.barrier()
         return boards
 

@@ -23,6 +23,7 @@ from autopar.runtime.symmetric import (
     neighbours,
     reach_each_other,
 )
+from autopar.runtime.symmetric_axis import Boards, SymmetricBoards
 
 TransportName = Literal["auto", "nccl", "symmetric"]
 Gathering = Callable[[], list[torch.Tensor]]
@@ -102,6 +103,10 @@ class Transport(Mail, Protocol):
 
         ``rows`` matter on ``root`` only, one for each of the ranks.
         """
+        ...
+
+    def boards(self, ranks: Sequence[int]) -> Boards | None:
+        """Memory of some ranks that all of them read and write, where there is such; all of them call."""
         ...
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
@@ -254,6 +259,11 @@ class ProcessGroupTransport:
             f"a scatter over ranks {list(ranks)} from rank {root}",
             rows,
         )
+
+    def boards(self, ranks: Sequence[int]) -> Boards | None:
+        if not self.neighbours or not reach_each_other([self.neighbours[rank] for rank in ranks]):
+            return None
+        return SymmetricBoards(list(ranks).index(self.rank), self.device, self.groups[tuple(ranks)])
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
@@ -441,6 +451,9 @@ class LocalTransport:
             flat.copy_(receipt())
 
         return delivery
+
+    def boards(self, ranks: Sequence[int]) -> Boards | None:
+        return None
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
         counts = torch.tensor(flags, dtype=torch.int32)

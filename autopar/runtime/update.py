@@ -13,6 +13,7 @@ from autopar.ir import REPLICATED, TP, Layout
 from autopar.pytree import leaves
 from autopar.runtime.buckets import flat_buckets
 from autopar.runtime.contents import options_by_name
+from autopar.runtime.exchange import exchange_of
 from autopar.runtime.gradients import Gradients
 from autopar.runtime.optimizer import rank_optimizer, use_fused_kernels
 from autopar.runtime.reduce import ReplicaSum, sum_gradients
@@ -41,9 +42,11 @@ class Updater:
         self.replica_sum: ReplicaSum | None = None
         self.replica_weights: ReplicaWeights | None = None
         if replicated:
-            self.replica_sum = ReplicaSum(self.gradients, spec.replicas, spec.place.replica, transport)
-        if replicated and spec.owners:
-            self.replica_weights = ReplicaWeights(trainable, buckets, spec.replicas, spec.place.replica, transport)
+            largest = max(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
+            exchange = exchange_of(transport, spec.replicas, torch.device(spec.device), largest)
+            self.replica_sum = ReplicaSum(self.gradients, spec.replicas, spec.place.replica, transport, exchange)
+            if spec.owners:
+                self.replica_weights = ReplicaWeights(trainable, buckets, spec.place.replica, exchange)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
         made = rank_optimizer(spec, spec.optimizer, own, transport) if spec.optimizer else None
         # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.

@@ -18,8 +18,8 @@ from autopar.solve.polish import polished
 from autopar.solve.problem import CutProblem, Priced
 
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
-# 4 of them it is a quarter of 1F1B's.
-MOST_CHUNKS = 4
+# 6 of them it is a sixth of 1F1B's.
+MOST_CHUNKS = 6
 
 
 @dataclass(frozen=True)

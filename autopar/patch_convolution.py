@@ -1,0 +1,33 @@
+"""Convolutions that cut a tensor into patches, as products of matrices.
+
+Such is the first layer of a vision transformer: its stride is its kernel, so that it multiplies each patch with one
+matrix. cuDNN has no kernels for the Hopper generation where channels are no multiple of 8, as those of an image: it
+pads them, and takes 20 times as long as the product (ViT-L, 128 images, bfloat16: 1.4 ms against some 0.1 ms).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+torch.library.define(
+    "autopar::patch_convolution", "(Tensor x, Tensor weight, Tensor? bias, bool channels_last) -> Tensor"
+)
+
+
+@torch.library.impl("autopar::patch_convolution", "CompositeImplicitAutograd")
+def patch_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, channels_last: bool) -> Tensor:
+    """The convolution of ``x`` [N, C, …] with ``weight`` [O, C, …], its kernel being the stride and dividing the sizes.
+
+    Args:
+        channels_last: the memory format of the result.
+    """
+    dims, kernel = x.dim() - 2, weight.shape[2:]
+    for k in range(dims):  # [N, C, places, kernel, places, kernel, …]
+        dim = 2 + 2 * k
+        x = x.unflatten(dim, (x.shape[dim] // kernel[k], kernel[k]))
+    places = [2 + 2 * k for k in range(dims)]
+    patches = x.permute(0, *places, 1, *(place + 1 for place in places)).flatten(dims + 1)
+    made = F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
+    return made if channels_last else made.contiguous()

@@ -1,0 +1,87 @@
+"""Convolutions of patches as products of matrices, against torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.batching import as_call
+from autopar.codegen import graph_module, split
+from autopar.codegen.patches import with_patch_products
+from autopar.ir import Program
+from autopar.lowering import lowered
+from autopar.trace import weight_tensors
+
+PRODUCT = "autopar.patch_convolution.default"
+
+
+def programs_of(model: nn.Module, x: torch.Tensor) -> tuple[Program, Program, dict[str, torch.Tensor]]:
+    """As traced, and with products; and the weights."""
+    graph = lowered(model, as_call(model, x), "train", "model")
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    return program, with_patch_products(program), dict(weight_tensors(model, graph))
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv2d(3, 8, 4, 4), (2, 3, 8, 12)),
+        (nn.Conv2d(1, 8, (2, 3), (2, 3), bias=False), (2, 1, 4, 9)),
+        (nn.Conv1d(3, 8, 5, 5), (2, 3, 20)),
+        (nn.Conv3d(3, 8, (2, 4, 4), (2, 4, 4)), (2, 3, 4, 8, 8)),
+        (nn.Conv2d(3, 8, 8, 8), (2, 3, 8, 8)),
+    ],
+)
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_product_for_patches(convolution: nn.Module, shape: tuple[int, ...], channels_last: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    model = nn.Sequential(convolution.double(), nn.Tanh())
+    if channels_last and len(shape) == 4:
+        model, x = model.to(memory_format=torch.channels_last), x.contiguous(memory_format=torch.channels_last)
+    program, changed, weights = programs_of(model, x)
+    assert [op.target for op in changed.ops] == [PRODUCT, "aten.tanh.default"]
+    results = []
+    for one in (program, changed):
+        given = x.clone().requires_grad_()
+        (made,) = graph_module(one, weights, torch.device("cpu"))(given)
+        gradients = torch.autograd.grad(made.square().sum(), [given, *weights.values()])
+        results.append((made, *gradients))
+        if 1 not in made.shape:
+            assert made.stride() == program.ops[-1].outputs[0].stride
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv2d(3, 8, 4, 2), (2, 3, 8, 8)),  # patches overlap
+        (nn.Conv2d(3, 8, (4, 8), 4), (2, 3, 8, 16)),
+        (nn.Conv2d(3, 8, 4, 4), (2, 3, 10, 8)),  # two rows are left out
+        (nn.Conv2d(3, 8, 4, 4, padding=2), (2, 3, 8, 8)),
+        (nn.Conv2d(3, 8, 2, 2, dilation=2), (2, 3, 8, 8)),
+        (nn.Conv2d(3, 9, 4, 4, groups=3), (2, 3, 8, 8)),
+        (nn.Conv2d(8, 8, 2, 2), (2, 8, 8, 8)),  # kernels for such channels are fast
+        (nn.Conv2d(3, 8, 4, 4, padding="valid"), (2, 3, 8, 8)),
+        (nn.Conv2d(3, 8, 4, 4), (3, 8, 8)),  # no dim of samples
+    ],
+)
+def test_other_convolutions_stay(convolution: nn.Module, shape: tuple[int, ...]) -> None:
+    program, changed, _ = programs_of(nn.Sequential(convolution, nn.Tanh()), torch.randn(shape))
+    assert changed == program
+
+
+def test_a_constant_image_has_a_product() -> None:
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution = nn.Conv2d(3, 4, 4, 4)
+            self.register_buffer("image", torch.randn(1, 3, 8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + self.convolution(self.image)
+
+    _, changed, _ = programs_of(Fixed(), torch.randn(2, 4, 2, 2))
+    assert changed.ops[0].target == PRODUCT
