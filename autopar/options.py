@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError
-from autopar.ir import AskedSchedule, Balance, Precision, Recompute
+from autopar.ir import INTERLEAVED, AskedSchedule, Balance, Precision, Recompute
 from autopar.runtime import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {
@@ -31,13 +31,13 @@ class Options:
 
     ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second. ``pp``, ``tp`` and
     ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica; ``zero1`` shares the
-    optimizer's state among replicas. ``schedule`` "auto" takes 1f1b or interleaved, whichever is predicted faster; of
-    interleaved each rank has ``chunks`` stages. ``clip_grad_norm`` limits the 2-norm of all gradients together,
-    ``clip_grad_value`` each of their elements. ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast`
-    computes, or bf16-params: all but batch norm computes with bfloat16 copies of the parameters, on bfloat16 inputs, as
-    under FSDP2's ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``; weights are float32 in each. ``recompute``:
-    "auto" has stages compute activations again in the backward only where that is what makes a plan fit, or a better
-    one; results are the same, so it is the default.
+    optimizer's state among replicas. ``schedule`` "auto" takes 1f1b, interleaved or interleaved-overlap, whichever is
+    predicted fastest; of the latter two each rank has ``chunks`` stages. ``clip_grad_norm`` limits the 2-norm of all
+    gradients together, ``clip_grad_value`` each of their elements. ``precision`` is the model's own, or bf16 or fp16 as
+    `torch.autocast` computes, or bf16-params: all but batch norm computes with bfloat16 copies of the parameters, on
+    bfloat16 inputs, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``; weights are float32 in each.
+    ``recompute``: "auto" has stages compute activations again in the backward only where that is what makes a plan fit,
+    or a better one; results are the same, so it is the default.
 
     ``compile``: have torch.compile make the kernels of each stage, and ``cuda_graph``: replay a whole training step as
     one CUDA graph; both by default where the devices are GPUs. ``transport``: what carries tensors between the GPUs of
@@ -79,7 +79,7 @@ class Options:
                     f"{name}={getattr(self, name)!r} must be True or False; leave it out to have it chosen."
                 )
         balances = ("time", "params", "flops", "uniform")
-        schedules = ("1f1b", "gpipe", "interleaved", "auto")
+        schedules = ("1f1b", "gpipe", *INTERLEAVED, "auto")
         choices = {
             "transport": get_args(TransportName),
             "schedule": schedules,
@@ -101,7 +101,7 @@ class Options:
         if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
             raise UsageError(
                 f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has one. Use "
-                "schedule='interleaved' or 'auto', or leave chunks out."
+                f"schedule={', '.join(map(repr, INTERLEAVED))} or 'auto', or leave chunks out."
             )
         if self.backend not in (None, "gloo", "nccl"):
             raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")

@@ -57,11 +57,13 @@ class PlanFlags:
     ] = None
     microbatches: Annotated[int | None, Option(help="Microbatches per replica and step.", metavar="N")] = None
     microbatch_size: Annotated[int | None, Option(help="Samples per microbatch.", metavar="N")] = None
-    chunks: Annotated[int | None, Option(help="Stages per rank under interleaved; chosen by default.", metavar="N")] = (
-        None
-    )
+    chunks: Annotated[
+        int | None,
+        Option(help="Stages per rank under interleaved and interleaved-overlap; chosen by default.", metavar="N"),
+    ] = None
     schedule: Annotated[
-        str | None, Option(help="1f1b (default), interleaved, gpipe, or auto: the faster one.", metavar="NAME")
+        str | None,
+        Option(help="1f1b (default), interleaved, interleaved-overlap, gpipe, or auto: the fastest.", metavar="NAME"),
     ] = None
     precision: Annotated[
         str | None,

@@ -35,6 +35,7 @@ from autopar.ir.layout import (
 from autopar.ir.mesh import Mesh, Place
 from autopar.ir.names import inside, unused_name
 from autopar.ir.plan import (
+    INTERLEAVED,
     SCHEMA_VERSION,
     Alternative,
     AskedSchedule,
@@ -55,10 +56,10 @@ from autopar.ir.plan import (
 from autopar.ir.program import Edge, Program, input_names
 
 __all__ = [
-    "BUCKET_BYTES", "DTYPE_BYTES", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative", "AskedSchedule",
-    "AxisSizes", "Balance", "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective", "Conversion",
-    "CostGraph", "Edge", "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo", "Layout",
-    "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program",
+    "BUCKET_BYTES", "DTYPE_BYTES", "INTERLEAVED", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative",
+    "AskedSchedule", "AxisSizes", "Balance", "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective",
+    "Conversion", "CostGraph", "Edge", "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo",
+    "Layout", "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program",
     "Recompute", "Ref", "SavedWeight", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight",
     "broadcast_layout", "compressed", "contiguous", "dtype_name", "input_names", "inside", "look_up", "microbatch_size",
     "microbatch_sizes", "partial_layout", "pattern_of", "refs", "renamed", "split_layout", "unused_name",

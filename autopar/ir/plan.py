@@ -21,7 +21,9 @@ from autopar.ir.units import plural
 
 SCHEMA_VERSION = 2
 
-ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved"]
+ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved", "interleaved-overlap"]
+# The schedules of a training step under which a rank may have several chunks, the one that keeps least first.
+INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved-overlap")
 AskedSchedule = ScheduleName | Literal["auto"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
@@ -281,9 +283,12 @@ class Plan:
         if len(self.stages) != num_stages:
             fail("stages", f"has {len(self.stages)} entries, mesh.pp × chunks asks for {num_stages}.")
         if self.schedule == "forward-only":
-            fail("schedule", "is forward-only, which has no training step; use 1f1b, interleaved or gpipe.")
-        if self.schedule != "interleaved" and self.chunks > 1:
-            fail("chunks", f"is {self.chunks}; under {self.schedule} each rank has one. Only interleaved has several.")
+            fail(
+                "schedule", f"is forward-only, which has no training step; use 1f1b, {', '.join(INTERLEAVED)} or gpipe."
+            )
+        if self.schedule not in INTERLEAVED and self.chunks > 1:
+            several = " and ".join(INTERLEAVED)
+            fail("chunks", f"is {self.chunks}; under {self.schedule} each rank has one. Only {several} have several.")
         for name, table in (("shardings", self.shardings), ("strategies", self.strategies)):
             if table and mesh.tp == 1:
                 fail(name, "must be empty while mesh.tp is 1.")

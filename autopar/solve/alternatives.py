@@ -15,6 +15,7 @@ from autopar.solve.candidates import (
     Point,
     evaluated,
     judged,
+    other_pipelines_of,
     point_of,
     points_of,
     without_limit,
@@ -78,22 +79,30 @@ def neighbours(
     """The same mesh and schedule with fewer and more microbatches, and with the other choice of ZeRO-1."""
     chosen = point_of(decision)
     microbatches = chosen.microbatches
-    points = [p for p in points_of(setting, chosen.mesh) if p.pipeline == chosen.pipeline]
-    alike = [p for p in points if p.zero1 == decision.zero1]
-    near = [p for p in alike if p.microbatches < microbatches][-1:]
-    near += [p for p in alike if p.microbatches > microbatches][:1]
+    points = [p for p in points_of(setting, chosen.mesh) if alike(p, chosen.pipeline)]
+    same = [p for p in points if p.zero1 == decision.zero1]
+    near = [p for p in same if p.microbatches < microbatches][-1:]
+    near += [p for p in same if p.microbatches > microbatches][:1]
     near += [p for p in points if p.zero1 != decision.zero1 and p.microbatches == microbatches]
     return looked_up(setting, floors, by_mesh, near)
+
+
+def alike(point: Point, pipeline: Pipeline) -> bool:
+    """Whether a point's schedule is the given one, or runs its actions in the same order."""
+    other = replace(point, pipeline=pipeline)
+    return point == other or (other.is_interleaved_too and point.pipeline == replace(pipeline, schedule="interleaved"))
 
 
 def other_pipelines(
     setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """The same with the other schedules and numbers of stages a rank, fastest first."""
-    chosen = point_of(decision)
-    alike = [p for p in points_of(setting, chosen.mesh) if replace(p, pipeline=chosen.pipeline) == chosen]
-    found = looked_up(setting, floors, by_mesh, [p for p in alike if p != chosen])
-    return sorted(found, key=lambda c: c.seconds)
+    """The same with the other schedules, of each number of stages a rank the fastest one; fastest first."""
+    fastest: dict[int, Candidate] = {}
+    for candidate in looked_up(setting, floors, by_mesh, other_pipelines_of(setting, point_of(decision))):
+        known = fastest.setdefault(candidate.problem.chunks, candidate)
+        if candidate.seconds < known.seconds:
+            fastest[candidate.problem.chunks] = candidate
+    return sorted(fastest.values(), key=lambda c: c.seconds)
 
 
 def looked_up(

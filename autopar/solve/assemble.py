@@ -184,7 +184,7 @@ def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) ->
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
     transfers = {pair: one_way_seconds(n, hop_link(setting.hardware, problem.mesh, *pair)) for pair, n in sent.items()}
     if problem.chunks == 1:
-        schedule = "gpipe" if problem.schedule == "gpipe" else "1f1b"  # interleaved with one chunk a rank is 1F1B
+        schedule = "gpipe" if problem.schedule == "gpipe" else "1f1b"  # others with one chunk a rank are 1F1B
         seconds = pipeline_seconds(schedule, forward, backward, transfers, sizes)
     else:
         seconds = replayed_seconds(problem.schedule, problem.pp, forward, backward, transfers, sizes)

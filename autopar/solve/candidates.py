@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count
 
-from autopar.ir import Mesh, ScheduleName, microbatch_size
+from autopar.ir import INTERLEAVED, Mesh, ScheduleName, microbatch_size
 from autopar.ir.units import BYTES, text
-from autopar.schedule import kept_at_once, max_in_flight
+from autopar.schedule import kept_at_once, max_in_flight, may_overlap
 from autopar.solve.assemble import Decision, Setting, StepTime, step_time
 from autopar.solve.constraints import Constraints, boundary_links, microbatch_candidates, pinned_groups
 from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
@@ -46,6 +46,11 @@ class Point:
     @property
     def stages(self) -> int:
         return self.mesh.pp * self.pipeline.chunks
+
+    @property
+    def is_interleaved_too(self) -> bool:
+        """Whether its schedule is interleaved-overlap with actions in interleaved's order."""
+        return self.pipeline.schedule == "interleaved-overlap" and not may_overlap(self.mesh.pp, self.microbatches)
 
 
 @dataclass(frozen=True)
@@ -110,24 +115,34 @@ def size_of(setting: Setting, point: Point) -> int:
 
 
 def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
-    """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open."""
+    """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open. Of
+    schedules that run the same actions in the same order there is the first."""
     wanted = setting.constraints.zero1
     for pipeline in pipelines_of(setting.constraints, mesh):
         for zero1 in (False, True) if wanted is None else (wanted,):
             if not zero1 or mesh.dp > 1:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
-                    yield Point(mesh, m, zero1, pipeline)
+                    point = Point(mesh, m, zero1, pipeline)
+                    if setting.constraints.schedule != "auto" or not point.is_interleaved_too:
+                        yield point
+
+
+def other_pipelines_of(setting: Setting, point: Point) -> list[Point]:
+    """The same mesh, microbatches and ZeRO-1 under every other schedule."""
+    points = points_of(setting, point.mesh)
+    return [p for p in points if p != point and replace(p, pipeline=point.pipeline) == point]
 
 
 def pipelines_of(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
-    """The schedules to consider on a mesh, the one that needs least memory first."""
-    if asked.schedule not in ("auto", "interleaved"):
+    """The schedules to consider on a mesh, of as many stages a rank the one that needs least memory first."""
+    if asked.schedule != "auto" and asked.schedule not in INTERLEAVED:
         return (Pipeline(asked.schedule),)
     if mesh.pp == 1:
         return (Pipeline(),)
     chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MOST_CHUNKS))
-    single: ScheduleName = "1f1b" if asked.schedule == "auto" else "interleaved"
-    return tuple(Pipeline(single if n == 1 else "interleaved", n) for n in chunks)
+    single: tuple[ScheduleName, ...] = ("1f1b",) if asked.schedule == "auto" else (asked.schedule,)
+    several = INTERLEAVED if asked.schedule == "auto" else single
+    return tuple(Pipeline(schedule, n) for n in chunks for schedule in (single if n == 1 else several))
 
 
 def pipeline_floor(setting: Setting, point: Point, total_seconds: float, largest_seconds: float) -> float:

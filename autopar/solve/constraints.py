@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from autopar.errors import UsageError
 from autopar.hardware import Hardware, Link
-from autopar.ir import AskedSchedule, Balance, CostGraph, Graph, Mesh, Recompute, inside, microbatch_sizes
+from autopar.ir import INTERLEAVED, AskedSchedule, Balance, CostGraph, Graph, Mesh, Recompute, inside, microbatch_sizes
 
 # Left to the device's context, the allocator's fragments and the collectives' buffers.
 USABLE_MEMORY = 0.95
+_INTERLEAVED = " or ".join(f'"{name}"' for name in INTERLEAVED)
 
 
 @dataclass(frozen=True)
@@ -22,9 +23,9 @@ class Constraints:
     the most samples of a microbatch, ``memory_bytes`` a device's (0.95 of the machine's by default). ``pins`` fixes
     operations or whole modules, by name, to stages. ``recompute``: no stage recomputes its activations in the backward,
     all do, or those that do not fit otherwise. ``least_samples`` is how few samples a microbatch may have where
-    their number is left to the search. ``schedule`` "auto" is the faster of 1f1b and interleaved (gpipe takes as long
-    as 1f1b and keeps more). ``chunks`` are the stages of a rank, of which only interleaved has several; pins name
-    stages, so with pins and no ``chunks`` there is one.
+    their number is left to the search. ``schedule`` "auto" is the fastest of 1f1b, interleaved and interleaved-overlap
+    (gpipe takes as long as 1f1b and keeps more). ``chunks`` are the stages of a rank, of which only the interleaved
+    ones have several; pins name stages, so with pins and no ``chunks`` there is one.
 
     Raises:
         UsageError: a number is out of range, or two of them contradict each other.
@@ -56,12 +57,12 @@ class Constraints:
                 raise UsageError(f"{name}={number}: must be at least 1.")
         if self.schedule == "forward-only":
             raise UsageError(
-                'schedule="forward-only" has no training step to plan. Use "auto", "1f1b", "interleaved" or "gpipe".'
+                f'schedule="forward-only" has no training step to plan. Use "auto", "1f1b", {_INTERLEAVED} or "gpipe".'
             )
         if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
             raise UsageError(
                 f'chunks={self.chunks} with schedule="{self.schedule}", under which a rank has one stage. Use '
-                'schedule="interleaved", or leave chunks out.'
+                f"schedule={_INTERLEAVED}, or leave chunks out."
             )
         if (self.chunks or 1) > 1 and (self.pp == 1 or self.devices == 1):
             alone = "pp=1" if self.pp == 1 else "1 device"

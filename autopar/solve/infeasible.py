@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir import Group
 from autopar.ir.units import BYTES, plural, text
+from autopar.schedule import may_overlap
 from autopar.solve.contiguous import least_memory_cuts
 from autopar.solve.evaluate import fullest_bytes, rank_costs, stage_costs
 from autopar.solve.ilp import memory_program
@@ -111,6 +112,8 @@ def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
     largest = ", ".join(part.text for part in parts if part.num_bytes >= NOTABLE_PART * need)
     remedies = ["more devices"]
     if problem.chunks > 1:
+        if problem.schedule == "interleaved-overlap" and may_overlap(problem.pp, problem.microbatches):
+            remedies.append('schedule="interleaved"')
         remedies.append('schedule="1f1b"')
     if problem.cost.batch > 1 and sum(c.weight_bytes for c in ranks[position].stages) <= capacity:
         remedies.append(f"more (smaller) microbatches than {problem.microbatches}")

@@ -20,7 +20,7 @@ from autopar.solve.candidates import (
     evaluated,
     even_share_bytes,
     fullest_rank_bytes,
-    pipelines_of,
+    other_pipelines_of,
     points_of,
     posed,
     shardings_of,
@@ -36,6 +36,9 @@ from autopar.solve.reasons import bound_by
 
 # A mesh whose bound is that many times the best step is not worth a row.
 FAR = 2.0
+
+# Steps that differ by that share do so by rounding.
+EQUAL = 1e-9
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,17 @@ class Explored:
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits."""
+        """The fastest that fits; where schedules take equally long, the one that keeps least."""
         fitting = [c for found in self.by_mesh.values() for c in found if c.step is not None]
-        return min(fitting, key=lambda c: c.seconds, default=None)
+        best = min(fitting, key=lambda c: c.seconds, default=None)
+        if best is None:
+            return None
+        alike = [
+            c
+            for c in fitting
+            if c.seconds <= best.seconds * (1 + EQUAL) and replace(c.point, pipeline=best.point.pipeline) == best.point
+        ]
+        return min(alike, key=lambda c: sum(c.problem.in_flight) / c.problem.chunks)
 
 
 def search(
@@ -146,8 +157,7 @@ def fastest_pipeline(setting: Setting, floors: Floors, explored: Explored) -> Ca
     best = explored.best
     if best is not None:
         known = {c.point for c in explored.by_mesh[best.point.mesh]}
-        for pipeline in pipelines_of(setting.constraints, best.point.mesh):
-            point = replace(best.point, pipeline=pipeline)
+        for point in other_pipelines_of(setting, best.point):
             candidate = evaluated(setting, floors, point, float("inf")) if point not in known else None
             if candidate is not None:
                 explored.by_mesh[point.mesh].append(candidate)
