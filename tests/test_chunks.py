@@ -27,15 +27,16 @@ from test_search import (
 
 from autopar.errors import InfeasibleError, PlanError, UsageError
 from autopar.hardware import Link
-from autopar.ir import CostGraph, Graph, Mesh, Plan
+from autopar.ir import INTERLEAVED, CostGraph, Graph, Mesh, Plan
 from autopar.ir.table import plan_text
 from autopar.schedule import generate, replayed_seconds
 from autopar.solve import Constraints
 from autopar.solve.assemble import Setting
-from autopar.solve.candidates import Pipeline, Point, pipeline_floor, pipelines_of
+from autopar.solve.candidates import MOST_CHUNKS, Pipeline, Point, pipeline_floor, pipelines_of, points_of
 from autopar.solve.problem import slowest_count
 
 FREE = replace(MACHINE, link=Link(0.0, 1e15))
+names = st.sampled_from(INTERLEAVED)
 AUTO = Constraints(devices=2, batch=8, microbatches=4, schedule="auto")
 
 
@@ -64,14 +65,29 @@ def test_what_is_considered() -> None:
     assert pipelines_of(asked, two) == (Pipeline("1f1b", 1),)
     assert pipelines_of(replace(asked, schedule="gpipe"), two) == (Pipeline("gpipe", 1),)
     auto = replace(asked, schedule="auto")
-    more = tuple(Pipeline("interleaved", n) for n in (2, 3, 4))
-    assert pipelines_of(auto, two) == (Pipeline("1f1b"), *more)
+    numbers = range(2, MOST_CHUNKS + 1)
+    assert pipelines_of(auto, two) == (Pipeline("1f1b"), *(Pipeline(s, n) for n in numbers for s in INTERLEAVED))
     assert pipelines_of(auto, one) == (Pipeline("1f1b"),)
-    assert pipelines_of(replace(auto, schedule="interleaved"), two) == (Pipeline("interleaved"), *more)
-    assert pipelines_of(replace(auto, chunks=3), two) == (Pipeline("interleaved", 3),)
+    for name in INTERLEAVED:
+        only = tuple(Pipeline(name, n) for n in (1, *numbers))
+        assert pipelines_of(replace(auto, schedule=name), two) == only
+    assert pipelines_of(replace(auto, chunks=3), two) == tuple(Pipeline(name, 3) for name in INTERLEAVED)
     assert pipelines_of(replace(auto, chunks=1), two) == (Pipeline("1f1b"),)
     # Pins name stages, and stages are others with another number of chunks.
     assert pipelines_of(replace(auto, pins={"head": 1}), two) == (Pipeline("1f1b"),)
+
+
+def test_what_is_the_same_under_both_is_considered_once() -> None:
+    graph = blocks(1)
+    cost = Unsharded(lambda b: priced(graph, [[0], [1]], [1.0] * 2, b))
+
+    def considered(microbatches: int, schedule: Any) -> set[str]:
+        asked = Constraints(devices=2, batch=8, microbatches=microbatches, schedule=schedule, chunks=2)
+        return {p.pipeline.schedule for p in points_of(Setting(graph, FREE, model_of(graph), asked, cost), Mesh(2))}
+
+    assert considered(4, "auto") == {"interleaved", "interleaved-overlap"}
+    assert considered(3, "auto") == {"interleaved"}
+    assert considered(3, "interleaved-overlap") == {"interleaved-overlap"}
 
 
 def test_chunks_need_a_pipeline() -> None:
@@ -86,36 +102,79 @@ def test_chunks_need_a_pipeline() -> None:
         meshed(replace(AUTO, dp=2, chunks=2), FREE, depth=8)
 
 
-def test_the_count_of_the_slowest_stage_is_the_schedules() -> None:
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_the_count_of_the_slowest_stage_is_the_schedules(name: str) -> None:
     for pp in range(1, 5):
         for chunks in range(1, 5):
             for microbatches in range(1, 10):
                 stages = [1.0] * (pp * chunks)
-                step = replayed_seconds("interleaved", pp, stages, stages, {}, [1.0] * microbatches)
+                step = replayed_seconds(name, pp, stages, stages, {}, [1.0] * microbatches)
                 assert step == 2 * (slowest_count(microbatches, pp, chunks) + pp * chunks)
 
 
 def test_auto_takes_chunks_where_transfers_are_fast_and_1f1b_where_they_are_not() -> None:
     graph = blocks(8)
-    plan = plan_for(graph, AUTO, FREE)
+    plan = plan_for(graph, replace(AUTO, batch=4, microbatches=2), FREE)
     # 16 groups of 3 ms × 2 samples: with 4 chunks of 12 ms a bubble of one chunk.
     assert (plan.schedule, plan.chunks, groups_of(plan, graph)) == ("interleaved", 4, [2] * 8)
-    assert plan.prediction.step_seconds - plan.prediction.optimizer_seconds == pytest.approx((4 * 4 + 1) * 12e-3)
-    assert plan.prediction.bubble_fraction == pytest.approx(1 / 17)
+    assert plan.prediction.step_seconds - plan.prediction.optimizer_seconds == pytest.approx((4 * 2 + 1) * 12e-3)
+    assert plan.prediction.bubble_fraction == pytest.approx(1 / 9)
     times = {a.label: a.step_seconds for a in plan.alternatives}
     others = [times["interleaved, 3 chunks a rank"], times["interleaved, 2 chunks a rank"], times["1f1b"]]
     assert min(t for t in others if t) >= plan.prediction.step_seconds * (1 - 1e-9)
-    assert times["1f1b"] == pytest.approx((4 + 1) * 48e-3 + 8e-3)
-    slow = plan_for(graph, AUTO, replace(MACHINE, link=Link(20e-3, 1e15)))
+    assert times["1f1b"] == pytest.approx((2 + 1) * 48e-3 + 8e-3)
+    slow = plan_for(graph, AUTO, replace(MACHINE, link=Link(60e-3, 1e15)))
     assert (slow.schedule, slow.chunks) == ("1f1b", 1)
     assert slow.prediction.step_seconds < min(
         t for label, t, _ in ((a.label, a.step_seconds, a) for a in slow.alternatives) if t and "chunks" in label
     )
 
 
+def test_auto_overlaps_where_transfers_cost_and_memory_allows() -> None:
+    graph = blocks(8)
+    slow = replace(MACHINE, link=Link(1e-3, 1e15))
+    asked = {name: replace(AUTO, schedule=name) for name in ("1f1b", *INTERLEAVED)}
+    best = {name: plan_for(graph, a, slow, saved=0.5) for name, a in asked.items()}
+    steps = {name: plan.prediction.step_seconds for name, plan in best.items()}
+    peaks = {name: max(plan.prediction.peak_bytes) for name, plan in best.items()}
+    assert steps["interleaved-overlap"] < steps["interleaved"] < steps["1f1b"]
+    assert peaks["interleaved-overlap"] > peaks["interleaved"]
+
+    overlap = plan_for(graph, AUTO, slow, saved=0.5)
+    assert (overlap.schedule, overlap.prediction.step_seconds) == ("interleaved-overlap", steps["interleaved-overlap"])
+    labels = [a.label for a in overlap.alternatives]
+    assert f"interleaved, {overlap.chunks} chunks a rank" in labels and "1f1b" in labels
+    # Of each number of chunks the faster schedule has a row, and the chosen one is no row.
+    assert sorted(label.split()[1] for label in labels if "chunks" in label) == ["2", "3", "4", "5", "6"]
+
+    plain = plan_for(graph, replace(AUTO, memory_bytes=peaks["interleaved"]), slow, saved=0.5)
+    assert (plain.schedule, plain.prediction.step_seconds) == ("interleaved", steps["interleaved"])
+    row = next(a for a in plain.alternatives if a.label == f"interleaved-overlap, {plain.chunks} chunks a rank")
+    assert row.step_seconds is None and row.note.startswith("does not fit: ")
+    assert plan_for(graph, replace(AUTO, memory_bytes=14 * GIB), slow, saved=0.5).schedule == "1f1b"
+
+
+def test_where_overlap_saves_nothing_less_is_kept() -> None:
+    """Two stages a rank of one operation each, with free transfers: as long under both."""
+    graph = blocks(2)
+    one = {name: plan_for(graph, replace(AUTO, schedule=name, chunks=2), FREE, saved=0.5) for name in INTERLEAVED}
+    plain, overlap = (one[name].prediction for name in INTERLEAVED)
+    assert plain.step_seconds == pytest.approx(overlap.step_seconds) and max(plain.peak_bytes) < max(overlap.peak_bytes)
+    assert plan_for(graph, replace(AUTO, chunks=2), FREE, saved=0.5).schedule == "interleaved"
+
+
+def test_neighbours_of_overlap_with_fewer_microbatches() -> None:
+    """With two of them interleaved is the same schedule; its step is shown."""
+    asked = Constraints(devices=2, batch=4, schedule="auto", chunks=4)
+    plan = plan_for(blocks(8), asked, replace(MACHINE, link=Link(1e-3, 1e15)))
+    assert (plan.schedule, plan.microbatches) == ("interleaved-overlap", 4)
+    two = plan_for(blocks(8), replace(asked, microbatches=2), replace(MACHINE, link=Link(1e-3, 1e15)))
+    assert {a.label: a.step_seconds for a in plan.alternatives}["2 microbatches"] == two.prediction.step_seconds
+
+
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.integers(1, 9), min_size=4, max_size=8), st.sampled_from([0.0, 1e-3]), st.integers(1, 4))
-def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microbatches: int) -> None:
+@given(st.lists(st.integers(1, 9), min_size=4, max_size=8), st.sampled_from([0.0, 1e-3]), st.integers(1, 4), names)
+def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microbatches: int, name: Any) -> None:
     graph = graph_of([op(f"m{i}.op", [f"m{i - 1}.op:out" if i else "x"]) for i in range(len(times))])
     hardware = replace(MACHINE, link=Link(latency, 1e15))
 
@@ -128,7 +187,7 @@ def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microb
     auto = plan_with(schedule="auto")
     assert auto.prediction.step_seconds <= plan_with(chunks=1).prediction.step_seconds * (1 + 1e-9)
     # Every way to cut it for two chunks a rank: none beats the bound, and the plan is about as good as the best.
-    two = plan_with(schedule="interleaved", chunks=2)
+    two = plan_with(schedule=name, chunks=2)
     every = []
     for cuts in combinations(range(1, len(times)), 3):
         stage = [sum(times[low:high]) * 1e-3 for low, high in pairwise((0, *cuts, len(times)))]
@@ -136,7 +195,7 @@ def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microb
         sizes = [1.0] * (4 // size) + ([4 % size / size] if 4 % size else [])
         forward, backward = [t * size for t in stage], [2 * t * size for t in stage]
         hops = {hop: latency for s in range(3) for hop in ((s, s + 1), (s + 1, s))}
-        every.append(replayed_seconds("interleaved", 2, forward, backward, hops, sizes))
+        every.append(replayed_seconds(name, 2, forward, backward, hops, sizes))
     found = two.prediction.step_seconds
     assert any(found == pytest.approx(step, rel=1e-4) for step in every)  # the message itself takes a little
     assert found * (1 - two.solver.gap) <= min(every) * (1 + 1e-4)
@@ -145,25 +204,31 @@ def test_auto_is_never_slower_than_1f1b(times: list[int], latency: float, microb
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.lists(st.integers(1, 12), min_size=4, max_size=8), st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.integers(1, 9)
+    st.lists(st.integers(1, 12), min_size=4, max_size=8),
+    st.sampled_from([(2, 2), (2, 3), (3, 2)]),
+    st.integers(1, 9),
+    names,
 )
-@example([1, 6, 6, 1], (2, 2), 4)  # shorter stages at both ends have less of a bubble than equal ones
-@example([1, 1, 9, 1, 1], (2, 2), 5)
-def test_the_floor_of_chunks_is_below_every_cut(times: list[int], shape: tuple[int, int], microbatches: int) -> None:
+@example([1, 6, 6, 1], (2, 2), 4, "interleaved")  # shorter stages at both ends have less of a bubble than equal ones
+@example([1, 6, 6, 1], (2, 2), 4, "interleaved-overlap")
+@example([1, 1, 9, 1, 1], (2, 2), 5, "interleaved")
+def test_the_floor_of_chunks_is_below_every_cut(
+    times: list[int], shape: tuple[int, int], microbatches: int, name: Any
+) -> None:
     (pp, chunks), samples = shape, 2
     stages = pp * chunks
     if len(times) < stages:
         return
     batch = microbatches * samples - (microbatches > 1)  # the last microbatch is smaller
     sizes = [1.0] * (batch // samples) + [0.5] * (batch % samples)
-    point = Point(Mesh(pp), len(sizes), pipeline=Pipeline("interleaved", chunks))
+    point = Point(Mesh(pp), len(sizes), pipeline=Pipeline(name, chunks))
     graph = blocks(1)
     cost = Unsharded(lambda b: priced(graph, [[0], [1]], [1.0] * 2, b))
     setting = Setting(graph, FREE, model_of(graph), Constraints(devices=pp, batch=batch), cost)
     floor = pipeline_floor(setting, point, 3.0 * sum(times), 3.0 * max(times))
     for cuts in combinations(range(1, len(times)), stages - 1):
         forward = [float(sum(times[low:high])) for low, high in pairwise((0, *cuts, len(times)))]
-        step = replayed_seconds("interleaved", pp, forward, [2 * t for t in forward], {}, sizes)
+        step = replayed_seconds(name, pp, forward, [2 * t for t in forward], {}, sizes)
         assert floor <= step * (1 + 1e-9)
 
 
@@ -187,10 +252,11 @@ def test_larger_microbatches_are_tried_where_smaller_ones_do_not_fit() -> None:
     assert plan_with(memory_bytes=limit).microbatches == 6
 
 
-def test_memory_is_that_of_the_schedule() -> None:
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_memory_is_that_of_the_schedule(name: Any) -> None:
     graph = blocks(6)
     for chunks in (2, 3):
-        asked = replace(AUTO, schedule="interleaved", chunks=chunks, microbatches=8)
+        asked = replace(AUTO, schedule=name, chunks=chunks, microbatches=8)
         plan = plan_for(graph, asked, FREE, saved=0.25, weight=1.0)
         counts = groups_of(plan, graph)
         received = [0 if s == 0 else 16 for s in range(len(counts))]  # a tensor of 4 floats
@@ -202,21 +268,26 @@ def test_memory_is_that_of_the_schedule() -> None:
 
 def test_chunks_are_as_many_as_fit() -> None:
     graph = blocks(8)
-    free = plan_for(graph, AUTO, FREE, saved=0.5)
+    several = replace(AUTO, schedule="interleaved")
+    free = plan_for(graph, several, FREE, saved=0.5)
     assert free.chunks == 4
     peaks, steps = {}, {}
     for chunks in (1, 2, 3, 4):
-        plan = plan_for(graph, replace(AUTO, schedule="interleaved", chunks=chunks), FREE, saved=0.5)
+        plan = plan_for(graph, replace(several, chunks=chunks), FREE, saved=0.5)
         peaks[chunks], steps[chunks] = max(plan.prediction.peak_bytes), plan.prediction.step_seconds
     assert peaks[1] < peaks[4] and steps[4] < steps[1]
-    capped = plan_for(graph, replace(AUTO, memory_bytes=peaks[1]), FREE, saved=0.5)
+    capped = plan_for(graph, replace(several, memory_bytes=peaks[1]), FREE, saved=0.5)
     assert max(capped.prediction.peak_bytes) <= peaks[1]
     assert steps[4] < capped.prediction.step_seconds < steps[1]
-    with pytest.raises(InfeasibleError) as caught:
-        asked = replace(AUTO, schedule="interleaved", chunks=4, memory_bytes=2 * GIB)
-        plan_for(graph, asked, FREE, saved=0.5)
-    assert "No plan fits: stages 0 and 2 and 4 and 6 need" in str(caught.value)
-    assert 'schedule="1f1b"' in str(caught.value)
+    remedies = {'Use more devices, or schedule="1f1b", or': several}
+    remedies['Use more devices, or schedule="interleaved", or schedule="1f1b", or'] = replace(
+        AUTO, schedule="interleaved-overlap"
+    )
+    for remedy, asked in remedies.items():
+        with pytest.raises(InfeasibleError) as caught:
+            plan_for(graph, replace(asked, chunks=4, memory_bytes=2 * GIB), FREE, saved=0.5)
+        assert "No plan fits: stages 0 and 2 and 4 and 6 need" in str(caught.value)
+        assert remedy in str(caught.value)
 
 
 def test_chunks_recompute_where_they_do_not_fit_otherwise() -> None:
@@ -306,8 +377,11 @@ def test_a_plan_with_chunks_survives_its_file_and_edits_are_refused() -> None:
     plan = interleaved_plan()
     assert Plan.from_json(plan.to_json()) == plan
     assert "interleaved, 2 chunks a rank, 4 microbatches" in plan.decision
+    overlap = replace(plan, schedule="interleaved-overlap")
+    assert Plan.from_json(overlap.to_json()) == overlap
+    assert "interleaved-overlap, 2 chunks a rank, 4 microbatches" in overlap.decision
     for changes, text in (
-        ({"schedule": "1f1b"}, "field chunks: is 2; under 1f1b each rank has one. Only interleaved has several."),
+        ({"schedule": "1f1b"}, "field chunks: is 2; under 1f1b each rank has one. Only interleaved and inter"),
         ({"chunks": 1}, "field stages: has 4 entries, mesh.pp × chunks asks for 2."),
         ({"chunks": 0}, "field chunks: is 0, must be at least 1."),
         ({"stages": plan.stages[:3]}, "field stages: has 3 entries, mesh.pp × chunks asks for 4."),

@@ -61,6 +61,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, Any]
 
 PIPELINES = [(schedule, stages, 1) for schedule in ("1f1b", "gpipe") for stages in (1, 2, 4)]
 PIPELINES += [("interleaved", 4, 2), ("interleaved", 6, 2), ("interleaved", 6, 3), ("interleaved", 3, 3)]
+PIPELINES += [("interleaved-overlap", 4, 2), ("interleaved-overlap", 6, 3)]
 
 
 @pytest.mark.parametrize(("schedule", "stages", "chunks"), PIPELINES)
@@ -141,6 +142,7 @@ class Watched(nn.Module):
     ("schedule", "chunks", "expected"),
     [
         ("1f1b", 1, [4, 3, 2, 1]), ("gpipe", 1, [6, 6, 6, 6]), ("interleaved", 2, [5, 3]), ("interleaved", 4, [9, 7]),
+        ("interleaved-overlap", 2, [6, 4]), ("interleaved-overlap", 4, [12, 10]),
     ],
 )  # fmt: skip
 def test_activations_are_freed_as_the_schedule_says(schedule: str, chunks: int, expected: list[int]) -> None:
@@ -164,7 +166,7 @@ def test_activations_are_freed_as_the_schedule_says(schedule: str, chunks: int, 
 
 
 WAITS = [(name, 1) for name in ("1f1b", "gpipe", "forward-only")] + [
-    (name, chunks) for name in ("interleaved", "forward-only") for chunks in (2, 3)
+    (name, chunks) for name in ("interleaved", "interleaved-overlap", "forward-only") for chunks in (2, 3)
 ]
 
 
@@ -195,7 +197,8 @@ def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, chunks: in
                 under_way |= {(taker.chunk, action) for taker in links.after(action) if taker.chunk % ranks != rank}
                 most = max(most, *(sum(to == peer for to, _ in under_way) for peer in range(stages)))
             # Activations of the microbatches in flight and of one more of each chunk, or as many gradients.
-            bound = max_in_flight("interleaved", 0, ranks, microbatches, chunks) + chunks
+            kept = "interleaved" if schedule == "forward-only" else schedule
+            bound = max_in_flight(kept, 0, ranks, microbatches, chunks) + chunks
             assert most <= (microbatches if schedule == "gpipe" else bound)
 
 

@@ -38,15 +38,24 @@ def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("captured", [False, True])
 @pytest.mark.parametrize(("pp", "chunks"), [(2, 2), (2, 3), pytest.param(4, 2, marks=FOUR)])
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-overlap"])
 @pytest.mark.parametrize(("model", "x", "y", "loss_fn"), CASES)
 def test_equals_one_device(
-    model: Any, x: tuple[int, ...], y: tuple[int, ...], loss_fn: Any, pp: int, chunks: int, captured: bool
+    model: Any,
+    x: tuple[int, ...],
+    y: tuple[int, ...],
+    loss_fn: Any,
+    schedule: str,
+    pp: int,
+    chunks: int,
+    captured: bool,
 ) -> None:
+    """Under interleaved-overlap with microbatches of one sample, so that its order is another one."""
     torch.manual_seed(0)
     built: nn.Module = model()
     example = torch.randint(0, 32, x) if len(x) == 2 else torch.randn(x)
     stages = pp * chunks
-    plan = plan_by_hand(built, example, 5, even_firsts(built, example, stages), "interleaved", chunks=chunks)
+    plan = plan_by_hand(built, example, 5, even_firsts(built, example, stages), schedule, chunks=chunks)
     reference = Reference(built, loss_fn, ADAMW)
     options: dict[str, Any] = {"cuda_graph": captured, "compile": False}
     with warnings.catch_warnings():
@@ -63,12 +72,13 @@ def test_equals_one_device(
 
 
 @FOUR
+@pytest.mark.parametrize("schedule", ["interleaved", "interleaved-overlap"])
 @pytest.mark.parametrize("microbatches", [3, 8, 13])
-def test_a_long_pipeline_does_not_halt(microbatches: int) -> None:
+def test_a_long_pipeline_does_not_halt(microbatches: int, schedule: str) -> None:
     """Sends of four chunks a rank are under way at once, each on a communicator of its own."""
     model = tiny_vit(depth=16, embed_dim=192)
     x, y = torch.randn(26, 3, 32, 32), torch.randint(0, 10, (26,))
-    options = {"pp": 4, "schedule": "interleaved", "chunks": 4, "microbatches": microbatches, "timeout": 60.0}
+    options = {"pp": 4, "schedule": schedule, "chunks": 4, "microbatches": microbatches, "timeout": 60.0}
     with autopar.parallelize(model, 4, x, optimizer=ADAMW, **options) as pm:
         losses = [pm.train_step(x, y).loss for _ in range(10)]
     assert losses[-1] < losses[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from test_parity import ADAMW, images, labels, outputs_agree, state_agrees, step
 from zoo import Tied, UNet, tiny_vit
 
 import autopar
+from autopar.ir import INTERLEAVED
 from autopar.parity import EPSILON
+from autopar.schedule import may_overlap
 
 # Where a true gradient is zero, AdamW would make a full step of rounding noise.
 CAREFUL = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
@@ -46,11 +49,32 @@ def test_two_ranks_any_number_of_microbatches(chunks: int, tmp_path: Path) -> No
         state_agrees(alone, reference, model)
 
 
-def test_skips_between_and_inside_of_ranks() -> None:
+@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(("chunks", "recompute"), [(2, "none"), (3, "none"), (2, "all")])
+def test_overlap(pp: int, chunks: int, recompute: Any) -> None:
+    """Thirteen microbatches are other groups than under interleaved, and no multiple of their size."""
+    torch.manual_seed(0)
+    model = tiny_vit()
+    firsts = even_firsts(model, images(13), pp * chunks)
+    plan = plan_by_hand(model, images(13), 13, firsts, "interleaved-overlap", chunks=chunks)
+    plan = replace(plan, stages=tuple(replace(stage, recompute=recompute) for stage in plan.stages))
+    assert may_overlap(pp, 13)
+    reference = Reference(model, F.cross_entropy, ADAMW)
+    with autopar.parallelize(model, pp, images(13), optimizer=ADAMW, plan=plan) as pm:
+        outputs_agree(pm, reference, images(13))
+        for batch in (13, 1, pp - 1, pp + 1, 2 * pp):  # that many microbatches
+            step_agrees(pm, reference, images(batch), labels(batch))
+        step_agrees(pm, reference, images(25), labels(25), times=2)  # twelve microbatches of 2 and one of 1
+        outputs_agree(pm, reference, images(25))
+        state_agrees(pm, reference, model)
+
+
+@pytest.mark.parametrize("schedule", INTERLEAVED)
+def test_skips_between_and_inside_of_ranks(schedule: str) -> None:
     torch.manual_seed(0)
     model, x = UNet(), images(6, 8)
     firsts = ["down2.conv2d", "middle.conv2d", "add", "merge.conv2d", "head.conv2d"]
-    three_steps(model, x, torch.rand(6, 1, 8, 8), 3, firsts, F.mse_loss, chunks=3, **SCHEDULE)
+    three_steps(model, x, torch.rand(6, 1, 8, 8), 6, firsts, F.mse_loss, chunks=3, schedule=schedule)
 
 
 def test_a_tied_weight_on_two_chunks_of_a_rank_and_on_another_rank() -> None:
@@ -64,13 +88,13 @@ def test_a_tied_weight_on_two_chunks_of_a_rank_and_on_another_rank() -> None:
     )
 
 
-@pytest.mark.parametrize("zero1", [False, True])
-def test_replicas(zero1: bool) -> None:
+@pytest.mark.parametrize(("schedule", "zero1"), [(INTERLEAVED[0], False), *((name, True) for name in INTERLEAVED)])
+def test_replicas(schedule: str, zero1: bool) -> None:
     torch.manual_seed(0)
     model = tiny_vit()
     firsts = ["blocks.1.norm1.layer_norm", "blocks.2.norm1.layer_norm", "blocks.3.norm1.layer_norm"]
-    plan = {"chunks": 2, "dp": 2, "zero1": zero1, **SCHEDULE}
-    three_steps(model, images(12), labels(12), 3, firsts, optimizer=CAREFUL, **plan)
+    plan = {"chunks": 2, "dp": 2, "zero1": zero1, "schedule": schedule}
+    three_steps(model, images(12), labels(12), 6, firsts, optimizer=CAREFUL, **plan)
 
 
 def test_tensor_parallelism_by_a_plan_that_was_searched_for() -> None:

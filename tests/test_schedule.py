@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError, UsageError
-from autopar.ir import ScheduleName
+from autopar.ir import INTERLEAVED, ScheduleName
 from autopar.schedule import (
     RECIPES,
     Action,
@@ -22,6 +22,7 @@ from autopar.schedule import (
     generate,
     kept_at_once,
     max_in_flight,
+    may_overlap,
     one_f_one_b_seconds,
     parse_schedule,
     replayed_seconds,
@@ -122,6 +123,7 @@ def test_generated(name: str, pp: int, microbatches: int) -> None:
 
 def test_every_schedule_of_a_plan_has_a_recipe() -> None:
     assert set(RECIPES) == set(get_args(ScheduleName))
+    assert {name for name, recipe in RECIPES.items() if recipe.several} == {"forward-only", *INTERLEAVED}
 
 
 @pytest.mark.parametrize(
@@ -129,12 +131,12 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
     [
         (
             lambda: generate("gpip", 2, 2),
-            "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b, interleaved. "
-            "Did you mean 'gpipe'?",
+            "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b, interleaved, "
+            "interleaved-overlap. Did you mean 'gpipe'?",
         ),
         (
             lambda: generate("?", 2, 2),
-            "No schedule is named '?'. Known schedules: forward-only, gpipe, 1f1b, interleaved.",
+            "No schedule is named '?'. Known schedules: forward-only, gpipe, 1f1b, interleaved, interleaved-overlap.",
         ),
         (lambda: generate("1f1b", 0, 2), "Schedule 1f1b with pp=0: pp must be at least 1."),
         (
@@ -144,7 +146,8 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
         (lambda: generate("interleaved", 2, 2, 0), "Schedule interleaved with chunks=0: chunks must be at least 1."),
         (
             lambda: generate("gpipe", 2, 2, 2),
-            "Schedule gpipe with chunks=2: it has one chunk a rank. Use interleaved, or chunks=1.",
+            "Schedule gpipe with chunks=2: it has one chunk a rank. Use interleaved or interleaved-overlap, "
+            "or chunks=1.",
         ),
         (
             lambda: max_in_flight("1f1b", 2, 2, 1),
@@ -185,7 +188,7 @@ def test_generated_schedules_pass_with_every_skip(name: str) -> None:
 # Several chunks a rank
 
 
-INTERLEAVED = {
+INTERLEAVED_ORDERS = {
     (2, 4, 2): """\
 rank 0: 0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
 rank 1: 1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3""",
@@ -200,9 +203,28 @@ rank 0: 0F0 1F0 1B0 0F1 0B0 1F1 1B1 0B1""",
 }
 
 
-@pytest.mark.parametrize(("pp", "microbatches", "chunks"), INTERLEAVED)
+@pytest.mark.parametrize(("pp", "microbatches", "chunks"), INTERLEAVED_ORDERS)
 def test_interleaved(pp: int, microbatches: int, chunks: int) -> None:
-    assert format_schedule(generate("interleaved", pp, microbatches, chunks)) == INTERLEAVED[pp, microbatches, chunks]
+    schedule = generate("interleaved", pp, microbatches, chunks)
+    assert format_schedule(schedule) == INTERLEAVED_ORDERS[pp, microbatches, chunks]
+
+
+OVERLAP_ORDERS = {
+    (2, 3, 2): INTERLEAVED_ORDERS[2, 3, 2],  # a group of three under both
+    (2, 1, 2): INTERLEAVED_ORDERS[2, 1, 2],
+    (2, 4, 2): """\
+rank 0: 0F0 0F1 0F2 0F3 2F0 2F1 2F2 2B0 2F3 2B1 2B2 2B3 0B0 0B1 0B2 0B3
+rank 1: 1F0 1F1 1F2 1F3 3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3 1B0 1B1 1B2 1B3""",
+    (2, 6, 2): """\
+rank 0: 0F0 0F1 0F2 2F0 2F1 2F2 2B0 0F3 2B1 0F4 2B2 0F5 0B0 2F3 0B1 2F4 0B2 2F5 2B3 2B4 2B5 0B3 0B4 0B5
+rank 1: 1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1F3 1B0 1F4 1B1 1F5 1B2 3F3 3B3 3F4 3B4 3F5 3B5 1B3 1B4 1B5""",
+}
+
+
+@pytest.mark.parametrize(("pp", "microbatches", "chunks"), OVERLAP_ORDERS)
+def test_interleaved_overlap(pp: int, microbatches: int, chunks: int) -> None:
+    schedule = generate("interleaved-overlap", pp, microbatches, chunks)
+    assert format_schedule(schedule) == OVERLAP_ORDERS[pp, microbatches, chunks]
 
 
 def test_megatrons_order() -> None:
@@ -220,14 +242,15 @@ def test_megatrons_order() -> None:
 
 def test_one_chunk_is_1f1b() -> None:
     for pp, microbatches in ((1, 1), (3, 2), (4, 9)):
-        assert generate("interleaved", pp, microbatches) == generate("1f1b", pp, microbatches)
+        for name in INTERLEAVED:
+            assert generate(name, pp, microbatches) == generate("1f1b", pp, microbatches)
 
 
-@pytest.mark.parametrize("name", ["interleaved", "forward-only"])
+@pytest.mark.parametrize("name", [*INTERLEAVED, "forward-only"])
 @pytest.mark.parametrize("chunks", range(1, 5))
 @pytest.mark.parametrize("pp", range(1, 7))
 def test_interleaved_schedules_pass_and_reach_their_bound(pp: int, chunks: int, name: str) -> None:
-    training = name == "interleaved"
+    training = name != "forward-only"
     for microbatches in range(1, 15):
         schedule = generate(name, pp, microbatches, chunks)
         bounds = tuple(max_in_flight(name, rank, pp, microbatches, chunks) for rank in range(pp))
@@ -245,12 +268,13 @@ def test_interleaved_schedules_pass_and_reach_their_bound(pp: int, chunks: int, 
             assert not any(all(map(operator.le, a, b)) for a in moments for b in moments if a != b)
 
 
+@pytest.mark.parametrize("name", INTERLEAVED)
 @pytest.mark.parametrize("chunks", range(2, 5))
 @pytest.mark.parametrize("pp", range(1, 7))
-def test_the_bubble_of_equal_chunks(pp: int, chunks: int) -> None:
+def test_the_bubble_of_equal_chunks(pp: int, chunks: int, name: str) -> None:
     """(p - 1) / (v · m) of the busy time, also where p does not divide m; never longer than 1F1B of the same work."""
     for microbatches in range(1, 15):
-        schedule = generate("interleaved", pp, microbatches, chunks)
+        schedule = generate(name, pp, microbatches, chunks)
         seconds = simulate(schedule, [1.0] * (pp * chunks), [2.0] * (pp * chunks)).step_seconds
         busy = 3.0 * chunks * microbatches
         if microbatches >= pp:
@@ -261,14 +285,56 @@ def test_the_bubble_of_equal_chunks(pp: int, chunks: int) -> None:
         assert seconds <= plain.step_seconds + 1e-9
 
 
+@pytest.mark.parametrize("chunks", range(2, 7))
+@pytest.mark.parametrize("pp", range(2, 7))
+def test_overlap_hides_transfers(pp: int, chunks: int) -> None:
+    """Where a round around the ranks takes no longer than a group's forwards, the pipeline's filling and its emptying
+    are all that transfers add to a step, whatever the number of chunks; under interleaved every round adds one."""
+    stages, transfer = pp * chunks, 1.0 / pp
+    hops = {hop: transfer for s in range(stages - 1) for hop in ((s, s + 1), (s + 1, s))}
+    for microbatches in range(1, 25):
+
+        def seconds(name: str, hops: dict[tuple[int, int], float], microbatches: int = microbatches) -> float:
+            return replayed_seconds(name, pp, [1.0] * stages, [2.0] * stages, hops, [1.0] * microbatches)
+
+        free, (plain, overlap) = seconds("interleaved", {}), (seconds(name, hops) for name in INTERLEAVED)
+        if microbatches > pp:
+            assert overlap == pytest.approx(free + 2 * (pp - 1) * transfer)
+        if microbatches > pp and microbatches % pp == 0:
+            assert plain == pytest.approx(overlap + 2 * (chunks - 1) * pp * transfer)
+        if may_overlap(pp, microbatches):
+            assert overlap < plain - transfer / 2
+        else:
+            assert overlap == plain
+
+
+def test_what_overlap_saves_and_keeps() -> None:
+    """The figures of its docstring."""
+    hops = {hop: 0.09 for s in range(23) for hop in ((s, s + 1), (s + 1, s))}
+    found = {
+        name: [replayed_seconds(name, 4, [0.9] * 24, [1.45] * 24, t, [1.0] * 8) for t in (hops, {})]
+        for name in INTERLEAVED
+    }
+    assert found["interleaved"] == pytest.approx([123.99, 119.85])
+    assert found["interleaved-overlap"] == pytest.approx([120.39, 119.85])
+    assert [max_in_flight(name, 0, 4, m, 6) for m in (8, 16) for name in INTERLEAVED] == [27, 47, 27, 37]
+
+
+@given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 40))
+def test_overlap_is_another_order_only_where_it_says_so(pp: int, chunks: int, microbatches: int) -> None:
+    plain, overlap = (generate(name, pp, microbatches, chunks) for name in INTERLEAVED)
+    assert (plain != overlap) == may_overlap(pp, microbatches)
+
+
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.integers(1, 9), st.integers(1, 9), st.data())
 def test_interleaved_with_equal_stages_is_never_longer_than_1f1b(
     pp: int, chunks: int, microbatches: int, forward: int, backward: int, data: st.DataObject
 ) -> None:
     last = data.draw(st.sampled_from([0.25, 0.5, 1.0]))
     factors = [1.0] * (microbatches - 1) + [last if microbatches > 1 else 1.0]
+    name = data.draw(st.sampled_from(INTERLEAVED))
     seconds = {
-        n: replayed_seconds("interleaved", pp, [forward / n] * (pp * n), [backward / n] * (pp * n), {}, factors)
+        n: replayed_seconds(name, pp, [forward / n] * (pp * n), [backward / n] * (pp * n), {}, factors)
         for n in (1, chunks)
     }
     assert seconds[chunks] <= seconds[1] * (1 + 1e-9)
@@ -284,7 +350,7 @@ def test_a_replay_is_the_simulation(pp: int, chunks: int, microbatches: int, dat
     delays = st.integers(0, 100)  # long enough for a skip to be what a stage waits for
     transfers = {hop: data.draw(delays) for src, dst in pairs for hop in ((src, dst), (dst, src))}
     sizes = [1.0] * (microbatches - 1) + [0.5]
-    for name in ("interleaved", "forward-only"):
+    for name in (*INTERLEAVED, "forward-only"):
         timeline = simulate(generate(name, pp, microbatches, chunks), forward, backward, transfers, sizes)
         assert replayed_seconds(name, pp, forward, backward, transfers, sizes) == timeline.step_seconds
 

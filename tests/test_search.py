@@ -265,10 +265,11 @@ def test_a_number_that_chunk_cannot_make_becomes_the_one_that_runs() -> None:
          "zero1=True with dp=1: there are no replicas to share the optimizer's state. Use dp=2 or more, or leave zero1 "
          "out."),
         ({"schedule": "forward-only"},
-         'schedule="forward-only" has no training step to plan. Use "auto", "1f1b", "interleaved" or "gpipe".'),
+         'schedule="forward-only" has no training step to plan. Use "auto", "1f1b", "interleaved", '
+         '"interleaved-overlap" or "gpipe".'),
         ({"schedule": "gpipe", "chunks": 2},
-         'chunks=2 with schedule="gpipe", under which a rank has one stage. Use schedule="interleaved", or leave '
-         "chunks out."),
+         'chunks=2 with schedule="gpipe", under which a rank has one stage. Use schedule="interleaved" or '
+         '"interleaved-overlap", or leave chunks out.'),
     ],
 )  # fmt: skip
 def test_contradictions_are_refused(arguments: Mapping[str, Any], text: str) -> None:

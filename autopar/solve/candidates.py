@@ -115,8 +115,8 @@ def size_of(setting: Setting, point: Point) -> int:
 
 
 def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
-    """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open. Of
-    schedules that run the same actions in the same order there is the first."""
+    """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open;
+    of schedules that run the same actions in the same order only the first."""
     wanted = setting.constraints.zero1
     for pipeline in pipelines_of(setting.constraints, mesh):
         for zero1 in (False, True) if wanted is None else (wanted,):

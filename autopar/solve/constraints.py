@@ -12,7 +12,7 @@ from autopar.ir import INTERLEAVED, AskedSchedule, Balance, CostGraph, Graph, Me
 
 # Left to the device's context, the allocator's fragments and the collectives' buffers.
 USABLE_MEMORY = 0.95
-_INTERLEAVED = " or ".join(f'"{name}"' for name in INTERLEAVED)
+_INTERLEAVED = tuple(f'"{name}"' for name in INTERLEAVED)
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,13 @@ class Constraints:
                 raise UsageError(f"{name}={number}: must be at least 1.")
         if self.schedule == "forward-only":
             raise UsageError(
-                f'schedule="forward-only" has no training step to plan. Use "auto", "1f1b", {_INTERLEAVED} or "gpipe".'
+                'schedule="forward-only" has no training step to plan. Use "auto", "1f1b", '
+                f'{", ".join(_INTERLEAVED)} or "gpipe".'
             )
         if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
             raise UsageError(
                 f'chunks={self.chunks} with schedule="{self.schedule}", under which a rank has one stage. Use '
-                f"schedule={_INTERLEAVED}, or leave chunks out."
+                f"schedule={' or '.join(_INTERLEAVED)}, or leave chunks out."
             )
         if (self.chunks or 1) > 1 and (self.pp == 1 or self.devices == 1):
             alone = "pp=1" if self.pp == 1 else "1 device"
