@@ -97,13 +97,14 @@ def test_replicas(schedule: str, zero1: bool) -> None:
     three_steps(model, images(12), labels(12), 6, firsts, optimizer=CAREFUL, **plan)
 
 
-def test_tensor_parallelism_by_a_plan_that_was_searched_for() -> None:
+@pytest.mark.parametrize("schedule", INTERLEAVED)
+def test_tensor_parallelism_by_a_plan_that_was_searched_for(schedule: str) -> None:
     torch.manual_seed(0)
     model = tiny_vit(embed_dim=32, num_heads=4)
     x, y = images(8), labels(8)
     plan = autopar.plan(
-        model, 4, x, hardware="cpu-generic", memory="64GiB", pp=2, tp=2, microbatches=4, schedule="interleaved",
+        model, 4, x, hardware="cpu-generic", memory="64GiB", pp=2, tp=2, microbatches=4, schedule=schedule,
         chunks=2,
     )  # fmt: skip
-    assert (plan.schedule, plan.chunks, len(plan.stages)) == ("interleaved", 2, 4) and plan.strategies
+    assert (plan.schedule, plan.chunks, len(plan.stages)) == (schedule, 2, 4) and plan.strategies
     three_steps_of(plan, model, x, y, optimizer=CAREFUL)
