@@ -21,7 +21,7 @@ from autopar.ir import (
 )
 from autopar.schedule import pipeline_seconds, replayed_seconds
 from autopar.solve.constraints import Constraints, hop_link, microbatch_factors
-from autopar.solve.evaluate import one_way_seconds, rank_costs, stage_costs
+from autopar.solve.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
 from autopar.solve.problem import Costs, CutProblem, Priced
 
 
@@ -179,7 +179,14 @@ def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) ->
 
     The pipeline is simulated with the stages' own times and the batch's own microbatches; every replica's is alike.
     """
-    costs, sent = stage_costs(problem, stage_of), messages(problem.cost, stage_of)
+    return step_time_of(setting, problem, stage_of, stage_costs(problem, stage_of))
+
+
+def step_time_of(
+    setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]
+) -> StepTime:
+    """The same from the stages' costs."""
+    sent = messages(problem.cost, stage_of)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
     transfers = {pair: one_way_seconds(n, hop_link(setting.hardware, problem.mesh, *pair)) for pair, n in sent.items()}

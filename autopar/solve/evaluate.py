@@ -118,9 +118,10 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
     found, saving = list(once), [a.memory_bytes - b.memory_bytes for a, b in zip(once, again)]
     for position in range(problem.pp):
         for s in sorted(problem.stages_at(position), key=lambda s: -saving[s]):
-            rank = rank_costs(problem, at_the_fullest(problem, found))[position]
-            if saving[s] > 0 and rank.memory_bytes > (problem.capacity_bytes or 0):
-                found[s] = again[s]
+            rank = rank_at_the_fullest(problem, found, position)
+            if saving[s] <= 0 or rank.memory_bytes <= (problem.capacity_bytes or 0):
+                break
+            found[s] = again[s]
     return at_the_fullest(problem, found)
 
 
@@ -135,20 +136,24 @@ def fullest_bytes(problem: CutProblem, costs: Sequence[StageCost]) -> int:
 
 
 def at_the_fullest(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
-    """The stages' costs with what each holds in flight when its rank is fullest; of a rank's working sets only the
-    largest counts, as only one of its stages runs at a time."""
+    """The stages' costs as in `rank_at_the_fullest`."""
+    ranks = [rank_at_the_fullest(problem, costs, position) for position in range(problem.pp)]
+    return tuple(ranks[s % problem.pp].stages[s // problem.pp] for s in range(problem.stages))
+
+
+def rank_at_the_fullest(problem: CutProblem, costs: Sequence[StageCost], position: int) -> RankCost:
+    """The ranks at a position, with what each of their stages holds in flight when they are fullest; of their working
+    sets only the largest counts, as only one of a rank's stages runs at a time."""
+    own = [costs[s] for s in problem.stages_at(position)]
     if problem.chunks == 1:
-        return tuple(costs)
-    found = list(costs)
-    for position, moments in enumerate(problem.moments):
-        stages = problem.stages_at(position)
-        held = [costs[s].held_bytes for s in stages]
-        fullest = max(moments, key=lambda moment: sum(n * h for n, h in zip(moment, held)))
-        widest = max(stages, key=lambda s: costs[s].transient_bytes)
-        for s, in_flight in zip(stages, fullest, strict=True):
-            transient = costs[s].transient_bytes if s == widest else 0
-            found[s] = replace(costs[s], in_flight=in_flight, transient_bytes=transient)
-    return tuple(found)
+        return RankCost(tuple(own))
+    held = [c.held_bytes for c in own]
+    fullest = max(problem.moments[position], key=lambda moment: sum(n * h for n, h in zip(moment, held)))
+    widest = max(range(len(own)), key=lambda i: own[i].transient_bytes)
+    transient = [c.transient_bytes if i == widest else 0 for i, c in enumerate(own)]
+    return RankCost(
+        tuple(replace(c, in_flight=n, transient_bytes=t) for c, n, t in zip(own, fullest, transient, strict=True))
+    )
 
 
 def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from autopar.ir import Balance
-from autopar.solve.assemble import Setting, step_time
+from autopar.solve.assemble import Setting, step_time_of
 from autopar.solve.contiguous import contiguous_cuts
 from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.problem import CutProblem
@@ -67,10 +67,10 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -
     units = stages_of(cuts, len(problem.cost.groups))
     if any(units[group] != stage for group, stage in problem.pins.items()):
         return float("inf")
-    capacity = problem.capacity_bytes
-    if capacity is not None and fullest_bytes(problem, stage_costs(problem, units)) > capacity:
+    costs = stage_costs(problem, units)
+    if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
         return float("inf")
-    return step_time(setting, problem, units).seconds
+    return step_time_of(setting, problem, units, costs).seconds
 
 
 def cuts_of(units: Sequence[int]) -> tuple[int, ...]:
