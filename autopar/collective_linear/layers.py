@@ -76,13 +76,14 @@ class _OverlappedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         whole, weight = ctx.saved_tensors
         _, weight_needed, bias_needed, *_ = ctx.needs_input_grad
-        for_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
         if weight_needed:
             both = gathered_linear_backward if ctx.gathers else summed_linear_backward
             for_x, for_weight = both(gradient, whole, weight, *ctx.where)
         else:
             send = collectives.reduce_scatter if ctx.gathers else collectives.all_reduce
             for_x, for_weight = send(gradient @ weight, *ctx.where), None
+        # Behind the operator: a compiler would compute the gradient twice if the sum came first.
+        for_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
         return for_x, for_weight, for_bias, None, *[None] * len(ctx.where)
 
 

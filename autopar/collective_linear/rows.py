@@ -124,12 +124,11 @@ class _GatheredRowsLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         whole, weight = ctx.saved_tensors
         _, weight_needed, bias_needed, *_ = ctx.needs_input_grad
-        for_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
         if weight_needed:
             for_x, for_weight = gathered_linear_backward(gradient, whole, weight, *ctx.where)
         else:
             for_x, for_weight = reduce_scatter(gradient @ weight, *ctx.where), None
-        return for_x, for_weight, for_bias, None, None
+        return for_x, for_weight, gradient.flatten(0, -2).sum(0) if bias_needed else None, None, None
 
 
 class _ScatteredRowsLinear(torch.autograd.Function):
