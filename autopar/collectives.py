@@ -60,6 +60,28 @@ class Communicator(Protocol):
         """From each rank its part for this rank, stacked."""
         ...
 
+    # What a linear layer calls beside its products, each rank in the same order:
+
+    def others(self) -> list[int]:
+        """The other ranks, those after this one first, so that no two ranks begin with the same."""
+        ...
+
+    def give(self, tensor: Tensor) -> Tensor:
+        """All ranks' tensors, stacked, but for this one's; they are there until `release`."""
+        ...
+
+    def release(self) -> None:
+        """What was given has been read."""
+        ...
+
+    def put(self, rank: int, stacked: Tensor) -> None:
+        """Send a rank its part of what `sum_put` will sum."""
+        ...
+
+    def sum_put(self, stacked: Tensor) -> Tensor:
+        """The sum over the ranks of their parts for this rank, which the others have put."""
+        ...
+
 
 COMMUNICATORS: dict[str, Communicator] = {}
 

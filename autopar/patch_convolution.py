@@ -1,8 +1,8 @@
 """Convolutions that cut a tensor into patches, as products of matrices.
 
 Such is the first layer of a vision transformer: its stride is its kernel, so that it multiplies each patch with one
-matrix. cuDNN has no kernels for the Hopper generation where channels are no multiple of 8, as those of an image: it
-pads them, and takes 20 times as long as the product (ViT-L, 128 images, bfloat16: 1.4 ms against some 0.1 ms).
+matrix. Where channels are no multiple of 8, as those of an image, cuDNN pads them and takes kernels of an older
+generation: 1.4 ms instead of 0.1 (ViT-L, 128 images, bfloat16, H200).
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ SUM = op("sum", "autopar.sum_gradient.default", Ref("x"), "tp")
 GATHER = op("gather", "autopar.all_gather.default", Ref("x"), 1, 1, 2, "tp", True)
 LINEAR = op("fc", "aten.linear.default", Ref("sum"), Ref("weight"), Ref("bias"))
 PLAIN = op("fc", "aten.linear.default", Ref("gather"), Ref("weight"))
+SCATTER = op("scatter", "autopar.reduce_scatter.default", Ref("fc"), 0, 1, 2, "tp")
 RELU = op("relu", "aten.relu.default", Ref("x"))
 
 
@@ -32,6 +33,20 @@ def test_a_collective_and_the_linear_layer_that_alone_reads_it_become_one() -> N
     assert both.args == (Ref("x"), Ref("weight"), None, 1, 1, 2, "tp")
 
 
+def test_along_the_first_dim_rows_are_apart() -> None:
+    gather = op("gather", "autopar.all_gather.default", Ref("x"), 0, 1, 2, "tp", True)
+    (both,) = overlapped([gather, PLAIN], ())
+    assert (both.target, both.outputs) == ("autopar.gathered_rows_linear.default", PLAIN.outputs)
+    assert both.args == (Ref("x"), Ref("weight"), None, 2, "tp")
+    linear = op("fc", "aten.linear.default", Ref("x"), Ref("weight"), Ref("bias"))
+    relu, both = overlapped([linear, RELU, SCATTER], ())
+    assert relu is RELU
+    assert (both.target, both.outputs) == ("autopar.scattered_rows_linear.default", SCATTER.outputs)
+    assert both.args == (Ref("x"), Ref("weight"), Ref("bias"), 2, "tp")
+    layer, scatter = overlapped([gather, PLAIN, SCATTER], ())  # one of the two
+    assert (layer.target, scatter) == ("autopar.gathered_rows_linear.default", SCATTER)
+
+
 @pytest.mark.parametrize(
     "ops",
     [
@@ -43,6 +58,11 @@ def test_a_collective_and_the_linear_layer_that_alone_reads_it_become_one() -> N
         [op("sum", "autopar.sum_gradient.default", Ref("x"), "tp", requires_grad=False), LINEAR],
         [op("gather", "autopar.all_reduce.default", Ref("x"), "tp"), PLAIN],
         [SUM, op("fc", "aten.linear.default", Ref("sum"), Ref("weight"), Ref("bias"), shape=(8,))],
+        [op("fc", "aten.linear.default", Ref("x"), Ref("weight")), SCATTER, op("relu", "aten.relu.default", Ref("fc"))],
+        [
+            op("fc", "aten.linear.default", Ref("x"), Ref("weight")),
+            op("scatter", "autopar.reduce_scatter.default", Ref("fc"), 1, 1, 2, "tp"),
+        ],
     ],
     ids=[
         "another reader",
@@ -53,6 +73,8 @@ def test_a_collective_and_the_linear_layer_that_alone_reads_it_become_one() -> N
         "no gradient",
         "another collective",
         "one dim",
+        "another reader of the product",
+        "another dim of the product",
     ],
 )
 def test_others_stay_as_they_are(ops: Sequence[Op]) -> None:

@@ -64,6 +64,32 @@ def test_all_to_all(ranks: int) -> None:
         assert all(torch.equal(result, given[:, rank]) for rank, result in enumerate(results))
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_give(ranks: int) -> None:
+    def call(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        stacked = member.give(given).clone()
+        member.release()
+        return stacked
+
+    own = drawn(ranks, 5, 3)
+    for given, results in zip(own, on_all(own, call), strict=True):
+        for rank, result in enumerate(results):
+            others = [k for k in range(ranks) if k != rank]
+            assert torch.equal(result[others], given[others])
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_put(ranks: int) -> None:
+    def call(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        for k in member.others():
+            member.put(k, given)
+        return member.sum_put(given)
+
+    own = drawn(ranks, ranks, 5)
+    for given, results in zip(own, on_all(own, call), strict=True):
+        assert all(torch.equal(result, in_order(given[:, rank])) for rank, result in enumerate(results))
+
+
 def test_who_reaches_whom() -> None:
     def gpus(host: str, count: int) -> list[Neighbour]:
         return [Neighbour(host, i, frozenset(range(count)) - {i}) for i in range(count)]

@@ -59,6 +59,21 @@ class GroupCommunicator:
             dist.all_to_all_single(plain(received), plain(stacked), group=self.group)
         return received
 
+    def others(self) -> list[int]:
+        return [k for k in range(self.ranks) if k != self.rank]
+
+    def give(self, tensor: Tensor) -> Tensor:
+        return self.all_gather(tensor)
+
+    def release(self) -> None:
+        """What was given is the receiver's."""
+
+    def put(self, rank: int, stacked: Tensor) -> None:
+        """All parts travel at once, in `sum_put`."""
+
+    def sum_put(self, stacked: Tensor) -> Tensor:
+        return self.reduce_scatter(stacked)
+
     @contextmanager
     def named(self, what: str) -> Iterator[None]:
         """Whatever torch.distributed raises inside becomes an error that says between whom it happened."""

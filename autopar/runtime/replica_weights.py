@@ -13,6 +13,8 @@ from autopar.runtime.buckets import FlatBucket
 from autopar.runtime.exchange import Exchange
 from autopar.runtime.transport import Delivery
 
+AHEAD = 3  # buckets under way beside the one that is read: a graph that begins with all of them starts its forward late
+
 
 class ReplicaWeights:
     """What programs read of a rank's trainable weights, in flat memory that collectives fill in place.
@@ -55,6 +57,7 @@ class ReplicaWeights:
         self.own_copies = [names for names in own.values() if names]
         self.gathered = self.masters_gathered = True
         self.under_way: dict[int, Delivery] = {}
+        self.begun = len(self.buckets)  # in the order of a forward
         # For each weight what waits for its bucket: one callable for all of a bucket.
         self.waits: dict[str, Callable[[], None]] = {}
         for index, bucket in enumerate(self.buckets):
@@ -72,6 +75,7 @@ class ReplicaWeights:
     def abandon(self) -> None:
         """Forget what is under way, of a step that raised."""
         self.under_way.clear()
+        self.begun = len(self.buckets)
         self.gathered = self.masters_gathered = False
 
     def gather(self, always: bool = False) -> None:
@@ -84,17 +88,26 @@ class ReplicaWeights:
             return
         for own in self.own_copies:
             torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
-        for index in reversed(range(len(self.buckets))):
-            self.under_way[index] = self.exchange.all_gather(self.flats[index], self.buckets[index])
+        self.begun = 0
+        self.begin(AHEAD)
         self.gathered = True
 
+    def begin(self, count: int) -> None:
+        """Start gathering the first so many buckets, those that a forward needs first, if they are to be gathered."""
+        for number in range(self.begun, min(count, len(self.buckets))):
+            index = len(self.buckets) - 1 - number
+            self.under_way[index] = self.exchange.all_gather(self.flats[index], self.buckets[index])
+            self.begun = number + 1
+
     def wait_for(self, index: int) -> None:
-        """Wait for a bucket, if it is under way."""
+        """Wait for a bucket, if it is to be gathered, while the next ones follow."""
+        self.begin(len(self.buckets) - index + AHEAD)
         if index in self.under_way:
             self.under_way.pop(index)()
 
     def wait(self) -> None:
-        """Wait for all that is under way."""
+        """Wait for all that is to be gathered."""
+        self.begin(len(self.buckets))
         for index in [*self.under_way]:
             self.wait_for(index)
 

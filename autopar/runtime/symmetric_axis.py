@@ -135,6 +135,24 @@ class SymmetricCommunicator:
         self.boards.barrier()
         return received
 
+    def give(self, tensor: Tensor) -> Tensor:
+        board = self.spread([tensor.view(-1)] * self.ranks, tensor.numel())[self.rank]
+        return board.view(self.ranks, *tensor.shape)
+
+    def release(self) -> None:
+        self.boards.barrier()
+
+    def put(self, rank: int, stacked: Tensor) -> None:
+        self.boards.reserve(stacked.nbytes)
+        self.board(rank, stacked)[self.rank].copy_(stacked[rank])
+
+    def sum_put(self, stacked: Tensor) -> Tensor:
+        self.boards.barrier()
+        board, part = self.board(self.rank, stacked), torch.empty_like(stacked[self.rank])
+        sum_into(part, [stacked[k] if k == self.rank else board[k] for k in range(self.ranks)])
+        self.boards.barrier()
+        return part
+
     def exchanged(self, stacked: Tensor) -> list[Tensor]:
         """From each rank its part for this rank, on the board where it lies once all have put theirs there."""
         self.boards.reserve(stacked.nbytes)

@@ -1,19 +1,12 @@
 """Linear layers whose input's gradient travels while the weight's is computed.
 
 Where ranks split a weight by its outputs, each computes a summand of the input's gradient. To sum these takes a
-collective, which nothing in the weight's gradient waits for. These operators do both at once; results are those of a
-collective followed by ``aten.linear``.
-
-| operator | is | gradient of x beside that of the weight |
-|---|---|---|
-| gathered_linear(x, weight, bias, dim, outer, ranks, axis) | all_gather, then linear | reduce_scatter |
-| summed_linear(x, weight, bias, axis) | sum_gradient, then linear | all_reduce |
+collective, which nothing in the weight's gradient waits for.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,25 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar import collectives
+from autopar.collective_linear.beside import beside
 from autopar.collectives import on, parts, resized
-
-STREAMS: dict[torch.device, torch.cuda.Stream] = {}
-
-
-@contextmanager
-def beside(device: torch.device) -> Iterator[Callable[[], None]]:
-    """On a GPU what is inside runs beside what follows, until the callable that this gives is called."""
-    if device.type != "cuda":
-        yield lambda: None
-        return
-    if device not in STREAMS:
-        # First in line for multiprocessors: little work, and others wait for it.
-        STREAMS[device] = torch.cuda.Stream(device, priority=-1)
-    stream = STREAMS[device]
-    # Also before what the last user's memory is used for anew, which is this stream's.
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield lambda: torch.cuda.current_stream(device).wait_stream(stream)
 
 
 def with_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
@@ -51,8 +27,8 @@ def with_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) ->
     return for_x, for_weight
 
 
-@torch.library.custom_op("autopar::scattered_linear_backward", mutates_args=())
-def scattered_linear_backward(
+@torch.library.custom_op("autopar::gathered_linear_backward", mutates_args=())
+def gathered_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
     """This rank's part of the gradient of a gathered ``x``, and the weight's."""
@@ -74,7 +50,7 @@ def summed_linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, axis: st
     return with_weight_gradient(rows, x, send)
 
 
-@scattered_linear_backward.register_fake
+@gathered_linear_backward.register_fake
 def _part_and_weight(
     gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
@@ -100,13 +76,14 @@ class _OverlappedLinear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         whole, weight = ctx.saved_tensors
         _, weight_needed, bias_needed, *_ = ctx.needs_input_grad
-        for_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
         if weight_needed:
-            both = scattered_linear_backward if ctx.gathers else summed_linear_backward
+            both = gathered_linear_backward if ctx.gathers else summed_linear_backward
             for_x, for_weight = both(gradient, whole, weight, *ctx.where)
         else:
             send = collectives.reduce_scatter if ctx.gathers else collectives.all_reduce
             for_x, for_weight = send(gradient @ weight, *ctx.where), None
+        # Behind the operator: a compiler would compute the gradient twice if the sum came first.
+        for_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
         return for_x, for_weight, for_bias, None, *[None] * len(ctx.where)
 
 
