@@ -50,7 +50,7 @@ def test_equals_one_device(
     chunks: int,
     captured: bool,
 ) -> None:
-    """Under interleaved-overlap with microbatches of one sample, so that its order is another one."""
+    """Two ranks run five microbatches in another order under each schedule; four do so in the test below."""
     torch.manual_seed(0)
     built: nn.Module = model()
     example = torch.randint(0, 32, x) if len(x) == 2 else torch.randn(x)
