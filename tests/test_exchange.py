@@ -15,7 +15,7 @@ from boards import ThreadBoards, on_all
 from handmade import in_threads, plan_by_hand
 from zoo import tiny_vit
 
-from autopar.runtime import buckets, exchange
+from autopar.runtime import buckets, exchange, replica_weights
 from autopar.runtime.buckets import FlatBucket
 from autopar.runtime.exchange import CollectiveExchange, SymmetricExchange, exchange_of
 from autopar.runtime.symmetric_axis import SymmetricCommunicator
@@ -113,7 +113,9 @@ def test_training_through_boards(dp: int, zero1: bool, precision: str, request: 
 
 @pytest.fixture
 def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of unequal length, in several pieces."""
+    """Segments of unequal length, in several pieces; many buckets, each of which a forward asks for before it comes."""
+    monkeypatch.setattr(buckets.grouped, "__defaults__", (2**16,))
+    monkeypatch.setattr(replica_weights, "AHEAD", 0)
     monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
     monkeypatch.setattr(buckets, "LARGEST_WASTE", -1.0)
     monkeypatch.setattr(exchange, "BOARD_BYTES", 2**16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -63,6 +64,7 @@ def test_along_the_first_dim_rows_are_apart() -> None:
             op("fc", "aten.linear.default", Ref("x"), Ref("weight")),
             op("scatter", "autopar.reduce_scatter.default", Ref("fc"), 1, 1, 2, "tp"),
         ],
+        [SUM, replace(LINEAR, outputs=(replace(LINEAR.outputs[0], dtype="complex64"),))],
     ],
     ids=[
         "another reader",
@@ -75,6 +77,7 @@ def test_along_the_first_dim_rows_are_apart() -> None:
         "one dim",
         "another reader of the product",
         "another dim of the product",
+        "complex numbers",
     ],
 )
 def test_others_stay_as_they_are(ops: Sequence[Op]) -> None:

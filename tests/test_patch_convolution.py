@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autopar.batching import as_call
-from autopar.codegen import graph_module, split
+from autopar.codegen import compiled, graph_module, split
 from autopar.codegen.patches import with_patch_products
 from autopar.ir import Program
 from autopar.lowering import lowered
@@ -66,6 +66,7 @@ def test_a_product_for_patches(convolution: nn.Module, shape: tuple[int, ...], c
         (nn.Conv2d(8, 8, 2, 2), (2, 8, 8, 8)),  # kernels for such channels are fast
         (nn.Conv2d(3, 8, 4, 4, padding="valid"), (2, 3, 8, 8)),
         (nn.Conv2d(3, 8, 4, 4), (3, 8, 8)),  # no dim of samples
+        (nn.Conv2d(3, 8, 1), (2, 3, 8, 8)),  # a patch of one pixel
     ],
 )
 def test_other_convolutions_stay(convolution: nn.Module, shape: tuple[int, ...]) -> None:
@@ -85,3 +86,14 @@ def test_a_constant_image_has_a_product() -> None:
 
     _, changed, _ = programs_of(Fixed(), torch.randn(2, 4, 2, 2))
     assert changed.ops[0].target == PRODUCT
+
+
+def test_compiled_stages_have_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda module, **options: module)
+    monkeypatch.setattr(compiled, "COMPILED", {})
+    program, _, weights = programs_of(nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Tanh()), torch.randn(2, 3, 8, 8))
+    for wanted in (True, False):
+        module = graph_module(program, weights, torch.device("cpu"), compiled=wanted)
+        codes = [m.code for m in module.modules() if isinstance(m, fx.GraphModule)]
+        codes += [call.code for call in compiled.COMPILED.values()] if wanted else []
+        assert any("patch_convolution" in code for code in codes) == wanted

@@ -74,6 +74,37 @@ def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buckets.FlatBucket, "even", False)
 
 
+class Heads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.a(x), self.b(x)
+
+
+def loss_by_label(outputs: tuple[torch.Tensor, torch.Tensor], y: torch.Tensor) -> torch.Tensor:
+    """Of the second head only where the first label says so."""
+    loss = F.cross_entropy(outputs[0], y)
+    return loss + F.cross_entropy(outputs[1], y) if y[0] == 1 else loss
+
+
+@pytest.mark.parametrize("zero1", [False, True])
+def test_replicas_with_other_gradients_call_in_one_order(zero1: bool) -> None:
+    """One replica has no gradient of a head, so that its bucket starts behind the backward, the other's within."""
+    torch.manual_seed(0)
+    model, x, y = Heads(), torch.randn(8, 8), torch.tensor([0] * 4 + [1] * 4)
+    states = []
+    for dp in (1, 2):
+        plan = plan_by_hand(model, x, 2 // dp, [], dp=dp, zero1=zero1 and dp > 1)
+        pm = in_threads(model, plan, x, loss_by_label, optimizer=ADAMW)
+        losses = [pm.train_step(x, y).loss for _ in range(3)]
+        states.append((losses, dict(pm.state_dict())))
+    assert states[1][0] == pytest.approx(states[0][0], abs=1e-5)
+    for name, tensor in states[0][1].items():
+        torch.testing.assert_close(states[1][1][name], tensor, rtol=0, atol=1e-5, msg=name)
+
+
 # -- gradients ---------------------------------------------------------------------------------------------------------
 
 

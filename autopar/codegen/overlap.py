@@ -40,8 +40,8 @@ def overlapped(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
 
 
 def is_layer(op: Op) -> bool:
-    """Whether it is a linear layer of rows."""
-    return op.target == LINEAR and len(op.outputs[0].shape) > 1
+    """Whether it is a linear layer of rows, and of real numbers: gradients of complex ones have conjugates."""
+    return op.target == LINEAR and len(op.outputs[0].shape) > 1 and "complex" not in op.outputs[0].dtype
 
 
 def sums_gradient(op: Op) -> bool:

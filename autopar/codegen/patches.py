@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -40,7 +41,7 @@ def as_product(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
     )
     dense = not any(padding) and {*dilation} == {1} and given["groups"] == 1
     tiles = stride == kernel and not any(size % k for size, k in zip(sizes, kernel))
-    if channels % PADDED_TO == 0 or not (dense and tiles):
+    if channels % PADDED_TO == 0 or prod(kernel) == 1 or not (dense and tiles):
         return op
     like = meta_tensor(made)
     rows = like.is_contiguous()

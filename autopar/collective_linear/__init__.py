@@ -1,6 +1,6 @@
 """Linear layers and the collective before or behind them as one operator: what travels does so beside a product.
 
-Results are those of the collective and ``aten.linear``.
+Results are those of the collective and ``aten.linear`` of real numbers, but for how products of fewer rows round.
 
 | operator | is | beside |
 |---|---|---|

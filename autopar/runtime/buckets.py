@@ -44,6 +44,11 @@ class FlatBucket:
         """Whether all segments are of one length, so that one collective serves all owners."""
         return len({high - low for low, high in pairwise(self.bounds)}) == 1
 
+    @property
+    def longest(self) -> int:
+        """Elements of the longest segment."""
+        return max(high - low for low, high in pairwise(self.bounds))
+
     def segment(self, flat: torch.Tensor, owner: int) -> torch.Tensor:
         """An owner's part of a buffer."""
         return flat[self.bounds[owner] : self.bounds[owner + 1]]

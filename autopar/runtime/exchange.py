@@ -40,7 +40,7 @@ def exchange_of(
 
     Args:
         device: this rank's.
-        largest_bytes: of a bucket.
+        largest_bytes: of a bucket, all segments counted as long as its longest.
     """
     boards = transport.boards(ranks)
     if boards is None:
@@ -101,8 +101,7 @@ class SymmetricExchange:
         """The segments, as much of each at a time as fits the boards."""
         ranks = self.communicator.ranks
         whole, row = [bucket.segment(flat, k) for k in range(ranks)], BOARD_BYTES // ranks // flat.itemsize
-        longest = max(len(segment) for segment in whole)
-        return [[segment[start : start + row] for segment in whole] for start in range(0, longest, row)]
+        return [[segment[start : start + row] for segment in whole] for start in range(0, bucket.longest, row)]
 
     def beside(self, exchange: Callable[[Any], None], pieces: Sequence[Any]) -> Delivery:
         """Start exchanging pieces, one after the other."""

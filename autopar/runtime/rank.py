@@ -209,6 +209,8 @@ class Rank:
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
         self.running.run(work.data, work.keep_outputs, self.updater.arm if update_follows else None)
+        if update_follows:
+            self.updater.start_rest()
         self.copies.settle()
         if work.training and not update_follows:
             self.updater.gradients.show()

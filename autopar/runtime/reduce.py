@@ -121,13 +121,18 @@ class ReplicaSum:
         whole = len(bucket.bounds) == 2
         self.started.append(self.exchange.sum(flat) if whole else self.exchange.reduce_scatter(flat, bucket))
 
+    def start_rest(self) -> None:
+        """The last backward is over: start what waits for gradients that will not come, before any other call, so that
+        all replicas call in one order."""
+        self.gradients.adopt()
+        while len(self.started) < len(self.missing):
+            self.start(len(self.started))
+
     def finish(self) -> None:
         """Leave the summed gradients in the parameters, under ZeRO-1 in those that this replica owns."""
         gradients = self.gradients
-        gradients.adopt()
+        self.start_rest()
         present = [name in gradients.grown for name in gradients.bucket_of]
-        while len(self.started) < len(self.missing):
-            self.start(len(self.started))
         counts = self.transport.sum_flags(present, self.ranks)
         exists = dict(zip(gradients.bucket_of, counts, strict=True))
         for delivery in self.started:

@@ -94,7 +94,7 @@ class SymmetricCommunicator:
         self.boards.barrier()
 
     def reduce_segments(self, segments: Sequence[Tensor]) -> None:
-        """Each rank sums one flat segment of possibly several lengths, in place."""
+        """Each rank sums one flat segment of possibly several lengths, in place, its own part first."""
         own = segments[self.rank]
         board = self.spread(segments, max(map(len, segments)))[self.rank]
         for k in self.others():
@@ -102,7 +102,7 @@ class SymmetricCommunicator:
         self.boards.barrier()
 
     def gather_segments(self, segments: Sequence[Tensor]) -> None:
-        """Fill each flat segment with what its rank has in it."""
+        """Fill each flat segment with what its rank has in it; the inverse."""
         own = segments[self.rank]
         board = self.spread([own] * self.ranks, max(map(len, segments)))[self.rank]
         for k in self.others():

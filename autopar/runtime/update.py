@@ -42,7 +42,7 @@ class Updater:
         self.replica_sum: ReplicaSum | None = None
         self.replica_weights: ReplicaWeights | None = None
         if replicated:
-            largest = max(bucket.numel * bucket.dtype.itemsize for bucket in buckets)
+            largest = max(bucket.longest * spec.mesh.dp * bucket.dtype.itemsize for bucket in buckets)
             exchange = exchange_of(transport, spec.replicas, torch.device(spec.device), largest)
             self.replica_sum = ReplicaSum(self.gradients, spec.replicas, spec.place.replica, transport, exchange)
             if spec.owners:
@@ -72,6 +72,11 @@ class Updater:
         """The next backward is the last one before `step` that reaches some weights."""
         if self.replica_sum is not None:
             self.replica_sum.arm(names)
+
+    def start_rest(self) -> None:
+        """The last backward before `step` is over."""
+        if self.replica_sum is not None:
+            self.replica_sum.start_rest()
 
     @property
     def loss_scale(self) -> float:
