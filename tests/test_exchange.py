@@ -122,4 +122,4 @@ def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_boards_the_transport_has_collectives() -> None:
-    assert isinstance(exchange_of(LocalTransport(0, Hub()), [0, 1], CPU), CollectiveExchange)
+    assert isinstance(exchange_of(LocalTransport(0, Hub()), [0, 1], CPU, 4096), CollectiveExchange)

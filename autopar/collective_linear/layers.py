@@ -62,7 +62,7 @@ def _whole_and_weight(gradient: Tensor, x: Tensor, weight: Tensor, axis: str) ->
     return resized(x, {}), resized(weight, {})
 
 
-class _OverlappedLinear(torch.autograd.Function):
+class OverlappedLinear(torch.autograd.Function):
     """``where`` is what the collective takes: dim, outer, ranks and axis of a gather, the axis alone of a sum."""
 
     @staticmethod
@@ -97,10 +97,10 @@ torch.library.define("autopar::summed_linear", "(Tensor x, Tensor weight, Tensor
 @torch.library.impl("autopar::gathered_linear", "CompositeImplicitAutograd")
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
     """A linear layer of the whole tensor of which each rank has a part; ``where`` is dim, outer, ranks and axis."""
-    return _OverlappedLinear.apply(x, weight, bias, True, *where)  # type: ignore[return-value]
+    return OverlappedLinear.apply(x, weight, bias, True, *where)  # type: ignore[return-value]
 
 
 @torch.library.impl("autopar::summed_linear", "CompositeImplicitAutograd")
 def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: str) -> Tensor:
     """A linear layer of a tensor that all ranks have, each with a part of the outputs."""
-    return _OverlappedLinear.apply(x, weight, bias, False, axis)  # type: ignore[return-value]
+    return OverlappedLinear.apply(x, weight, bias, False, axis)  # type: ignore[return-value]

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autopar.collective_linear.beside import beside
-from autopar.collective_linear.layers import gathered_linear_backward
-from autopar.collectives import all_gather, on, reduce_scatter, resized
+from autopar.collective_linear.layers import OverlappedLinear
+from autopar.collectives import all_gather, on, resized
 
 Multiply = Callable[[Tensor, Tensor], None]  # rows, and where their product is written
 
@@ -112,23 +112,15 @@ def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: st
     return resized(x, {}), resized(weight, {}), resized(gradient, {0: x.shape[0]})
 
 
-class _GatheredRowsLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
-        made, whole = gathered_rows_linear_forward(x, weight, bias, ranks, axis)
-        ctx.save_for_backward(whole, weight)
-        ctx.where = 0, 1, ranks, axis
-        return made
+class _GatheredRowsLinear(OverlappedLinear):
+    """Its gradients are those of any gathered layer."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        whole, weight = ctx.saved_tensors
-        _, weight_needed, bias_needed, *_ = ctx.needs_input_grad
-        if weight_needed:
-            for_x, for_weight = gathered_linear_backward(gradient, whole, weight, *ctx.where)
-        else:
-            for_x, for_weight = reduce_scatter(gradient @ weight, *ctx.where), None
-        return for_x, for_weight, gradient.flatten(0, -2).sum(0) if bias_needed else None, None, None
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *where: Any) -> Tensor:
+        made, whole = gathered_rows_linear_forward(x, weight, bias, *where[2:])
+        ctx.save_for_backward(whole, weight)
+        ctx.gathers, ctx.where = gathers, where
+        return made
 
 
 class _ScatteredRowsLinear(torch.autograd.Function):
@@ -161,7 +153,7 @@ for name in ("gathered", "scattered"):
 @torch.library.impl("autopar::gathered_rows_linear", "CompositeImplicitAutograd")
 def gathered_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
     """A linear layer of the rows of all ranks, each of which makes some of the outputs."""
-    return _GatheredRowsLinear.apply(x, weight, bias, ranks, axis)  # type: ignore[return-value]
+    return _GatheredRowsLinear.apply(x, weight, bias, True, 0, 1, ranks, axis)  # type: ignore[return-value]
 
 
 @torch.library.impl("autopar::scattered_rows_linear", "CompositeImplicitAutograd")

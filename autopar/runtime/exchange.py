@@ -33,9 +33,7 @@ class Exchange(Protocol):
         ...
 
 
-def exchange_of(
-    transport: Transport, ranks: Sequence[int], device: torch.device, largest_bytes: int = BOARD_BYTES
-) -> Exchange:
+def exchange_of(transport: Transport, ranks: Sequence[int], device: torch.device, largest_bytes: int) -> Exchange:
     """The fastest one there is among some ranks, all of which call.
 
     Args:
