@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import autopar.accumulating_linear
 import autopar.collective_linear
 import autopar.collectives
 import autopar.counter_random

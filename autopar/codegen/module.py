@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from autopar.codegen.accumulate import Sums, accumulating, no_sums
 from autopar.codegen.compiled import compiled_region
 from autopar.codegen.overlap import overlapped
 from autopar.codegen.patches import with_patch_products
@@ -33,6 +34,7 @@ def graph_module(
     device: torch.device,
     axes: Mapping[str, str] = SAME_KEYS,
     waits: Mapping[str, Callable[[], None]] = NO_WAITS,
+    sums: Sums = no_sums,
     compiled: bool = False,
 ) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
@@ -45,11 +47,14 @@ def graph_module(
         axes: for each mesh axis the key of its communicator in `autopar.collectives`; its name where it is not listed.
         waits: for weights that may still be under way, what waits for them. Several can share one; it is called before
             the first operation (or region, or segment) that reads one of them.
+        sums: gives those of weights' gradients, to which compiled linear layers add.
         compiled: have torch.compile make kernels of the operations, region by region, at the first call.
     """
+    own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
     if compiled:
         program = with_patch_products(program)
-    own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
+        program, added = accumulating(program, sums)
+        own |= added
     values = {v.name: v for v in program.values}
 
     def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
@@ -72,7 +77,7 @@ def graph_module(
         held = own | dict(modules) | calls
         return function((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
 
-    segments = segments_of(program)
+    segments = divided(program.ops, program.segments, own, program.results, "segment")
     modules = {}
     for s in segments:
         if compiled:

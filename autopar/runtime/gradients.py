@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 from torch import nn
 
+from autopar import accumulating_linear
 from autopar.runtime.buckets import FlatBucket
 
 LARGE = 2**16  # elements, from which a kernel takes longer than its launch
@@ -20,6 +22,7 @@ class Gradients:
     Programs read leaves of autograd: the parameters, or low-precision copies of them. What a backward leaves in a
     leaf's gradient is moved on: added to the parameter's sum in the parameter's dtype, as autocast does for every
     microbatch. The gradients of a bucket move together, as soon as the last of them came or when the backward is over.
+    Compiled linear layers add to the sums themselves, which `lend` gives them.
 
     Sums become the parameters' ``grad`` in `show`, and are taken away again by `hide`, because autograd would add to
     them parameter by parameter. A step begins without any: `clear` ends each.
@@ -32,7 +35,9 @@ class Gradients:
         self.moved: Callable[[Sequence[str]], None] = lambda names: None  # is told the names whose sums have grown
         self.flats: list[torch.Tensor | None] = [None] * len(self.buckets)
         self.views: dict[str, torch.Tensor] = {}
-        self.came: list[list[tuple[str, torch.Tensor]]] = [[] for _ in self.buckets]
+        # Weights whose gradients came, with the leaf that has what is still to be moved.
+        self.came: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
+        self.lent: dict[str, torch.Tensor] = {}
         self.grown: set[str] = set()
         for name in self.bucket_of:
             self.watch(name, parameters[name])
@@ -41,8 +46,24 @@ class Gradients:
         """Also move what comes to another leaf of a parameter."""
         leaf.register_post_accumulate_grad_hook(lambda own: self.note(name, own))
 
-    def note(self, name: str, leaf: torch.Tensor) -> None:
-        """A leaf's gradient has come."""
+    def lend(self, name: str) -> torch.Tensor | None:
+        """The sum of a weight, for a linear layer that adds to it; None of one that is not in a bucket."""
+        if name not in self.lent and name in self.bucket_of:
+            self.flat(self.bucket_of[name])
+            self.lent[name] = self.views[name].data  # with a version of its own, which autograd keeps an eye on
+            accumulating_linear.register(self.lent[name], Sum(self, name))
+        return self.lent.get(name)
+
+    def close(self) -> None:
+        """Take back what was lent."""
+        for sums in self.lent.values():
+            accumulating_linear.unregister(sums)
+        self.lent.clear()
+
+    def note(self, name: str, leaf: torch.Tensor | None) -> None:
+        """A leaf's gradient has come, or was added to its sum."""
+        if leaf is not None and leaf.grad is None:  # autograd has passed by a leaf for which it has none
+            return
         index = self.bucket_of[name]
         self.came[index].append((name, leaf))
         if len(self.came[index]) == len(self.buckets[index].names):
@@ -68,18 +89,19 @@ class Gradients:
         """Move what came to a bucket into its sums, with a number of calls that does not depend on how much that is."""
         came, self.came[index] = self.came[index], []
         self.flat(index)
-        gradients = {name: leaf.grad for name, leaf in came if leaf.grad is not None}
-        assert len(gradients) == len(came), "a gradient came twice in one backward"
+        moving = [(name, leaf) for name, leaf in came if leaf is not None]
+        gradients = {name: leaf.grad for name, leaf in moving if leaf.grad is not None}
+        assert len(gradients) == len(moving), "a gradient came twice in one backward"
         first = [name for name in gradients if name not in self.grown]
         more = [name for name in gradients if name in self.grown]
         if first:
             torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
         for dtype in {gradients[name].dtype for name in more}:
             self.add(dtype, {n: gradients[n] for n in more if gradients[n].dtype == dtype})
-        for _, leaf in came:
+        for _, leaf in moving:
             leaf.grad = None
         self.grown |= gradients.keys()
-        self.moved(tuple(gradients))
+        self.moved(tuple(name for name, _ in came))
 
     def add(self, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add gradients of one dtype to their sums.
@@ -132,13 +154,29 @@ class Gradients:
         self.grown.clear()
         for came in self.came:
             for _, leaf in came:
-                leaf.grad = None
+                if leaf is not None:
+                    leaf.grad = None
             came.clear()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of memory that stays between steps."""
         return sum(flat.nbytes for flat in self.flats if flat is not None)
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A weight's sum to the linear layer that adds to it."""
+
+    gradients: Gradients
+    name: str
+
+    def holds(self) -> bool:
+        return self.name in self.gradients.grown
+
+    def grown(self) -> None:
+        self.gradients.grown.add(self.name)
+        self.gradients.note(self.name, None)
 
 
 def adds_alone(total: torch.Tensor, gradient: torch.Tensor) -> bool:

@@ -107,11 +107,16 @@ class Rank:
         """Build a program for each chunk of this rank, under a number that steps will name; ``constants`` are those
         they read."""
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
-        build, copies = self.spec.build, self.copies
+        build, copies, lend = self.spec.build, self.copies, self.updater.gradients.lend
         self.chunks[key] = tuple(
-            Chunk(program, build(program, {**held, **copies.read_by(program)}, self.device, self.axes, copies.waits))
+            Chunk(
+                program,
+                build(
+                    program, {**held, **copies.read_by(program)}, self.device, self.axes, copies.waits, lend
+                ),
+            )
             for program in programs
-        )
+        )  # fmt: skip
 
     def step(self, work: Work) -> BoundStep:
         """The bound schedule for a step, made at its first use."""
@@ -337,6 +342,7 @@ class Rank:
         """Give up graphs: a communicator is not given up while one holds it."""
         self.bound.clear()
         self.running = None
+        self.updater.gradients.close()
         if self.graphs is not None:
             self.graphs.forget()
 

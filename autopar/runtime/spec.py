@@ -14,7 +14,8 @@ from autopar.runtime.executor import Span, StepData, lane_of
 from autopar.runtime.transport import TransportName
 
 Waits = Mapping[str, Callable[[], None]]
-Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str], Waits], nn.Module]
+Sums = Callable[[str], torch.Tensor | None]
+Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str], Waits, Sums], nn.Module]
 
 
 class Parameters(list[nn.Parameter]):
@@ -38,8 +39,8 @@ class RankSpec:
     ``device``.
 
     Args:
-        build: turns a program, its weights, a device, the keys of mesh axes, and what waits for weights that are under
-            way into a module.
+        build: turns a program, its weights, a device, the keys of mesh axes, what waits for weights that are under way
+            and what gives the sums of their gradients into a module.
         weights: the weights this rank holds, in the model's order, with the shapes of its parts.
         storage: the layout of every weight that is not simply replicated over the tensor axis.
         holders: for every weight held at several positions of the pipeline, those in order; the first one owns it.
