@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -13,6 +14,7 @@ from autopar import accumulating_linear
 from autopar.runtime.buckets import FlatBucket
 
 LARGE = 2**16  # elements, from which a kernel takes longer than its launch
+LATER_BYTES = 2**20  # gradients of a bucket that take up less can wait until a backward is over
 HAS_TRITON = find_spec("triton") is not None
 
 
@@ -22,7 +24,8 @@ class Gradients:
     Programs read leaves of autograd: the parameters, or low-precision copies of them. What a backward leaves in a
     leaf's gradient is moved on: added to the parameter's sum in the parameter's dtype, as autocast does for every
     microbatch. The gradients of a bucket move together, as soon as the last of them came or when the backward is over.
-    Compiled linear layers add to the sums themselves, which `lend` gives them.
+    Compiled linear layers add to the sums themselves, which `lend` gives them; the little that other layers leave then
+    moves when the backward is over, for all buckets at once, unless somebody waits (``prompt``).
 
     Sums become the parameters' ``grad`` in `show`, and are taken away again by `hide`, because autograd would add to
     them parameter by parameter. A step begins without any: `clear` ends each.
@@ -39,6 +42,7 @@ class Gradients:
         self.came: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
         self.lent: dict[str, torch.Tensor] = {}
         self.grown: set[str] = set()
+        self.prompt = False
         for name in self.bucket_of:
             self.watch(name, parameters[name])
 
@@ -66,14 +70,23 @@ class Gradients:
             return
         index = self.bucket_of[name]
         self.came[index].append((name, leaf))
-        if len(self.came[index]) == len(self.buckets[index].names):
-            self.move(index)
+        full = len(self.came[index]) == len(self.buckets[index].names)
+        if full and (self.prompt or not self.can_wait(index)):
+            self.move([index])
+
+    def can_wait(self, index: int) -> bool:
+        """Whether what came to a bucket takes up little memory."""
+        gradients = [leaf.grad for _, leaf in self.came[index] if leaf is not None]
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None) < LATER_BYTES
 
     def settle(self) -> None:
-        """A backward is over: move what came to buckets that it did not fill."""
-        for index, came in enumerate(self.came):
-            if came:
-                self.move(index)
+        """A backward is over: move what came to buckets that it did not fill, and what could wait."""
+        came = [index for index, noted in enumerate(self.came) if noted]
+        for index in came:
+            if self.prompt or not self.can_wait(index):
+                self.move([index])
+        if later := [index for index in came if self.came[index]]:
+            self.move(later)
 
     def flat(self, index: int) -> torch.Tensor:
         """A bucket's memory."""
@@ -85,19 +98,24 @@ class Gradients:
             self.views |= bucket.views(flat, self.parameters)
         return flat
 
-    def move(self, index: int) -> None:
-        """Move what came to a bucket into its sums, with a number of calls that does not depend on how much that is."""
-        came, self.came[index] = self.came[index], []
-        self.flat(index)
+    def move(self, indices: Sequence[int]) -> None:
+        """Move what came to buckets into its sums, with a number of calls that does not depend on how much that is."""
+        came = [noted for index in indices for noted in self.came[index]]
+        for index in indices:
+            self.came[index] = []
+            self.flat(index)
         moving = [(name, leaf) for name, leaf in came if leaf is not None]
         gradients = {name: leaf.grad for name, leaf in moving if leaf.grad is not None}
         assert len(gradients) == len(moving), "a gradient came twice in one backward"
-        first = [name for name in gradients if name not in self.grown]
-        more = [name for name in gradients if name in self.grown]
-        if first:
-            torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
-        for dtype in {gradients[name].dtype for name in more}:
-            self.add(dtype, {n: gradients[n] for n in more if gradients[n].dtype == dtype})
+        alike: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
+        for name, gradient in gradients.items():
+            alike[self.views[name].dtype, gradient.dtype].append(name)
+        for (_, dtype), names in alike.items():
+            first = [name for name in names if name not in self.grown]
+            if first:
+                torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
+            if len(first) < len(names):
+                self.add(dtype, {name: gradients[name] for name in names if name in self.grown})
         for _, leaf in moving:
             leaf.grad = None
         self.grown |= gradients.keys()

@@ -107,16 +107,13 @@ class Rank:
         """Build a program for each chunk of this rank, under a number that steps will name; ``constants`` are those
         they read."""
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
-        build, copies, lend = self.spec.build, self.copies, self.updater.gradients.lend
-        self.chunks[key] = tuple(
-            Chunk(
-                program,
-                build(
-                    program, {**held, **copies.read_by(program)}, self.device, self.axes, copies.waits, lend
-                ),
-            )
-            for program in programs
-        )  # fmt: skip
+        copies, sums = self.copies, self.updater.gradients.lend
+
+        def chunk(program: Program) -> Chunk:
+            weights = {**held, **copies.read_by(program)}
+            return Chunk(program, self.spec.build(program, weights, self.device, self.axes, copies.waits, sums))
+
+        self.chunks[key] = tuple(map(chunk, programs))
 
     def step(self, work: Work) -> BoundStep:
         """The bound schedule for a step, made at its first use."""

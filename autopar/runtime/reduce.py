@@ -93,6 +93,7 @@ class ReplicaSum:
         gradients.moved = self.moved
 
     def reset(self) -> None:
+        self.gradients.prompt = False
         self.missing = [set(bucket.names) for bucket in self.gradients.buckets]
         self.complete: set[str] = set()
         self.started: list[Delivery] = []
@@ -105,6 +106,7 @@ class ReplicaSum:
     def arm(self, names: Collection[str]) -> None:
         """From now on the gradients of some weights are complete when they come: theirs is the last backward before
         the update."""
+        self.gradients.prompt = True
         self.complete |= {*names}
 
     def moved(self, names: Sequence[str]) -> None:
