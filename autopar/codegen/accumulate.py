@@ -44,11 +44,8 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
         if readers[weight.name] > 1 or weight.name in program.results:
             return op
         total = sums(weight.name)
-        if (
-            total is None
-            or not total.is_contiguous()
-            or total.dtype not in (torch.float32, getattr(torch, op.outputs[0].dtype))
-        ):
+        products = torch.float32, getattr(torch, op.outputs[0].dtype)
+        if total is None or total.dtype not in products or not total.is_contiguous():
             return op
         name = unused_name(f"{weight.name}.sum", taken)
         taken.add(name)
