@@ -14,6 +14,7 @@ from zoo import Tied, UNet, resnet18, tiny_vit
 
 import autopar
 from autopar.codegen import compiled, graph_module, split
+from autopar.codegen.compiled import SPLIT_SIZE, norm_options
 from autopar.codegen.regions import SMALLEST, region_starts
 from autopar.codegen.segments import divided
 from autopar.ir import Graph
@@ -93,6 +94,13 @@ def test_equal_blocks_are_compiled_once(quick_compiler: list[Any]) -> None:
         module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
         assert torch.allclose(module(x)[0], model(x), atol=1e-5)
         assert len(quick_compiler) == 3  # what is before the blocks, a block, what is behind
+
+
+@pytest.mark.parametrize(("rows", "split"), [(10, 16), (6_304, 16), (12_608, 32), (25_216, 64), (10**6, 128)])
+def test_norms_leave_about_as_many_partial_sums(rows: int, split: int) -> None:
+    graph = traced(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), torch.randn(rows, 4))
+    assert norm_options(graph.ops) == {SPLIT_SIZE: split}
+    assert norm_options(graph.ops[:1]) is None
 
 
 def small_resnet() -> nn.Module:
