@@ -357,6 +357,11 @@ def test_with_tensor_parallelism_and_replicas() -> None:
             "No plan has 10 stages: net can be cut into 8 pieces at most. Use chunks=4 or less.",
         ),
         (
+            {"schedule": "interleaved", "chunks": 10_000, "pp": 2},
+            InfeasibleError,
+            "No plan has 20000 stages: net can be cut into 8 pieces at most. Use chunks=4 or less.",
+        ),
+        (
             {"schedule": "interleaved", "chunks": 2, "pins": {"blocks.0": 4}},
             UsageError,
             "blocks.0 is pinned to stage 4, stages are 0 to 3.",

@@ -16,6 +16,7 @@ import autopar
 from autopar.cli import app
 from autopar.cli.command import spread
 from autopar.cli.flags import parse_kwargs, parse_pins, parse_shape
+from autopar.cli.output import check_writable
 from autopar.errors import UsageError
 
 TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "num_classes=10", "--img-size", "32"]
@@ -175,7 +176,8 @@ def test_flags_reach_the_plan(user_models):
         ([*TINY, "--model-kwargs", "dept=3"], 2, r"vit_tiny_patch16_224\(.*failed: TypeError"),
         ([*TINY, "--model-kwargs", "7=3"], 2, "Cannot read --model-kwargs '7=3'"),
         ([*TINY, "--batch", "4096", "--memory", "1MiB"], 3, "No plan fits: stage"),
-        ([*TINY, "-o", "no/such/folder/plan.json"], 2, "Cannot write the plan to no/such/folder/plan.json"),
+        ([*TINY, "-o", "no/such/folder/plan.json"], 2, "Cannot write to no/such/folder/plan.json: No such file"),
+        ([*TINY, "-o", "."], 2, r"Cannot write to \.: Is a directory. Give a file"),
         ([*TINY, "--bogus"], 2, "No such option: --bogus"),
         ([*TINY, "--devices", "0"], 2, "devices"),
     ],
@@ -187,6 +189,25 @@ def test_bad_arguments_of_plan(args, code, message):
     assert (got, out) == (code, "")
     assert re.search(message, error), error
     assert "Traceback" not in error
+
+
+def test_a_plan_that_cannot_be_saved_is_not_looked_for(monkeypatch, tmp_path):
+    monkeypatch.setattr("autopar.plan", lambda *_, **__: pytest.fail("searched for a plan"))
+    link = tmp_path / "link.json"
+    link.symlink_to(tmp_path / "missing" / "plan.json")
+    for path, message in ((tmp_path, "Is a directory"), (link, "No such file or directory")):
+        code, _, error = invoke("plan", *TINY, "--devices", "2", "-o", str(path))
+        assert (code, message in error) == (2, True), error
+    assert link.is_symlink()
+
+
+def test_trying_whether_a_file_can_be_written_leaves_nothing_new(tmp_path):
+    old, link = tmp_path / "old", tmp_path / "link"
+    old.write_text("kept")
+    link.symlink_to(tmp_path / "new")
+    for path in (old, link, tmp_path / "other"):
+        check_writable(path)
+    assert (old.read_text(), link.is_symlink(), len(list(tmp_path.iterdir()))) == ("kept", True, 2)
 
 
 def test_more_stages_than_pieces_is_infeasible(user_models):
@@ -399,6 +420,16 @@ def test_help_names_the_commands():
     code, out, _ = invoke("--help")
     assert code == 0
     assert all(name in out for name in ("plan", "check", "train", "codegen", "bench", "Exit codes"))
+
+
+def test_help_in_80_columns_names_every_flag_and_command_whole(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = invoke("bench", "--help")
+    flags = set(re.findall(r"--[a-z0-9-]+", out))
+    assert code == 0 and {"--microbatch-size", "--microbatch-sizes", "--batch-size", "--no-cuda-graph"} <= flags
+    assert max(map(len, out.splitlines())) <= 80
+    _, out, _ = invoke("--help")
+    assert "Prove on this machine that MODEL computes the same on N devices as on one." in " ".join(out.split())
 
 
 def test_version():

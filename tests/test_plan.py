@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,21 @@ def test_round_trip(tmp_path: Path) -> None:
     plan().save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan()
     assert [p.name for p in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "plan.json")
+    plan().save(link)
+    assert link.is_symlink() and Plan.load(tmp_path / "plan.json") == plan()
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        text = pool.submit(pipe.read_text)
+        plan().save(pipe)
+        assert Plan.from_json(text.result()) == plan() and pipe.is_fifo()
+    with pytest.raises(IsADirectoryError):
+        plan().save(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link.json", "pipe", "plan.json"]
 
 
 @pytest.mark.parametrize(

@@ -574,6 +574,13 @@ def test_devices_that_no_mesh_can_use() -> None:
     )
 
 
+def test_too_many_chunks_for_every_mesh_are_what_to_change() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"pp 2 × .*: can be cut into 6 pieces at most; .*Use fewer chunks, another"
+    ):
+        meshed(Constraints(devices=2, batch=8, schedule="interleaved", chunks=50), depth=3)
+
+
 def test_what_was_refined_is_kept_where_it_is_faster_and_fits_and_certifies_either_way() -> None:
     asked = Constraints(devices=4, batch=32, pp=2, tp=2, memory_bytes=10 * GIB)
     solver = SolverInfo("HiGHS", "optimal", 0.0, 1.0, method="joint")

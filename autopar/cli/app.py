@@ -22,6 +22,7 @@ from autopar.cli.train import train
 
 app = typer.Typer(
     cls=Commands,
+    rich_markup_mode=None,  # tables of rich cut the names of flags in a terminal of 80 columns
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

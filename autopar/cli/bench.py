@@ -186,6 +186,8 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 def check_files(files: Mapping[str, Path | None]) -> None:
     """Raise a UsageError now if what flags name cannot be written later, or is one file twice."""
+    from autopar.cli.output import check_writable
+
     flags: dict[Path, str] = {}
     for flag, path in files.items():
         if path is None:
@@ -194,20 +196,6 @@ def check_files(files: Mapping[str, Path | None]) -> None:
         other = flags.setdefault(path.resolve(), flag)
         if other != flag:
             raise UsageError(f"{other} and {flag} both write to {path}. Give each a file of its own.")
-
-
-def check_writable(path: Path) -> None:
-    """Raise a UsageError now if a file cannot be written later; one that is there is left as it is."""
-    new = not path.exists()
-    try:
-        with path.open("ab"):
-            pass
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise UsageError(
-            f"Cannot write to {path}: {error.strerror}. Give a file in a folder that exists and can be written to."
-        ) from error
 
 
 def write(path: Path, text: str) -> None:

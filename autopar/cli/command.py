@@ -27,6 +27,10 @@ class Commands(TyperGroup):
 class Command(TyperCommand):
     """A command that ends with one readable message and the error's exit code."""
 
+    def get_short_help_str(self, limit: int = 1000) -> str:
+        """The first sentence of its help, whole in the list of commands too, which wraps it."""
+        return super().get_short_help_str(1000)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, spread(args))

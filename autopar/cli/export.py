@@ -20,9 +20,11 @@ def export(
     from safetensors.torch import save_file
 
     from autopar.checkpoints import read_header, read_weights
+    from autopar.cli.output import check_writable
     from autopar.errors import UsageError
     from autopar.train import last_of
 
+    check_writable(output)
     checkpoint = last_of(checkpoint)
     header = read_header(checkpoint)
     weights = read_weights(checkpoint, ema)

@@ -34,6 +34,20 @@ def screen() -> tuple[int, bool]:
     return min(console.width, MAX_WIDTH), not console.no_color
 
 
+def check_writable(path: Path) -> None:
+    """Raise a UsageError now if a file cannot be written later; one that is there is left as it is."""
+    new = not path.exists()
+    try:
+        with path.open("ab"):
+            pass
+        if new:
+            path.resolve().unlink()  # not a link that names it
+    except OSError as error:
+        raise UsageError(
+            f"Cannot write to {path}: {error.strerror}. Give a file in a folder that exists and can be written to."
+        ) from error
+
+
 def save_plan(plan: Plan, path: Path) -> None:
     """Write a plan file.
 

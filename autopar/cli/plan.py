@@ -29,8 +29,10 @@ def plan(
     import autopar
     from autopar.cli.inputs import Input, example, parse_inputs
     from autopar.cli.models import model_source
-    from autopar.cli.output import save_plan, show_plan
+    from autopar.cli.output import check_writable, save_plan, show_plan
 
+    if output is not None:
+        check_writable(output)
     source = model_source(model, model_flags, batch or DEFAULT_BATCH)
     inputs = example(parse_inputs(model_flags.inputs, batch), Input.empty)
     found = autopar.plan(source, devices, inputs, batch_size=batch, **constraints)

@@ -219,8 +219,11 @@ class Plan:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write the plan as JSON; the file is replaced in one piece."""
+        """Write the plan as JSON; a file is replaced in one piece, a link or a device (/dev/null) is written to."""
         target = Path(path)
+        if target.is_symlink() or (target.exists() and not target.is_file()):
+            target.write_text(self.to_json())
+            return
         temporary = target.with_name(target.name + ".tmp")
         temporary.write_text(self.to_json())
         temporary.replace(target)

@@ -196,7 +196,10 @@ def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
     in_flight = [max_in_flight(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp)]
     moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
     if chunks > 1:
-        moments = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
+        if point.stages > priced.cost.loss:  # more than groups: refused, while listing what they hold takes minutes
+            moments = (((1,) * chunks,),) * mesh.pp
+        else:
+            moments = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
         in_flight = [moments[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
     return CutProblem(
         cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,

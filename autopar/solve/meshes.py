@@ -149,9 +149,10 @@ def no_mesh(model: str, constraints: Constraints, refused: Mapping[Mesh, str]) -
     """The error where no mesh is left: each with its reason, the first few of them."""
     listed = "; ".join(f"{mesh}: {reason}" for mesh, reason in list(refused.items())[:MAX_LISTED])
     more = f"; and {len(refused) - MAX_LISTED} more" if len(refused) > MAX_LISTED else ""
+    fewer = "fewer chunks, " if (constraints.chunks or 1) > 1 else ""
     return InfeasibleError(
         f"No mesh of {plural(constraints.devices, 'device')} works for {model} and a batch of {constraints.batch:,}. "
-        f"{listed}{more}. Use another number of devices or another batch."
+        f"{listed}{more}. Use {fewer}another number of devices or another batch."
     )
 
 
