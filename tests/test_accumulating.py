@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ import autopar
 from autopar import accumulating_linear
 from autopar.accumulating_linear import add_product
 from autopar.codegen import compiled, graph_module
-from autopar.runtime.gradients import Gradients
+from autopar.runtime.gradients import Gradients, Sum
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
@@ -145,6 +147,22 @@ def test_a_weight_that_is_a_vector_has_its_gradient_moved(added: list[bool]) -> 
     found = run(model, x, y, True, precision="bf16-params")
     assert found[0] == pytest.approx(expected[0], abs=1e-2)
     assert len(added) == 3 + 3 + 3 + 2 + 3  # by the last layer
+
+
+def test_empty_weights_and_memory_after_close(added: list[bool]) -> None:
+    x, y = torch.randn(6, 6), torch.randint(0, 10, (6,))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 0), nn.Linear(0, 6), nn.Linear(6, 10))
+    pm = autopar.parallelize(
+        model, 1, x, loss_fn=F.cross_entropy, optimizer=ADAMW, precision="bf16-params", compile=True
+    )
+    pm.train_step(x, y)
+    assert added == [False]  # by the last layer
+    owners = [weakref.ref(owner.gradients) for owner in accumulating_linear.OWNERS.values() if isinstance(owner, Sum)]
+    pm.close()
+    del pm
+    gc.collect()
+    assert not accumulating_linear.OWNERS
+    assert [owner() for owner in owners] == [None]
 
 
 @pytest.mark.parametrize("zero1", [False, True])
