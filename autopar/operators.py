@@ -113,3 +113,28 @@ def results_of(op: Op, tensors: Sequence[Tensor]) -> list[Tensor]:
     args, kwargs = slotted_arguments(op)
     made = operator(op.target)(*filled(args, tensors), **{name: filled(x, tensors) for name, x in kwargs.items()})
     return [t for t in (made if isinstance(made, list | tuple) else (made,)) if isinstance(t, Tensor)]
+
+
+def passes_on(op: Op, read: Sequence[Operand | Value]) -> tuple[frozenset[int], ...]:
+    """For each result the numbers of the operands whose gradient depends on the result's.
+
+    That of ``round`` is zeros whatever comes, and ``a.type_as(b)`` asks only what ``b`` looks like. Of what torch
+    cannot differentiate without data there are none.
+    """
+    leaves = [meta_tensor(like) for like in read]
+    tracked = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
+
+    def reached(result: Tensor) -> frozenset[int]:
+        if not result.requires_grad:
+            return frozenset()
+        # That a gradient depends on what arrives is what a second derivative would need to know.
+        arriving = torch.empty_like(result).requires_grad_()
+        wanted = [leaves[number] for number in tracked]
+        found = torch.autograd.grad(result, wanted, arriving, retain_graph=True, create_graph=True, allow_unused=True)
+        return frozenset(number for number, g in zip(tracked, found) if g is not None and g.requires_grad)
+
+    try:
+        with torch.enable_grad():
+            return tuple(reached(result) for result in results_of(op, leaves))
+    except RuntimeError:  # NotImplementedError is one
+        return ()

@@ -25,6 +25,7 @@ from autopar.bench import (
     CONTESTANTS,
     BenchResult,
     Finished,
+    Interrupted,
     Request,
     StepOnClock,
     bubble_share,
@@ -221,6 +222,19 @@ def test_ctrl_c_keeps_the_rows_so_far(
         assert [row["contestant"] for row in json.loads(Path("r.json").read_text())["rows"]] == ["plain"]
     else:
         assert not list(tmp_path.iterdir())
+
+
+def test_ctrl_c_keeps_the_first_variants_of_a_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(told: Assignment, *others: object) -> Outcome:
+        if told.settings["reshard"]:
+            raise KeyboardInterrupt
+        return Outcome(failure=Failure("usage", "too slow"))
+
+    monkeypatch.setattr("autopar.bench.run.run_contestant", run)
+    with pytest.raises(Interrupted, match="after 0 of 1 contestant") as caught:
+        run_bench(request(only=("fsdp2",), microbatch_sizes=()))
+    (row,) = caught.value.result.rows
+    assert row.reason == "too slow" and row.best
 
 
 def test_ctrl_c_while_planning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

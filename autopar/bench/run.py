@@ -7,7 +7,7 @@ import json
 import platform
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -97,10 +97,10 @@ class Finished:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while contestants ran: the rows of those that were through, and how many were to take part."""
+    """Ctrl-C while contestants ran: the rows so far, how many were through, and how many were to take part."""
 
-    def __init__(self, result: BenchResult, contestants: int) -> None:
-        super().__init__(f"after {len(result.best)} of {plural(contestants, 'contestant')}")
+    def __init__(self, result: BenchResult, through: int, contestants: int) -> None:
+        super().__init__(f"after {through} of {plural(contestants, 'contestant')}")
         self.result = result
 
 
@@ -168,31 +168,36 @@ class Bench:
 
     def run(self) -> Finished:
         """All contestants."""
+        through, count = 0, len(self.taking_part)
         try:
-            for number, contestant in enumerate(self.taking_part, 1):
-                self.take(contestant, f"[{number}/{len(self.taking_part)}] {contestant.name}")
+            for contestant in self.taking_part:
+                self.take(contestant, f"[{through + 1}/{count}] {contestant.name}")
+                through += 1
         except KeyboardInterrupt as error:
-            raise Interrupted(self.result(), len(self.taking_part)) from error
+            raise Interrupted(self.result(), through, count) from error
         return Finished(self.result(), self.trace)
 
     def take(self, contestant: Contestant, head: str) -> None:
-        """Add a contestant's rows, the fastest marked."""
-        rows = self.tried(contestant, head)
-        fastest = min(rows, key=lambda row: (row.median_seconds is None, row.median_seconds or 0.0), default=None)
-        rows = [replace(row, best=row is fastest) for row in rows]
-        self.rows = noted([*self.rows, *rows], self.plan.precision, self.batch_statistics)
-        self.keep(self.result())
+        """Add a contestant's rows as they come: one for each variant, or one that says why there is none."""
+        others = self.rows
+        rows: list[Row] = []
+        for row in self.tried(contestant, head):
+            rows.append(row)
+            fastest = min(rows, key=lambda row: (row.median_seconds is None, row.median_seconds or 0.0))
+            marked = [replace(row, best=row is fastest) for row in rows]
+            self.rows = noted([*others, *marked], self.plan.precision, self.batch_statistics)
+            self.keep(self.result())
 
-    def tried(self, contestant: Contestant, head: str) -> list[Row]:
-        """A row for each variant, or one that says why there is none."""
+    def tried(self, contestant: Contestant, head: str) -> Iterator[Row]:
+        """The rows of a contestant."""
         blank = self.blank(contestant, Variant("", {}))
         try:
             variants = contestant.variants(self.field)
             found = self.plan_of(contestant)
         except (NotExpressible, InfeasibleError) as error:
             self.progress(f"{head}: {error}")
-            return [Row(**blank, reason=str(error))]
-        rows = []
+            yield Row(**blank, reason=str(error))
+            return
         for variant in variants:
             title = f"{head}{f', {variant.label}' if variant.label else ''}"
             if variant.reason is None:
@@ -201,8 +206,7 @@ class Bench:
             else:
                 row = Row(**self.blank(contestant, variant), reason=variant.reason)
             self.progress(f"{title}: {outcome_text(row)}")
-            rows.append(row)
-        return rows
+            yield row
 
     def plan_of(self, contestant: Contestant) -> Plan | None:
         """The plan that a contestant runs."""

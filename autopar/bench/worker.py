@@ -39,6 +39,7 @@ BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
 OWN_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}  # autopar makes one for itself
 MOST_LETTERS = 300  # of a reason
 INSPECTED_STEPS = 3  # after the timed ones on a GPU: what their actions took is read, which makes the host wait
+RUN_UP_STEPS = 5  # before each of those, so that the GPU is as warm, and its clock as slow, as in the timed ones
 GROUP_TIMEOUT = timedelta(minutes=30)  # the bench has a limit of its own
 
 
@@ -107,6 +108,8 @@ def measured(told: Assignment, seat: Seat) -> Left:
     begun, ended, steps = [], [], []
     for i in range(0 if on_gpu and ready.stats is None else INSPECTED_STEPS if on_gpu else told.steps):
         say(f"step {i + 1}")
+        for _ in range(RUN_UP_STEPS if on_gpu else 0):
+            ready.step()
         meet()
         start = time.perf_counter_ns()
         share = ready.step()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from autopar.codegen.overlap import is_layer, overlapped
+from autopar.codegen.regions import writes_into_value
 from autopar.ir import Op, Program, Ref, unused_name
-from autopar.operators import named_arguments
+from autopar.operators import named_arguments, operand_of, passes_on, slotted_arguments
 
 Sums = Callable[[str], Tensor | None]  # by a weight's name
 
@@ -23,13 +24,13 @@ def no_sums(name: str) -> None:
 def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Tensor]]:
     """The program with `autopar.accumulating_linear` where it is possible, and the sums that it reads then, by name.
 
-    That is where nothing else reads the weight, whose gradient has no other part then, what the layer reads has a
-    gradient, and there is such a product. Layers beside collectives stay: they overlap with these instead.
+    That is where nothing else reads the weight, whose gradient has no other part then, the gradient of what the layer
+    reads is wanted, and there is such a product. Layers beside collectives stay: they overlap with these instead.
     """
     if program.mode != "train":
         return program, {}
     readers = Counter(name for op in program.ops for name in op.reads)
-    grows = {value.name for value in program.values if value.requires_grad}
+    wanted = with_wanted_gradient(program)
     lone = {op.name for op in overlapped(program.ops, program.results) if is_layer(op)}
     taken = {*readers, *(value.name for value in program.values)}
     used: dict[str, Tensor] = {}
@@ -39,13 +40,13 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
             return op
         given = named_arguments(op)
         x, weight = given["input"], given["weight"]
-        if not isinstance(x, Ref) or not isinstance(weight, Ref) or x.name not in grows:
+        if not isinstance(x, Ref) or not isinstance(weight, Ref) or x.name not in wanted:
             return op
         if readers[weight.name] > 1 or weight.name in program.results:
             return op
         total = sums(weight.name)
         products = torch.float32, getattr(torch, op.outputs[0].dtype)
-        if total is None or total.dtype not in products or not total.is_contiguous():
+        if total is None or total.ndim != 2 or total.dtype not in products or not total.is_contiguous():
             return op
         name = unused_name(f"{weight.name}.sum", taken)
         taken.add(name)
@@ -54,3 +55,27 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
         return replace(op, target="autopar.accumulating_linear.default", args=args, kwargs=())
 
     return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
+
+
+def with_wanted_gradient(program: Program) -> Set[str]:
+    """The values whose gradient that of something received or of a weight depends on.
+
+    A compiler leaves out what makes the gradient of any other value, and with it what is added there.
+    """
+    if any(writes_into_value(op) for op in program.ops):  # who else reads that memory is not looked at
+        return set()
+    like = {value.name: operand_of(value) for value in (*program.values, *(w.value for w in program.weights))}
+    begins = (*(edge.value for edge in program.receives), *program.weights)
+    wanted = {value.name for value in begins if value.requires_grad}
+    known: dict[str, tuple[frozenset[int], ...]] = {}
+    for op in program.ops:
+        if wanted.isdisjoint(op.reads):
+            continue
+        read = [like[name] for name in op.reads]
+        alike = repr((op.target, slotted_arguments(op), read))
+        if alike not in known:
+            known[alike] = passes_on(op, read)
+        for value, operands in zip(op.outputs, known[alike]):
+            if any(op.reads[k] in wanted for k in operands):
+                wanted.add(value.name)
+    return wanted

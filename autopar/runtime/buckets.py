@@ -40,6 +40,11 @@ class FlatBucket:
         return self.bounds[-1]
 
     @property
+    def segments(self) -> int:
+        """One for each owner, or one for all."""
+        return len(self.bounds) - 1
+
+    @property
     def even(self) -> bool:
         """Whether all segments are of one length, so that one collective serves all owners."""
         return len({high - low for low, high in pairwise(self.bounds)}) == 1

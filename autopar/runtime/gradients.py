@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from autopar import accumulating_linear
 from autopar.runtime.buckets import FlatBucket
@@ -41,6 +42,7 @@ class Gradients:
         # Weights whose gradients came, with the leaf that has what is still to be moved.
         self.came: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
         self.lent: dict[str, torch.Tensor] = {}
+        self.hooks: list[RemovableHandle] = []
         self.grown: set[str] = set()
         self.prompt = False
         for name in self.bucket_of:
@@ -48,21 +50,25 @@ class Gradients:
 
     def watch(self, name: str, leaf: nn.Parameter) -> None:
         """Also move what comes to another leaf of a parameter."""
-        leaf.register_post_accumulate_grad_hook(lambda own: self.note(name, own))
+        self.hooks.append(leaf.register_post_accumulate_grad_hook(lambda own: self.note(name, own)))
 
     def lend(self, name: str) -> torch.Tensor | None:
-        """The sum of a weight, for a linear layer that adds to it; None of one that is not in a bucket."""
-        if name not in self.lent and name in self.bucket_of:
+        """The sum of a weight, for a linear layer that adds to it; None of one that is not in a bucket, or is empty and
+        so without an address."""
+        if name not in self.lent and name in self.bucket_of and self.parameters[name].numel() > 0:
             self.flat(self.bucket_of[name])
             self.lent[name] = self.views[name].data  # with a version of its own, which autograd keeps an eye on
             accumulating_linear.register(self.lent[name], Sum(self, name))
         return self.lent.get(name)
 
     def close(self) -> None:
-        """Take back what was lent."""
+        """Take back what was lent, and watch no more: hooks keep what they call alive, and that the leaves."""
         for sums in self.lent.values():
             accumulating_linear.unregister(sums)
+        for hook in self.hooks:
+            hook.remove()
         self.lent.clear()
+        self.hooks.clear()
 
     def note(self, name: str, leaf: torch.Tensor | None) -> None:
         """A leaf's gradient has come, or was added to its sum."""

@@ -120,8 +120,8 @@ class ReplicaSum:
     def start(self, index: int) -> None:
         """Start summing a bucket in its own memory."""
         bucket, flat = self.gradients.buckets[index], self.gradients.fill(index)
-        whole = len(bucket.bounds) == 2
-        self.started.append(self.exchange.sum(flat) if whole else self.exchange.reduce_scatter(flat, bucket))
+        alone = bucket.segments == 1
+        self.started.append(self.exchange.sum(flat) if alone else self.exchange.reduce_scatter(flat, bucket))
 
     def start_rest(self) -> None:
         """The last backward is over: start what waits for gradients that will not come, before any other call, so that
@@ -142,7 +142,7 @@ class ReplicaSum:
         gradients.grown = {
             name
             for bucket in gradients.buckets
-            for name in (bucket.names if len(bucket.bounds) == 2 else bucket.owned(self.replica))
+            for name in (bucket.names if bucket.segments == 1 else bucket.owned(self.replica))
             if exists[name]
         }
         gradients.show()

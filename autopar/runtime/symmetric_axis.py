@@ -94,11 +94,10 @@ class SymmetricCommunicator:
         self.boards.barrier()
 
     def reduce_segments(self, segments: Sequence[Tensor]) -> None:
-        """Each rank sums one flat segment of possibly several lengths, in place, its own part first."""
+        """Each rank sums one flat segment of possibly several lengths, in place."""
         own = segments[self.rank]
-        board = self.spread(segments, max(map(len, segments)))[self.rank]
-        for k in self.others():
-            own.add_(board[k, : len(own)])
+        board = self.spread(segments, max(map(len, segments)), itself=True)[self.rank]
+        torch.sum(board[:, : len(own)], 0, out=own)  # one kernel: each waits until multiprocessors are free
         self.boards.barrier()
 
     def gather_segments(self, segments: Sequence[Tensor]) -> None:
@@ -163,13 +162,13 @@ class SymmetricCommunicator:
         self.boards.barrier()
         return [stacked[k] if k == self.rank else self.board(k, stacked)[self.rank] for k in range(self.ranks)]
 
-    def spread(self, given: Sequence[Tensor], longest: int) -> list[Tensor]:
-        """All ranks' boards [ranks, longest], once each has in its rows what the others have given it; here one flat
-        tensor for each rank."""
+    def spread(self, given: Sequence[Tensor], longest: int, itself: bool = False) -> list[Tensor]:
+        """All ranks' boards [ranks, longest], once each has in its rows what the others have given it, and ``itself``;
+        here one flat tensor for each rank."""
         dtype = given[0].dtype
         self.boards.reserve(self.ranks * longest * dtype.itemsize)
         boards = [self.boards.of(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
-        for k in self.others():
+        for k in (*self.others(), self.rank) if itself else self.others():
             boards[k][self.rank, : len(given[k])].copy_(given[k])
         self.boards.barrier()
         return boards

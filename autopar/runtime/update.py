@@ -42,7 +42,7 @@ class Updater:
         self.replica_sum: ReplicaSum | None = None
         self.replica_weights: ReplicaWeights | None = None
         if replicated:
-            largest = max(bucket.longest * spec.mesh.dp * bucket.dtype.itemsize for bucket in buckets)
+            largest = max(bucket.longest * bucket.segments * bucket.dtype.itemsize for bucket in buckets)
             exchange = exchange_of(transport, spec.replicas, torch.device(spec.device), largest)
             self.replica_sum = ReplicaSum(self.gradients, spec.replicas, spec.place.replica, transport, exchange)
             if spec.owners:
