@@ -1,4 +1,4 @@
-"""The Python blocks of README.md run as they are pasted, here at toy size and on one device."""
+"""README.md shows what there is: its Python blocks run as they are pasted, here at toy size and on one device."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from autopar.cli.app import app
 
 TEXT = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
@@ -53,3 +56,13 @@ def test_the_block_that_trains_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_there_is_no_other_block() -> None:
     assert len(BLOCKS) == len(SMALLER)
+
+
+@pytest.mark.parametrize(("begins", "flags"), [("$ autopar plan", ()), ("sharded  ", ("--tp", "2"))])
+def test_the_plan_is_what_is_printed(begins: str, flags: tuple[str, ...]) -> None:
+    command = "plan vit_large_patch16_224 --devices 4 --hardware h200-nvlink"
+    (shown,) = re.findall(rf"^```\n({re.escape(begins)}.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    out = CliRunner(env={"COLUMNS": "100"}).invoke(app, [*command.split(), *flags], prog_name="autopar").stdout
+    shown = shown.removeprefix(f"$ autopar {command}\n")
+    seconds = r"\d\.\d\d s, balancing"
+    assert re.sub(seconds, "", shown).strip() in re.sub(seconds, "", out)
