@@ -187,6 +187,7 @@ def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, 
     return as_call(model, torch.empty(shape, device="meta"))
 
 
+@torch.inference_mode(False)  # the model is to train, whatever the caller is doing
 def parallelize(
     model: nn.Module,
     devices: int,

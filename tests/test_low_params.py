@@ -151,3 +151,22 @@ def test_a_model_that_mixes_its_copies_with_float32_buffers_is_refused() -> None
     for model in (Buffered(cast=True), Buffered(cast=False, only_last=True), Masked()):
         with autopar.parallelize(model, 1, x, precision="bf16-params") as pm:
             assert pm.eval()(x).shape == (8, 4)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-params"])
+def test_a_start_in_inference_mode_leaves_a_model_that_trains(precision: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = tiny_vit(1), torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
+    losses = []
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            pm = autopar.parallelize(
+                model, 1, x, loss_fn=F.cross_entropy, optimizer=ADAMW, microbatches=2, precision=precision
+            )
+            pm.eval()(x)
+        with pm:
+            pm.train()
+            losses.append([pm.train_step(x, y).loss for _ in range(2)])
+            with mode():
+                assert not pm.eval()(x).requires_grad
+    assert losses[0] == losses[1]

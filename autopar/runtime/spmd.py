@@ -290,7 +290,8 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
         DeviceMemoryError: the rank's device ran out of memory.
     """
     try:
-        with rank.active():
+        # Not in the caller's inference mode: what a rank makes at its first use must serve for training too.
+        with rank.active(), torch.inference_mode(False):
             return getattr(rank, name)(*arguments)
     except torch.OutOfMemoryError as error:
         raise out_of_memory(rank, name, error) from error
