@@ -144,3 +144,60 @@ def test_compiled_equals_eager(
         for name, tensor in state.items():
             assert torch.allclose(other[2][name].float(), tensor.float(), atol=1e-5, rtol=1e-4), name
         assert torch.allclose(other[3], output, atol=1e-4)
+
+
+class Heads(nn.Module):
+    """One output for a loss and two beside it; the second head works on the first one's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+        self.features, self.head, self.other = nn.Linear(16, 16), nn.Linear(16, 10), nn.Linear(16, 4)
+        self.hidden = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        h = self.trunk(x)
+        beside, h = self.other(h), self.features(h)
+        out, features = self.head(h), F.gelu(h)
+        return out, features, self.hidden(beside.tanh())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_what_the_loss_leaves_out_has_no_gradient(kept: int, recompute: Any, precision: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = Heads(), torch.randn(6, 8), torch.randn(6, 1)
+    runs = []
+    for wanted in (False, True):
+        with autopar.parallelize(
+            model, 1, x, loss_fn=lambda out, y: F.mse_loss(out[kept].mean(1, True).float(), y), microbatches=2,
+            optimizer=functools.partial(ADAMW, weight_decay=0.5), recompute=recompute, compile=wanted,
+            precision=precision,
+        ) as pm:  # fmt: skip
+            pm.forward_backward(x, y)
+            gradients = pm.gradients()
+            pm.optimizer_step()
+            pm.train_step(x, y)
+            runs.append((gradients, pm.state_dict()))
+    assert runs[1][0].keys() == runs[0][0].keys() < dict(model.named_parameters()).keys()
+    for ours, theirs in zip(runs[1], runs[0], strict=True):
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5 if precision == "fp32" else 5e-3, msg=name)
+
+
+def test_operations_that_lead_to_other_outputs_are_not_compiled_together() -> None:
+    graph = traced(Heads(), torch.randn(2, 8))
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    assert [graph.ops[k].name for k in program.borders] == [
+        "other.linear",
+        "features.linear",
+        "head.linear",
+        "gelu",
+        "tanh",
+    ]
+    assert [program.ops[k] for k in region_starts(program.ops, program.borders)][1:] == [
+        program.ops[k] for k in program.borders
+    ]
+    alone = traced(tiny_vit(2), torch.randn(2, 3, 32, 32))
+    assert not split(alone, {op.name: 0 for op in alone.ops}, 1)[0].borders

@@ -16,7 +16,7 @@ from autopar.codegen.accumulate import Sums, accumulating, no_sums
 from autopar.codegen.compiled import compiled_region
 from autopar.codegen.overlap import overlapped
 from autopar.codegen.patches import with_patch_products
-from autopar.codegen.regions import region_starts
+from autopar.codegen.regions import region_starts, writes_into_value
 from autopar.codegen.segments import Recomputed, Segment, call, divided, segments_of, source_of
 from autopar.ir import LocalDevice, Op, Program, Ref, unused_name
 from autopar.operators import operator
@@ -51,6 +51,8 @@ def graph_module(
         compiled: have torch.compile make kernels of the operations, region by region, at the first call.
     """
     own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
+    if program.borders and any(writes_into_value(op) for op in program.ops):
+        compiled = False  # in one region weights that have no gradient would get zeros
     if compiled:
         program = with_patch_products(program)
         program, added = accumulating(program, sums)
@@ -72,19 +74,23 @@ def graph_module(
         if not compiled:
             return function(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
         wanted = {*results, *(read for s in segments for read in s.reads)}
-        regions = divided(ops, region_starts(ops), own, wanted, "region")
+        borders = [border for border in program.borders if border < len(ops)]
+        regions = divided(ops, region_starts(ops, borders), own, wanted, "region")
         calls = {region.name: compiled_region(region, values, own, emit_region) for region in regions}
         held = own | dict(modules) | calls
         return function((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
 
-    segments = divided(program.ops, program.segments, own, program.results, "segment")
+    starts = program.segments
+    if compiled and starts:
+        starts = tuple(sorted({*starts, *(border for border in program.borders if border > starts[0])}))
+    segments = divided(program.ops, starts, own, program.results, "segment")
     modules = {}
     for s in segments:
         if compiled:
             modules[s.name] = compiled_region(s, values, own, emit_region, recompute=True)
         else:
             modules[s.name] = Recomputed(body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.draws)
-    once = program.ops[: program.segments[0]] if segments else program.ops
+    once = program.ops[: starts[0]] if segments else program.ops
     return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import accumulate, groupby
 
 import torch
@@ -14,12 +14,15 @@ from autopar.operators import operator
 SMALLEST = 8  # operations of a region between others
 
 
-def region_starts(ops: Sequence[Op]) -> tuple[int, ...]:
+def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int, ...]:
     """Positions of the operations that each begin a region, 0 first: runs of one numbered module, such as ``blocks.3``.
 
     A module counts from `SMALLEST` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the innermost.
     Fewer operations in between join what comes before them.
     Operations that write into a value keep everything in one region: who else reads that memory is not looked at.
+
+    Args:
+        borders: positions that begin a region in any case.
     """
     if not ops or any(writes_into_value(op) for op in ops):
         return (0,) if ops else ()
@@ -28,7 +31,8 @@ def region_starts(ops: Sequence[Op]) -> tuple[int, ...]:
     runs = [len(list(run)) for _, run in groupby(homes)]
     last = len(runs) - 1
     starts = zip(accumulate(runs, initial=0), enumerate(runs))
-    return tuple(start for start, (k, length) in starts if k in (0, last) or length >= SMALLEST)
+    whole = {start for start, (k, length) in starts if k in (0, last) or length >= SMALLEST}
+    return tuple(sorted(whole.union(borders)))
 
 
 def numbered(module: str) -> Iterator[str]:

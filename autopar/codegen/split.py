@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from autopar.errors import TraceError
 from autopar.ir import Edge, Graph, Program, Weight, refs
@@ -34,6 +34,8 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
         if reader != source
     ]
     assert all(e.src < e.dst for e in edges), "an operation reads from a later stage"
+    led = outputs_led_to(graph)
+    ops = [tuple(op for op in graph.ops if stage_of[op.name] == stage) for stage in range(num_stages)]
     return tuple(
         Program(
             stage=stage,
@@ -42,13 +44,37 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
             inputs=tuple(v for v in graph.inputs if stage in readers.get(v.name, ())),
             receives=tuple(e for e in edges if e.dst == stage),
             weights=tuple(w for w in graph.weights if stage in readers.get(w.name, ())),
-            ops=tuple(op for op in graph.ops if stage_of[op.name] == stage),
+            ops=ops[stage],
             sends=tuple(e for e in edges if e.src == stage),
             outputs=graph.outputs if stage == last else (),
             out_spec=graph.out_spec if stage == last else None,
+            borders=borders_of([led[op.name] for op in ops[stage]]) if graph.mode == "train" else (),
         )
         for stage in range(num_stages)
     )
+
+
+def outputs_led_to(graph: Graph) -> Mapping[str, Set[str]]:
+    """The model's outputs to which each operation brings gradients from."""
+    led: dict[str, Set[str]] = {name: {name} for name in refs(graph.outputs)}
+    found: dict[str, Set[str]] = {}
+    for op in reversed(graph.ops):
+        own: Set[str] = {name for v in op.outputs if v.requires_grad for name in led.get(v.name, ())}
+        found[op.name] = own
+        for name in op.reads:
+            led[name] = led.get(name, set()) | own
+    return found
+
+
+def borders_of(led: Sequence[Set[str]]) -> tuple[int, ...]:
+    """Where a run of operations that lead to the same outputs ends; those that lead to none belong to any."""
+    borders: list[int] = []
+    current: Set[str] = set()
+    for position, outputs in enumerate(led):
+        if outputs and current and outputs != current:
+            borders.append(position)
+        current = outputs or current
+    return tuple(borders)
 
 
 def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:

@@ -27,6 +27,9 @@ class Program:
 
     ``segments`` are the positions of the operations that each begin a segment: a training step keeps only what enters a
     segment and runs it again in the backward. Operations before the first are run once; so are all where it is empty.
+
+    ``borders`` are the positions of operations that lead to other outputs of the model than those before them. A loss
+    that leaves an output out gives no gradient, which is not zeros, to weights that lead to no other one.
     """
 
     stage: int
@@ -40,6 +43,7 @@ class Program:
     outputs: tuple[Any, ...] = ()
     out_spec: Any = None
     segments: tuple[int, ...] = ()
+    borders: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(e.dst == self.stage and e.src < self.stage for e in self.receives)
