@@ -115,6 +115,11 @@ def results_of(op: Op, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t for t in (made if isinstance(made, list | tuple) else (made,)) if isinstance(t, Tensor)]
 
 
+def signature(op: Op, read: Sequence[Operand | Value]) -> str:
+    """Equal for operations of which equal operands make equal results."""
+    return repr((op.target, slotted_arguments(op), tuple(read)))
+
+
 def passes_on(op: Op, read: Sequence[Operand | Value]) -> tuple[frozenset[int], ...]:
     """For each result the numbers of the operands whose gradient depends on the result's.
 

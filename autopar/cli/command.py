@@ -16,6 +16,9 @@ from autopar.errors import AutoparError
 INTERRUPTED = 130  # what shells report for Ctrl-C
 
 
+LONGEST_HELP = 1000  # letters
+
+
 class Commands(TyperGroup):
     """All commands; ``--debug`` may stand anywhere."""
 
@@ -27,9 +30,9 @@ class Commands(TyperGroup):
 class Command(TyperCommand):
     """A command that ends with one readable message and the error's exit code."""
 
-    def get_short_help_str(self, limit: int = 1000) -> str:
-        """The first sentence of its help, whole in the list of commands too, which wraps it."""
-        return super().get_short_help_str(1000)
+    def get_short_help_str(self, limit: int = LONGEST_HELP) -> str:
+        """The first sentence of its help, whole whatever the limit: the list of commands wraps it."""
+        return super().get_short_help_str(LONGEST_HELP)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.codegen.overlap import is_layer, overlapped
 from autopar.codegen.regions import writes_into_value
 from autopar.ir import Op, Program, Ref, unused_name
-from autopar.operators import named_arguments, operand_of, passes_on, slotted_arguments
+from autopar.operators import named_arguments, operand_of, passes_on, signature
 
 Sums = Callable[[str], Tensor | None]  # by a weight's name
 
@@ -30,28 +30,35 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
     if program.mode != "train":
         return program, {}
     readers = Counter(name for op in program.ops for name in op.reads)
-    wanted = with_wanted_gradient(program)
     lone = {op.name for op in overlapped(program.ops, program.results) if is_layer(op)}
     taken = {*readers, *(value.name for value in program.values)}
+    totals: dict[str, Tensor] = {}  # by layer
+    for op in program.ops:
+        if op.name not in lone or not is_layer(op):
+            continue
+        given = named_arguments(op)
+        x, weight = given["input"], given["weight"]
+        if not isinstance(x, Ref) or not isinstance(weight, Ref):
+            continue
+        if readers[weight.name] > 1 or weight.name in program.results:
+            continue
+        total = sums(weight.name)
+        products = torch.float32, getattr(torch, op.outputs[0].dtype)
+        if total is not None and total.ndim == 2 and total.dtype in products and total.is_contiguous():
+            totals[op.name] = total
+    if not totals:
+        return program, {}
+    wanted = with_wanted_gradient(program)
     used: dict[str, Tensor] = {}
 
     def exchanged(op: Op) -> Op:
-        if op.name not in lone or not is_layer(op):
+        given = named_arguments(op) if op.name in totals else {}
+        if not given or given["input"].name not in wanted:
             return op
-        given = named_arguments(op)
-        x, weight = given["input"], given["weight"]
-        if not isinstance(x, Ref) or not isinstance(weight, Ref) or x.name not in wanted:
-            return op
-        if readers[weight.name] > 1 or weight.name in program.results:
-            return op
-        total = sums(weight.name)
-        products = torch.float32, getattr(torch, op.outputs[0].dtype)
-        if total is None or total.ndim != 2 or total.dtype not in products or not total.is_contiguous():
-            return op
-        name = unused_name(f"{weight.name}.sum", taken)
+        name = unused_name(f"{given['weight'].name}.sum", taken)
         taken.add(name)
-        used[name] = total
-        args = (x, weight, given["bias"], Ref(name))
+        used[name] = totals[op.name]
+        args = (given["input"], given["weight"], given["bias"], Ref(name))
         return replace(op, target="autopar.accumulating_linear.default", args=args, kwargs=())
 
     return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
@@ -72,7 +79,7 @@ def with_wanted_gradient(program: Program) -> Set[str]:
         if wanted.isdisjoint(op.reads):
             continue
         read = [like[name] for name in op.reads]
-        alike = repr((op.target, slotted_arguments(op), read))
+        alike = signature(op, read)
         if alike not in known:
             known[alike] = passes_on(op, read)
         for value, operands in zip(op.outputs, known[alike]):

@@ -34,7 +34,7 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
         if reader != source
     ]
     assert all(e.src < e.dst for e in edges), "an operation reads from a later stage"
-    led = outputs_led_to(graph)
+    led = outputs_led_to(graph) if graph.mode == "train" else {}
     ops = [tuple(op for op in graph.ops if stage_of[op.name] == stage) for stage in range(num_stages)]
     return tuple(
         Program(
@@ -48,7 +48,7 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
             sends=tuple(e for e in edges if e.src == stage),
             outputs=graph.outputs if stage == last else (),
             out_spec=graph.out_spec if stage == last else None,
-            borders=borders_of([led[op.name] for op in ops[stage]]) if graph.mode == "train" else (),
+            borders=borders_of([led[op.name] for op in ops[stage]]) if led else (),
         )
         for stage in range(num_stages)
     )

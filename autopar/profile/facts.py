@@ -24,7 +24,7 @@ from autopar.operators import (
     operand_from,
     operand_of,
     results_of,
-    slotted_arguments,
+    signature,
 )
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -73,11 +73,11 @@ def op_facts(graph: Graph) -> Facts:
     ops: dict[str, OpFacts] = {}
     for op in graph.ops:
         read = tuple(operands[name] for name in op.reads)
-        signature = repr((op.target, slotted_arguments(op), read))
-        if signature not in known:
-            known[signature] = facts_of(op, read)
-        ops[op.name] = known[signature]
-        operands |= {value.name: made for value, made in zip(op.outputs, known[signature].outputs)}
+        alike = signature(op, read)
+        if alike not in known:
+            known[alike] = facts_of(op, read)
+        ops[op.name] = known[alike]
+        operands |= {value.name: made for value, made in zip(op.outputs, known[alike].outputs)}
     return Facts(ops)
 
 

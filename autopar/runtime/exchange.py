@@ -11,8 +11,8 @@ from autopar.runtime.buckets import FlatBucket
 from autopar.runtime.symmetric_axis import SymmetricCommunicator
 from autopar.runtime.transport import Delivery, Transport
 
-# Larger buckets pass in pieces. A piece's barriers and sum wait for the matrix products that multiprocessors are at, in
-# large models longer than 50 MiB are under way: buckets of 1.3 GB, a model's of 7 G parameters, pass whole.
+# Larger buckets pass in pieces. A piece's barriers and sum wait for the matrix products that multiprocessors are at, so
+# buckets of 1.3 GB, those of a model of 7 G parameters, pass whole. What that saves has not been measured.
 BOARD_BYTES = 2**31
 SPARE_BYTES = 64  # for each rank: segments are of equal length there
 
