@@ -32,8 +32,8 @@ ALONE = Sharing()
 def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware) -> Holding:
     """A weight with gradient and optimizer state, of which the replicas keep a part each under ZeRO-1.
 
-    In mixed precision these are the master's, and the copy that programs read comes on top. The gradient of a copy is
-    gone as soon as it is added to the master's.
+    In mixed precision these are the master's, which under ZeRO-1 its owner alone has, and the copy that programs read
+    comes on top. The gradient of a copy is gone as soon as it is added to the master's.
 
     Args:
         weight: a rank's part of it.
@@ -44,7 +44,7 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
     stored = weight.stored_bytes
     return Holding(
         name=weight.name,
-        num_bytes=weight.copy_bytes + (weight_bytes(weight.numel, stored, sharing) if trained else stored),
+        num_bytes=weight_bytes(weight, sharing) if trained else weight.copy_bytes + stored,
         groups=groups,
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
@@ -63,9 +63,12 @@ def state_ranks(sharing: Sharing) -> int:
     return sharing.dp if sharing.zero1 else 1
 
 
-def weight_bytes(numel: int, num_bytes: int, sharing: Sharing = ALONE) -> int:
-    """Bytes of a trained weight: value, gradient and a rank's part of the optimizer's state."""
-    return 2 * num_bytes + -(-STATE_BYTES * numel // state_ranks(sharing))
+def weight_bytes(weight: Weight, sharing: Sharing = ALONE) -> int:
+    """Bytes of a trained weight: value, copy, gradient and a rank's part of the optimizer's state, in mixed precision
+    with a part of the value."""
+    owned = STATE_BYTES * weight.numel + (weight.stored_bytes if weight.copy_bytes else 0)
+    everywhere = weight.stored_bytes + (weight.copy_bytes or weight.stored_bytes)
+    return everywhere + -(-owned // state_ranks(sharing))
 
 
 def update_seconds(numel: float, num_bytes: float, hardware: Hardware) -> float:

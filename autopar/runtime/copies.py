@@ -88,6 +88,11 @@ class Copies:
             torch._foreach_copy_([self.copies[name].detach() for name in self.own], masters)
             self.versions = versions
 
+    def release(self) -> None:
+        """Training steps follow: give up the memory of masters that nobody reads in them."""
+        if self.shared is not None and not self.masters_read:
+            self.shared.release()
+
     @property
     def waits(self) -> Mapping[str, Callable[[], None]]:
         """For weights that may be under way, what waits for them."""

@@ -36,6 +36,7 @@ class Gradients:
         """Watch the parameters; memory is taken when a first gradient comes."""
         self.parameters, self.buckets = parameters, tuple(buckets)
         self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
+        self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}  # with memory or without
         self.moved: Callable[[Sequence[str]], None] = lambda names: None  # is told the names whose sums have grown
         self.flats: list[torch.Tensor | None] = [None] * len(self.buckets)
         self.views: dict[str, torch.Tensor] = {}
@@ -101,7 +102,7 @@ class Gradients:
             bucket = self.buckets[index]
             device = self.parameters[bucket.names[0]].device
             flat = self.flats[index] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
-            self.views |= bucket.views(flat, self.parameters)
+            self.views |= bucket.views(flat, self.like)
         return flat
 
     def move(self, indices: Sequence[int]) -> None:

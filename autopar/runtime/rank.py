@@ -147,8 +147,14 @@ class Rank:
         with self.staging.taken(work.data) as data:
             return self.execute(replace(work, data=data), update_follows=False).outputs
 
+    def release_masters(self) -> None:
+        """Before a training step, give up the memory of masters that it does not read; averages read all after each."""
+        if self.ema is None:
+            self.copies.release()
+
     def forward_backward(self, work: Work) -> StepOutcome:
         """Accumulate gradients."""
+        self.release_masters()
         self.accumulated = True
         start = self.stopwatch.mark()
         self.share_buffers(work.mode)
@@ -159,6 +165,7 @@ class Rank:
 
     def train_step(self, work: Work) -> StepOutcome:
         """Gradients and an update: what earlier calls accumulated is part of it."""
+        self.release_masters()
         start = self.stopwatch.mark()
         self.share_buffers(work.mode)
         with self.staging.taken(work.data) as data:
@@ -321,6 +328,7 @@ class Rank:
         if self.graphs is not None:
             self.graphs.forget()  # the optimizer gets other tensors
         self.accumulated = False
+        self.gather_weights()  # into whose memory it is read
         return checkpoint.load(self, folder, header)
 
     def gradients(self) -> dict[str, torch.Tensor]:

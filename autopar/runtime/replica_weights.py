@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import nan
 
 import torch
 from torch import nn
@@ -21,8 +22,8 @@ class ReplicaWeights:
 
     An update changes a weight on its owner only. The next step begins by gathering what its programs read, bucket by
     bucket in the order in which a forward needs them: low-precision copies, which owners make before they travel, where
-    programs read no others. Float32 masters that others own are behind from then on, until somebody who reads them asks
-    for them by `gather_masters`. All replicas make the same calls.
+    programs read no others. Float32 masters that others own are behind from then on, and without memory where training
+    goes on, until somebody who reads them asks for them by `gather_masters`. All replicas make the same calls.
     """
 
     def __init__(
@@ -56,6 +57,11 @@ class ReplicaWeights:
                 own[bucket.dtype, bucket.copy_dtype] += bucket.owned(replica)
         self.own_copies = [names for names in own.values() if names]
         self.gathered = self.masters_gathered = True
+        # Masters that others own, which can be without memory; and what each bucket's weights look like with it.
+        buckets_of_copies = [bucket for bucket in self.buckets if bucket.copy_dtype is not None]
+        self.away = [n for bucket in buckets_of_copies for n in bucket.names if n not in bucket.owned(replica)]
+        self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}
+        self.released = False
         self.under_way: dict[int, Delivery] = {}
         self.begun = len(self.buckets)  # in the order of a forward
         # For each weight what waits for its bucket: one callable for all of a bucket.
@@ -111,16 +117,28 @@ class ReplicaWeights:
         for index in [*self.under_way]:
             self.wait_for(index)
 
+    def release(self) -> None:
+        """Give up the memory of masters that other replicas own: until they are gathered, they read as not a number."""
+        if self.released or all(bucket.copy_dtype is None for bucket in self.buckets):
+            return
+        for name in self.away:
+            master = self.parameters[name]
+            master.data = torch.full((), nan, dtype=master.dtype, device=master.device).expand(master.shape)
+        self.released, self.masters_gathered = True, False
+
     def gather_masters(self) -> None:
         """Bring the weights as they are stored to all replicas, if they are behind."""
         if self.masters_gathered:
             return
         self.wait()
+        for name in self.away if self.released else ():
+            self.parameters[name].data = torch.empty_like(self.like[name], device=self.parameters[name].device)
+        self.released = False
         for bucket, held in zip(reversed(self.buckets), reversed(self.flats), strict=True):
             flat = held
             if bucket.copy_dtype is not None:
                 flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=held.device)
-                views = bucket.views(flat, self.parameters)
+                views = bucket.views(flat, self.like)
                 if own := bucket.owned(self.replica):
                     torch._foreach_copy_([views[n] for n in own], [self.parameters[n].detach() for n in own])
             self.exchange.all_gather(flat, bucket)()
