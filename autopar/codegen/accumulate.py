@@ -32,7 +32,7 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
     readers = Counter(name for op in program.ops for name in op.reads)
     lone = {op.name for op in overlapped(program.ops, program.results) if is_layer(op)}
     taken = {*readers, *(value.name for value in program.values)}
-    totals: dict[str, Tensor] = {}  # by layer
+    layers: dict[str, tuple[Ref, Ref, object]] = {}  # input, weight and bias
     for op in program.ops:
         if op.name not in lone or not is_layer(op):
             continue
@@ -40,26 +40,25 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
         x, weight = given["input"], given["weight"]
         if not isinstance(x, Ref) or not isinstance(weight, Ref):
             continue
-        if readers[weight.name] > 1 or weight.name in program.results:
-            continue
-        total = sums(weight.name)
-        products = torch.float32, getattr(torch, op.outputs[0].dtype)
-        if total is not None and total.ndim == 2 and total.dtype in products and total.is_contiguous():
-            totals[op.name] = total
-    if not totals:
+        if readers[weight.name] == 1 and weight.name not in program.results:
+            layers[op.name] = x, weight, given["bias"]
+    if not layers:
         return program, {}
     wanted = with_wanted_gradient(program)
     used: dict[str, Tensor] = {}
 
     def exchanged(op: Op) -> Op:
-        given = named_arguments(op) if op.name in totals else {}
-        if not given or given["input"].name not in wanted:
+        if op.name not in layers:
             return op
-        name = unused_name(f"{given['weight'].name}.sum", taken)
+        x, weight, bias = layers[op.name]
+        total = sums(weight.name) if x.name in wanted else None
+        products = torch.float32, getattr(torch, op.outputs[0].dtype)
+        if total is None or total.ndim != 2 or total.dtype not in products or not total.is_contiguous():
+            return op
+        name = unused_name(f"{weight.name}.sum", taken)
         taken.add(name)
-        used[name] = totals[op.name]
-        args = (given["input"], given["weight"], given["bias"], Ref(name))
-        return replace(op, target="autopar.accumulating_linear.default", args=args, kwargs=())
+        used[name] = total
+        return replace(op, target="autopar.accumulating_linear.default", args=(x, weight, bias, Ref(name)), kwargs=())
 
     return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
 
