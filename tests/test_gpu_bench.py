@@ -23,7 +23,8 @@ def test_contestants_agree_on_two_gpus() -> None:
     reference = done.result.row("plain")
     for row in done.result.rows:
         assert row.reason is None, f"{row.contestant} {row.label}: {row.reason}"
-        assert row.losses == pytest.approx(reference.losses, rel=3e-2), row.contestant
+        # Those that report what each rank did take more steps.
+        assert row.losses[: len(reference.losses)] == pytest.approx(reference.losses, rel=3e-2), row.contestant
         assert min(row.peak_bytes) > 0
     assert done.trace is not None
     check_trace(done.trace)

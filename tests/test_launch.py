@@ -283,3 +283,27 @@ def test_a_task_that_waits_for_others_in_vain(environ: Any, monkeypatch: pytest.
         UsageError, match=r"Rank 0 did not meet the other 3 that srun started, at 127.0.0.1:\d+ within 1"
     ):
         launcher_store(launch)
+
+
+LEAVING = """
+import atexit, sys, time
+from types import SimpleNamespace
+atexit.register(time.sleep, float(sys.argv[2]))  # registered before: what Python waits for while it ends
+from autopar.ir import Mesh
+from autopar.runtime.spmd import TorchrunRanks
+
+ranks = object.__new__(TorchrunRanks)
+ranks.alarm = None
+ranks.rank = SimpleNamespace(is_busy=lambda: sys.argv[1] == "busy", mesh=Mesh(2, 1, 1), spec=SimpleNamespace(rank=0))
+with ranks.guarding("train_step"):
+    raise ArithmeticError("no loss today")
+"""
+
+
+@pytest.mark.parametrize(("gpu", "python_waits"), [("busy", 100.0), ("done", 0.1)])
+def test_a_failed_rank_leaves_a_gpu_that_waits_for_another(gpu: str, python_waits: float) -> None:
+    command = [sys.executable, "-c", LEAVING, gpu, str(python_waits)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and "ArithmeticError: no loss today" in done.stderr
+    said = "autopar: rank 0 (stage 0) leaves a GPU that waits for another rank" in done.stderr
+    assert said == (gpu == "busy")

@@ -126,3 +126,15 @@ def test_arguments_of_compare():
         compare(nn.Linear(2, 2), torch.ones(2, 2), steps=0)
     with pytest.raises(UsageError, match="Pass both a target and a loss_fn"):
         compare(nn.Linear(2, 2), torch.ones(2, 2), torch.ones(2))
+
+
+@pytest.mark.parametrize(("given", "compiled"), [({}, False), ({"compile": None}, False), ({"compile": True}, True)])
+def test_stages_are_compiled_where_that_is_asked_for(
+    given: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parallelize(*_: Any, **options: Any) -> None:
+        raise InterruptedError(options["compile"])
+
+    monkeypatch.setitem(compare.__globals__, "parallelize", parallelize)
+    with pytest.raises(InterruptedError, match=str(compiled)):
+        compare(nn.Linear(4, 4), torch.randn(4, 4), **given)

@@ -57,6 +57,35 @@ def test_a_product_for_patches(convolution: nn.Module, shape: tuple[int, ...], c
 @pytest.mark.parametrize(
     ("convolution", "shape"),
     [
+        (nn.Conv2d(8, 6, 3, padding=1), (2, 8, 1, 1)),
+        (nn.Conv2d(3, 6, (3, 5), stride=2, padding=(1, 2), bias=False), (2, 3, 1, 1)),
+        (nn.Conv2d(8, 6, 3, padding=2, dilation=2, groups=2), (2, 8, 1, 1)),
+        (nn.Conv2d(8, 8, 7, padding=3, groups=8, bias=False), (2, 8, 1, 1)),
+        (nn.Conv1d(8, 6, 3, padding=1), (2, 8, 1)),
+        (nn.Conv3d(8, 6, (1, 3, 3), padding=(0, 1, 1)), (2, 8, 1, 1, 1)),
+    ],
+)
+def test_a_product_for_one_place(convolution: nn.Module, shape: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, dtype=torch.float64)
+    program, changed, weights = programs_of(nn.Sequential(convolution.double(), nn.Tanh()), x)
+    assert [op.target for op in changed.ops] == ["autopar.place_convolution.default", "aten.tanh.default"]
+    results = []
+    for one in (program, changed):
+        given = x.clone().requires_grad_()
+        (made,) = graph_module(one, weights, torch.device("cpu"))(given)
+        results.append((made, *torch.autograd.grad(made.square().sum(), [given, *weights.values()])))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("convolution", "shape"),
+    [
+        (nn.Conv2d(8, 8, 2, padding=1), (2, 8, 1, 1)),  # of one place makes four
+        (nn.Conv2d(8, 8, 3, padding=1, stride=2), (2, 8, 2, 2)),
+        (nn.Conv2d(8, 8, 3, padding=3, stride=9, dilation=2), (2, 8, 1, 1)),  # meets padding alone
+        (nn.Conv2d(8, 8, 1), (2, 8, 1, 1)),
         (nn.Conv2d(3, 8, 4, 2), (2, 3, 8, 8)),  # patches overlap
         (nn.Conv2d(3, 8, (4, 8), 4), (2, 3, 8, 16)),
         (nn.Conv2d(3, 8, 4, 4), (2, 3, 10, 8)),  # two rows are left out

@@ -1,4 +1,4 @@
-"""Where `autopar.patch_convolution` takes a convolution's place."""
+"""Where a product of matrices (`autopar.patch_convolution`) takes a convolution's place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PADDED_TO = 8  # channels
 
 
 def with_patch_products(program: Program) -> Program:
-    """The same program with a product of matrices for each convolution of patches of few channels."""
+    """The same program with a product of matrices for each convolution of patches of few channels, or of one place."""
     shapes = {v.name: v.shape for v in program.values} | {w.name: w.shape for w in program.weights}
     return replace(program, ops=tuple(as_product(op, shapes) for op in program.ops))
 
@@ -39,6 +39,12 @@ def as_product(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
     stride, padding, dilation = (
         tuple(given[k]) * (len(kernel) // len(given[k])) for k in ("stride", "padding", "dilation")
     )
+    if prod(kernel) > 1 and {*sizes, *made.shape[2:]} == {1}:
+        taps = [divmod(p, d) for p, d in zip(padding, dilation)]
+        if any(rest for _, rest in taps):  # padding alone
+            return op
+        args = (x, weight, given["bias"], [tap for tap, _ in taps], given["groups"])
+        return replace(op, target="autopar.place_convolution.default", args=args, kwargs=())
     dense = not any(padding) and {*dilation} == {1} and given["groups"] == 1
     tiles = stride == kernel and not any(size % k for size, k in zip(sizes, kernel))
     if channels % PADDED_TO == 0 or prod(kernel) == 1 or not (dense and tiles):

@@ -72,7 +72,8 @@ def compare(
         y: target of ``loss_fn``; without both, class labels are drawn for logits, and any other output is trained to be
             small (mean of squares).
         steps: AdamW steps.
-        plan, constraints: as for `autopar.parallelize`.
+        plan, constraints: as for `autopar.parallelize`. Stages are compiled only with ``compile=True``, because kernels
+            that fuse operations round otherwise.
 
     Raises:
         UsageError: a loss without targets or the other way round, or no step.
@@ -94,6 +95,8 @@ def compare(
     loss_name = "the caller's loss"
     if loss_fn is None:
         loss_fn, y, loss_name = default_loss(quiet, call)
+    if constraints.get("compile") is None:
+        constraints["compile"] = False
     optimizer = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
     with (
         repeatable_kernels(),

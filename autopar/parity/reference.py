@@ -21,6 +21,7 @@ from autopar.parity.difference import Named
 from autopar.precision import lowered_leaf, params_to_lower
 from autopar.programs import enter
 from autopar.pytree import flatten, leaves, unflatten
+from autopar.runtime.optimizer import use_fused_kernels
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -66,6 +67,7 @@ class Reference:
         first = [buffer.detach().clone() for buffer in self.model.buffers()]
         self.buffers = dict.fromkeys(range(1, self.replicas), first)  # of the replicas that the model does not show
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
+        use_fused_kernels(self.optimizer)  # as ranks do: what other kernels round otherwise flips rectifiers
 
     def parts(self, call: Call) -> tuple[list[Call], list[int]]:
         """The call of each microbatch of each replica, and its samples."""

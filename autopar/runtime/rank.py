@@ -101,6 +101,10 @@ class Rank:
         finally:
             outside.wait_stream(self.stream)
 
+    def is_busy(self) -> bool:
+        """Whether the GPU has still to do what it was told."""
+        return self.stream is not None and not self.stream.query()
+
     # -- programs ----------------------------------------------------------------------------------------------
 
     def add_programs(self, key: int, programs: Sequence[Program], constants: Mapping[str, torch.Tensor]) -> None:

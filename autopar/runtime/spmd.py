@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import itertools
+import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,6 +38,8 @@ REPLICATED = frozenset({
 })  # fmt: skip
 
 FEW = 4  # parts of a decision that an error lists
+# At the end of a process whose rank has failed: what its GPU has to finish, and then Python.
+GPU_SECONDS, LEAVE_SECONDS = 2.0, 5.0
 
 # Numbers this process's groups: addresses that an earlier group left in the store must not be taken for a new one's.
 ROUNDS = itertools.count()
@@ -131,6 +137,21 @@ class TorchrunRanks:
         self.rank = self.connected.rank
         self.random = RandomState(spec.rank_seed, device)
 
+    def leave(self) -> None:
+        """The process ends after a failure. Its GPU may wait for a rank that is gone, and Python, which gives back the
+        memory that the GPU uses, for the GPU: then the process is ended all the same, in a few seconds.
+        """
+        deadline = time.monotonic() + GPU_SECONDS
+        while self.rank.is_busy():
+            if time.monotonic() >= deadline:
+                own = rank_text(self.rank.mesh, self.rank.spec.rank)
+                print(f"autopar: {own} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
+                # Ends the process from a thread that needs no interpreter, as Python's threads have none by then.
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)
+                return
+            time.sleep(0.05)
+
     def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's parts of rank 0's weights."""
         own = {weight.name for weight in spec.weights}
@@ -198,8 +219,13 @@ class TorchrunRanks:
     @contextmanager
     def guarding(self, what: str) -> Iterator[None]:
         """Around whatever waits for other ranks: a failure of theirs ends it, and one of this rank is told to them."""
-        with self.alarm.guarding(what) if self.alarm else nullcontext():
-            yield
+        try:
+            with self.alarm.guarding(what) if self.alarm else nullcontext():
+                yield
+        except BaseException:
+            atexit.unregister(self.leave)
+            atexit.register(self.leave)
+            raise
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on this rank; the results of all ranks, or this one's where that is all that is needed."""
