@@ -26,7 +26,10 @@ def check(
     steps: Annotated[int, typer.Option(min=1, help="AdamW steps.", metavar="N")] = 3,
     seed: Annotated[int, typer.Option(help="Of weights and inputs.", metavar="N")] = 0,
 ) -> None:
-    """Prove on this machine that MODEL computes the same on N devices as on one."""
+    """Prove on this machine that MODEL computes the same on N devices as on one.
+
+    Stages run operation by operation; with --compile through torch.compile, whose kernels round otherwise.
+    """
     constraints = plan_flags.constraints() | run_flags.constraints()
     import torch
 
