@@ -14,7 +14,7 @@ import torch
 from autopar.dispatch import Dispatcher
 from autopar.errors import CheckpointError, ResumeWarning, UsageError
 from autopar.ir import Header, Plan, SavedWeight, Weight
-from autopar.runtime import OptionChange, RankSpec, check_files, read_tensors
+from autopar.runtime import OptionChange, RankSpec, check_files
 from autopar.runtime import read_header as header_in
 
 FEW = 3  # names that an error lists
@@ -55,6 +55,8 @@ def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, to
             "Leave ema (--ema) out."
         )
     saved = [weight for weight in header.weights if weight.names]
+    from autopar.runtime.checkpoint import read_tensors  # slow, see `Rank`
+
     tensors = read_tensors(Path(folder) / header.data, [weight.name for weight in saved], ema)
     return {name: tensors[weight.name] for weight in saved for name in weight.names}
 

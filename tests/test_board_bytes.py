@@ -23,6 +23,8 @@ from zoo import UNet, resnet18, tiny_vit
 import autopar
 from autopar import collectives
 from autopar.batching import as_call
+from autopar.codegen import compiled as regions
+from autopar.codegen import graph_module
 from autopar.ir import Op, Precision, Program, Ref
 from autopar.lowering import lowered
 from autopar.model import ParallelModel
@@ -254,14 +256,20 @@ def drawn(model: nn.Module, x: torch.Tensor, precision: Precision) -> autopar.Pl
 
 
 def over_boards(
-    case: Case, model: nn.Module, x: torch.Tensor, plan: autopar.Plan, groups: Sequence[SharedBoards]
+    case: Case,
+    model: nn.Module,
+    x: torch.Tensor,
+    plan: autopar.Plan,
+    groups: Sequence[SharedBoards],
+    compiled: bool = False,
 ) -> ParallelModel:
     """A parallel model whose ranks are threads with boards, shared by each two that follow each other."""
 
     def axes(rank: int) -> Mapping[str, str]:
         return {AXIS: groups[rank // TP].keys[rank % TP]}
 
-    return in_threads(model, plan, x, case.loss_fn, axes=axes, optimizer=SGD)
+    build = functools.partial(graph_module, compiled=compiled)
+    return in_threads(model, plan, x, case.loss_fn, build, axes, optimizer=SGD)
 
 
 @pytest.mark.parametrize("planned", [searched, drawn], ids=["searched", "drawn"])
@@ -290,6 +298,20 @@ def test_models_take_what_is_reserved(name: str, precision: Precision, planned: 
     pm.eval()(case.x(40))
     taken = boards.taken()
     assert taken <= boards.reserved <= max(before, TP * taken)  # gradients that an evaluation has not
+
+
+@pytest.mark.parametrize("name", ["vit", "unet"])
+def test_compiled_stages_take_what_is_reserved(name: str, registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # kernels take minutes
+    monkeypatch.setattr(regions, "COMPILED", {})
+    torch.manual_seed(0)
+    case, boards = MODELS[name], registered(TP)
+    model, x = case.make(), case.x(8)
+    pm = over_boards(case, model, x, searched(model, x, "bf16"), [boards], compiled=True)
+    pm.train_step(x, case.y(8))
+    taken = boards.taken()
+    assert len(regions.COMPILED) > 1
+    assert 0 < taken <= boards.reserved <= taken + 4 * (TP - 1)
 
 
 @pytest.mark.parametrize("recompute", ["none", "all"])

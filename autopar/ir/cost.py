@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-import networkx as nx
+if TYPE_CHECKING:
+    import networkx as nx
 
 # Gradients are summed in buckets of this size, each as soon as its backward has run. That of PyTorch's
 # DistributedDataParallel: large enough for full bandwidth, small enough to start early.
@@ -117,6 +119,8 @@ class CostGraph:
     @cached_property
     def digraph(self) -> nx.DiGraph:
         """Groups as nodes (attribute ``group``), an edge where a tensor flows (attribute ``num_bytes``, summed)."""
+        import networkx as nx  # slow: workers, which plan nothing, do without
+
         graph = nx.DiGraph()
         graph.add_nodes_from((i, {"group": g}) for i, g in enumerate(self.groups))
         for flow in self.flows:
@@ -131,6 +135,8 @@ class CostGraph:
 
         Source: immediate dominators (Cooper, Harvey, Kennedy 2001, as in networkx) from a virtual entry.
         """
+        import networkx as nx
+
         graph = self.digraph.copy()
         graph.add_edges_from([("entry", v) for v in self.digraph if self.digraph.in_degree(v) == 0])
         parent = nx.immediate_dominators(graph, "entry")

@@ -1,13 +1,12 @@
 """The fifth stage: programs run as ranks: worker processes, a launcher's processes, or this one."""
 
 from autopar.runtime.buckets import replica_owners
-from autopar.runtime.checkpoint import read_tensors
+from autopar.runtime.contents import OptionChange
 from autopar.runtime.executor import Span, StepData
 from autopar.runtime.folder import check_files, copy_checkpoint, is_checkpoint, read_header
 from autopar.runtime.launch import Launched, launched, starts_once
 from autopar.runtime.pool import WorkerPool
 from autopar.runtime.reading import settled, start_reading
-from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import (
     Parameters,
     RankSpec,
@@ -25,6 +24,6 @@ from autopar.runtime.transport import TransportName
 __all__ = [
     "Launched", "LocalRanks", "OptionChange", "Parameters", "RankSpec", "RankStats", "Reading", "Span", "StepData",
     "StepNumbers", "StepOutcome", "TorchrunRanks", "TransportName", "UpdateResult", "Work", "WorkerPool", "check_files",
-    "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header", "read_tensors", "replica_owners",
+    "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header", "replica_owners",
     "settled", "start_reading", "starts_once",
 ]  # fmt: skip

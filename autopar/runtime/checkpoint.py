@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header
 from autopar.ir.units import BYTES, text
-from autopar.runtime.contents import EMA, MODEL, Piece, described, offered
+from autopar.runtime.contents import EMA, MODEL, OptionChange, Piece, described, offered
 from autopar.runtime.folder import check_files, is_checkpoint, on_all_nodes, read_header
 from autopar.runtime.planners import (
     DataReader,
@@ -32,7 +32,7 @@ from autopar.runtime.planners import (
     read_metadata,
     saved_tensor,
 )
-from autopar.runtime.restore import OptionChange, Restore
+from autopar.runtime.restore import Restore
 from autopar.runtime.spec import rank_text
 from autopar.runtime.transport import TransportError
 from autopar.shards import chunks

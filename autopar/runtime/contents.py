@@ -35,6 +35,16 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class OptionChange:
+    """An option of a weight's parameter group that was another when the run began that saved; values as text."""
+
+    weight: str
+    option: str
+    saved: str
+    here: str
+
+
+@dataclass(frozen=True)
 class ParameterState:
     """An optimizer's state of one parameter.
 

@@ -15,9 +15,9 @@ from autopar.collectives import on
 from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
-from autopar.runtime import checkpoint
 from autopar.runtime.answers import Answers
 from autopar.runtime.board_bytes import board_bytes
+from autopar.runtime.contents import OptionChange
 from autopar.runtime.copies import Copies
 from autopar.runtime.ema import Average
 from autopar.runtime.executor import BoundStep, Chunk
@@ -25,7 +25,6 @@ from autopar.runtime.graphed import Graphs
 from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.mixed_loss import in_autocast
 from autopar.runtime.reading import numbers_of
-from autopar.runtime.restore import OptionChange
 from autopar.runtime.spec import Computed, RankSpec, RankStats, StepOutcome, UpdateResult, Work
 from autopar.runtime.staging import Staging
 from autopar.runtime.stopwatch import Stopwatch
@@ -37,7 +36,10 @@ NO_AXES: Mapping[str, str] = MappingProxyType({})
 
 
 class Rank:
-    """Holds one rank's part of the model and runs its part of every step."""
+    """Holds one rank's part of the model and runs its part of every step.
+
+    Checkpoints are imported where they are needed: torch.distributed.checkpoint takes a third of a worker's start.
+    """
 
     def __init__(
         self,
@@ -330,15 +332,21 @@ class Rank:
 
     def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
         """Write this rank's share of a checkpoint; why there is none, on any rank."""
+        from autopar.runtime import checkpoint
+
         self.gather_weights()
         return checkpoint.save(self, folder, header)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
         """The header of a checkpoint that this rank can read."""
+        from autopar.runtime import checkpoint
+
         return checkpoint.inspect(folder)
 
     def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
         """Take over a checkpoint, and what it changed of the optimizer's options; or why it was not, on any rank."""
+        from autopar.runtime import checkpoint
+
         if self.graphs is not None:
             self.graphs.forget()  # the optimizer gets other tensors
         self.accumulated = False

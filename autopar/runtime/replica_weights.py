@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import nan
@@ -50,12 +49,6 @@ class ReplicaWeights:
             for name, view in views.items():
                 view.copy_(parameters[name].detach())
                 parameters[name].data = view
-        # Copies that this replica makes for all, by what they are copied from and to: one call each.
-        own: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
-        for bucket in self.buckets:
-            if bucket.copy_dtype is not None:
-                own[bucket.dtype, bucket.copy_dtype] += bucket.owned(replica)
-        self.own_copies = [names for names in own.values() if names]
         self.gathered = self.masters_gathered = True
         # Masters that others own, which can be without memory; and what each bucket's weights look like with it.
         buckets_of_copies = [bucket for bucket in self.buckets if bucket.copy_dtype is not None]
@@ -92,10 +85,12 @@ class ReplicaWeights:
         """
         if self.gathered and not always:
             return
-        for own in self.own_copies:
-            torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
         self.begun = 0
-        self.begin(AHEAD)
+        for number, bucket in enumerate(reversed(self.buckets), start=1):
+            own = bucket.owned(self.replica) if bucket.copy_dtype is not None else ()
+            if own:
+                torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
+            self.begin(min(number, AHEAD))  # the first ones travel while the others are copied
         self.gathered = True
 
     def begin(self, count: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from autopar.ir import REPLICATED, Layout
 from autopar.runtime.contents import (
     EMA,
     MODEL,
+    OptionChange,
     Piece,
     Training,
     copied,
@@ -32,16 +32,6 @@ if TYPE_CHECKING:
 
 # Of an optimizer: how it computes, not what.
 KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
-
-
-@dataclass(frozen=True)
-class OptionChange:
-    """An option of a weight's parameter group that was another when the run began that saved; values as text."""
-
-    weight: str
-    option: str
-    saved: str
-    here: str
 
 
 class Restore:

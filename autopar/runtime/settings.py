@@ -39,4 +39,5 @@ class TorchSettings:
         torch.backends.cudnn.allow_tf32 = self.cudnn_allow_tf32
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
-        torch.use_deterministic_algorithms(self.deterministic_algorithms, warn_only=self.deterministic_warn_only)
+        if TorchSettings.current() != self:  # importing torch's compiler for it takes longer than the rest of a start
+            torch.use_deterministic_algorithms(self.deterministic_algorithms, warn_only=self.deterministic_warn_only)
