@@ -44,7 +44,7 @@ MAKE_A_PART = ("reduce_scatter", "all_to_all", "shard")
 def board_bytes(program: Program, axis: str, ranks: int) -> Iterator[int]:
     """For each operation of a program that communicates over an axis: how much of a board it takes, byte."""
     for op in program.ops:
-        namespace, name, _ = op.target.split(".")
+        namespace, name, *_ = op.target.split(".")
         if namespace == "autopar" and name in SENDS and axis in op.args:
             yield from taken(Step(name, op.args[1:]), op, ranks)
 
