@@ -41,6 +41,10 @@ class Communicator(Protocol):
     @property
     def ranks(self) -> int: ...
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have memory for collectives that take so much of it on each rank; all ranks call, between steps."""
+        ...
+
     def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
         """Sum in place; the result is the same to the last bit on all ranks.
 

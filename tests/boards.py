@@ -15,28 +15,42 @@ from autopar.runtime.symmetric_axis import SymmetricCommunicator
 
 
 class ThreadBoards:
-    """A rank's view of what all threads share. Behind each barrier one of them is late, the others run ahead."""
+    """A rank's view of what all threads share. Behind each barrier one of them is late, the others run ahead.
 
-    def __init__(self, rank: int, boards: torch.Tensor, waiting: threading.Barrier) -> None:
-        self.rank, self.boards, self.waiting = rank, boards, waiting
+    ``num_bytes`` are those that were reserved of it, ``taken`` most that was used at once.
+    """
+
+    def __init__(
+        self, rank: int, boards: torch.Tensor, waiting: threading.Barrier, late_seconds: float = 0.003
+    ) -> None:
+        self.rank, self.boards, self.waiting, self.late_seconds = rank, boards, waiting, late_seconds
         self.seed = random.Random(0)  # all ranks draw the same
+        self.num_bytes = self.taken = 0
 
     def reserve(self, num_bytes: int) -> None:
         assert num_bytes <= self.boards.shape[1]
+        self.num_bytes = max(self.num_bytes, num_bytes)
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
+        self.taken = max(self.taken, size)
         return self.boards[rank, :size].view(dtype).view(tuple(shape))
 
     def barrier(self) -> None:
-        self.waiting.wait(timeout=10)
-        if self.seed.randrange(len(self.boards)) == self.rank:
-            time.sleep(0.003)
+        self.waiting.wait(timeout=30)
+        if self.late_seconds and self.seed.randrange(len(self.boards)) == self.rank:
+            time.sleep(self.late_seconds)
 
     def spoil(self) -> None:
         """What a next collective may do once this rank is through with one: write anywhere."""
         self.boards.fill_(255)
         self.barrier()
+
+
+def thread_boards(ranks: int, capacity: int, late_seconds: float = 0.003) -> list[ThreadBoards]:
+    """Each rank's view of new boards."""
+    shared, waiting = torch.full([ranks, capacity], 255, dtype=torch.uint8), threading.Barrier(ranks)
+    return [ThreadBoards(rank, shared, waiting, late_seconds) for rank in range(ranks)]
 
 
 def on_all(own: torch.Tensor, call: Callable[[SymmetricCommunicator, torch.Tensor], Any]) -> list[list[Any]]:
@@ -45,17 +59,16 @@ def on_all(own: torch.Tensor, call: Callable[[SymmetricCommunicator, torch.Tenso
     Args:
         own: what each rank calls with, of shape [rounds, ranks, ...].
     """
-    ranks = own.shape[1]
-    shared, waiting = torch.full([ranks, 4096], 255, dtype=torch.uint8), threading.Barrier(ranks)
+    ranks, capacity = own.shape[1], 4096
 
-    def rounds(rank: int) -> list[Any]:
-        boards = ThreadBoards(rank, shared, waiting)
-        member = SymmetricCommunicator(rank, ranks, boards)
+    def rounds(boards: ThreadBoards) -> list[Any]:
+        boards.reserve(capacity)
+        member = SymmetricCommunicator(boards.rank, ranks, boards)
         results = []
-        for given in own[:, rank]:
+        for given in own[:, boards.rank]:
             results.append(call(member, given))
             boards.spoil()
         return results
 
     with ThreadPoolExecutor(ranks) as pool:
-        return [list(of_all) for of_all in zip(*pool.map(rounds, range(ranks)), strict=True)]
+        return [list(of_all) for of_all in zip(*pool.map(rounds, thread_boards(ranks, capacity)), strict=True)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
@@ -16,6 +16,7 @@ from autopar.api import rank_specs
 from autopar.batching import as_call
 from autopar.codegen import graph_module
 from autopar.ir import (
+    TP,
     Graph,
     HardwareInfo,
     InputInfo,
@@ -36,6 +37,7 @@ from autopar.programs import Programs
 from autopar.runtime import RankSpec
 from autopar.runtime.rank import Rank
 from autopar.runtime.transport import Hub, LocalTransport
+from autopar.shards import part
 from autopar.trace import trace, weight_tensors
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -107,11 +109,17 @@ class ThreadRanks:
     """The ranks of a model as threads of this process: every schedule and cut, without the cost of processes."""
 
     def __init__(
-        self, specs: Sequence[RankSpec], tensors: Mapping[str, torch.Tensor], timeout_seconds: float = 30.0
+        self,
+        specs: Sequence[RankSpec],
+        tensors: Mapping[str, torch.Tensor],
+        timeout_seconds: float = 30.0,
+        axes: Callable[[int], Mapping[str, str]] = lambda rank: NOTHING,
     ) -> None:
         hub = Hub(timeout_seconds)
-        copies = [{w.name: tensors[w.name].detach().clone() for w in spec.weights} for spec in specs]
-        self.ranks = [Rank(spec, own, LocalTransport(spec.rank, hub)) for spec, own in zip(specs, copies)]
+        copies = [{w.name: own_part(tensors[w.name].detach(), w.name, spec) for w in spec.weights} for spec in specs]
+        self.ranks = [
+            Rank(spec, own, LocalTransport(spec.rank, hub), axes(spec.rank)) for spec, own in zip(specs, copies)
+        ]
         self.numbers = range(len(self.ranks))
         self.call_seconds = 0.0
         self.failed: str | None = None
@@ -125,14 +133,29 @@ class ThreadRanks:
         """Nothing to end."""
 
 
+def own_part(tensor: torch.Tensor, name: str, spec: RankSpec) -> torch.Tensor:
+    """A rank's own copy of its part of a weight."""
+    return part(tensor, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard}).clone()
+
+
 def in_threads(
-    model: nn.Module, plan: Plan, x: Any, loss_fn: Any, build: Any = graph_module, **options: Any
+    model: nn.Module,
+    plan: Plan,
+    x: Any,
+    loss_fn: Any,
+    build: Any = graph_module,
+    axes: Callable[[int], Mapping[str, str]] = lambda rank: NOTHING,
+    **options: Any,
 ) -> ParallelModel:
-    """``autopar.parallelize`` for a given plan, with threads for ranks."""
+    """``autopar.parallelize`` for a given plan, with threads for ranks.
+
+    Args:
+        axes: for each rank the keys of the communicators of its mesh axes.
+    """
     programs = Programs(model, plan, as_call(model, x))
     machine = this_machine(plan.mesh.devices, "gloo")
     specs = [replace(spec, build=build) for spec in rank_specs(programs, machine, loss_fn=loss_fn, **options)]
-    ranks: Any = ThreadRanks(specs, weight_tensors(model, programs.example))
+    ranks: Any = ThreadRanks(specs, weight_tensors(model, programs.example), axes=axes)
     return ParallelModel(model, plan, programs, ranks, machine, specs[0])
 
 

@@ -524,7 +524,7 @@ def assert_goes_on_like(
 
 
 @pytest.mark.parametrize("limit", [{"clip_grad_norm": 1.0}, {"clip_grad_value": 0.05}])
-def test_overflow_is_agreed_and_training_goes_on(limit: dict[str, float]) -> None:
+def test_overflow_is_agreed_and_training_goes_on(limit: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model, x, y = ConvNet(), torch.randn(8, 3, 8, 8), torch.randint(0, 4, (8,))
     plan = plan_by_hand(model, x, 2, ["conv.conv2d"], dp=2, zero1=True, precision="fp16")

@@ -9,39 +9,11 @@ import pytest
 import torch
 from handmade import plan_by_hand
 from mesh_models import MODELS
+from random_plans import TP, random_labels, random_layouts
 
 from autopar.batching import as_call
-from autopar.ir import Graph
 from autopar.parity import compare
-from autopar.rules import rule_of, strategies
 from autopar.trace import trace
-
-TP = 2
-
-
-def random_labels(graph: Graph, rng: random.Random) -> dict[str, str]:
-    """A strategy for most operations, in whole or by a part of a factor."""
-    labels = {}
-    for op in graph.ops:
-        rule = rule_of(op, graph.shapes.__getitem__)
-        if rule is not None and rng.random() < 0.7:
-            labels[op.name] = rng.choice(strategies(rule, TP, dict.fromkeys(rule.free, (2, 3)))).label
-    return labels
-
-
-def random_layouts(graph: Graph, rng: random.Random) -> dict[str, str]:
-    """A layout for most weights; statistics that are updated in place stay where their operation finds them."""
-    updated = {name for op in graph.ops for name in op.mutates}
-    layouts = {}
-    for weight in graph.weights:
-        if weight.kind == "constant" or weight.name in updated or rng.random() < 0.4:
-            continue
-        splits = [
-            (dim, parts) for dim, size in enumerate(weight.shape) for parts in (1, 2, 3) if size % (parts * TP) == 0
-        ]
-        options = ["tp:gradient", *(f"tp:{dim}" + (f"x{parts}" if parts > 1 else "") for dim, parts in splits)]
-        layouts[weight.name] = rng.choice(options)
-    return layouts
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "resnet18"])

@@ -37,6 +37,9 @@ class GroupCommunicator:
         """The same ranks over the symmetric memory of their GPUs; ``device`` is this one's."""
         return SymmetricCommunicator(self.rank, self.ranks, SymmetricBoards(self.rank, device, self.group))
 
+    def reserve(self, num_bytes: int) -> None:
+        """torch.distributed has memory of its own."""
+
     def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
         with self.named("all-reduce"):
             dist.all_reduce(tensor, group=self.group)

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.collectives import on
 from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
 from autopar.runtime.answers import Answers
+from autopar.runtime.board_bytes import board_bytes
 from autopar.runtime.contents import OptionChange
 from autopar.runtime.copies import Copies
 from autopar.runtime.ema import Average
@@ -111,7 +113,15 @@ class Rank:
 
     def add_programs(self, key: int, programs: Sequence[Program], constants: Mapping[str, torch.Tensor]) -> None:
         """Build a program for each chunk of this rank, under a number that steps will name; ``constants`` are those
-        they read."""
+        they read.
+
+        The ranks of an axis add equal programs in one order, and their collectives get memory here: the hosts meet.
+        """
+        for axis, name in self.axes.items():
+            communicator = on(name)
+            asked = [num for program in programs for num in board_bytes(program, axis, communicator.ranks)]
+            if asked:
+                communicator.reserve(max(asked))
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
         copies, sums = self.copies, self.updater.gradients.lend
 
