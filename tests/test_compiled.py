@@ -113,7 +113,7 @@ def small_resnet() -> nn.Module:
 @pytest.mark.parametrize(
     ("model", "x", "y", "loss_fn"),
     [
-        (tiny_vit, (6, 3, 32, 32), (6,), F.cross_entropy), (small_resnet, (6, 3, 32, 32), (6,), F.cross_entropy),
+        (tiny_vit, (6, 3, 32, 32), (6,), F.cross_entropy), (small_resnet, (6, 3, 64, 64), (6,), F.cross_entropy),
         (UNet, (6, 3, 8, 8), (6, 1, 8, 8), F.mse_loss), (Tied, (6, 5), (6,), F.cross_entropy),
     ],
 )  # fmt: skip
