@@ -288,13 +288,16 @@ def test_a_task_that_waits_for_others_in_vain(environ: Any, monkeypatch: pytest.
 LEAVING = """
 import atexit, sys, time
 from types import SimpleNamespace
-atexit.register(time.sleep, float(sys.argv[2]))  # registered before: what Python waits for while it ends
 from autopar.ir import Mesh
 from autopar.runtime.spmd import TorchrunRanks
 
+class Stub(SimpleNamespace):
+    'Which can be referred to weakly.'
+
+atexit.register(time.sleep, float(sys.argv[2]))  # registered before: what Python waits for while it ends
 ranks = object.__new__(TorchrunRanks)
 ranks.alarm = None
-ranks.rank = SimpleNamespace(is_busy=lambda: sys.argv[1] == "busy", mesh=Mesh(2, 1, 1), spec=SimpleNamespace(rank=0))
+ranks.rank = Stub(is_busy=lambda: sys.argv[1] == "busy", mesh=Mesh(2, 1, 1), spec=Stub(rank=0))
 with ranks.guarding("train_step"):
     raise ArithmeticError("no loss today")
 """

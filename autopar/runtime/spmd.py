@@ -9,6 +9,7 @@ import os
 import re
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -129,28 +130,13 @@ class TorchrunRanks:
             store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
             init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
             self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank), lambda: self.failed is None and self.unread > 0)
-        with self.guarding("parallelize"):
+        with self.alarm.guarding("parallelize") if self.alarm else nullcontext():
             # For objects, whatever carries the tensors.
             self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
             check_agreement(self.all_of(decision), spec.rank)
             self.connected = ConnectedRank(spec, self.received(spec, tensors), timeout_seconds)
         self.rank = self.connected.rank
         self.random = RandomState(spec.rank_seed, device)
-
-    def leave(self) -> None:
-        """The process ends after a failure. Its GPU may wait for a rank that is gone, and Python, which gives back the
-        memory that the GPU uses, for the GPU: then the process is ended all the same, in a few seconds.
-        """
-        deadline = time.monotonic() + GPU_SECONDS
-        while self.rank.is_busy():
-            if time.monotonic() >= deadline:
-                own = rank_text(self.rank.mesh, self.rank.spec.rank)
-                print(f"autopar: {own} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
-                # Ends the process from a thread that needs no interpreter, as Python's threads have none by then.
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)
-                return
-            time.sleep(0.05)
 
     def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """This rank's parts of rank 0's weights."""
@@ -223,8 +209,7 @@ class TorchrunRanks:
             with self.alarm.guarding(what) if self.alarm else nullcontext():
                 yield
         except BaseException:
-            atexit.unregister(self.leave)
-            atexit.register(self.leave)
+            atexit.register(leave, weakref.ref(self.rank))
             raise
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
@@ -259,6 +244,23 @@ class TorchrunRanks:
                 dist.destroy_process_group()
         if self.alarm is not None:
             self.alarm.close()
+
+
+def leave(failed: weakref.ref[Rank]) -> None:
+    """The process of a failed rank ends. Its GPU may wait for a rank that is gone, and Python, which gives back memory
+    that the GPU uses, for the GPU: then the process is ended all the same, in a few seconds.
+    """
+    rank = failed()
+    deadline = time.monotonic() + GPU_SECONDS
+    while rank is not None and rank.is_busy():
+        if time.monotonic() >= deadline:
+            own = rank_text(rank.mesh, rank.spec.rank)
+            print(f"autopar: {own} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
+            # Ends the process from a thread that needs no interpreter, as Python's threads have none by then.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)
+            return
+        time.sleep(0.05)
 
 
 @contextmanager
