@@ -47,6 +47,8 @@ def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, to
     Raises:
         CheckpointError: the folder has no whole checkpoint, or one without averages.
     """
+    from autopar.runtime.checkpoint import read_tensors  # slow, see `Rank`
+
     header = read_header(folder)
     check_files(Path(folder), header)
     if ema and not header.ema:
@@ -55,8 +57,6 @@ def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, to
             "Leave ema (--ema) out."
         )
     saved = [weight for weight in header.weights if weight.names]
-    from autopar.runtime.checkpoint import read_tensors  # slow, see `Rank`
-
     tensors = read_tensors(Path(folder) / header.data, [weight.name for weight in saved], ema)
     return {name: tensors[weight.name] for weight in saved for name in weight.names}
 

@@ -11,12 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
 from handmade import even_firsts, plan_by_hand
 from reference import Reference, assert_all_close, assert_close
+from test_gpu_faults import pids
 from timm import create_model
 from torch import nn
 from zoo import Tied, UNet, resnet18, tiny_vit
@@ -40,11 +40,6 @@ FAULT_SECONDS = 15.0
 def full_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-
-
-def workers() -> list[int]:
-    """Process numbers; this process may have children of torch.compile beside them."""
-    return [child.pid for child in psutil.Process().children() if "autopar.runtime" in child.cmdline()]
 
 
 def on_cpu(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -124,13 +119,13 @@ def test_killed_rank_ends_the_others() -> None:
 
     x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     pm = autopar.parallelize(tiny_vit(), 2, x, microbatches=4, loss_fn=slow, optimizer=ADAMW, compile=False)
-    first = min(workers())
+    first = pids()[0]
     threading.Timer(1.0, os.kill, (first, signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"Rank 0 .*SIGKILL"):
         pm.train_step(x, y)
     assert time.monotonic() - start < FAULT_SECONDS
-    assert not workers()
+    assert not pids()
 
 
 def test_exception_ends_all_with_its_cause() -> None:
@@ -143,7 +138,7 @@ def test_exception_ends_all_with_its_cause() -> None:
     with pytest.raises(WorkerError, match=r"Rank 1 .*1F0.*no loss today"):
         pm.train_step(x, y)
     assert time.monotonic() - start < FAULT_SECONDS
-    assert not workers()
+    assert not pids()
 
 
 def test_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def test_a_product_for_one_place(convolution: nn.Module, shape: tuple[int, ...])
         (nn.Conv2d(8, 8, 2, padding=1), (2, 8, 1, 1)),  # of one place makes four
         (nn.Conv2d(8, 8, 3, padding=1, stride=2), (2, 8, 2, 2)),
         (nn.Conv2d(8, 8, 3, padding=3, stride=9, dilation=2), (2, 8, 1, 1)),  # meets padding alone
+        (nn.Conv2d(8, 8, 3, padding=6, stride=20), (2, 8, 1, 1)),  # as well, beside it
         (nn.Conv2d(8, 8, 1), (2, 8, 1, 1)),
         (nn.Conv2d(3, 8, 4, 2), (2, 3, 8, 8)),  # patches overlap
         (nn.Conv2d(3, 8, (4, 8), 4), (2, 3, 8, 16)),

@@ -14,8 +14,6 @@ from typer.core import TyperCommand, TyperGroup
 from autopar.errors import AutoparError
 
 INTERRUPTED = 130  # what shells report for Ctrl-C
-
-
 LONGEST_HELP = 1000  # letters
 
 

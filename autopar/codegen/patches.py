@@ -41,7 +41,7 @@ def as_product(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
     )
     if prod(kernel) > 1 and {*sizes, *made.shape[2:]} == {1}:
         taps = [divmod(p, d) for p, d in zip(padding, dilation)]
-        if any(rest for _, rest in taps):  # padding alone
+        if any(rest or tap >= size for (tap, rest), size in zip(taps, kernel)):  # padding alone
             return op
         args = (x, weight, given["bias"], [tap for tap, _ in taps], given["groups"])
         return replace(op, target="autopar.place_convolution.default", args=args, kwargs=())

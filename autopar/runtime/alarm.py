@@ -6,21 +6,30 @@ until the run's timeout. So a rank that fails writes the reason into the store w
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
+from weakref import ref
 
 import torch.distributed as dist
 
+from autopar.runtime.spec import rank_text
 from autopar.runtime.transport import TransportError
+
+if TYPE_CHECKING:
+    from autopar.runtime.rank import Rank
 
 KEY = "failed"
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # for the cause to be heard, and for a rank to notice by itself that its peer is gone
 OUTSIDE_SECONDS = 10.0  # for a rank that is in no call, but whose GPU waits, to come back
+# At the end of a process whose rank has failed: what its GPU has to finish, and then Python.
+GPU_SECONDS, LEAVE_SECONDS = 2.0, 5.0
 
 
 class Alarm:
@@ -88,3 +97,20 @@ class Alarm:
     def close(self) -> None:
         """Stop listening."""
         self.closed.set()
+
+
+def leave(failed: ref[Rank]) -> None:
+    """The process of a failed rank ends. Its GPU may wait for a rank that is gone, and Python, which gives back memory
+    that the GPU uses, for the GPU: then the process is ended all the same, in a few seconds.
+    """
+    rank = failed()
+    deadline = time.monotonic() + GPU_SECONDS
+    while rank is not None and rank.is_busy():
+        if time.monotonic() >= deadline:
+            own = rank_text(rank.mesh, rank.spec.rank)
+            print(f"autopar: {own} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
+            # Ends the process from a thread that needs no interpreter, as Python's threads have none by then.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)
+            return
+        time.sleep(0.05)

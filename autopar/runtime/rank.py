@@ -38,7 +38,8 @@ NO_AXES: Mapping[str, str] = MappingProxyType({})
 class Rank:
     """Holds one rank's part of the model and runs its part of every step.
 
-    Checkpoints are imported where they are needed: torch.distributed.checkpoint takes a third of a worker's start.
+    Checkpoints are imported where they are needed: torch.distributed.checkpoint took 0.7 of the 2.8 s of a worker's
+    imports.
     """
 
     def __init__(

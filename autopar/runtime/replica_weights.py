@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from math import nan
 
 import torch
@@ -50,9 +51,13 @@ class ReplicaWeights:
                 view.copy_(parameters[name].detach())
                 parameters[name].data = view
         self.gathered = self.masters_gathered = True
-        # Masters that others own, which can be without memory; and what each bucket's weights look like with it.
-        buckets_of_copies = [bucket for bucket in self.buckets if bucket.copy_dtype is not None]
-        self.away = [n for bucket in buckets_of_copies for n in bucket.names if n not in bucket.owned(replica)]
+        # Of each bucket of copies the weights that this replica owns, which it copies for all, and those of the others,
+        # whose masters can be without memory; and what all look like with it.
+        self.own = [bucket.owned(replica) if bucket.copy_dtype is not None else () for bucket in self.buckets]
+        self.away = [
+            [n for n in bucket.names if n not in own] if bucket.copy_dtype is not None else []
+            for bucket, own in zip(self.buckets, self.own, strict=True)
+        ]
         self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}
         self.released = False
         self.under_way: dict[int, Delivery] = {}
@@ -86,8 +91,7 @@ class ReplicaWeights:
         if self.gathered and not always:
             return
         self.begun = 0
-        for number, bucket in enumerate(reversed(self.buckets), start=1):
-            own = bucket.owned(self.replica) if bucket.copy_dtype is not None else ()
+        for number, own in enumerate(reversed(self.own), start=1):
             if own:
                 torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
             self.begin(min(number, AHEAD))  # the first ones travel while the others are copied
@@ -116,7 +120,7 @@ class ReplicaWeights:
         """Give up the memory of masters that other replicas own: until they are gathered, they read as not a number."""
         if self.released or all(bucket.copy_dtype is None for bucket in self.buckets):
             return
-        for name in self.away:
+        for name in chain(*self.away):
             master = self.parameters[name]
             master.data = torch.full((), nan, dtype=master.dtype, device=master.device).expand(master.shape)
         self.released, self.masters_gathered = True, False
@@ -126,21 +130,20 @@ class ReplicaWeights:
         if self.masters_gathered:
             return
         self.wait()
-        for name in self.away if self.released else ():
+        for name in chain(*self.away) if self.released else ():
             self.parameters[name].data = torch.empty_like(self.like[name], device=self.parameters[name].device)
         self.released = False
-        for bucket, held in zip(reversed(self.buckets), reversed(self.flats), strict=True):
+        for index in reversed(range(len(self.buckets))):
+            bucket, own, away, held = self.buckets[index], self.own[index], self.away[index], self.flats[index]
             flat = held
             if bucket.copy_dtype is not None:
                 flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=held.device)
                 views = bucket.views(flat, self.like)
-                if own := bucket.owned(self.replica):
+                if own:
                     torch._foreach_copy_([views[n] for n in own], [self.parameters[n].detach() for n in own])
             self.exchange.all_gather(flat, bucket)()
-            if bucket.copy_dtype is not None:
-                away = [n for n in bucket.names if n not in bucket.owned(self.replica)]
-                if away:
-                    torch._foreach_copy_([self.parameters[n].detach() for n in away], [views[n] for n in away])
+            if bucket.copy_dtype is not None and away:
+                torch._foreach_copy_([self.parameters[n].detach() for n in away], [views[n] for n in away])
         self.masters_gathered = True
 
     @property

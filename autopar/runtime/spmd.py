@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import atexit
-import faulthandler
 import itertools
-import os
 import re
-import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +19,7 @@ import torch.distributed as dist
 from autopar.errors import UsageError
 from autopar.ir import TP
 from autopar.pytree import tree_map
-from autopar.runtime.alarm import Alarm
+from autopar.runtime.alarm import Alarm, leave
 from autopar.runtime.connect import ConnectedRank, init_process_group
 from autopar.runtime.launch import launched, launcher_store
 from autopar.runtime.memory_error import out_of_memory
@@ -39,8 +36,6 @@ REPLICATED = frozenset({
 })  # fmt: skip
 
 FEW = 4  # parts of a decision that an error lists
-# At the end of a process whose rank has failed: what its GPU has to finish, and then Python.
-GPU_SECONDS, LEAVE_SECONDS = 2.0, 5.0
 
 # Numbers this process's groups: addresses that an earlier group left in the store must not be taken for a new one's.
 ROUNDS = itertools.count()
@@ -244,23 +239,6 @@ class TorchrunRanks:
                 dist.destroy_process_group()
         if self.alarm is not None:
             self.alarm.close()
-
-
-def leave(failed: weakref.ref[Rank]) -> None:
-    """The process of a failed rank ends. Its GPU may wait for a rank that is gone, and Python, which gives back memory
-    that the GPU uses, for the GPU: then the process is ended all the same, in a few seconds.
-    """
-    rank = failed()
-    deadline = time.monotonic() + GPU_SECONDS
-    while rank is not None and rank.is_busy():
-        if time.monotonic() >= deadline:
-            own = rank_text(rank.mesh, rank.spec.rank)
-            print(f"autopar: {own} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
-            # Ends the process from a thread that needs no interpreter, as Python's threads have none by then.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)
-            return
-        time.sleep(0.05)
 
 
 @contextmanager
