@@ -11,6 +11,7 @@ it, and the operator's result, the gradient of what the layer read, keeps it ali
 from __future__ import annotations
 
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +32,11 @@ class Owner(Protocol):
         ...
 
 
-OWNERS: dict[int, Owner] = {}  # by address
+OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()  # by address
 
 
 def register(sums: Tensor, owner: Owner) -> None:
-    """Make the owner of a sum known to the operator."""
+    """Make the owner of a sum known to the operator for as long as there is one."""
     OWNERS[sums.data_ptr()] = owner
 
 

@@ -7,6 +7,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -38,6 +39,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(torch, "compile", lambda *args, **options: whole(*args, **options, backend=backend))
     monkeypatch.setattr(compiled, "COMPILED", {})
     monkeypatch.setattr(accumulating_linear, "add_product", noted)
+    monkeypatch.setattr(accumulating_linear, "OWNERS", WeakValueDictionary())  # but those of other tests' models
     yield found
 
 
@@ -149,7 +151,9 @@ def test_a_weight_that_is_a_vector_has_its_gradient_moved(added: list[bool]) -> 
     assert len(added) == 3 + 3 + 3 + 2 + 3  # by the last layer
 
 
-def test_empty_weights_and_memory_after_close(added: list[bool]) -> None:
+@pytest.mark.parametrize("closes", [True, False])
+def test_empty_weights_and_memory_after_a_model(closes: bool, added: list[bool]) -> None:
+    """Which was closed, or only forgotten."""
     x, y = torch.randn(6, 6), torch.randint(0, 10, (6,))
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 0), nn.Linear(0, 6), nn.Linear(6, 10))
     pm = autopar.parallelize(
@@ -158,7 +162,9 @@ def test_empty_weights_and_memory_after_close(added: list[bool]) -> None:
     pm.train_step(x, y)
     assert added == [False]  # by the last layer
     owners = [weakref.ref(owner.gradients) for owner in accumulating_linear.OWNERS.values() if isinstance(owner, Sum)]
-    pm.close()
+    assert len(owners) == 1
+    if closes:
+        pm.close()
     del pm
     gc.collect()
     assert not accumulating_linear.OWNERS

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from weakref import ref
 
 import torch
 from torch import nn
@@ -42,7 +43,7 @@ class Gradients:
         self.views: dict[str, torch.Tensor] = {}
         # Weights whose gradients came, with the leaf that has what is still to be moved.
         self.came: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
-        self.lent: dict[str, torch.Tensor] = {}
+        self.lent: dict[str, Sum] = {}
         self.hooks: list[RemovableHandle] = []
         self.grown: set[str] = set()
         self.prompt = False
@@ -51,21 +52,28 @@ class Gradients:
 
     def watch(self, name: str, leaf: nn.Parameter) -> None:
         """Also move what comes to another leaf of a parameter."""
-        self.hooks.append(leaf.register_post_accumulate_grad_hook(lambda own: self.note(name, own)))
+        watching = ref(self)  # else the hook would keep alive what keeps the leaf
+
+        def came(own: torch.Tensor) -> None:
+            if (gradients := watching()) is not None:
+                gradients.note(name, own)
+
+        self.hooks.append(leaf.register_post_accumulate_grad_hook(came))
 
     def lend(self, name: str) -> torch.Tensor | None:
         """The sum of a weight, for a linear layer that adds to it; None of one that is not in a bucket, or is empty and
         so without an address."""
         if name not in self.lent and name in self.bucket_of and self.parameters[name].numel() > 0:
             self.flat(self.bucket_of[name])
-            self.lent[name] = self.views[name].data  # with a version of its own, which autograd keeps an eye on
-            accumulating_linear.register(self.lent[name], Sum(self, name))
-        return self.lent.get(name)
+            # With a version of its own, which autograd keeps an eye on.
+            self.lent[name] = Sum(self, name, self.views[name].data)
+            accumulating_linear.register(self.lent[name].tensor, self.lent[name])
+        return self.lent[name].tensor if name in self.lent else None
 
     def close(self) -> None:
-        """Take back what was lent, and watch no more: hooks keep what they call alive, and that the leaves."""
-        for sums in self.lent.values():
-            accumulating_linear.unregister(sums)
+        """Take back what was lent, and watch no more."""
+        for lent in self.lent.values():
+            accumulating_linear.unregister(lent.tensor)
         for hook in self.hooks:
             hook.remove()
         self.lent.clear()
@@ -189,12 +197,13 @@ class Gradients:
         return sum(flat.nbytes for flat in self.flats if flat is not None)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sum:
     """A weight's sum to the linear layer that adds to it."""
 
     gradients: Gradients
     name: str
+    tensor: torch.Tensor
 
     def holds(self) -> bool:
         return self.name in self.gradients.grown
