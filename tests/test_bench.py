@@ -199,6 +199,11 @@ def test_a_contestant_that_fails_is_a_row() -> None:
     ("flags", "number", "said"),
     [
         (["-o", "r.json"], 1, "Interrupted after 1 of 3 contestants; rows so far in r.json."),
+        (
+            ["-o", "r.json", "--png", "r.png", "--only", "autopar", "--trace", "t.json"],
+            1,
+            "Interrupted after 1 of 4 contestants; rows so far in r.json, r.png.",
+        ),
         ([], 1, "Interrupted after 1 of 3 contestants; nothing was written."),
         (["-o", "r.json"], 0, "Interrupted after 0 of 3 contestants; nothing was written."),
     ],
@@ -220,6 +225,7 @@ def test_ctrl_c_keeps_the_rows_so_far(
     assert ("too slow" in out) == (number > 0)
     if flags and number:
         assert [row["contestant"] for row in json.loads(Path("r.json").read_text())["rows"]] == ["plain"]
+        assert Path("r.png").exists() == ("r.png" in flags) and not Path("t.json").exists()
     else:
         assert not list(tmp_path.iterdir())
 
@@ -233,7 +239,7 @@ def test_ctrl_c_keeps_the_first_variants_of_a_contestant(monkeypatch: pytest.Mon
     monkeypatch.setattr("autopar.bench.run.run_contestant", run)
     with pytest.raises(Interrupted, match="after 0 of 1 contestant") as caught:
         run_bench(request(only=("fsdp2",), microbatch_sizes=()))
-    (row,) = caught.value.result.rows
+    (row,) = caught.value.finished.result.rows
     assert row.reason == "too slow" and row.best
 
 

@@ -97,11 +97,11 @@ class Finished:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while contestants ran: the rows so far, how many were through, and how many were to take part."""
+    """Ctrl-C while contestants ran: what there is so far, how many were through, and how many were to take part."""
 
-    def __init__(self, result: BenchResult, through: int, contestants: int) -> None:
+    def __init__(self, finished: Finished, through: int, contestants: int) -> None:
         super().__init__(f"after {through} of {plural(contestants, 'contestant')}")
-        self.result = result
+        self.finished = finished
 
 
 def run_bench(
@@ -174,7 +174,11 @@ class Bench:
                 self.take(contestant, f"[{through + 1}/{count}] {contestant.name}")
                 through += 1
         except KeyboardInterrupt as error:
-            raise Interrupted(self.result(), through, count) from error
+            raise Interrupted(self.finished(), through, count) from error
+        return self.finished()
+
+    def finished(self) -> Finished:
+        """What there is so far."""
         return Finished(self.result(), self.trace)
 
     def take(self, contestant: Contestant, head: str) -> None:

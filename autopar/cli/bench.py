@@ -68,7 +68,7 @@ def bench(
     import torch
 
     from autopar.api import example_call
-    from autopar.bench import BenchResult, Interrupted, Request, num_classes, run_bench
+    from autopar.bench import BenchResult, Finished, Interrupted, Request, num_classes, run_bench
     from autopar.bench.picture import draw, needed_figure
     from autopar.cli.bench_table import bench_parts
     from autopar.cli.inputs import parse_inputs
@@ -115,27 +115,30 @@ def bench(
         if output is not None:
             write(output, result.to_json())
 
+    def present(finished: Finished) -> list[Path]:
+        """Show and draw what there is; the files that have it."""
+        keep(finished.result)  # the whole file, whatever Ctrl-C came in the middle of
+        show(bench_parts(finished.result))
+        if png is not None:
+            draw(finished.result, png)
+        if trace is not None and finished.trace is not None:
+            write(trace, json.dumps(finished.trace))
+        return [path for path in (output, png, trace if finished.trace is not None else None) if path is not None]
+
     try:
         with ended_by_sigterm():
             finished = run_bench(request, lambda text: typer.echo(text, err=True), keep)
     except Interrupted as error:
-        if error.result.rows:
-            keep(error.result)  # the whole file, whatever Ctrl-C came in the middle of
-            show(bench_parts(error.result))
-        written = f"rows so far in {output}" if error.result.rows and output is not None else "nothing was written"
-        typer.echo(f"Interrupted {error}; {written}.", err=True)
+        written = present(error.finished) if error.finished.result.rows else []
+        what = f"rows so far in {', '.join(map(str, written))}" if written else "nothing was written"
+        typer.echo(f"Interrupted {error}; {what}.", err=True)
         raise
     except KeyboardInterrupt:
         typer.echo("Interrupted before the first contestant; nothing was written.", err=True)
         raise
-    show(bench_parts(finished.result))
-    if png is not None:
-        draw(finished.result, png)
-    if trace is not None:
-        if finished.trace is None:
-            typer.echo(f"No step of the plan was measured, so {trace} is not written.", err=True)
-        else:
-            write(trace, json.dumps(finished.trace))
+    present(finished)
+    if trace is not None and finished.trace is None:
+        typer.echo(f"No step of the plan was measured, so {trace} is not written.", err=True)
     if all(row.reason is not None for row in finished.result.rows):
         raise typer.Exit(1)
 
