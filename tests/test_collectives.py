@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from autopar.collectives import joined, parts
 from autopar.ir import Mesh
 from autopar.operators import operator
 from autopar.runtime.axes import axis_ranks, connect
-from autopar.runtime.connect import ConnectedRank
+from autopar.runtime.connect import connected_rank
 from autopar.runtime.transport import TransportError
 
 ops = torch.ops.autopar
@@ -159,7 +160,7 @@ def symmetric_memory_needs_gpus() -> None:
         rank=dist.get_rank(), mesh=Mesh(2, 2, 1), device="cpu", channels=(), shared=(), transport="symmetric"
     )
     with pytest.raises(UsageError, match=r'^transport="symmetric" needs GPUs of one host .* Leave it out'):
-        ConnectedRank(spec, {}, TIMEOUT_SECONDS)
+        connected_rank(spec, {}, TIMEOUT_SECONDS, ExitStack())
 
 
 CASES = {

@@ -324,6 +324,32 @@ def test_outputs_outlive_the_next_step(microbatches: int, monkeypatch: pytest.Mo
         assert_close(output, wanted, "output")
 
 
+class ClassToken(nn.Module):
+    """Reaches its parameters from the second stage by views alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.proj = nn.Parameter(torch.randn(1, 1, 8)), nn.Linear(6, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.token.expand(len(x), -1, -1), self.proj(x)], dim=1)
+        return self.head(self.norm(x)[:, 0])
+
+
+def test_gradients_are_kept_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that is a part of what the next stage sent, which the next step's overwrites."""
+    monkeypatch.setattr(LocalTransport, "mail", lambda self, incoming, outgoing: LastingMail(self))
+    torch.manual_seed(0)
+    model, y = ClassToken(), torch.tensor([0, 2])
+    plan = plan_by_hand(model, torch.randn(2, 5, 6), 2, ["norm.layer_norm"])
+    pm, reference = in_threads(model, plan, torch.randn(2, 5, 6), F.cross_entropy), Reference(model)
+    for _ in range(2):
+        x = torch.randn(2, 5, 6)
+        assert pm.forward_backward(x, y).loss == pytest.approx(reference.forward_backward(x, y, 2), abs=1e-6)
+        assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+
+
 def test_clipping_counts_tied_parameters_once_and_covers_all_stages() -> None:
     torch.manual_seed(0)
     model = Tied()

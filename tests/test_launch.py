@@ -7,17 +7,20 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from autopar import UsageError
 from autopar.hardware import load_hardware
 from autopar.machine import Machine, this_machine
 from autopar.runtime import Launched, launched
+from autopar.runtime.alarm import KEY, Alarm
 from autopar.runtime.launch import launcher_store
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "node0"}
@@ -166,9 +169,11 @@ def free_port() -> int:
         return chosen.getsockname()[1]
 
 
-def started(folder: Path, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]]) -> list[Any]:
+def started(
+    folder: Path, commands: Sequence[Sequence[str]], variables: Sequence[dict[str, str]], script: str = TRAIN
+) -> list[Any]:
     """What each of several processes that run at the same time printed, and how it ended."""
-    (folder / "script.py").write_text(TRAIN)
+    (folder / "script.py").write_text(script)
     quiet = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "OMP_"))}
     quiet["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     running = [
@@ -240,13 +245,13 @@ def test_a_node_that_dies_ends_the_other(tmp_path: Path) -> None:
     assert "exitcode: -9" in said(done), said(done)  # whether the other notices it or its launcher does, it is ended
 
 
-def srun(folder: Path, *arguments: str, nodes: int = 2, backend: str = "gloo") -> list[Any]:
+def srun(folder: Path, *arguments: str, nodes: int = 2, backend: str = "gloo", script: str = TRAIN) -> list[Any]:
     """Two tasks, as srun would start them."""
     step = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NNODES": str(nodes), "SLURM_NTASKS": "2"}
     step |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     local = ["0", "0"] if nodes == 2 else ["0", "1"]
     variables = [step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": local[rank]} for rank in range(2)]
-    return started(folder, [[sys.executable, "script.py", *arguments, backend]] * 2, variables)
+    return started(folder, [[sys.executable, "script.py", *arguments, backend]] * 2, variables, script)
 
 
 def test_tasks_of_srun_have_the_loss_of_one_device(tmp_path: Path) -> None:
@@ -262,6 +267,42 @@ def test_a_waiting_task_is_told_why_its_peer_is_gone(tmp_path: Path) -> None:
     assert "ArithmeticError: no loss today" in done[1].stderr, said(done)
     cause = "rank 1 (stage 1) failed during train_step: ArithmeticError: no loss today"
     assert cause in done[0].stderr, said(done)  # in its own error, or where it was ended
+
+
+AGAIN = """
+import functools, gc, weakref
+import torch
+import torch.distributed as dist
+from torch import nn
+import autopar
+from autopar.collectives import COMMUNICATORS
+from autopar.runtime import launched
+
+def typo(parameters):
+    raise ValueError("no such optimizer")
+
+x, y = torch.randn(4, 8), torch.randint(0, 4, (2,))
+make = functools.partial(autopar.parallelize, nn.Linear(8, 4), 2, x, dp=2)
+try:
+    make(optimizer=typo)
+except autopar.UsageError as error:
+    assert "no such optimizer" in str(error)
+assert not dist.is_initialized() and not COMMUNICATORS
+pm = make(optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+assert pm._ranks.alarm is not None
+pm.train_step(x[:2], y)
+weight = weakref.ref(next(iter(pm._ranks.rank.trainable.values())))
+del pm  # without close()
+gc.collect()
+assert weight() is None
+print(f"rank {launched().rank} is through")
+"""
+
+
+def test_after_an_attempt_that_failed_and_a_model_that_was_dropped_nothing_is_left(tmp_path: Path) -> None:
+    done = srun(tmp_path, script=AGAIN)
+    assert [run.returncode for run in done] == [0, 0], said(done)
+    assert all("is through" in run.stdout for run in done), said(done)
 
 
 @pytest.mark.gpu
@@ -310,3 +351,67 @@ def test_a_failed_rank_leaves_a_gpu_that_waits_for_another(gpu: str, python_wait
     assert done.returncode == 1 and "ArithmeticError: no loss today" in done.stderr
     said = "autopar: rank 0 (stage 0) leaves a GPU that waits for another rank" in done.stderr
     assert said == (gpu == "busy")
+
+
+# -- the alarm ---------------------------------------------------------------------------------------------------------
+
+
+def store() -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def test_a_failure_is_heard_while_another_thread_waits_for_a_key() -> None:
+    served = store()
+    own = dist.TCPStore("127.0.0.1", served.port, is_master=False)
+    alarm = Alarm(own, "rank 1", lambda: False)
+    waiting = threading.Thread(target=own.get, args=["late"])
+    waiting.start()
+    try:
+        served.set(KEY, "rank 0 failed")
+        assert alarm.heard(60) == "rank 0 failed"
+        assert waiting.is_alive()
+    finally:
+        served.set("late", "")
+        waiting.join()
+        alarm.close()
+
+
+HEARING = """
+import sys, time
+import torch.distributed as dist
+from autopar.runtime import alarm
+
+alarm.POLL_SECONDS, alarm.GRACE_SECONDS, alarm.PATIENT_SECONDS = 0.05, 0.2, float(sys.argv[2])
+served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+own = alarm.Alarm(dist.TCPStore("127.0.0.1", served.port, is_master=False), "rank 1", lambda: False)
+if sys.argv[1] == "gone":
+    del served
+else:
+    try:
+        with own.guarding("train_step"):
+            raise ArithmeticError("no loss today")
+    except ArithmeticError:
+        pass
+with own.guarding("close"):
+    time.sleep(3)
+print("closed")
+"""
+
+
+@pytest.mark.parametrize(
+    ("event", "patience", "said"),
+    [
+        ("gone", 0.5, "rank 1 was ended, because the process is gone where the ranks met (rank 0 or the launcher)"),
+        ("gone", 60.0, None),
+        ("own failure", 0.5, "rank 1 was ended, because rank 1 failed during train_step: ArithmeticError"),
+        ("own failure", 60.0, None),
+    ],
+)
+def test_a_rank_may_close_after_its_own_failure_and_the_end_of_the_store(
+    event: str, patience: float, said: str | None
+) -> None:
+    command = [sys.executable, "-c", HEARING, event, str(patience)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, "closed" in done.stdout) == ((1, False) if said else (0, True)), done.stderr
+    assert said is None or said in done.stderr
+    assert len(done.stderr.splitlines()) < 100  # torch tells each lost connection at length

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 KEY = "failed"
 POLL_SECONDS = 0.5
 GRACE_SECONDS = 2.0  # for the cause to be heard, and for a rank to notice by itself that its peer is gone
-OUTSIDE_SECONDS = 10.0  # for a rank that is in no call, but whose GPU waits, to come back
+# For a rank to come back that is in no call, but whose GPU waits; to close after a failure of its own; or to end when
+# the process that serves the store has ended, as it may do when all is done.
+PATIENT_SECONDS = 10.0
+GONE = "the process is gone where the ranks met (rank 0 or the launcher)"
 # At the end of a process whose rank has failed: what its GPU has to finish, and then Python.
 GPU_SECONDS, LEAVE_SECONDS = 2.0, 5.0
 
@@ -45,8 +48,10 @@ class Alarm:
             name: this rank's, as in ``rank 1 (stage 1)``.
             waits: whether its GPU may wait for other ranks although no call is going on.
         """
-        self.store, self.name, self.waits = store, name, waits
+        # A connection of its own: while a thread waits for a key, others wait for that thread.
+        self.store, self.name, self.waits = store.clone(), name, waits
         self.calls = 0  # begun and ended ones: odd during a call
+        self.failed = False
         self.closed = threading.Event()
         threading.Thread(target=self.listen, daemon=True).start()
 
@@ -62,6 +67,7 @@ class Alarm:
                 error.add_note(f"autopar: the cause is another rank's: {cause}")
             raise
         except Exception as error:
+            self.failed = True
             with suppress(RuntimeError):  # the store is gone with the rank or the launcher that served it
                 self.store.compare_set(KEY, "", f"{self.name} failed during {command}: {type(error).__name__}: {error}")
             raise
@@ -69,9 +75,9 @@ class Alarm:
             self.calls += 1
 
     def heard(self, seconds: float) -> str | None:
-        """Why another rank failed, if that is heard in time."""
+        """Why a rank failed, if that is heard in time."""
         deadline = time.monotonic() + seconds
-        with suppress(RuntimeError):  # as above
+        try:
             while True:
                 if self.store.check([KEY]):
                     return self.store.get(KEY).decode()
@@ -79,7 +85,8 @@ class Alarm:
                     return None
                 if time.monotonic() >= deadline:
                     return None
-        return None
+        except RuntimeError:
+            return GONE
 
     def listen(self) -> None:
         """End the process when another rank has failed and a call, or work of its GPU, cannot end any more."""
@@ -89,7 +96,8 @@ class Alarm:
         while not self.closed.is_set():
             call = self.calls
             inside = call % 2 == 1
-            ended = self.closed.wait(GRACE_SECONDS if inside else OUTSIDE_SECONDS)
+            patient = self.failed or cause == GONE or not inside
+            ended = self.closed.wait(PATIENT_SECONDS if patient else GRACE_SECONDS)
             if not ended and call == self.calls and (inside or self.waits()):
                 print(f"autopar: {self.name} was ended, because {cause}", file=sys.stderr, flush=True)
                 os._exit(1)

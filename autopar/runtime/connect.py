@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.axes import Axes, axis_ranks, connect, unregister
+from autopar.runtime.axes import axis_ranks, connect, unregister
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 from autopar.runtime.transport import ProcessGroupTransport
@@ -34,25 +35,27 @@ def init_process_group(
     )
 
 
-class ConnectedRank:
-    """A rank with all its process groups in the default one; every process makes its own at the same point."""
+def connected_rank(
+    spec: RankSpec, tensors: Mapping[str, torch.Tensor], timeout_seconds: float, opened: ExitStack
+) -> Rank:
+    """A rank with all its process groups in the default one; every process makes its own at the same point.
 
-    def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], timeout_seconds: float) -> None:
-        """Connect, and take the weights as `Rank` does."""
-        device = torch.device(spec.device)
-        self.axes: Axes = connect(spec.mesh, spec.rank, device.type, timeout_seconds)
-        on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
-        own = {c.members: c.group for c in self.axes.communicators.values()}
-        made = {ranks: own.get(ranks) for ranks in on_axes}
-        self.transport = ProcessGroupTransport(
-            spec.rank, device, spec.channels, spec.shared, made, timeout_seconds, spec.transport
-        )
-        self.keys = self.axes.register(f"model {next(MODELS)}", device, self.transport.neighbours)
-        self.rank = Rank(spec, tensors, self.transport, self.keys)
-
-    def close(self) -> None:
-        """Give up the groups; the default one stays."""
-        self.rank.close()
-        unregister(self.keys)
-        self.transport.close()
-        self.axes.close()
+    Args:
+        tensors: its weights, as `Rank` takes them.
+        opened: closes what was opened here, also after an error.
+    """
+    device = torch.device(spec.device)
+    axes = connect(spec.mesh, spec.rank, device.type, timeout_seconds)
+    opened.callback(axes.close)
+    on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
+    own = {c.members: c.group for c in axes.communicators.values()}
+    made = {ranks: own.get(ranks) for ranks in on_axes}
+    transport = ProcessGroupTransport(
+        spec.rank, device, spec.channels, spec.shared, made, timeout_seconds, spec.transport
+    )
+    opened.callback(transport.close)
+    keys = axes.register(f"model {next(MODELS)}", device, transport.neighbours)
+    opened.callback(unregister, keys)
+    rank = Rank(spec, tensors, transport, keys)
+    opened.callback(rank.close)
+    return rank

@@ -77,7 +77,7 @@ class Copies:
         if self.shared is not None:
             self.shared.gather(always)
             if self.masters_read:
-                self.shared.gather_masters()
+                self.shared.gather_masters(always)
             if any(name in self.shared.bucket_of for name in self.own):
                 self.shared.wait()
         if not self.own:

@@ -234,15 +234,15 @@ def is_capturable(optimizer: Optimizer) -> bool:
 
 
 def prepare(optimizer: Optimizer | None) -> None:
-    """Make an optimizer of torch count its steps on the device, where it can."""
+    """Make an optimizer of torch keep its steps, and other numbers of a parameter, on the device, where it can."""
     if optimizer is None or any("capturable" not in group for group in optimizer.param_groups):
         return
     for group in optimizer.param_groups:
         group["capturable"] = True
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if isinstance(state.get("step"), Tensor):
-                state["step"] = state["step"].to(parameter.device)
+            numbers = {key: t for key, t in state.items() if isinstance(t, Tensor) and t.ndim == 0}
+            state.update({key: number.to(parameter.device) for key, number in numbers.items()})
 
 
 @contextmanager

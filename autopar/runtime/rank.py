@@ -382,8 +382,10 @@ class Rank:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.train_step(work)
             return torch.cuda.max_memory_allocated(self.device)
-        standing = sum(t.nbytes for t in self.weights.values()) + self.copies.num_bytes + self.updater.state_bytes()
-        standing += self.updater.gradients.num_bytes
+        self.release_masters()
+        # Masters without memory are expanded from one number; other weights may share their memory.
+        standing = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
+        standing += self.copies.num_bytes + self.updater.state_bytes() + self.updater.gradients.num_bytes
         with TensorPeak() as peak:
             self.train_step(work)
         return standing + peak.bytes

@@ -125,9 +125,9 @@ class ReplicaWeights:
             master.data = torch.full((), nan, dtype=master.dtype, device=master.device).expand(master.shape)
         self.released, self.masters_gathered = True, False
 
-    def gather_masters(self) -> None:
-        """Bring the weights as they are stored to all replicas, if they are behind."""
-        if self.masters_gathered:
+    def gather_masters(self, always: bool = False) -> None:
+        """Bring the weights as they are stored to all replicas, if they are behind, or ``always`` as in `gather`."""
+        if self.masters_gathered and not always:
             return
         self.wait()
         for name in chain(*self.away) if self.released else ():

@@ -8,7 +8,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from autopar.errors import UsageError
 from autopar.ir import TP
 from autopar.pytree import tree_map
 from autopar.runtime.alarm import Alarm, leave
-from autopar.runtime.connect import ConnectedRank, init_process_group
+from autopar.runtime.connect import connected_rank, init_process_group
 from autopar.runtime.launch import launched, launcher_store
 from autopar.runtime.memory_error import out_of_memory
 from autopar.runtime.rank import Rank
@@ -119,18 +119,25 @@ class TorchrunRanks:
         device, world = torch.device(spec.device), spec.mesh.devices
         self.joined = not dist.is_initialized()
         self.alarm: Alarm | None = None  # where the caller's own group leaves no store to speak through
+        self.opened = ExitStack()  # process groups, and what needs them
         if self.joined:
             launch = launched()
             assert launch is not None
             store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
             init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
-            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank), lambda: self.failed is None and self.unread > 0)
-        with self.alarm.guarding("parallelize") if self.alarm else nullcontext():
-            # For objects, whatever carries the tensors.
-            self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
-            check_agreement(self.all_of(decision), spec.rank)
-            self.connected = ConnectedRank(spec, self.received(spec, tensors), timeout_seconds)
-        self.rank = self.connected.rank
+            self.opened.callback(dist.destroy_process_group)
+            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank), waits_of(self))
+        try:
+            with self.alarm.guarding("parallelize") if self.alarm else nullcontext():
+                # For objects, whatever carries the tensors.
+                self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+                self.opened.callback(dist.destroy_process_group, self.control)
+                check_agreement(self.all_of(decision), spec.rank)
+                own = self.received(spec, tensors)
+                self.rank = connected_rank(spec, own, timeout_seconds, self.opened)
+        except BaseException:
+            self.close()
+            raise
         self.random = RandomState(spec.rank_seed, device)
 
     def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -231,14 +238,23 @@ class TorchrunRanks:
             return
         self.closed = True
         self.failed = self.failed or "close() was called."
-        with self.guarding("close"):  # a communicator may wait for a rank that is gone
+        # A communicator may wait for a rank that is gone.
+        with self.alarm.guarding("close") if self.alarm else nullcontext():
             if dist.is_initialized():
-                self.connected.close()
-                dist.destroy_process_group(self.control)
-            if self.joined and dist.is_initialized():
-                dist.destroy_process_group()
+                self.opened.close()
         if self.alarm is not None:
             self.alarm.close()
+
+
+def waits_of(ranks: TorchrunRanks) -> Callable[[], bool]:
+    """Whether they have steps that nobody has waited for; does not keep a model that was dropped."""
+    own = weakref.ref(ranks)
+
+    def waits() -> bool:
+        ranks = own()
+        return ranks is not None and ranks.failed is None and ranks.unread > 0
+
+    return waits
 
 
 @contextmanager

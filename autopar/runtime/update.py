@@ -36,8 +36,9 @@ class Updater:
         self.spec, self.trainable, self.transport = spec, trainable, transport
         replicated = spec.mesh.dp > 1 and bool(trainable)
         weights = [weight for weight in spec.weights if weight.name in trainable]
-        mixed = replicated or any(weight.master for weight in weights)
-        buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if mixed else ()
+        # What autograd leaves may be a part of what another stage sent or is sent, in memory that is used again.
+        moved = replicated or spec.mesh.pp > 1 or any(weight.master for weight in weights)
+        buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
         self.gradients = Gradients(trainable, buckets)
         self.replica_sum: ReplicaSum | None = None
         self.replica_weights: ReplicaWeights | None = None

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 import warnings
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.runtime.connect import ConnectedRank, init_process_group
+from autopar.runtime.connect import connected_rank, init_process_group
 from autopar.runtime.memory import restart_peak
 from autopar.runtime.memory_error import out_of_memory
 from autopar.runtime.rank import Rank
@@ -178,9 +179,9 @@ def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     store.wait([f"started/{rank}" for rank in range(world)], timedelta(seconds=START_SECONDS))
     init_process_group(start.backend, number, world, device, start.timeout_seconds, store)
     torch.manual_seed(spec.rank_seed)
-    connected = ConnectedRank(spec, tensors, start.timeout_seconds)
+    rank = connected_rank(spec, tensors, start.timeout_seconds, ExitStack())  # the process's end closes all
     restart_peak()
-    return connected.rank
+    return rank
 
 
 def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
