@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see what reaches kernels
 
 from autopar.pytree import leaves
@@ -54,7 +55,7 @@ class Record:
     """
 
     kernels: list[tuple[str, tuple[torch.dtype, ...]]] = field(default_factory=list)
-    casts: set[tuple[fx.Node | None, Cast]] = field(default_factory=set)
+    casts: list[tuple[fx.Node | None, Cast]] = field(default_factory=list)
     results: tuple[torch.dtype, ...] = ()
 
 
@@ -75,7 +76,7 @@ class Recorder(TorchDispatchMode):
             if made.dtype != args[0].dtype:
                 # Autocast keeps the casts of weights, not of their views, while the outermost region lasts.
                 shared = node is not None and args[0] is self.operands[node] and args[0].dtype == torch.float32
-                self.record.casts.add((node, Cast(made.dtype, shared)))
+                self.record.casts.append((node, Cast(made.dtype, shared)))
         elif func.is_view or func in MOVES:
             if node is not None:
                 self.known |= {id(tensor): (node, tensor) for tensor in tensors_of(made)}
@@ -116,11 +117,12 @@ def equivalent(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Ten
     to other kernels; those of cuDNN take some of their operands without a cast to see.
     """
     plain = attempt(node, target, operands, {})
-    new = inside.casts - (plain.casts if plain is not None else set())  # an operation may cast by itself
-    if plain is not None and not new and (plain.kernels == inside.kernels or plain.results == inside.results):
+    own = plain.casts if plain is not None else []  # an operation may cast by itself
+    new = [(n, cast) for n, cast in inside.casts if (n, cast) not in own]
+    if plain is not None and not new and plain.results == inside.results:
         return {}
     made = next(iter(inside.results), None)
-    seen = {n: cast for n, cast in new if n is not None}
+    seen = {n: cast for n, cast in reversed(new) if n is not None}
     uniform = {
         n: Cast(made) for n, t in operands.items() if made in CASTABLE and t.dtype in CASTABLE and t.dtype != made
     }
@@ -145,7 +147,7 @@ def run(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], c
     """What an operation does with operands, of which some are cast before."""
     with torch.no_grad():
         given = {n: t.to(casts[n].dtype) if n in casts else t for n, t in operands.items()}
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: given.get(n, n.meta.get("val")))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: given.get(n, n.meta.get("val")))
         with Recorder(given) as recorder:
             made = target(*args, **kwargs)
     recorder.record.results = dtypes_of(made)

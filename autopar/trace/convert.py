@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.node import map_arg
 
 from autopar.errors import TraceError
 from autopar.ir import NO_AUTOCAST, LocalDevice, Op, Ref, Value, dtype_name, refs, unused_name
@@ -318,7 +319,7 @@ def is_identity(target: OpOverload, args: tuple) -> bool:
 
 def made_without_data(node: fx.Node, target: OpOverload, more: dict[str, Any]) -> str:
     """The dtype of what an operator makes of a node's arguments, as fake tensors."""
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     with torch.no_grad():
         return dtype_name(target(*args, **kwargs, **more).dtype)
 
