@@ -202,12 +202,13 @@ def test_a_weight_is_cast_once_in_an_outermost_region() -> None:
     assert casts(graph).count("lin.weight bfloat16") == 2
 
 
-def test_what_casts_of_inputs_cannot_express_is_refused() -> None:
-    model = Region(lambda m, x: m.norm(x, x), nn.GRUCell(4, 4))
+@pytest.mark.parametrize("given", [lambda m, x: x, lambda m, x: m.lin(x)])
+def test_what_casts_of_inputs_cannot_express_is_refused(given: Callable) -> None:
+    model = Region(lambda m, x: m.norm(given(m, x), x), nn.GRUCell(4, 4))
     with pytest.raises(TraceError, match=r"Cannot write gru_cell at .*without autocast.*enabled=False"):
         trace(model, (X,))
     with torch.autocast("cpu", dtype=torch.bfloat16):  # on the CPU its state stays float32 beside bfloat16 products
-        assert model.norm(X, X).dtype == torch.float32
+        assert model.norm(given(model, X), X).dtype == torch.float32
 
 
 # -- training -------------------------------------------------------------------------------------------------------

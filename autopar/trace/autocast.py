@@ -123,9 +123,8 @@ def equivalent(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Ten
         return {}
     made = next(iter(inside.results), None)
     seen = {n: cast for n, cast in reversed(new) if n is not None}
-    uniform = {
-        n: Cast(made) for n, t in operands.items() if made in CASTABLE and t.dtype in CASTABLE and t.dtype != made
-    }
+    castable = [n for n, t in operands.items() if {made, t.dtype} <= {*CASTABLE} and t.dtype != made]
+    uniform = dict.fromkeys(castable, Cast(made)) if made and all(cast.dtype == made for _, cast in new) else {}
     tried = [(casts, attempt(node, target, operands, casts)) for casts in (seen, uniform) if casts]
     fitting = [(casts, record) for casts, record in tried if record is not None and record.results == inside.results]
     proven = [casts for casts, record in fitting if record.kernels == inside.kernels]
