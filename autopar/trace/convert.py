@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.fx.node import map_arg
 
 from autopar.errors import TraceError
 from autopar.ir import NO_AUTOCAST, LocalDevice, Op, Ref, Value, dtype_name, refs, unused_name
-from autopar.trace.autocast import cast_to
+from autopar.trace.autocast import Region, casts_of
 from autopar.trace.export import is_internal
 from autopar.trace.inplace import STATISTICS, aliased_arguments, missing_defaults, out_of_place, written_arguments
 
 FOREVER = 1 << 60
+CAST = torch.ops.aten.to.dtype
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n')
 # Checks of tensor properties that the trace has already proved; they compute nothing.
 CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
@@ -53,6 +55,8 @@ class Converter:
         self.ops: list[Op] = []
         self.updated_until: dict[str, int] = {}
         self.autocast = ""  # of the innermost autocast region
+        self.regions: tuple[Region, ...] = ()  # all autocast regions around, from the outermost
+        self.cast_weights: dict[tuple[str, torch.dtype], Ref] = {}  # those of the outermost region
         self.tracked: dict[str, Ref] = {}  # a value detached for a no_grad region -> the value with its history
 
     # -- walking -----------------------------------------------------------------------------------------------
@@ -112,12 +116,14 @@ class Converter:
         if str(node.target) == "wrap_with_set_grad_enabled" and not node.args[0]:
             arguments = [self.detached(node, a) for a in arguments]
         self.result |= dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        outside = self.held, self.autocast
+        outside = self.held, self.autocast, self.regions
         self.held = self.held | {name for n, use in last_use.items() if use > position and (name := self.name_of(n))}
         if str(node.target) == "wrap_with_autocast":
             self.autocast = dtype_name(node.args[1]) if node.args[2] else NO_AUTOCAST
+            self.cast_weights = self.cast_weights if self.regions else {}
+            self.regions += (Region(*node.args[:3]),)  # type: ignore[arg-type]
         outputs = self.run(region.graph)
-        self.held, self.autocast = outside
+        self.held, self.autocast, self.regions = outside
         if isinstance(outputs, tuple):
             return tuple(self.tracked.get(o.name, o) if isinstance(o, Ref) else o for o in outputs)
         return outputs
@@ -135,7 +141,7 @@ class Converter:
     def add(self, node: fx.Node, target: OpOverload, args: tuple, last_use: dict[fx.Node, int], position: int) -> Any:
         """Record an operation out of place if its side effect has no other reader, else in place."""
         kwargs = tuple((k, self.resolve(v)) for k, v in node.kwargs.items())
-        if self.autocast:  # a disabled region is known by its effect too, which is none
+        if any(region.enabled for region in self.regions):
             args, kwargs = self.cast(node, target, args, kwargs)
         given = dict(zip((a.name for a in target._schema.arguments), args)) | dict(kwargs)
         written = [given[name].name for name in written_arguments(target) if isinstance(given.get(name), Ref)]
@@ -143,26 +149,47 @@ class Converter:
             return self.record(node, target, args, kwargs, node.meta.get("val"))
         functional = out_of_place(target)
         if len(written) == 1 and functional is not None and not self.read_elsewhere(written[0], last_use, position):
-            kwargs += missing_defaults(target, functional, args, kwargs)
-            self.newest[written[0]] = (result := self.record(node, functional, args, kwargs, node.meta["val"])).name
+            result = self.functional(node, target, functional, args, kwargs)
+            self.newest[written[0]] = result.name
             return result
         return self.update(node, target, args, kwargs, written)
 
+    def functional(self, node: fx.Node, target: OpOverload, functional: OpOverload, args: tuple, kwargs: tuple) -> Ref:
+        """Record an in-place operation's counterpart; what it makes has the dtype of what was updated."""
+        val, missing = node.meta["val"], missing_defaults(target, functional, args, kwargs)
+        made = made_without_data(node, functional, dict(missing))
+        result = self.record(node, functional, args, kwargs + missing, replace(value_from("", val), dtype=made))
+        if made == dtype_name(val.dtype):
+            return result
+        return self.record(node, CAST, (result, val.dtype), (), val)
+
     def cast(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple) -> tuple[tuple, tuple]:
-        """The arguments with the casts that autocast would make."""
-        wanted = cast_to(target, args, kwargs, node.meta.get("val"), self.values)
+        """The arguments with the casts that autocast would make: of a trainable weight one in an outermost region."""
+        casts = casts_of(node, target, self.regions)
+        if casts is None:
+            raise TraceError(
+                f"Cannot write {short_name(target)} at {source_of(node)} without autocast: its inputs stay as they are "
+                "while autocast casts what is made of them inside. Put it in a region of its own with "
+                "torch.autocast(..., enabled=False), and cast its inputs there, or write out what it is made of."
+            )
+        wanted = {self.name_of(read): cast for read, cast in casts.items()}
 
         def converted(argument: Any) -> Any:
             if isinstance(argument, tuple):
                 return tuple(converted(a) for a in argument)
-            value = self.values[argument.name] if isinstance(argument, Ref) else None
-            if value is None or value.dtype not in DIFFERENTIABLE or getattr(torch, value.dtype) == wanted:
+            if not isinstance(argument, Ref) or argument.name not in wanted:
                 return argument
-            value = replace(value, dtype=dtype_name(wanted))
-            return self.record(node, torch.ops.aten.to.dtype, (argument, wanted), (), value)
+            value, cast = self.values[argument.name], wanted[argument.name]
+            if value.dtype == dtype_name(cast.dtype):
+                return argument
+            key = argument.name, cast.dtype
+            if cast.shared and key in self.cast_weights:
+                return self.cast_weights[key]
+            result = self.record(node, CAST, (argument, cast.dtype), (), replace(value, dtype=dtype_name(cast.dtype)))
+            if cast.shared and argument.name in self.weights and value.requires_grad:
+                self.cast_weights[key] = result
+            return result
 
-        if wanted is None:
-            return args, kwargs
         return converted(args), tuple((k, converted(v)) for k, v in kwargs)
 
     def record(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple, val: Any) -> Any:
@@ -288,6 +315,13 @@ def is_identity(target: OpOverload, args: tuple) -> bool:
     if target is torch.ops.aten.copy_.default:
         return args[0] == args[1]
     return target._schema.name.removesuffix("_") in DROPOUTS and (args[1] == 0 or not args[2])
+
+
+def made_without_data(node: fx.Node, target: OpOverload, more: dict[str, Any]) -> str:
+    """The dtype of what an operator makes of a node's arguments, as fake tensors."""
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
+    with torch.no_grad():
+        return dtype_name(target(*args, **kwargs, **more).dtype)
 
 
 def values_of(name: str, val: Any) -> tuple[tuple[Value, ...], Any]:
