@@ -36,7 +36,7 @@ __all__ = [
     "BEST", "DATASETS", "EMA_WEIGHTS", "EPOCHS", "LAST", "PLAN", "TENSORBOARD", "WEIGHTS", "Augmentation", "Batch",
     "Callback", "Checkpoints", "Data", "EpochReport", "Evaluation", "JsonLog", "Mixup", "PartLoader", "PartSampler",
     "ProgressBar", "SavedRun", "Schedule", "StepReport", "TensorBoard", "TimmOptimizer", "Trainer", "Wanted",
-    "check_free", "evaluate", "evaluate_alone", "evaluation_loader", "first", "last_of", "leads", "lies_in", "load_data",
-    "load_weights", "make_folder", "micro_batch", "on_leading", "read_run", "remove_run", "run_in",
+    "check_free", "evaluate", "evaluate_alone", "evaluation_loader", "first", "last_of", "leads", "lies_in",
+    "load_data", "load_weights", "make_folder", "micro_batch", "on_leading", "read_run", "remove_run", "run_in",
     "save_weights", "schedule", "timm_optimizer", "training_loader",
 ]  # fmt: skip
