@@ -171,6 +171,10 @@ class ParallelModel:
         """Whether ``flag`` is true on any rank; all ranks of torchrun make the call, and wait for each other."""
         return any(self._ranks.gathered(flag)) if isinstance(self._ranks, TorchrunRanks) else flag
 
+    def told_by_first(self, text: str) -> str:
+        """What rank 0 passes here, on every rank; all ranks of torchrun make the call, and wait for each other."""
+        return self._ranks.gathered(text)[0] if isinstance(self._ranks, TorchrunRanks) else text
+
     def any_rank_so_far(self, flag: bool) -> bool:
         """Whether any rank's ``flag`` was true, of those that were passed here before the last batch; waits for nobody.
 

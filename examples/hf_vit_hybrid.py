@@ -45,6 +45,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup-ratio", type=float, default=0.3)
     parser.add_argument("--output", type=Path, default=Path("runs/hf-vit"), help="folder for checkpoints")
     parser.add_argument("--resume", type=Path, help="a checkpoint of an earlier run, such as runs/hf-vit/last")
+    parser.add_argument("--overwrite", action="store_true", help="remove the run that --output holds already")
     args = parser.parse_args(argv)
     if args.hidden_size % args.heads:
         parser.error(f"--hidden-size {args.hidden_size} is no multiple of --heads {args.heads}")
@@ -98,6 +99,8 @@ def main(args: argparse.Namespace) -> None:
         )
         if args.resume:
             trainer.resume(args.resume)
+        elif args.overwrite and train.leads():
+            train.remove_run(args.output)
         trainer.fit()
         model.load_state_dict(pm.state_dict())  # model.save_pretrained(...) as ever
 

@@ -39,6 +39,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--output", type=Path, default=Path("runs/resnet"), help="folder for checkpoints")
     parser.add_argument("--resume", type=Path, help="a checkpoint of an earlier run, such as runs/resnet/last")
+    parser.add_argument("--overwrite", action="store_true", help="remove the run that --output holds already")
     args = parser.parse_args(argv)
     if not timm.is_model(args.model):
         parser.error(f"--model {args.model}: timm has no such model")
@@ -74,6 +75,8 @@ def main(args: argparse.Namespace) -> None:
         )
         if args.resume:
             trainer.resume(args.resume)
+        elif args.overwrite and train.leads():
+            train.remove_run(args.output)
         trainer.fit()
         model.load_state_dict(pm.state_dict())  # back into the unmodified model
 

@@ -45,6 +45,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recompute", default="all", choices=["none", "all", "auto"])
     parser.add_argument("--output", type=Path, default=Path("runs/vit"))
     parser.add_argument("--resume", type=Path, help="a checkpoint of an earlier run, on whatever mesh")
+    parser.add_argument("--overwrite", action="store_true", help="remove the run that --output holds already")
     args = parser.parse_args(argv)
     if args.parallel == "hybrid" and args.devices % 4:
         parser.error(f"--parallel hybrid is tp 2 × pp 2 × dp: --devices {args.devices} is no multiple of 4")
@@ -95,6 +96,8 @@ def main(args: argparse.Namespace) -> None:
         )
         if args.resume:
             trainer.resume(args.resume)
+        elif args.overwrite and train.leads():
+            train.remove_run(args.output)
         trainer.fit()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import pytest
@@ -363,3 +365,57 @@ def test_export_of_nothing(tmp_path: Path, saved: Path) -> None:
     ]:
         done = CliRunner().invoke(app, ["export", *arguments])
         assert (done.exit_code, message in done.output) == (2, True), done.output
+
+
+@pytest.mark.parametrize(
+    "output", ["checkpoint.json", "data-1/__0_0.distcp", "new.safetensors", "data-1/new", "../link/x", "../file"]
+)
+@pytest.mark.parametrize("command", ["export", "plan"])
+def test_no_command_writes_into_a_checkpoint(
+    command: str, output: str, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (saved.parent / "link").symlink_to(saved)
+    (saved.parent / "file").symlink_to(saved / "checkpoint.json")
+    monkeypatch.chdir(saved.parent)
+    path = Path(saved.name) / output
+    before = files_of(saved)
+    first = [saved.name] if command == "export" else ["test_vit", "--devices", "2"]
+    done = CliRunner().invoke(app, [command, *first, "-o", str(path)])
+    assert done.exit_code == 2, done.output
+    assert f"Cannot write to {path}: it lies in the checkpoint " in done.output, done.output
+    named = "link" if "link" in output else saved.name
+    assert f"{named}, whose files must stay as they were saved." in done.output, done.output
+    assert "Give a file outside of that folder." in done.output
+    assert files_of(saved) == before
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_path_through_a_checkpoint_may_lead_out_of_it(saved: Path) -> None:
+    before = files_of(saved)
+    export(str(saved), "-o", str(saved / ".." / "model.safetensors"))
+    assert (saved.parent / "model.safetensors").exists() and files_of(saved) == before
+
+
+def test_a_file_of_another_program_by_the_headers_name_is_no_checkpoint(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "checkpoint.json").write_text("{}")
+    export(str(saved), "-o", str(tmp_path / "theirs" / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640)])
+def test_exported_files_are_as_open_as_any_other(umask: int, mode: int, saved: Path, tmp_path: Path) -> None:
+    file, link = tmp_path / "new" / "model.safetensors", tmp_path / "new" / "link"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    before = os.umask(umask)
+    try:
+        export(str(saved), "-o", str(link))
+        assert S_IMODE(file.stat().st_mode) == mode and link.is_symlink()
+        file.chmod(0o600)  # somebody's decision
+        export(str(saved), "-o", str(file))
+        assert S_IMODE(file.stat().st_mode) == 0o600
+    finally:
+        os.umask(before)

@@ -75,6 +75,16 @@ def test_vit_pipeline() -> None:
     assert [1.5 < loss < 3.5 for loss in column("loss", text)] == [True], text
 
 
+def test_an_example_does_not_replace_its_earlier_run(tmp_path: Path) -> None:
+    command = [sys.executable, str(EXAMPLES / "vit_pipeline.py"), *SMALL_VIT, "--devices", "1", "--epochs", "1"]
+    first, second, third = (
+        subprocess.run([*command, *more], capture_output=True, text=True, timeout=240, check=False, cwd=tmp_path)
+        for more in ((), (), ("--overwrite",))
+    )
+    assert first.returncode == third.returncode == 0, first.stderr + third.stderr
+    assert second.stderr.startswith("error: runs/vit-pipeline holds a run already: checkpoint last after 4 updates, ")
+
+
 def test_hf_vit_hybrid() -> None:
     sizes = ("--hidden-size", "32", "--layers", "2", "--heads", "2", "--img-size", "32")
     text = printed("hf_vit_hybrid.py", *sizes, *SMALL, "--epochs", "2")

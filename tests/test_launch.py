@@ -261,6 +261,23 @@ def test_tasks_of_srun_have_the_loss_of_one_device(tmp_path: Path) -> None:
     assert all("agrees" in run.stdout for run in done), said(done)
 
 
+TOLD = """
+import os
+from autopar.runtime import told_by_first
+
+rank = os.environ["SLURM_PROCID"]
+for text in ("", "not here", ""):
+    assert told_by_first(text if rank == "0" else f"of rank {rank}") == text
+print("heard", flush=True)
+os._exit(0)  # rank 0 serves the store
+"""
+
+
+def test_tasks_hear_what_the_first_one_says_before_it_ends(tmp_path: Path) -> None:
+    done = srun(tmp_path, script=TOLD)
+    assert [(run.returncode, run.stdout) for run in done] == [(0, "heard\n")] * 2, said(done)
+
+
 def test_a_waiting_task_is_told_why_its_peer_is_gone(tmp_path: Path) -> None:
     done = srun(tmp_path, "raise", "2", "1")
     assert all(run.returncode for run in done), said(done)

@@ -216,3 +216,40 @@ def test_ranks_that_planned_differently_are_told(tmp_path: Path) -> None:
     assert done.returncode != 0
     said = "The 2 ranks do not run the same plan: rank 0 has 2 microbatches; rank 1 has 4 microbatches. Their models"
     assert said in done.stderr, done.stderr[-3000:]
+
+
+FOLDER = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+import autopar
+from autopar.train import Checkpoints, JsonLog, Trainer
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+folder = Path(f"of rank {rank}")  # each rank has a disk of its own, and rank 0's holds a run
+if rank == 0:
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text("{}")
+batches = torch.utils.data.DataLoader([(torch.randn(3), 1)] * 8, batch_size=4)
+model, sgd = nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+with autopar.parallelize(model, 2, torch.empty(8, 3), optimizer=sgd, dp=2) as pm:
+    for callback in (JsonLog(folder), Checkpoints(folder)):
+        try:
+            Trainer(pm, batches, epochs=1, callbacks=(callback,)).fit()
+            raise SystemExit("another run was accepted")
+        except autopar.UsageError as error:
+            assert str(error).startswith("of rank 0 holds a run already: steps.jsonl of 1 update. It has no"), error
+    assert folder.exists() == (rank == 0)
+    Trainer(pm, batches, epochs=1, callbacks=(JsonLog(Path("new")), Checkpoints(Path("new")))).fit()
+assert (Path("of rank 0") / "steps.jsonl").read_text() == "{}"
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def test_every_rank_hears_that_a_folder_holds_a_run(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "own", FOLDER)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+    assert len((tmp_path / "new" / "steps.jsonl").read_text().splitlines()) == 2

@@ -231,7 +231,8 @@ def test_every_rule_of_idle_flags_is_tested():
         "--sched-on-updates --warmup-lr 0.1 --warmup-epochs 1",
     ],
 )  # fmt: skip
-def test_flags_that_do_something(flags):
+def test_flags_that_do_something(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     _, _, error = invoke("train", *TINY, "--data", "none", "--devices", "1", *flags.split())
     assert "No data set is named 'none'" in error, error
 

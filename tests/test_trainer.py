@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import os
@@ -17,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
-from autopar.errors import TrainingError, UsageError
+from autopar.errors import CheckpointError, TrainingError, UsageError
 from autopar.runtime import is_checkpoint
 from autopar.train import (
     Augmentation,
@@ -38,6 +39,7 @@ from autopar.train import (
     load_data,
     load_weights,
     read_run,
+    remove_run,
     save_weights,
     schedule,
     training_loader,
@@ -48,6 +50,10 @@ from autopar.train.reports import Position
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
 MOVED = Augmentation(shift=1)
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def small() -> nn.Module:
@@ -471,6 +477,117 @@ def test_a_run_goes_on_in_another_folder(data: Data, tmp_path: Path):
     assert [line["update"] for line in lines(new / "steps.jsonl")] == [*range(1, 11)]
 
 
+FOUND = "holds a run already: "
+
+
+def test_another_run_is_refused_where_a_log_has_lines(data: Data, tmp_path: Path):
+    with parallel() as pm:
+        trainer(pm, data, epochs=1, callbacks=(JsonLog(tmp_path),)).fit()
+    before = contents(tmp_path)
+    told = f"{tmp_path} {FOUND}steps.jsonl of 5 updates, history.jsonl of 1 epoch. It has no checkpoint to go on from: "
+    with parallel() as pm:
+        record = Record()
+        message = re.escape(f"{told}take another folder, or remove it first with autopar.train.remove_run(Path(")
+        with pytest.raises(UsageError, match=message):
+            trainer(pm, data, callbacks=(record, JsonLog(tmp_path))).fit()
+        assert record.calls == ["start", "end"] and contents(tmp_path) == before
+        remove_run(tmp_path)
+        assert list(tmp_path.iterdir()) == []
+        trainer(pm, data, callbacks=(JsonLog(tmp_path),)).fit()
+    assert len(losses(tmp_path)) == 10
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_another_run_is_refused_where_checkpoints_are(goes_on: bool, data: Data, tmp_path: Path):
+    """Also one that goes on from another folder, and is not to replace a third run."""
+    old, there = tmp_path / "old", tmp_path / "there"
+    for folder in (old, there):
+        with parallel() as pm:
+            trainer(pm, data, epochs=1, callbacks=(Checkpoints(folder),)).fit()
+    before = contents(there)
+    with parallel() as pm:
+        run = trainer(pm, data, callbacks=(JsonLog(there), Checkpoints(there)))
+        if goes_on:
+            run.resume(old / "last")
+        message = re.escape(
+            f"{there} {FOUND}checkpoint last after 5 updates, checkpoint best after 5 updates. "
+            f'Go on with it by trainer.resume("{there / "last"}"), take another folder, or '
+        )
+        with pytest.raises(UsageError, match=message):
+            run.fit()
+    assert contents(there) == before
+
+
+def test_what_a_run_that_failed_at_its_start_leaves_is_used(data: Data, tmp_path: Path):
+    for name in ("steps.jsonl", "history.jsonl"):
+        (tmp_path / name).touch()
+    (tmp_path / "last" / "data-1").mkdir(parents=True)  # a killed save
+    with parallel() as pm:
+        trainer(pm, data, callbacks=(JsonLog(tmp_path), Checkpoints(tmp_path))).fit()
+    assert len(losses(tmp_path)) == 10 and is_checkpoint(tmp_path / "last")
+
+
+def test_a_trainer_goes_on_with_what_it_began(data: Data, tmp_path: Path):
+    """In the folder of its own checkpoints, and in another one than that which it went on from."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    with parallel() as pm:
+        run = trainer(pm, data, epochs=1, callbacks=(JsonLog(old), Checkpoints(old)))
+        run.fit()
+        run.epochs = 2
+        assert len(run.fit()) == 2
+    assert [line["update"] for line in lines(old / "steps.jsonl")] == [*range(1, 11)]
+    with parallel() as pm:
+        on = trainer(pm, data, epochs=3, callbacks=(JsonLog(new), Checkpoints(new)))
+        on.resume(old / "last")
+        on.fit()
+        on.epochs = 4
+        on.fit()
+    assert [line["update"] for line in lines(new / "steps.jsonl")] == [*range(1, 21)]
+    assert [line["epoch"] for line in lines(new / "history.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_run_goes_on_by_a_link_and_from_within_its_checkpoint(data: Data, tmp_path: Path, monkeypatch):
+    folder = tmp_path / "run"
+    with parallel() as pm:
+        trainer(pm, data, epochs=1, callbacks=(JsonLog(folder), Checkpoints(folder))).fit()
+    (tmp_path / "link").symlink_to(folder / "last")
+    monkeypatch.chdir(folder / "last")
+    for epochs, checkpoint in ((2, tmp_path / "link"), (3, Path())):
+        with parallel() as pm:
+            on = trainer(pm, data, epochs=epochs, callbacks=(JsonLog(folder), Checkpoints(folder)))
+            on.resume(checkpoint)
+            on.fit()
+        assert [line["update"] for line in lines(folder / "steps.jsonl")] == [*range(1, 5 * epochs + 1)]
+
+
+def test_a_run_is_removed_and_nothing_else(data: Data, tmp_path: Path):
+    run = tmp_path / "run"
+    with parallel() as pm:
+        callbacks = (JsonLog(run), TensorBoard(run / "tensorboard"), TensorBoard(run), Checkpoints(run))
+        trainer(pm, data, epochs=1, callbacks=callbacks).fit()
+        for name in ("model.safetensors", "model_ema.safetensors"):
+            save_weights(pm.state_dict(), run / name)
+    theirs = [run / "notes.txt", run / "best" / "notes.txt", run / "tensorboard" / "notes.txt", run / "last.json"]
+    for path in theirs:
+        path.write_text("mine")
+    remove_run(run)
+    assert sorted(contents(run)) == sorted(theirs) and not (run / "last").exists()
+    remove_run(run)
+    remove_run(tmp_path / "none")
+    assert sorted(contents(run)) == sorted(theirs)
+
+
+def test_a_checkpoint_that_is_being_saved_is_not_removed(data: Data, tmp_path: Path):
+    with parallel() as pm:
+        trainer(pm, data, epochs=1, callbacks=(JsonLog(tmp_path), Checkpoints(tmp_path))).fit()
+    before = contents(tmp_path)
+    with (tmp_path / "last" / ".saving").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CheckpointError, match=r"Another process is saving a checkpoint to .*last at this moment"):
+            remove_run(tmp_path)
+    assert contents(tmp_path) == before
+
+
 def test_the_best_of_a_later_time_is_not_taken_over(data: Data, tmp_path: Path):
     old, new = tmp_path / "old", tmp_path / "new"
     with parallel() as pm:
@@ -513,3 +630,9 @@ def test_tied_weights_survive_the_file(tmp_path: Path):
     save_weights(model.state_dict(), tmp_path / "w.safetensors")
     load_weights(fresh, tmp_path / "w.safetensors")
     assert torch.equal(fresh.second.weight, model.first.weight) and not fresh.training
+
+
+def test_a_file_that_cannot_be_written_is_not_left_behind(tmp_path: Path):
+    with pytest.raises(TypeError):
+        save_weights({"w": torch.zeros(2)}, tmp_path / "w.safetensors", {"updates": 3})  # type: ignore[dict-item]
+    assert list(tmp_path.iterdir()) == []

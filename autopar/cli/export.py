@@ -17,21 +17,17 @@ def export(
     ema: Annotated[bool, typer.Option("--ema", help="The averages of weights instead of the weights.")] = False,
 ) -> None:
     """Write a checkpoint's weights as a state dict of the unmodified model, which timm loads by checkpoint_path=."""
-    from safetensors.torch import save_file
-
     from autopar.checkpoints import read_header, read_weights
     from autopar.cli.output import check_writable
     from autopar.errors import UsageError
-    from autopar.train import last_of
+    from autopar.train import last_of, save_weights
 
     check_writable(output)
     checkpoint = last_of(checkpoint)
     header = read_header(checkpoint)
     weights = read_weights(checkpoint, ema)
     try:
-        # Tied weights are written under each of their names: the format has no aliases.
-        copies = {name: tensor.clone() for name, tensor in weights.items()}
-        save_file(copies, output, metadata={"format": "pt", "model": header.model, "updates": str(header.updates)})
+        save_weights(weights, output, {"format": "pt", "model": header.model, "updates": str(header.updates)})
     except Exception as error:  # safetensors reports what the system says as an error of its own
         raise UsageError(
             f"Cannot write {output}: {error}. Give a file in a folder that exists and has room."

@@ -12,6 +12,7 @@ from autopar.errors import UsageError
 from autopar.ir import Plan
 from autopar.ir.table import plan_text
 from autopar.ir.text import rendered
+from autopar.runtime import checkpoint_around
 
 PIPE_WIDTH, MAX_WIDTH = 100, 120
 
@@ -35,7 +36,16 @@ def screen() -> tuple[int, bool]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise a UsageError now if a file cannot be written later; one that is there is left as it is."""
+    """Raise a UsageError now if a file cannot be written later, or must not be, because it would damage a checkpoint.
+
+    A file that is there is left as it is.
+    """
+    checkpoint = checkpoint_around(path)
+    if checkpoint is not None:
+        raise UsageError(
+            f"Cannot write to {path}: it lies in the checkpoint {checkpoint}, whose files must stay as they were "
+            "saved. Give a file outside of that folder."
+        )
     new = not path.exists()
     try:
         with path.open("ab"):

@@ -61,6 +61,10 @@ def train(
         Path | None,
         typer.Option("--output", "-o", help="Folder for results; runs/MODEL by default.", metavar="DIR"),
     ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Remove the run that the --output holds already, instead of refusing it."),
+    ] = False,
     plan: Annotated[Path | None, typer.Option(help="Use this plan instead of making one.", metavar="PLAN.json")] = None,
     config: ConfigFlag = None,
 ) -> None:
@@ -81,6 +85,6 @@ def train(
     run(
         Run(
             model, build_flags, data_flags, augmentation_flags, optimizer_flags, schedule_flags, regularization_flags,
-            devices, epochs, batch, seed, resume, checkpoint_steps, folder, given, constraints,
+            devices, epochs, batch, seed, resume, checkpoint_steps, folder, overwrite, given, constraints,
         )
     )  # fmt: skip

@@ -17,6 +17,7 @@ import typer
 from torch import nn
 
 from autopar.api import parallelize
+from autopar.cli.earlier import check_folder, remove_earlier
 from autopar.cli.flags import BuildFlags, parse_kwargs
 from autopar.cli.models import SIZE_ARGUMENTS, accepts, named_plan, sized
 from autopar.cli.output import save_plan, show_plan
@@ -35,9 +36,14 @@ from autopar.errors import UsageError
 from autopar.ir import Plan
 from autopar.ir.units import plural
 from autopar.model import ParallelModel
-from autopar.runtime import launched
+from autopar.runtime import launched, told_by_first
 from autopar.train import (
+    EMA_WEIGHTS,
+    EPOCHS,
     LAST,
+    PLAN,
+    TENSORBOARD,
+    WEIGHTS,
     Checkpoints,
     Data,
     JsonLog,
@@ -52,6 +58,7 @@ from autopar.train import (
     load_data,
     make_folder,
     micro_batch,
+    on_leading,
     read_run,
     save_weights,
     schedule,
@@ -63,7 +70,6 @@ from autopar.train.optional import needed
 from autopar.zoo import ModelSource
 
 DEFAULT_SIDE = 32
-WEIGHTS, EMA_WEIGHTS, PLAN = "model.safetensors", "model_ema.safetensors", "plan.json"
 IN_MEMORY = ("digits", "synthetic")  # data sets so small that reading them in this process is quicker
 MOST_WORKERS = 4
 ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that do not depend on the number of epochs
@@ -87,6 +93,7 @@ class Run:
     resume: Path | None
     checkpoint_steps: int | None
     folder: Path
+    overwrite: bool
     plan: Plan | None
     constraints: Mapping[str, Any]
 
@@ -124,15 +131,15 @@ def run(asked: Run) -> None:
     """Train, save, and compare the saved weights in the unmodified model with the parallel one.
 
     Raises:
-        UsageError: flags that contradict each other or the data.
+        UsageError: flags that contradict each other, the data, or what is in the folder.
         TrainingError: a loss was not finite, or the accuracies differ.
     """
+    checkpoint = checkpoint_of(asked.resume) if asked.resume is not None else None
+    on_leading(partial(check_folder, asked.folder, checkpoint, asked.overwrite), told_by_first)
     devices = number_of_devices(asked)
     source, data = model_and_data(asked)
     steps = steps_per_epoch(asked, data)
-    checkpoint = None
-    if asked.resume is not None:
-        checkpoint = checkpoint_of(asked.resume)
+    if checkpoint is not None:
         check_goes_on(asked, checkpoint, settings(asked, source, data), steps)
     torch.manual_seed(asked.seed)
     model = source.build("cpu")
@@ -144,6 +151,8 @@ def run(asked: Run) -> None:
         trainer = trainer_of(asked, pm, source, data)
         if checkpoint is not None:
             trainer.resume(checkpoint)
+        if asked.overwrite:  # as late as possible: all that can be refused has been accepted
+            on_leading(partial(remove_earlier, asked.folder), pm.told_by_first)
         plan = named_plan(pm.plan, source)
         if leads():
             save_plan(plan, asked.folder / PLAN)
@@ -164,7 +173,7 @@ def run(asked: Run) -> None:
         for name, proof in proofs.items():
             title = "test accuracy" if name == WEIGHTS else "of averages"
             prove(proof, source, asked.folder / name, plan, device, title)
-        files = [*weights, PLAN, JsonLog(asked.folder).epochs.name]
+        files = [*weights, PLAN, EPOCHS]
         typer.echo(f"saved          {', '.join(str(asked.folder / name) for name in files)}")
 
 
@@ -220,7 +229,7 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
 def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -> Trainer:
     """The trainer with all that the command writes and shows."""
     folder = asked.folder
-    writing = (JsonLog(folder), TensorBoard(folder / "tensorboard"), Checkpoints(folder, asked.checkpoint_steps))
+    writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), Checkpoints(folder, asked.checkpoint_steps))
     return Trainer(
         pm,
         training_loader(
@@ -296,7 +305,7 @@ def farewell(trainer: Trainer) -> str:
 
 def command(checkpoint: Path) -> str:
     """This command, going on from a checkpoint."""
-    given = zip(sys.argv[1:], sys.argv)
+    given = [(word, before) for word, before in zip(sys.argv[1:], sys.argv) if word != "--overwrite"]
     words = [word for word, before in given if "--resume" not in (word, before) and not word.startswith("--resume=")]
     return shlex.join(["autopar", *words, "--resume", str(checkpoint)])
 

@@ -3,8 +3,15 @@
 from autopar.runtime.buckets import replica_owners
 from autopar.runtime.contents import OptionChange
 from autopar.runtime.executor import Span, StepData
-from autopar.runtime.folder import check_files, copy_checkpoint, is_checkpoint, read_header
-from autopar.runtime.launch import Launched, launched, starts_once
+from autopar.runtime.folder import (
+    check_files,
+    checkpoint_around,
+    copy_checkpoint,
+    is_checkpoint,
+    read_header,
+    remove_checkpoint,
+)
+from autopar.runtime.launch import Launched, launched, starts_once, told_by_first
 from autopar.runtime.pool import WorkerPool
 from autopar.runtime.reading import settled, start_reading
 from autopar.runtime.spec import (
@@ -24,6 +31,6 @@ from autopar.runtime.transport import TransportName
 __all__ = [
     "Launched", "LocalRanks", "OptionChange", "Parameters", "RankSpec", "RankStats", "Reading", "Span", "StepData",
     "StepNumbers", "StepOutcome", "TorchrunRanks", "TransportName", "UpdateResult", "Work", "WorkerPool", "check_files",
-    "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header", "replica_owners",
-    "settled", "start_reading", "starts_once",
+    "checkpoint_around", "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header",
+    "remove_checkpoint", "replica_owners", "settled", "start_reading", "starts_once", "told_by_first",
 ]  # fmt: skip

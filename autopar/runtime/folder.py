@@ -125,6 +125,28 @@ def remove_leftovers(folder: Path, keep: str | None) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
+def remove_checkpoint(folder: Path) -> None:
+    """Remove what saves wrote into a folder, and the folder if nothing else is in it.
+
+    Raises:
+        CheckpointError: another process is saving there.
+        OSError: the header cannot be removed; nothing was.
+    """
+    if not folder.is_dir():
+        return
+    lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        take(lock, folder)
+        for name in (HEADER, HEADER + ".tmp"):
+            (folder / name).unlink(missing_ok=True)
+        remove_leftovers(folder, None)
+        (folder / LOCK).unlink()
+    finally:
+        os.close(lock)
+    if not folder.is_symlink() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
 def sync(path: Path) -> None:
     """Have the disk take a file, or a folder's list of names."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -137,6 +159,18 @@ def sync(path: Path) -> None:
 def is_checkpoint(folder: Path) -> bool:
     """Whether a folder has a checkpoint, whole or not."""
     return (folder / HEADER).exists()
+
+
+def checkpoint_around(path: Path) -> Path | None:
+    """The checkpoint in whose folder a file lies or would lie, in whatever way the path says so; None if in none."""
+    found = next((folder for folder in path.resolve().parents if is_checkpoint(folder) and has_data(folder)), None)
+    named = (folder for folder in path.parents if folder.resolve() == found)
+    return next(named, found)
+
+
+def has_data(folder: Path) -> bool:
+    """Whether a folder has data folders, without which another program's ``checkpoint.json`` is none of ours."""
+    return any(DATA.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def read_header(folder: Path) -> Header:

@@ -8,6 +8,7 @@ srun and its own count.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ START_SECONDS = 300.0  # for all processes to import what they need
 DEFAULT_PORT = 29500  # torch's own
 PORTS = 1000  # so many jobs that share a node have ports of their own
 RESERVED_STEPS = 0xFFFFFFF0  # Slurm numbers its own steps from the top: batch script, interactive shell, extern
+TOLD = itertools.count()  # numbers what was told, so that a later call does not take an earlier one's
 MASTER_REMEDY = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 
@@ -124,6 +126,28 @@ def launcher_store(launch: Launched) -> dist.Store:
             "this script, that rank 0 is on that host, and that no other job uses the port (MASTER_PORT)."
         ) from error
     return store
+
+
+def told_by_first(text: str) -> str:
+    """What rank 0 passes here, on all ranks of a launcher, which make the call; needs no model.
+
+    Rank 0 returns when all have it: it may end the process then, and with it the store where they meet.
+
+    Raises:
+        UsageError: the others did not come.
+    """
+    launch = launched()
+    if launch is None:
+        return text
+    store = dist.PrefixStore(f"autopar/told/{next(TOLD)}", launcher_store(launch))
+    if launch.rank == 0:
+        store.set("text", text)
+        store.wait(["heard"])
+        return text
+    text = store.get("text").decode()
+    if store.add("ranks", 1) == launch.world - 1:
+        store.set("heard", "")
+    return text
 
 
 def meeting_point(launch: Launched) -> str:

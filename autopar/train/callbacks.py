@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import UsageError
-from autopar.runtime import copy_checkpoint, is_checkpoint, launched
+from autopar.runtime import copy_checkpoint, is_checkpoint
+from autopar.train.leading import leads, on_leading
 from autopar.train.optional import needed
 from autopar.train.reports import EpochReport, StepReport
+from autopar.train.run_folder import BEST, EPOCHS, LAST, STEPS, check_free, lies_in, make_folder
 from autopar.train.saved_run import read_run
 
 if TYPE_CHECKING:
     from autopar.train.trainer import Trainer
-
-LAST, BEST = "last", "best"
-
-
-def last_of(folder: Path) -> Path:
-    """The checkpoint that a folder stands for: the last one of a run's folder, or the folder itself."""
-    return folder / LAST if (folder / LAST).is_dir() else folder
 
 
 class Callback(Protocol):
@@ -60,41 +56,46 @@ class Callback(Protocol):
         """Training is over, because it is done or because an exception ended it."""
 
 
-def leads() -> bool:
-    """Whether this process prints and writes: the only one, or torchrun's first."""
-    launch = launched()
-    return launch is None or launch.rank == 0
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder for results.
+def take_folder(trainer: Trainer, folder: Path) -> None:
+    """Make a folder, or take one that is there, for a run's files.
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: it cannot be made, or holds a run that this one would replace, because it does not go on from there.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"Cannot make the folder {folder}: {error.strerror}. Choose another --output.") from error
+    make_folder(folder)
+    goes_on = trainer.resumed is not None and lies_in(trainer.resumed, folder)
+    if not goes_on and folder.resolve() not in trainer.own:
+        check_free(
+            folder,
+            go_on='trainer.resume("{}")',
+            instead=f'take another folder, or remove it first with autopar.train.remove_run(Path("{folder}")).',
+        )
+    trainer.own.add(folder.resolve())
 
 
 class JsonLog(Callback):
     """A line for each step in ``steps.jsonl`` and one for each epoch in ``history.jsonl``.
 
     Lines are written before the checkpoint that counts them. A run that goes on from a checkpoint drops the lines of
-    what came after it, and goes on in the same files; in another folder it takes over the lines up to there.
+    what came after it, and goes on in the same files; in another folder it takes over the lines up to there. Any other
+    run is refused in the folder of an earlier one (`autopar.train.remove_run`); logs without a line are none.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.steps, self.epochs = folder / "steps.jsonl", folder / "history.jsonl"
+        self.steps, self.epochs = folder / STEPS, folder / EPOCHS
 
     def on_start(self, trainer: Trainer) -> None:
-        if leads():
-            make_folder(self.steps.parent)
-            beside = trainer.resumed.parent / self.steps.name if trainer.resumed is not None else self.steps
-            known = lines_until(beside if beside.exists() else self.steps, trainer.position.update)
-            self.steps.write_text("".join(known))
-            self.epochs.write_text("".join(json.dumps(asdict(report)) + "\n" for report in trainer.history))
+        """Raise a UsageError if another run is in the folder."""
+        on_leading(partial(self.begin, trainer), trainer.pm.told_by_first)
+
+    def begin(self, trainer: Trainer) -> None:
+        """Keep the lines up to where the training starts."""
+        take_folder(trainer, self.steps.parent)
+        known = lines_until(self.steps, trainer.position.update)
+        if not known and trainer.resumed is not None:
+            known = lines_until(trainer.resumed.parent / STEPS, trainer.position.update)
+        self.steps.write_text("".join(known))
+        self.epochs.write_text("".join(json.dumps(asdict(report)) + "\n" for report in trainer.history))
 
     def on_step(self, trainer: Trainer, report: StepReport) -> None:
         del trainer
@@ -161,7 +162,8 @@ class Checkpoints(Callback):
     """Checkpoints ``last`` and ``best`` in a folder, after each epoch; ``last`` also every so many updates, on Ctrl-C,
     and at the start of a run that goes on from one in another folder, of which it takes ``best`` over too.
 
-    ``best`` is that of the highest accuracy (of the averaged weights, where there are any).
+    ``best`` is that of the highest accuracy (of the averaged weights, where there are any). A run that does not go on
+    from one of them is refused in the folder of an earlier one (`autopar.train.remove_run`).
     """
 
     def __init__(self, folder: Path, every: int | None = None) -> None:
@@ -170,12 +172,11 @@ class Checkpoints(Callback):
         self.folder, self.every = folder, every
 
     def on_start(self, trainer: Trainer) -> None:
-        if leads():
-            make_folder(self.folder)
-        earlier = trainer.resumed.parent if trainer.resumed is not None else self.folder
-        if earlier.resolve() != self.folder.resolve():
+        """Raise a UsageError if another run is in the folder."""
+        on_leading(partial(take_folder, trainer, self.folder), trainer.pm.told_by_first)
+        if trainer.resumed is not None and not lies_in(trainer.resumed, self.folder):
             trainer.save(self.folder / LAST)
-            best = earlier / BEST
+            best = trainer.resumed.parent / BEST
             if leads() and is_checkpoint(best) and read_run(best).best == trainer.best:  # no later one
                 copy_checkpoint(best, self.folder / BEST)
 

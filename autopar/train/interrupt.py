@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from autopar.train.callbacks import leads
+from autopar.train.leading import leads
 
 NOTICE = b"\nInterrupted: the run ends after this update. Ctrl-C again ends it at once.\n"
 

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar.ir.units import BYTES, percent, text
-from autopar.train.callbacks import Callback, leads
+from autopar.train.callbacks import Callback
+from autopar.train.leading import leads
 from autopar.train.reports import EpochReport, StepReport
 
 if TYPE_CHECKING:

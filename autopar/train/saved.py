@@ -4,15 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from stat import S_IMODE
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 
-def save_weights(state: Mapping[str, torch.Tensor], path: Path) -> None:
-    """Write a state dict; tied weights are written under each of their names."""
-    save_file({name: tensor.contiguous().clone() for name, tensor in state.items()}, path)
+def save_weights(state: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write a state dict; tied weights are written under each of their names: the format has no aliases.
+
+    The file is as open to others as any new one, or as the one that it replaces: safetensors writes a private file and
+    renames that.
+    """
+    target = path.resolve()  # safetensors would put its file in the place of a link
+    new = not target.exists()
+    target.touch()
+    mode = S_IMODE(target.stat().st_mode)
+    try:
+        copies = {name: tensor.contiguous().clone() for name, tensor in state.items()}
+        save_file(copies, target, dict(metadata) if metadata is not None else None)
+    except BaseException:
+        if new:
+            target.unlink(missing_ok=True)
+        raise
+    if S_IMODE(target.stat().st_mode) != mode:
+        target.chmod(mode)
 
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:

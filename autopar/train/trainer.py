@@ -104,6 +104,7 @@ class Trainer:
         self.checkpoint: Path | None = None  # the last one written or read
         self.saved: Position | None = None  # where that one is
         self.resumed: Path | None = None  # the one that the run goes on from
+        self.own: set[Path] = set()  # folders that callbacks took for this run, where a later fit() goes on
         self.interrupt = Interrupt()
         self.launched: deque[Launched] = deque()  # updates that callbacks were not told of yet
 
