@@ -33,7 +33,7 @@ from autopar.rules import unruled
 from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, TransportName, WorkerPool, replica_owners
 from autopar.shards import part
 from autopar.solve import Constraints, search
-from autopar.trace import weight_tensors
+from autopar.trace import check_hooks, weight_tensors
 from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
@@ -278,12 +278,18 @@ def check_devices(devices: int) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise a UsageError unless ``model`` is a module."""
+    """Refuse what is no module, and hooks that would be lost.
+
+    Raises:
+        UsageError: it is no module.
+        TraceError: a parameter or buffer has hooks on its gradient.
+    """
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"The model is a {type(model).__name__}; it must be a torch.nn.Module. "
             "autopar.plan also takes names, such as vit_small_patch16_224."
         )
+    check_hooks(model)
 
 
 def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from handmade import plan_by_hand
@@ -68,6 +70,20 @@ def test_nothing_that_the_plan_decides_stands_beside_it(constraint: dict) -> Non
 def test_only_modules_are_parallelized(model: object) -> None:
     with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module"):
         autopar.parallelize(model, 2, torch.randn(4, 8))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-params"])
+def test_hooks_on_weights_are_refused_and_a_run_leaves_none(precision: str | None) -> None:
+    model, x = mlp(), torch.randn(4, 8)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with autopar.parallelize(model, 1, x, optimizer=optimizer, microbatches=2, precision=precision) as pm:
+        pm.train_step(x, torch.zeros(4, dtype=torch.int64))
+        autopar.plan(model, 2, x, precision=precision)
+    autopar.plan(model, 2, x, precision=precision)
+    model.get_parameter("2.bias").register_hook(lambda gradient: 0 * gradient)
+    for refusing in (autopar.plan, autopar.parallelize):
+        with pytest.raises(autopar.TraceError, match=r"Sequential: its parameter 2\.bias has a hook .*register_hook"):
+            refusing(model, 2, x, precision=precision)
 
 
 def test_precision_is_the_models_own() -> None:
