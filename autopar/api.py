@@ -16,9 +16,9 @@ from torch import nn
 
 from autopar.batching import Call, as_call
 from autopar.codegen import graph_module
-from autopar.errors import PlanDependentRandomWarning, UnknownOpWarning, UsageError
+from autopar.errors import MicrobatchWarning, PlanDependentRandomWarning, UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
-from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight, microbatch_size
+from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight, microbatch_size, unlike_asked
 from autopar.ir.units import plural
 from autopar.lowering import lowered
 from autopar.machine import Machine, default_hardware_name, this_machine
@@ -124,6 +124,7 @@ def make_plan(
     )
     costs = Costs(graph, hardware)
     found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
+    warn_of_microbatches(found, options)
     warn_of_unruled(found, graph)
     return replace(found, precision=options.precision or own_precision(graph)), graph
 
@@ -137,6 +138,13 @@ def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
     if options.microbatch_size or options.microbatches:
         return min(share, options.microbatch_size or microbatch_size(share, options.microbatches or 1))
     return min(share, 8 * max(1, share // (32 * devices)))
+
+
+def warn_of_microbatches(plan: Plan, options: Options) -> None:
+    """Say what became of the microbatches that were asked for, where they come out otherwise."""
+    changed = unlike_asked(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
+    if changed:
+        warnings.warn(changed, MicrobatchWarning, stacklevel=4)  # the caller of plan or parallelize
 
 
 def warn_of_unruled(plan: Plan, graph: Graph) -> None:

@@ -142,6 +142,16 @@ def test_flags_reach_the_plan(user_models):
     assert plan.stages[1].first in ("1.relu", "2.linear")
 
 
+@pytest.mark.filterwarnings("default::autopar.MicrobatchWarning")
+def test_changed_microbatches_are_one_line_on_stderr(user_models):
+    asked = ("own_models:linear", "--input", "8x4", "--devices", "2", "--hardware", "cpu-generic", "--dp", "1")
+    result = CliRunner().invoke(app, ["plan", *asked, "--microbatches", "5"], prog_name="autopar")
+    assert result.exit_code == 0, result.stderr
+    assert "8 in 4 microbatches of 2" in result.stdout
+    assert re.fullmatch(r"warning: microbatches=5 comes out as 4 microbatches of 2: .* asked for\.\n", result.stderr)
+    assert invoke("plan", *asked, "--microbatches", "4", "--json")[2] == ""
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [

@@ -20,7 +20,8 @@ from autopar.ir import (
     SolverInfo,
     Stage,
 )
-from autopar.ir.table import microbatches_text, plan_text, stage_ends
+from autopar.ir.batch import microbatches_text
+from autopar.ir.table import plan_text, stage_ends
 from autopar.ir.text import wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 
