@@ -20,7 +20,7 @@ from autopar.errors import MicrobatchWarning, PlanDependentRandomWarning, Unknow
 from autopar.hardware import Hardware, load_hardware
 from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight, microbatch_size, unlike_asked
 from autopar.ir.units import plural
-from autopar.lowering import lowered
+from autopar.lowering import lowered, uneven_inputs_explained
 from autopar.machine import Machine, default_hardware_name, this_machine
 from autopar.model import ParallelModel
 from autopar.options import Options
@@ -95,7 +95,8 @@ def make_plan(
     check_devices(devices)
     batch = call.batch
     microbatch = call.first(likely_microbatch_size(batch, devices, options))
-    graph = lowered(model, microbatch, "train", name, options.precision)
+    with uneven_inputs_explained(model, call):
+        graph = lowered(model, microbatch, "train", name, options.precision)
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs

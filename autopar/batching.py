@@ -44,8 +44,12 @@ class Call:
         """
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
-                if leaf.ndim == 0 or leaf.shape[0] == 0:
-                    raise UsageError(f"The first input has shape {list(leaf.shape)}; its first dim must be the batch.")
+                if leaf.ndim == 0:
+                    raise UsageError("The first input has shape []; its first dim must be the batch.")
+                if leaf.shape[0] == 0:
+                    raise UsageError(
+                        f"The batch is empty: the first input has shape {list(leaf.shape)}. Pass at least one sample."
+                    )
                 return leaf.shape[0]
         raise UsageError("The model's inputs hold no tensor, so there is no batch to split. Pass at least one tensor.")
 

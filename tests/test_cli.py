@@ -60,6 +60,15 @@ class Drifting(nn.Module):
         return self.second(torch.relu(self.first(x))) * self.calls
 
 
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.words = nn.Linear(6, 8), nn.Linear(5, 8)
+
+    def forward(self, image, words):
+        return self.image(image) + self.words(words)
+
+
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -414,6 +423,18 @@ def test_inputs_by_position_are_planned_but_cannot_be_rebuilt(user_models):
     assert re.search(
         r"Cannot call Several\.forward\(\*xs\) with .* field model\.inputs: xs_0, xs_1\. .*\*args", error
     ), error
+
+
+def test_inputs_of_different_first_sizes_are_named_only_where_they_fail(user_models):
+    devices = ("--devices", "2", "--hardware", "cpu-generic")
+    code, _, error = invoke("plan", "own_models:Added", "--input", "image=8,6", "--input", "words=3,5", *devices)
+    assert code == 4
+    likely = (
+        r"The likely cause: the inputs begin with different sizes \(image \[8, 6\], words \[3, 5\]\)\. .* batch, 8,"
+    )
+    assert re.search(likely, error) and "branch on tensor values" not in error, error
+    code, _, error = invoke("plan", "own_models:Added", "--input", "image=8,6", "--input", "words=1,5", *devices)
+    assert code == 0, error
 
 
 def test_inputs_that_forward_does_not_take(user_models):
