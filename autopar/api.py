@@ -19,7 +19,7 @@ from autopar.codegen import graph_module
 from autopar.errors import MicrobatchWarning, PlanDependentRandomWarning, UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
 from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight, microbatch_size, unlike_asked
-from autopar.ir.units import plural
+from autopar.ir.units import of_type, plural
 from autopar.lowering import lowered, uneven_inputs_explained
 from autopar.machine import Machine, default_hardware_name, this_machine
 from autopar.model import ParallelModel
@@ -295,7 +295,7 @@ def check_model(model: Any) -> None:
     """
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"The model is a {type(model).__name__}; it must be a torch.nn.Module. "
+            f"The model is {of_type(model)}; it must be a torch.nn.Module. "
             "autopar.plan also takes names, such as vit_small_patch16_224."
         )
     check_hooks(model)

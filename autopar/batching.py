@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.ir import Graph, Mesh, Place, Ref, Value, dtype_name, microbatch_sizes, refs
+from autopar.ir.units import of_type
 from autopar.pytree import Spec, flatten, unflatten
 
 Join = Literal["concatenate", "mean", "first"]
@@ -106,7 +107,7 @@ def check_call(call: Call, graph: Graph, model_name: str) -> None:
             continue
         value = values[traced.name]
         if not isinstance(leaf, torch.Tensor):
-            raise UsageError(f"Input {value.name} of {model_name} is a {type(leaf).__name__}, expected a tensor.")
+            raise UsageError(f"Input {value.name} of {model_name} is {of_type(leaf)}, expected a tensor.")
         dtype = dtype_name(leaf.dtype)
         if dtype != value.dtype:
             raise UsageError(

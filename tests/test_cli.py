@@ -247,7 +247,7 @@ def test_an_untraceable_model_is_named_with_file_and_line(user_models):
     ("name", "message"),
     [
         ("own_models:linaer", "own_models has no model named 'linaer'.* Did you mean linear"),
-        ("own_models:no_model", "own_models:no_model returned a int; it must return a torch.nn.Module"),
+        ("own_models:no_model", "own_models:no_model returned an int; it must return a torch.nn.Module"),
         ("own_models:linear", "Cannot derive the inputs of Sequential.*--input"),
     ],
 )

@@ -239,7 +239,7 @@ class Bench:
             "contestant": contestant.name,
             "title": contestant.title,
             "label": variant.label,
-            "about": contestant.about,
+            "about": contestant.about_in(self.plan.precision),
             "devices": 1 if contestant.single else self.request.devices,
             "settings": dict(variant.settings),
         }

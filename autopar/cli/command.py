@@ -59,7 +59,8 @@ class Command(TyperCommand):
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except Exception as error:
-            message = f"unexpected {type(error).__name__}: {error}. Run again with --debug and report the traceback."
+            said = str(error).removesuffix(".")
+            message = f"unexpected {type(error).__name__}: {said}. Run again with --debug and report the traceback."
             raise report(error, message, 1, debug) from error
 
 
