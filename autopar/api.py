@@ -219,7 +219,8 @@ def parallelize(
         model: any module that torch.export can trace, on any device but meta.
         devices: how many; under a launcher as many as it started processes.
         example_inputs, batch_size: as in `plan`.
-        loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default.
+        loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. A
+            CUDA graph does not run its Python again: let numbers that change come with the target.
         optimizer: makes an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. It is
             called on each rank with all parameters of the model, of which it keeps those (or the parts of them) that
             the rank updates; those that lie elsewhere have shapes and no values. The list also has

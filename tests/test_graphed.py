@@ -23,6 +23,7 @@ from autopar.options import Options
 from autopar.runtime import graphed
 from autopar.runtime.answers import Answers
 from autopar.runtime.graphed import given_rates, is_capturable, prepare
+from autopar.runtime.read_values import read_values
 from autopar.runtime.spec import Computed, Work
 from autopar.runtime.symmetric import ALIGNMENT, aligned, places
 from autopar.runtime.transport import Hub, LocalTransport
@@ -61,6 +62,21 @@ def test_only_optimizers_that_count_on_the_device_are_captured() -> None:
         prepare(optimizer)
     assert is_capturable(adamw)
     assert not is_capturable(sgd)
+
+
+def test_all_numbers_of_a_parameter_are_kept_where_it_is() -> None:
+    """Also those which an optimizer made before it was prepared (NAdam's product of momenta)."""
+    optimizer = optimizer_of(torch.optim.NAdam)
+    (parameter,) = optimizer.param_groups[0]["params"]
+    parameter.sum().backward()
+    optimizer.step()
+    state = optimizer.state[parameter]
+    numbers = {key for key, tensor in state.items() if tensor.ndim == 0}
+    assert numbers == {"step", "mu_product"}
+    optimizer.param_groups[0]["params"] = [on_meta := parameter.to("meta")]
+    optimizer.state[on_meta] = state
+    prepare(optimizer)
+    assert {key for key, tensor in optimizer.state[on_meta].items() if tensor.is_meta} == numbers
 
 
 def test_rates_are_given_for_a_while() -> None:
@@ -141,10 +157,10 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
 class Captured:
     """A model on one rank whose steps become graphs."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss_fn: Any = F.cross_entropy) -> None:
         torch.manual_seed(0)
         model, sgd = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), functools.partial(torch.optim.SGD, lr=0.1)
-        self.pm = autopar.parallelize(model, 1, torch.randn(16, 8), optimizer=sgd, microbatches=1)
+        self.pm = autopar.parallelize(model, 1, torch.randn(16, 8), loss_fn=loss_fn, optimizer=sgd, microbatches=1)
         self.rank = self.pm._ranks.rank  # type: ignore[union-attr]
         self.graphs = self.rank.graphs = graphed.Graphs(self.rank)
 
@@ -206,6 +222,79 @@ def test_a_kind_that_is_refused_keeps_nothing_and_goes_on(pools: Pools) -> None:
     assert not refused.marks and not refused.gradients
     assert here.sizes() == [12] and captured.step is not None
     assert losses + here.train(16, 16) == plain.train(*sizes, 16, 16)
+
+
+class Ramped:
+    """Cross-entropy by a weight, which its user or the loss itself changes."""
+
+    def __init__(self, growth: float) -> None:
+        self.growth, self.weight, self.epochs = growth, 1.0, 0
+
+    def __call__(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        self.weight += self.growth
+        return self.weight * F.cross_entropy(output, target)
+
+
+def test_a_loss_that_changes_a_number_in_each_step_is_not_captured(pools: Pools) -> None:
+    here, plain = Captured(Ramped(1.0)), Captured(Ramped(1.0))
+    plain.rank.graphs = None
+    sizes = (16,) * 5
+    with pytest.warns(CaptureWarning, match=r"loss_fn changes `weight` \(was 2\.0, is 3\.0\) from step to step"):
+        losses = here.train(*sizes)
+    assert losses == plain.train(*sizes) and here.sizes() == []
+
+
+def test_a_number_that_a_captured_loss_reads_cannot_be_changed(pools: Pools) -> None:
+    loss_fn = Ramped(0.0)
+    here = Captured(loss_fn)
+    here.train(16, 16, 16)
+    loss_fn.epochs = 1  # which the loss does not read
+    here.train(16)
+    loss_fn.weight = 0.5
+    with pytest.raises(UsageError, match=r"^loss_fn reads `weight` \(was 1\.0, is 0\.5\), and .*cuda_graph=False\."):
+        here.train(16)
+
+
+SCALE = 3.0
+
+
+def settings(options: dict[str, Any], smoothing: float) -> Any:
+    count = [0]
+
+    def loss_fn(output: torch.Tensor, target: torch.Tensor, power: int = 2, *, sign: int = 1) -> torch.Tensor:
+        count[0] += 1
+        scaled = [value * SCALE for value in output]
+        return sign * options["weight"] * smoothing * scaled[0] ** power
+
+    return loss_fn
+
+
+def test_what_a_function_reads() -> None:
+    options = {"weight": 0.5, "name": "not read", "deep": {"weight": 1}}
+    loss_fn = settings(options, 0.1)
+    expected = {
+        "SCALE": "3.0", "count.0": "0", "options.weight": "0.5", "power": "2", "sign": "1", "smoothing": "0.1",
+    }  # fmt: skip
+    assert read_values(loss_fn) == expected
+    options["weight"] = float("nan")
+    assert read_values(loss_fn) == read_values(loss_fn) == expected | {"options.weight": "nan"}
+    part = functools.partial(loss_fn, power=4)
+    assert read_values(part)["power"] == "4"
+    ramped = Ramped(0.25)
+    assert read_values(ramped) == read_values(ramped.__call__) == {"growth": "0.25", "weight": "1.0"}
+    several = [Ramped(0.5), Ramped(0.75)]
+    assert read_values(lambda output, target: several[0](output, target)) == {
+        "several.0.growth": "0.5", "several.0.weight": "1.0", "several.1.growth": "0.75", "several.1.weight": "1.0",
+    }  # fmt: skip
+    assert read_values(F.cross_entropy) == {}
+    assert read_values(nn.CrossEntropyLoss(label_smoothing=0.1))["label_smoothing"] == "0.1"
+
+    def recursive(depth: int) -> Any:
+        return recursive(depth - 1) if depth else later
+
+    assert read_values(recursive) == {}
+    later = 7
+    assert read_values(recursive) == {"later": "7"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -284,6 +284,23 @@ def test_owners_change_no_number(precision: Any, firsts: list[str]) -> None:
         assert changed == set(model.state_dict()) - (some if loss_fn is main_loss else set())
 
 
+def test_masters_without_memory_take_none() -> None:
+    torch.manual_seed(0)
+    model, (x, y) = tiny_vit(2), images(8)
+    plan = plan_by_hand(model, x, 1, [], dp=2, zero1=True, precision="bf16")
+    pm = in_threads(model, plan, x, F.cross_entropy, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
+    pm.train_step(x, y)
+    away = [
+        sum(4 * rank.weights[n].numel() - 4 for names in rank.updater.replica_weights.away for n in names)
+        for rank in ranks_of(pm)
+        if rank.updater.replica_weights is not None
+    ]
+    released = on_all(pm, Rank.standing_bytes)
+    pm.state_dict()  # brings all masters to all
+    whole = on_all(pm, Rank.standing_bytes)
+    assert [high - low for high, low in zip(whole, released, strict=True)] == away and min(away) > 2**17
+
+
 def test_channels_last_survives() -> None:
     torch.manual_seed(0)
     model = UNet().to(memory_format=torch.channels_last)  # type: ignore[call-overload]

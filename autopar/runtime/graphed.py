@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from autopar.errors import CaptureWarning
+from autopar.errors import CaptureWarning, UsageError
 from autopar.pytree import leaves, tree_map
 from autopar.runtime.executor import BoundStep, StepData
+from autopar.runtime.read_values import read_values
 from autopar.runtime.spec import Computed, Work
 from autopar.runtime.traits import nested
 
@@ -35,7 +36,8 @@ class Kind:
     Args:
         used: number of the last step that was of this kind.
         answers: what peers' hosts answered in the last plain step.
-        steady: whether that is what they answered in the one before.
+        read: what the loss function read of Python in the last step that was not a replay.
+        unsteady: what was otherwise than in the step before, if anything.
         with_optimizer: whether the graph is to update the weights.
         refused: why such steps are not captured.
         options: those of the optimizer that the graph holds.
@@ -45,7 +47,8 @@ class Kind:
     plain_steps: int = 0
     used: int = 0
     answers: list[list[int]] = field(default_factory=list)
-    steady: bool = True
+    read: Mapping[str, str] = field(default_factory=dict)
+    unsteady: str = ""
     with_optimizer: bool = True
     refused: str = ""
     options: str = ""
@@ -122,9 +125,17 @@ class Graphs:
             computed = self.rank.compute(work)
         finally:
             noted = self.rank.answers.stop()
-        kind.steady = kind.plain_steps == 0 or noted == kind.answers
-        kind.plain_steps, kind.answers = kind.plain_steps + 1, noted
+        read = self.read()
+        if kind.plain_steps and noted != kind.answers:
+            kind.unsteady = "which gradients there are differs from step to step"
+        elif kind.plain_steps and read != kind.read:
+            kind.unsteady = f"loss_fn changes {changes(kind.read, read)} from step to step"
+        kind.plain_steps, kind.answers, kind.read = kind.plain_steps + 1, noted, read
         return computed
+
+    def read(self) -> Mapping[str, str]:
+        """What this rank's loss function reads of Python, if there is one."""
+        return read_values(self.rank.spec.loss_fn) if self.rank.judges else {}
 
     def capture(self, kind: Kind, work: Work) -> None:
         """Make the graph, on all ranks or none; weights and state stay as they are."""
@@ -132,9 +143,9 @@ class Graphs:
         optimizer = rank.updater.optimizer
         kind.with_optimizer &= optimizer is not None and is_capturable(optimizer)
         kind.options = self.fixed_options()
-        reason = "" if kind.steady else "which gradients there are differs from step to step"
+        reason = kind.unsteady
         try:
-            if kind.steady:
+            if not reason:
                 self.record(kind, work)
         except Exception as error:  # whatever the user's loss, an optimizer or an operation raises while captured
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -167,6 +178,7 @@ class Graphs:
         if optimizer is not None and not self.rates:
             self.rates = [torch.zeros((), device=rank.device) for _ in optimizer.param_groups]
         rank.answers.recall(kind.answers)
+        kind.read = self.read()
         try:
             with torch.cuda.graph(graph, self.pool, rank.stream, capture_error_mode="thread_local"):
                 computed = rank.compute(replace(work, data=kind.data))
@@ -187,6 +199,11 @@ class Graphs:
         """Run the graph on a step's tensors."""
         rank, optimizer = self.rank, self.rank.updater.optimizer
         assert kind.graph is not None and kind.data is not None and kind.computed is not None
+        if (read := self.read()) != kind.read:
+            raise UsageError(
+                f"loss_fn reads {changes(kind.read, read)}, and the CUDA graph of this step has the earlier value. "
+                "Let it come with the target, or pass cuda_graph=False."
+            )
         fill(kind.data, work.data)
         if kind.with_optimizer and optimizer is not None:
             for rate, group in zip(self.rates, optimizer.param_groups, strict=True):
@@ -206,6 +223,13 @@ class Graphs:
         optimizer = self.rank.updater.optimizer
         groups = optimizer.param_groups if optimizer is not None else []
         return repr([{k: v for k, v in g.items() if k not in ("params", "lr")} for g in groups])
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """The first value of two readings that is not the same, for people."""
+    places = (place for place in {**before, **after} if before.get(place) != after.get(place))
+    place = next(places)
+    return f"`{place}` (was {before.get(place, 'not there')}, is {after.get(place, 'not there')})"
 
 
 # -- data ----------------------------------------------------------------------------------------------------------

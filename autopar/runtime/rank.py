@@ -383,12 +383,16 @@ class Rank:
             self.train_step(work)
             return torch.cuda.max_memory_allocated(self.device)
         self.release_masters()
-        # Masters without memory are expanded from one number; other weights may share their memory.
-        standing = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
-        standing += self.copies.num_bytes + self.updater.state_bytes() + self.updater.gradients.num_bytes
+        standing = self.standing_bytes()
         with TensorPeak() as peak:
             self.train_step(work)
         return standing + peak.bytes
+
+    def standing_bytes(self) -> int:
+        """Bytes of tensors that stay between steps."""
+        # Masters without memory are expanded from one number; other weights may share their memory.
+        weights = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
+        return weights + self.copies.num_bytes + self.updater.state_bytes() + self.updater.gradients.num_bytes
 
     def stats(self) -> RankStats:
         """Measurements of the last step."""

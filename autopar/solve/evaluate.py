@@ -187,9 +187,8 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
         for s in holders(activation, stage_of):
             saved[s] += activation.num_bytes
     reduced = [sum(w.numel for w in held[s] if w.reduce_seconds) // problem.tp for s in stages]
-    # Where there are several ranks, gradients wait for the rest of their bucket before they are moved there.
-    trained = [sum(w.numel for w in held[s] if w.optimizer_seconds) // problem.tp for s in stages]
-    waiting = [min(BUCKET_BYTES, GRADIENT_BYTES * (trained[s] if problem.pp > 1 else reduced[s])) for s in stages]
+    # Gradients wait for the rest of their bucket before they are moved there.
+    waiting = [min(BUCKET_BYTES, GRADIENT_BYTES * n) for n in reduced]
     return tuple(
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),

@@ -150,7 +150,7 @@ def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tu
     block, most = blocks.most_common(1)[0]
     saved, received = own.in_flight * own.saved_bytes, own.in_flight * own.received_bytes
     working = "a recomputed segment and " * own.recomputed + "the working set of one operation"
-    working += " and gradients that wait for their bucket" * (own.num_reduced > 0 or problem.pp > 1)
+    working += " and gradients that wait for their bucket" * (own.num_reduced > 0)
     batches = "1 microbatch" if own.in_flight == 1 else f"{own.in_flight} microbatches"
     return (
         Part(own.weight_bytes, f"weights with gradients and optimizer state ({text(own.weight_bytes, BYTES)})"),

@@ -1,0 +1,87 @@
+"""What a function reads of Python besides its arguments: a captured step goes on with what that was."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Set
+from contextlib import suppress
+from inspect import getattr_static
+from types import CodeType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+PLAIN = (bool, int, float, complex, str, type(None))
+OPAQUE = (torch.Tensor, type, ModuleType)
+
+
+def read_values(function: Any) -> dict[str, str]:
+    """``repr`` of the numbers and texts that a call may read, by where they are: in the function's closure, defaults
+    and globals, and in attributes and entries of what it finds there, as far as its code names them.
+
+    Error: what functions read that it calls by a global name is not among them.
+    """
+    return {place: repr(value) for place, value in found(function, "", frozenset(), {})}
+
+
+def found(
+    thing: Any, place: str, names: frozenset[str], seen: dict[tuple[int, frozenset[str]], Any]
+) -> Iterator[tuple[str, Any]]:
+    """Plain values in something that code reaches; ``names`` are those of the code, ``seen`` where it was already."""
+    if isinstance(thing, PLAIN):
+        yield place, thing
+        return
+    known = isinstance(thing, OPAQUE) or (isinstance(thing, FunctionType) and is_torch(thing))
+    if known or (id(thing), names) in seen:
+        return
+    seen[id(thing), names] = thing  # alive as long as its number counts
+    inside: dict[str, Any] = {}
+    if isinstance(thing, functools.partial):
+        inside = {"": thing.func, **{str(k): v for k, v in enumerate(thing.args)}, **thing.keywords}
+    elif isinstance(thing, MethodType):
+        names = names_in(thing.__func__.__code__) if isinstance(thing.__func__, FunctionType) else names
+        inside = {"": thing.__func__, **attributes(thing.__self__, names)}
+    elif isinstance(thing, FunctionType):
+        names = names_in(thing.__code__)
+        inside = surroundings(thing, names)
+    elif isinstance(thing, Mapping):
+        inside = {key: value for key, value in thing.items() if isinstance(key, str) and key in names}
+    elif isinstance(thing, list | tuple):
+        inside = {str(k): value for k, value in enumerate(thing)}
+    else:
+        run = type(thing).forward if isinstance(thing, nn.Module) else getattr_static(type(thing), "__call__", None)
+        inside = attributes(thing, names) | ({"": MethodType(run, thing)} if isinstance(run, FunctionType) else {})
+    for name, value in inside.items():
+        yield from found(value, f"{place}.{name}".strip("."), names, seen)
+
+
+def is_torch(function: FunctionType) -> bool:
+    return function.__module__.partition(".")[0] == "torch"
+
+
+def names_in(code: CodeType) -> frozenset[str]:
+    """Names and texts in a function's code, also in that of functions in it."""
+    inner = [names_in(c) for c in code.co_consts if isinstance(c, CodeType)]
+    return frozenset({*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}.union(*inner))
+
+
+def surroundings(function: FunctionType, names: Set[str]) -> dict[str, Any]:
+    """What a function has by a name that is not its argument's: of globals only plain values."""
+    code, around = function.__code__, {k: v for k, v in function.__globals__.items() if k in names and is_plain(v)}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # nothing has been put there yet
+            around[name] = cell.cell_contents
+    positional = code.co_varnames[: code.co_argcount]
+    defaults = function.__defaults__ or ()
+    return around | dict(zip(reversed(positional), reversed(defaults))) | (function.__kwdefaults__ or {})
+
+
+def is_plain(value: Any) -> bool:
+    return isinstance(value, PLAIN)
+
+
+def attributes(thing: Any, names: Set[str]) -> dict[str, Any]:
+    """Those of an object that code names, but none that is computed."""
+    own = {**getattr(thing, "__dict__", {}), **getattr(thing, "_modules", {})}
+    return {name: value for name, value in own.items() if name in names}
