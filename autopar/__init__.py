@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         DeviceMemoryError,
         HardwareError,
         InfeasibleError,
+        MicrobatchWarning,
         NonFiniteLossWarning,
         PlanDependentRandomWarning,
         PlanError,
@@ -41,14 +42,14 @@ _HOME = {
     "NonFiniteLossWarning": "errors", "PlanDependentRandomWarning": "errors", "PlanError": "errors",
     "TraceError": "errors", "TrainingError": "errors", "UnknownOpWarning": "errors", "UsageError": "errors",
     "WorkerError": "errors", "Parameters": "runtime", "CheckpointError": "errors", "ResumeWarning": "errors",
-    "UpdateResult": "runtime", "DeviceMemoryError": "errors",
+    "UpdateResult": "runtime", "DeviceMemoryError": "errors", "MicrobatchWarning": "errors",
 }  # fmt: skip
 
 __all__ = [
-    "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError", "ModelSource",
-    "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning", "PlanError",
-    "ResumeWarning", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult", "UsageError",
-    "WorkerError", "parallelize", "plan",
+    "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError", "MicrobatchWarning",
+    "ModelSource", "NonFiniteLossWarning", "ParallelModel", "Parameters", "Plan", "PlanDependentRandomWarning",
+    "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult",
+    "UsageError", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
 
 

@@ -16,11 +16,11 @@ from torch import nn
 
 from autopar.batching import Call, as_call
 from autopar.codegen import graph_module
-from autopar.errors import PlanDependentRandomWarning, UnknownOpWarning, UsageError
+from autopar.errors import MicrobatchWarning, PlanDependentRandomWarning, UnknownOpWarning, UsageError
 from autopar.hardware import Hardware, load_hardware
-from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight, microbatch_size
-from autopar.ir.units import plural
-from autopar.lowering import lowered
+from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight, microbatch_size, unlike_asked
+from autopar.ir.units import of_type, plural
+from autopar.lowering import lowered, uneven_inputs_explained
 from autopar.machine import Machine, default_hardware_name, this_machine
 from autopar.model import ParallelModel
 from autopar.options import Options
@@ -33,7 +33,7 @@ from autopar.rules import unruled
 from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, TransportName, WorkerPool, replica_owners
 from autopar.shards import part
 from autopar.solve import Constraints, search
-from autopar.trace import weight_tensors
+from autopar.trace import check_hooks, weight_tensors
 from autopar.zoo import ModelSource, default_input_shape
 
 DEFAULT_BATCH = 64
@@ -95,7 +95,8 @@ def make_plan(
     check_devices(devices)
     batch = call.batch
     microbatch = call.first(likely_microbatch_size(batch, devices, options))
-    graph = lowered(model, microbatch, "train", name, options.precision)
+    with uneven_inputs_explained(model, call):
+        graph = lowered(model, microbatch, "train", name, options.precision)
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs
@@ -124,6 +125,7 @@ def make_plan(
     )
     costs = Costs(graph, hardware)
     found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
+    warn_of_microbatches(found, options)
     warn_of_unruled(found, graph)
     return replace(found, precision=options.precision or own_precision(graph)), graph
 
@@ -137,6 +139,13 @@ def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
     if options.microbatch_size or options.microbatches:
         return min(share, options.microbatch_size or microbatch_size(share, options.microbatches or 1))
     return min(share, 8 * max(1, share // (32 * devices)))
+
+
+def warn_of_microbatches(plan: Plan, options: Options) -> None:
+    """Say what became of the microbatches that were asked for, where they come out otherwise."""
+    changed = unlike_asked(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
+    if changed:
+        warnings.warn(changed, MicrobatchWarning, stacklevel=4)  # the caller of plan or parallelize
 
 
 def warn_of_unruled(plan: Plan, graph: Graph) -> None:
@@ -279,12 +288,18 @@ def check_devices(devices: int) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Raise a UsageError unless ``model`` is a module."""
+    """Refuse what is no module, and hooks that would be lost.
+
+    Raises:
+        UsageError: it is no module.
+        TraceError: a parameter or buffer has hooks on its gradient.
+    """
     if not isinstance(model, nn.Module):
         raise UsageError(
-            f"The model is a {type(model).__name__}; it must be a torch.nn.Module. "
+            f"The model is {of_type(model)}; it must be a torch.nn.Module. "
             "autopar.plan also takes names, such as vit_small_patch16_224."
         )
+    check_hooks(model)
 
 
 def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> None:

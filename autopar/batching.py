@@ -12,6 +12,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.ir import Graph, Mesh, Place, Ref, Value, dtype_name, microbatch_sizes, refs
+from autopar.ir.units import of_type
 from autopar.pytree import Spec, flatten, unflatten
 
 Join = Literal["concatenate", "mean", "first"]
@@ -44,8 +45,12 @@ class Call:
         """
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
-                if leaf.ndim == 0 or leaf.shape[0] == 0:
-                    raise UsageError(f"The first input has shape {list(leaf.shape)}; its first dim must be the batch.")
+                if leaf.ndim == 0:
+                    raise UsageError("The first input has shape []; its first dim must be the batch.")
+                if leaf.shape[0] == 0:
+                    raise UsageError(
+                        f"The batch is empty: the first input has shape {list(leaf.shape)}. Pass at least one sample."
+                    )
                 return leaf.shape[0]
         raise UsageError("The model's inputs hold no tensor, so there is no batch to split. Pass at least one tensor.")
 
@@ -102,7 +107,7 @@ def check_call(call: Call, graph: Graph, model_name: str) -> None:
             continue
         value = values[traced.name]
         if not isinstance(leaf, torch.Tensor):
-            raise UsageError(f"Input {value.name} of {model_name} is a {type(leaf).__name__}, expected a tensor.")
+            raise UsageError(f"Input {value.name} of {model_name} is {of_type(leaf)}, expected a tensor.")
         dtype = dtype_name(leaf.dtype)
         if dtype != value.dtype:
             raise UsageError(

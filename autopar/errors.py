@@ -65,6 +65,10 @@ class CaptureWarning(UserWarning):
     """A training step cannot be captured as a CUDA graph, and is run without."""
 
 
+class MicrobatchWarning(UserWarning):
+    """A number or size of microbatches comes out otherwise than it was asked for."""
+
+
 class NonFiniteLossWarning(UserWarning):
     """The loss of a step is NaN or infinite."""
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from autopar.ir import Graph, Mode, Precision
 from autopar.precision import check_dtypes, in_precision, low_params, lowered_leaf, with_low_params, with_masters
 from autopar.pytree import unflatten
 from autopar.random_ops import counter_based
-from autopar.trace import trace
+from autopar.trace import ADVICE, trace
 
 
 def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Precision | None = None) -> Graph:
@@ -39,6 +42,34 @@ def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Prec
     graph = in_precision(graph, precision)
     # After the casts: what is drawn for a tensor then has its dtype.
     return counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
+
+
+@contextmanager
+def uneven_inputs_explained(model: nn.Module, call: Call) -> Iterator[None]:
+    """Within ``with``, a model that torch.export refuses on tensors that begin with different sizes is told so.
+
+    A model may take such inputs (what does not begin with the batch goes whole to each microbatch); but one that fails
+    on them likely fails because of them.
+
+    Args:
+        call: at the global batch.
+    Raises:
+        TraceError: the one from within, and the sizes.
+    """
+    try:
+        yield
+    except TraceError as error:
+        given = inspect.signature(model.forward).bind(*call.args, **call.kwargs).arguments
+        tensors = {n: v for n, v in given.items() if isinstance(v, torch.Tensor) and v.ndim}
+        uneven = len(tensors) == len(given) and len({len(v) for v in tensors.values()}) > 1
+        if not uneven or not str(error).endswith(ADVICE):
+            raise
+        shapes = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in tensors.items())
+        raise TraceError(
+            f"{str(error).removesuffix(ADVICE)}The likely cause: the inputs begin with different sizes ({shapes}). "
+            f"Only those that begin with the batch, {call.batch}, are cut into microbatches; if others hold samples "
+            "too, give them the same first size."
+        ) from error
 
 
 def trace_at(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph | None:

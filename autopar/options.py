@@ -30,14 +30,16 @@ class Options:
     """Constraints on the plan and settings of the run; None leaves a choice to the planner.
 
     ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second. ``pp``, ``tp`` and
-    ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica; ``zero1`` shares the
-    optimizer's state among replicas. ``schedule`` "auto" takes 1f1b, interleaved or interleaved-overlap, whichever is
-    predicted fastest; of the latter two each rank has ``chunks`` stages. ``clip_grad_norm`` limits the 2-norm of all
-    gradients together, ``clip_grad_value`` each of their elements. ``precision`` is the model's own, or bf16 or fp16 as
-    `torch.autocast` computes, or bf16-params: all but batch norm computes with bfloat16 copies of the parameters, on
-    bfloat16 inputs, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``; weights are float32 in each.
-    ``recompute``: "auto" has stages compute activations again in the backward only where that is what makes a plan fit,
-    or a better one; results are the same, so it is the default.
+    ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica and ``microbatch_size``
+    is the most samples of one; they come in equal parts but for the last, as torch.chunk cuts, and a warning says where
+    that changes the number given. ``zero1`` shares the optimizer's state among replicas. ``schedule`` "auto" takes
+    1f1b, interleaved or interleaved-overlap, whichever is predicted fastest; of the latter two each rank has ``chunks``
+    stages. ``clip_grad_norm`` limits the 2-norm of all gradients together, ``clip_grad_value`` each of their elements.
+    ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast` computes, or bf16-params: all but batch norm
+    computes with bfloat16 copies of the parameters, on bfloat16 inputs, as under FSDP2's
+    ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``; weights are float32 in each. ``recompute``: "auto" has stages
+    compute activations again in the backward only where that is what makes a plan fit, or a better one; results are the
+    same, so it is the default.
 
     ``compile``: have torch.compile make the kernels of each stage, and ``cuda_graph``: replay a whole training step as
     one CUDA graph; both by default where the devices are GPUs. ``transport``: what carries tensors between the GPUs of

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from autopar.errors import UsageError
+from autopar.ir.units import of_type
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class ModelSource:
             arguments = ", ".join(f"{k}={v!r}" for k, v in self.kwargs.items())
             raise UsageError(f"{self.name}({arguments}) failed: {type(error).__name__}: {error}") from error
         if not isinstance(model, nn.Module):
-            raise UsageError(f"{self.name} returned a {type(model).__name__}; it must return a torch.nn.Module.")
+            raise UsageError(f"{self.name} returned {of_type(model)}; it must return a torch.nn.Module.")
         return model
 
     def factory(self) -> Any:

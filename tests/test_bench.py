@@ -45,7 +45,7 @@ from autopar.bench.result import Pipeline, Row, timed_row
 from autopar.bench.sharded import check
 from autopar.cli.bench_table import rate_table
 from autopar.errors import UsageError
-from autopar.ir import Mesh, Plan
+from autopar.ir import Mesh, Plan, Precision
 from autopar.ir.text import rendered
 from autopar.runtime import Span
 from autopar.schedule import Action, generate, simulate
@@ -489,6 +489,15 @@ def test_variants() -> None:
         labels("ddp", field_of(Mesh(4), 6))
     with pytest.raises(NotExpressible, match="one stage"):
         labels("uniform", field_of(Mesh(1, 1, 2)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp64", "bf16", "bf16-params"])
+def test_a_record_speaks_of_low_precision_where_it_was_used(precision: Precision) -> None:
+    low = "bf16" in precision
+    for name in ("plain", "ddp", "fsdp2", "1f1b"):
+        about = CONTESTANTS[name].about_in(precision)
+        assert about.startswith(CONTESTANTS[name].about) and bool(re.search("autocast|low-precision", about)) == low
+    assert CONTESTANTS["plain"].about_in("fp32") == "the plan's microbatches with accumulated gradients"
 
 
 def test_sizes_that_were_asked_for_are_never_left_out() -> None:

@@ -354,7 +354,7 @@ def test_a_folder_of_a_run_stands_for_its_last_checkpoint(tmp_path: Path, saved:
     (tmp_path / "run").mkdir()
     saved.rename(tmp_path / "run" / "last")
     file = tmp_path / "model.safetensors"
-    assert export(str(tmp_path / "run"), "-o", str(file)) == f"{file}: 4 tensors of Sequential after 1 updates\n"
+    assert export(str(tmp_path / "run"), "-o", str(file)) == f"{file}: 4 tensors of Sequential after 1 update\n"
 
 
 def test_export_of_nothing(tmp_path: Path, saved: Path) -> None:

@@ -60,6 +60,15 @@ class Drifting(nn.Module):
         return self.second(torch.relu(self.first(x))) * self.calls
 
 
+class Added(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.words = nn.Linear(6, 8), nn.Linear(5, 8)
+
+    def forward(self, image, words):
+        return self.image(image) + self.words(words)
+
+
 class Mixed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -140,6 +149,16 @@ def test_flags_reach_the_plan(user_models):
     assert code == 0
     assert (plan.batch, plan.microbatches, plan.schedule, plan.solver.balance) == (6, 3, "gpipe", "uniform")
     assert plan.stages[1].first in ("1.relu", "2.linear")
+
+
+@pytest.mark.filterwarnings("default::autopar.MicrobatchWarning")
+def test_changed_microbatches_are_one_line_on_stderr(user_models):
+    asked = ("own_models:linear", "--input", "8x4", "--devices", "2", "--hardware", "cpu-generic", "--dp", "1")
+    result = CliRunner().invoke(app, ["plan", *asked, "--microbatches", "5"], prog_name="autopar")
+    assert result.exit_code == 0, result.stderr
+    assert "8 in 4 microbatches of 2" in result.stdout
+    assert re.fullmatch(r"warning: microbatches=5 comes out as 4 microbatches of 2: .* asked for\.\n", result.stderr)
+    assert invoke("plan", *asked, "--microbatches", "4", "--json")[2] == ""
 
 
 @pytest.mark.parametrize(
@@ -228,7 +247,7 @@ def test_an_untraceable_model_is_named_with_file_and_line(user_models):
     ("name", "message"),
     [
         ("own_models:linaer", "own_models has no model named 'linaer'.* Did you mean linear"),
-        ("own_models:no_model", "own_models:no_model returned a int; it must return a torch.nn.Module"),
+        ("own_models:no_model", "own_models:no_model returned an int; it must return a torch.nn.Module"),
         ("own_models:linear", "Cannot derive the inputs of Sequential.*--input"),
     ],
 )
@@ -404,6 +423,18 @@ def test_inputs_by_position_are_planned_but_cannot_be_rebuilt(user_models):
     assert re.search(
         r"Cannot call Several\.forward\(\*xs\) with .* field model\.inputs: xs_0, xs_1\. .*\*args", error
     ), error
+
+
+def test_inputs_of_different_first_sizes_are_named_only_where_they_fail(user_models):
+    devices = ("--devices", "2", "--hardware", "cpu-generic")
+    code, _, error = invoke("plan", "own_models:Added", "--input", "image=8,6", "--input", "words=3,5", *devices)
+    assert code == 4
+    likely = (
+        r"The likely cause: the inputs begin with different sizes \(image \[8, 6\], words \[3, 5\]\)\. .* batch, 8,"
+    )
+    assert re.search(likely, error) and "branch on tensor values" not in error, error
+    code, _, error = invoke("plan", "own_models:Added", "--input", "image=8,6", "--input", "words=1,5", *devices)
+    assert code == 0, error
 
 
 def test_inputs_that_forward_does_not_take(user_models):

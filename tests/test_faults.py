@@ -199,6 +199,11 @@ def test_a_callable_that_cannot_be_pickled_is_named() -> None:
         start(2, loss_fn)
 
 
+def test_an_error_that_ends_its_own_sentence_is_not_ended_twice() -> None:
+    with pytest.raises(WorkerError, match=r"failed during .*: IndexError: Target 9 is out of bounds\. All other ranks"):
+        start(2, F.cross_entropy).forward_backward(X, torch.full_like(Y, 9))
+
+
 def test_an_argument_that_a_worker_cannot_read_is_a_failure() -> None:
     pm = start(2, lambda output, target: F.cross_entropy(output, target["y"]))
     pids = workers()

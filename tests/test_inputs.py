@@ -71,7 +71,7 @@ IMAGES, LABELS = torch.randn(4, 3, 32, 32), torch.randint(0, 10, (4,))
         ({"pixels": IMAGES}, LABELS, r"do not fit VisionTransformer\.forward.*missing a required argument: 'x'"),
         (torch.randn(4, 3, 24, 24), LABELS, r"inputs of shape \[2, 3, 24, 24\] .* planned for \[2, 3, 32, 32\]"),
         (torch.randn(4, 1, 32, 32), LABELS, r"does not take inputs of shape \[2, 1, 32, 32\]"),
-        (IMAGES[:0], LABELS[:0], r"first dim must be the batch"),
+        (IMAGES[:0], LABELS[:0], r"The batch is empty: the first input has shape \[0, 3, 32, 32\]\. Pass at least one"),
         ([IMAGES.tolist()], LABELS, "structure|tensor"),
         (IMAGES, LABELS[:3], r"A target has shape \[3\] for a batch of 4: its first dim must be the batch"),
         (IMAGES, {"a": LABELS, "b": torch.zeros(5, 2)}, r"A target has shape \[5, 2\] for a batch of 4"),

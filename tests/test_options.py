@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from handmade import plan_by_hand
@@ -68,6 +71,36 @@ def test_nothing_that_the_plan_decides_stands_beside_it(constraint: dict) -> Non
 def test_only_modules_are_parallelized(model: object) -> None:
     with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module"):
         autopar.parallelize(model, 2, torch.randn(4, 8))  # type: ignore[arg-type]
+
+
+def test_microbatches_that_come_out_otherwise_are_a_warning_where_a_number_was_given() -> None:
+    model, x = mlp(), torch.randn(8, 8)
+    with pytest.warns(
+        autopar.MicrobatchWarning, match=r"^microbatches=5 comes out as 4 microbatches of 2: .* 8 samples"
+    ):
+        assert autopar.plan(model, 2, x, microbatches=5, dp=1).microbatches == 4
+    with pytest.warns(
+        autopar.MicrobatchWarning, match=r"^microbatch_size=3 comes out as 2 microbatches of 2: each of 2"
+    ):
+        assert autopar.plan(model, 2, x, microbatch_size=3, dp=2).microbatches == 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autopar.MicrobatchWarning)
+        for asked in ({}, {"microbatches": 3, "dp": 1}, {"microbatch_size": 4}, {"dp": 2}):
+            autopar.plan(model, 2, x, **asked)
+
+
+@pytest.mark.parametrize("precision", [None, "bf16-params"])
+def test_hooks_on_weights_are_refused_and_a_run_leaves_none(precision: str | None) -> None:
+    model, x = mlp(), torch.randn(4, 8)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    with autopar.parallelize(model, 1, x, optimizer=optimizer, microbatches=2, precision=precision) as pm:
+        pm.train_step(x, torch.zeros(4, dtype=torch.int64))
+        autopar.plan(model, 2, x, precision=precision)
+    autopar.plan(model, 2, x, precision=precision)
+    model.get_parameter("2.bias").register_hook(lambda gradient: 0 * gradient)
+    for refusing in (autopar.plan, autopar.parallelize):
+        with pytest.raises(autopar.TraceError, match=r"Sequential: its parameter 2\.bias has a hook .*register_hook"):
+            refusing(model, 2, x, precision=precision)
 
 
 def test_precision_is_the_models_own() -> None:

@@ -118,6 +118,12 @@ def test_wrong_fields_of_sharded_plans_are_named(changes: dict[str, Any], messag
 def test_files_that_are_no_plan(tmp_path: Path) -> None:
     (tmp_path / "cut.json").write_text(plan().to_json()[:200])
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00plan")
-    for name, message in (("cut.json", "not a complete JSON"), ("binary.json", "is not text"), ("no.json", "No such")):
+    (tmp_path / "bench.json").write_text('{"schema_version": 1, "model": "vit", "plan": "pp 2", "rows": []}')
+    (tmp_path / "list.json").write_text("[1]")
+    neither = r"\.json is JSON but not a plan: it has neither a mesh nor stages\. Give a file that `autopar plan … -o`"
+    for name, message in (
+        ("cut.json", "not a complete JSON"), ("binary.json", "is not text"), ("no.json", "No such"),
+        ("bench.json", f"bench{neither}"), ("list.json", f"list{neither}"),
+    ):  # fmt: skip
         with pytest.raises(PlanError, match=message):
             Plan.load(tmp_path / name)

@@ -574,6 +574,23 @@ def test_devices_that_no_mesh_can_use() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ({"dp": 2, "schedule": "interleaved", "chunks": 3},
+         "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1) or chunks=3 (for pp 1 × tp 1 × dp 2)."),
+        ({"pp": 2, "zero1": True},
+         "optimizer's state. Leave out pp=2 (for pp 1 × tp 1 × dp 2) or zero1 (for pp 2 × tp 1 × dp 1)."),
+        ({"dp": 2, "pins": {"blocks.0": 0, "blocks.1": 1}, "chunks": 2, "schedule": "interleaved"},
+         "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1)."),
+    ],
+)  # fmt: skip
+def test_what_was_asked_for_and_leaves_no_mesh_is_what_to_leave_out(asked: Mapping[str, Any], remedy: str) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        meshed(Constraints(devices=2, batch=8, **asked))
+    assert str(caught.value).endswith(remedy)
+
+
 def test_too_many_chunks_for_every_mesh_are_what_to_change() -> None:
     with pytest.raises(
         InfeasibleError, match=r"pp 2 × .*: can be cut into 6 pieces at most; .*Use fewer chunks, another"

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 import pytest
+import torch
 
 from autopar.ir import (
     Alternative,
@@ -20,9 +21,10 @@ from autopar.ir import (
     SolverInfo,
     Stage,
 )
-from autopar.ir.table import microbatches_text, plan_text, stage_ends
+from autopar.ir.batch import microbatches_text
+from autopar.ir.table import plan_text, stage_ends
 from autopar.ir.text import wrapped
-from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
+from autopar.ir.units import BYTES, COUNT, TIME, column, of_type, percent, plural, text
 
 GIB = 2**30
 
@@ -241,6 +243,12 @@ def test_one_value_in_its_unit(value, scale, printed):
 def test_a_column_has_one_unit():
     assert column([0.0005, 0.02], TIME) == ["0.5 ms", "20.0 ms"]
     assert column([], TIME) == []
+
+
+def test_a_type_has_its_article():
+    assert [of_type(thing) for thing in (3, "x", torch.ones(1), {}, object())] == [
+        "an int", "a str", "a Tensor", "a dict", "an object",
+    ]  # fmt: skip
 
 
 def test_percent_and_plural():

@@ -19,7 +19,7 @@ from autopar.codegen import split
 from autopar.errors import TraceError
 from autopar.ir import Graph, Mode, Ref
 from autopar.pytree import leaves
-from autopar.trace import trace, weight_tensors
+from autopar.trace import check_hooks, trace, weight_tensors
 
 
 class Body(nn.Module):
@@ -425,6 +425,53 @@ def test_a_backward_of_the_users_own_is_refused_not_dropped() -> None:
     with pytest.raises(TraceError, match=r"autograd\.Function Square .*detach"):
         trace(model, (X,))
     assert [op.name for op in trace(model, (X,), mode="eval").ops] == ["lin.linear", "mul"]
+
+
+def scaled_by_a_hook(self: Body, x: torch.Tensor) -> torch.Tensor:
+    y = self.lin(x)
+    if y.requires_grad:
+        y.register_hook(lambda gradient: 2 * gradient)  # in forward
+    return y
+
+
+def test_a_hook_that_a_forward_registers_is_refused_not_dropped() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, code in enumerate(lines, 1) if code.endswith("  # in forward"))
+    where = rf"register_hook at {__file__}:{line}, in scaled_by_a_hook: `y\.register_hook.*`\), which"
+    with pytest.raises(TraceError, match=where):
+        trace(Body(scaled_by_a_hook), (X,))
+    assert [op.name for op in trace(Body(scaled_by_a_hook), (X,), mode="eval").ops] == ["lin.linear"]
+
+
+class Hooked(nn.Module):
+    """Linear layers in a block, and a buffer that has a gradient."""
+
+    shift: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.register_buffer("shift", torch.ones(4, requires_grad=True))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x + self.shift)
+
+
+@pytest.mark.parametrize("method", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize(("name", "kind"), [("block.1.weight", "parameter"), ("shift", "buffer")])
+def test_a_hook_on_a_weight_is_refused_until_it_is_removed(name: str, kind: str, method: str) -> None:
+    model = Hooked()
+    tensor = dict([*model.named_parameters(), *model.named_buffers()])[name]
+    handle = getattr(tensor, method)(lambda tensor: None)
+    with pytest.raises(
+        TraceError, match=rf"Hooked: its {kind} {name} has a hook on its gradient \({method}\).*optimizer="
+    ):
+        check_hooks(model)
+    tensor.requires_grad_(False)  # a gradient that is never computed calls nothing
+    check_hooks(model)
+    tensor.requires_grad_()
+    handle.remove()
+    check_hooks(model)
 
 
 class Shadowed(nn.Module):

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.bench.assignment import LOW_DTYPES
 from autopar.errors import UsageError
-from autopar.ir import Plan
+from autopar.ir import Plan, Precision
 
 MICROBATCH_SIZES = (16, 32, 64)  # of torch.distributed.pipelining, where they fit the batch
 INTERLEAVED_CHUNKS = 2
@@ -46,7 +47,8 @@ class Contestant:
 
     Args:
         title: how it is called in tables.
-        about: what it is, for a record.
+        about: what it is in any precision.
+        mixed: what is added to that in a lower one than the weights'.
         variants: of which the fastest counts. Raises NotExpressible where there are none.
         single: runs on one device.
         planned: has a bubble bound and measured actions.
@@ -62,6 +64,11 @@ class Contestant:
     planned: bool = False
     sized: bool = False
     usual: Callable[[Field], bool] = lambda field: True
+    mixed: str = ""
+
+    def about_in(self, precision: Precision) -> str:
+        """What it is, for a record."""
+        return f"{self.about}, {self.mixed}" if self.mixed and precision in LOW_DTYPES else self.about
 
 
 def one_way(field: Field) -> Sequence[Variant]:
@@ -174,7 +181,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
     for c in (
         Contestant(
             "plain", "plain PyTorch loop, one device",
-            "autocast, the plan's microbatches with accumulated gradients", plain_ways, single=True,
+            "the plan's microbatches with accumulated gradients", plain_ways, single=True, mixed="autocast",
         ),
         Contestant("single", "autopar, one device", "the same microbatches", one_way, single=True, planned=True),
         Contestant("autopar", "autopar", "the plan", one_way, planned=True),
@@ -183,16 +190,16 @@ CONTESTANTS: Mapping[str, Contestant] = {
             uniform_cuts, planned=True, usual=lambda field: field.plan.mesh.pp > 1,
         ),
         Contestant(
-            "ddp", "DDP", "autocast, gradient_as_bucket_view, one microbatch a replica; the faster compilation",
-            ddp_ways, usual=several,
+            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_ways, usual=several,
+            mixed="autocast",
         ),
         Contestant(
-            "fsdp2", "FSDP2", "fully_shard per block, low-precision weights, gradients summed in float32",
-            fsdp2_ways, usual=several,
+            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_ways, usual=several,
+            mixed="low-precision weights (autocast instead where there is batch norm), gradients summed in float32",
         ),
         Contestant(
-            "1f1b", "pipelining 1F1B", "torch.distributed.pipelining, equal numbers of blocks, autocast, low-precision "
-            "transfers; its best microbatch", pipelining_ways(1), sized=True, usual=several,
+            "1f1b", "pipelining 1F1B", "torch.distributed.pipelining, equal numbers of blocks, its best microbatch",
+            pipelining_ways(1), sized=True, usual=several, mixed="autocast, low-precision transfers",
         ),
         Contestant(
             "interleaved", "pipelining interleaved", f"the same, {INTERLEAVED_CHUNKS} stages a rank",

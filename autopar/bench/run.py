@@ -7,6 +7,7 @@ import json
 import platform
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ from autopar.bench.left import Left
 from autopar.bench.processes import Outcome, run_contestant
 from autopar.bench.result import BenchResult, Pipeline, Row, timed_row
 from autopar.bench.timeline import StepOnClock, trace_events
-from autopar.errors import AutoparError, InfeasibleError, UsageError
+from autopar.errors import AutoparError, InfeasibleError, MicrobatchWarning, UsageError
 from autopar.ir import Plan
 from autopar.ir.units import TIME, plural, text
 from autopar.machine import Machine, this_machine
@@ -227,7 +228,9 @@ class Bench:
             kept = {k: v for k, v in kept.items() if k not in of_mesh}
             if self.machine.device_type == "cpu":
                 kept["memory"] = psutil.virtual_memory().total
-            return self.planned(1, **kept, microbatches=min(self.plan.batch, mesh.dp * self.plan.microbatches))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", MicrobatchWarning)  # of replicas' microbatches one after the other
+                return self.planned(1, **kept, microbatches=min(self.plan.batch, mesh.dp * self.plan.microbatches))
         return None
 
     def blank(self, contestant: Contestant, variant: Variant) -> dict[str, Any]:
@@ -236,7 +239,7 @@ class Bench:
             "contestant": contestant.name,
             "title": contestant.title,
             "label": variant.label,
-            "about": contestant.about,
+            "about": contestant.about_in(self.plan.precision),
             "devices": 1 if contestant.single else self.request.devices,
             "settings": dict(variant.settings),
         }

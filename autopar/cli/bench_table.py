@@ -21,7 +21,7 @@ def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
     precision = f"{result.precision}{', channels_last' if result.channels_last else ''}"
     lines = [
         ("model", f"{result.model}, {result.flops_per_image / 1e9:,.1f} GFLOP to train on an image"),
-        ("batch", f"{result.batch:,} images of {' × '.join(map(str, result.shape[1:]))}, {precision}"),
+        ("batch", f"{plural(result.batch, 'image')} of {' × '.join(map(str, result.shape[1:]))}, {precision}"),
         ("plan", result.plan),
         ("machine", result.machine),
         ("measured", f"medians of {plural(result.steps, 'step')} after {result.warmup}, the slowest rank's time"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Annotated
 
 import typer
 
 from autopar.cli.command import takes_flags
 from autopar.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
+from autopar.errors import MicrobatchWarning
 
 DEFAULT_BATCH = 8  # every step runs twice, once of it on one device
 
@@ -49,10 +51,12 @@ def check(
     if x is None:
         x = torch.randn(example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape)
     samples = as_call(built, x).batch
-    if not {"microbatches", "microbatch_size"} & constraints.keys():
-        # Several, so that the pipeline is filled, of at least two samples, which batch norm needs.
-        constraints["microbatch_size"] = min(samples, max(2, -(-samples // devices)))
-    parity = compare(built, x, devices=devices, steps=steps, **constraints)
+    with warnings.catch_warnings():
+        if not {"microbatches", "microbatch_size"} & constraints.keys():
+            # Several, so that the pipeline is filled, of at least two samples, which batch norm needs.
+            constraints["microbatch_size"] = min(samples, max(2, -(-samples // devices)))
+            warnings.simplefilter("ignore", MicrobatchWarning)  # nobody asked for it
+        parity = compare(built, x, devices=devices, steps=steps, **constraints)
     show(parity_parts(parity, named_plan(parity.plan, source)))
     if not parity.ok:
         raise typer.Exit(1)

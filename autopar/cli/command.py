@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, get_type_hints
 
@@ -48,7 +50,8 @@ class Command(TyperCommand):
     def invoke(self, ctx: Any) -> Any:
         debug = ctx.find_root().params["debug"]
         try:
-            return super().invoke(ctx)
+            with own_warnings_in_one_line():
+                return super().invoke(ctx)
         except AutoparError as error:
             raise report(error, str(error), error.exit_code, debug) from error
         except KeyboardInterrupt as error:
@@ -56,7 +59,8 @@ class Command(TyperCommand):
         except (typer.Exit, typer.Abort, typer.BadParameter, BrokenPipeError):
             raise
         except Exception as error:
-            message = f"unexpected {type(error).__name__}: {error}. Run again with --debug and report the traceback."
+            said = str(error).removesuffix(".")
+            message = f"unexpected {type(error).__name__}: {said}. Run again with --debug and report the traceback."
             raise report(error, message, 1, debug) from error
 
 
@@ -66,6 +70,24 @@ def report(error: BaseException, message: str, exit_code: int, debug: bool) -> t
         traceback.print_exception(error)
     typer.echo(typer.style("error: ", fg=typer.colors.RED, bold=True) + message, err=True)
     return typer.Exit(exit_code)
+
+
+@contextmanager
+def own_warnings_in_one_line() -> Iterator[None]:
+    """Within ``with``, what `autopar.errors` knows as a warning is shown without file and code: a shell has neither."""
+    as_python_does = warnings.showwarning
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
+        if category.__module__ != AutoparError.__module__:
+            as_python_does(message, category, *where, **rest)
+            return
+        typer.echo(typer.style("warning: ", fg=typer.colors.YELLOW, bold=True) + str(message), err=True)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = as_python_does
 
 
 def spread(args: list[str]) -> list[str]:

@@ -20,6 +20,7 @@ def export(
     from autopar.checkpoints import read_header, read_weights
     from autopar.cli.output import check_writable
     from autopar.errors import UsageError
+    from autopar.ir.units import plural
     from autopar.train import last_of, save_weights
 
     check_writable(output)
@@ -32,4 +33,4 @@ def export(
         raise UsageError(
             f"Cannot write {output}: {error}. Give a file in a folder that exists and has room."
         ) from error
-    typer.echo(f"{output}: {len(weights)} tensors of {header.model} after {header.updates} updates")
+    typer.echo(f"{output}: {len(weights)} tensors of {header.model} after {plural(header.updates, 'update')}")

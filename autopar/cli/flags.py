@@ -55,8 +55,15 @@ class PlanFlags:
     zero1: Annotated[
         bool | None, Option("--zero1/--no-zero1", help="Share the optimizer's state among replicas; chosen by default.")
     ] = None
-    microbatches: Annotated[int | None, Option(help="Microbatches per replica and step.", metavar="N")] = None
-    microbatch_size: Annotated[int | None, Option(help="Samples per microbatch.", metavar="N")] = None
+    microbatches: Annotated[
+        int | None,
+        Option(
+            help="Microbatches per replica and step; all but the last of one size, as torch.chunk cuts.", metavar="N"
+        ),
+    ] = None
+    microbatch_size: Annotated[
+        int | None, Option(help="Samples per microbatch; fewer where that makes equal parts.", metavar="N")
+    ] = None
     chunks: Annotated[
         int | None,
         Option(help="Stages per rank under interleaved and interleaved-overlap; chosen by default.", metavar="N"),

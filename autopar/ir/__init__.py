@@ -1,6 +1,6 @@
 """Every frozen type that crosses stages, its invariants and its printed form."""
 
-from autopar.ir.batch import microbatch_size, microbatch_sizes
+from autopar.ir.batch import microbatch_size, microbatch_sizes, unlike_asked
 from autopar.ir.checkpoint import Header, SavedWeight
 from autopar.ir.choices import Choice, ChoiceGraph, ChoiceGroup, Conversion
 from autopar.ir.cost import BUCKET_BYTES, CostGraph, Flow, Group, Holding
@@ -62,5 +62,6 @@ __all__ = [
     "Layout", "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program",
     "Recompute", "Ref", "SavedWeight", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight",
     "broadcast_layout", "compressed", "contiguous", "dtype_name", "input_names", "inside", "look_up", "microbatch_size",
-    "microbatch_sizes", "partial_layout", "pattern_of", "refs", "renamed", "split_layout", "unused_name",
+    "microbatch_sizes", "partial_layout", "pattern_of", "refs", "renamed", "split_layout", "unlike_asked",
+    "unused_name",
 ]  # fmt: skip

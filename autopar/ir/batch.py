@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from autopar.ir.units import plural
+
 
 def microbatch_size(batch: int, microbatches: int) -> int:
     """Samples of the largest microbatch; at least 1, of an empty batch too."""
@@ -12,3 +14,36 @@ def microbatch_sizes(batch: int, microbatches: int) -> list[int]:
     """Samples of each microbatch: equal but for the last, and maybe fewer than asked for."""
     size = microbatch_size(batch, microbatches)
     return [min(size, batch - start) for start in range(0, batch, size)]
+
+
+def microbatches_text(batch: int, microbatches: int) -> str:
+    """How a batch is cut: ``16 microbatches of 4``, ``3 microbatches of 2 and 1 of 1``."""
+    size = microbatch_size(batch, microbatches)
+    whole, rest = divmod(batch, size)
+    return f"{plural(whole, 'microbatch', 'es')} of {size}" + (f" and 1 of {rest}" if rest else "")
+
+
+def unlike_asked(batch: int, replicas: int, microbatches: int | None, size: int | None) -> str:
+    """What a number or size of microbatches that was asked for becomes, and why, where it becomes another; or nothing.
+
+    Args:
+        batch: global; the replicas share it evenly.
+        microbatches, size: of a replica, as asked for; at most one of them.
+    """
+    local, counts = batch // replicas, range(1, batch // replicas + 1)
+    if microbatches is not None:
+        name, wanted, able = "microbatches", microbatches, {-(-local // microbatch_size(local, n)) for n in counts}
+        cut = microbatches_text(local, microbatches)
+    elif size is not None:
+        name, wanted, able = "microbatch_size", size, {microbatch_size(local, n) for n in counts}
+        cut = microbatches_text(local, -(-local // size))
+    else:
+        return ""
+    if wanted in able:
+        return ""
+    near = [*sorted(n for n in able if n < wanted)[-1:], *sorted(n for n in able if n > wanted)[:1]]
+    whose = f"each of {replicas} replicas" if replicas > 1 else "the batch"
+    return (
+        f"{name}={wanted} comes out as {cut}: {whose} has {plural(local, 'sample')}, cut into parts of one size but "
+        f"for the last, as torch.chunk cuts. Use {' or '.join(f'{name}={n}' for n in near)} to get what is asked for."
+    )

@@ -253,7 +253,12 @@ class Plan:
                 f"{where} is not a complete JSON file: {error.msg} at line {error.lineno}, column {error.colno}. "
                 "It may have been cut off; write it again with `autopar plan … -o`."
             ) from error
-        version = data.get("schema_version") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not {"mesh", "stages"} & data.keys():
+            raise PlanError(
+                f"{where} is JSON but not a plan: it has neither a mesh nor stages. Give a file that "
+                "`autopar plan … -o` wrote."
+            )
+        version = data.get("schema_version")
         if version != SCHEMA_VERSION:
             raise PlanError(
                 f"{where}: field schema_version is {version!r}, this autopar reads {SCHEMA_VERSION}. "

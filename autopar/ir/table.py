@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.ir.batch import microbatch_size
+from autopar.ir.batch import microbatches_text
 from autopar.ir.names import inside
 from autopar.ir.plan import Alternative, Plan, Stage
 from autopar.ir.sharding_table import sharding_parts
@@ -166,13 +166,6 @@ def batch_text(plan: Plan) -> str:
     dp = plan.mesh.dp
     cut = microbatches_text(plan.batch // dp, plan.microbatches)
     return f"{plan.batch:,} in {cut}" + (f" on each of {dp} replicas" if dp > 1 else "")
-
-
-def microbatches_text(batch: int, microbatches: int) -> str:
-    """How a batch is cut: ``16 microbatches of 4``, ``3 microbatches of 2 and 1 of 1``."""
-    size = microbatch_size(batch, microbatches)
-    whole, rest = divmod(batch, size)
-    return f"{plural(whole, 'microbatch', 'es')} of {size}" + (f" and 1 of {rest}" if rest else "")
 
 
 def stage_ends(stages: Sequence[Stage]) -> list[tuple[str, str]]:

@@ -46,6 +46,12 @@ def percent(share: float, digits: int = 1) -> str:
     return f"{100 * share:,.{digits}f} %"
 
 
+def of_type(thing: object) -> str:
+    """The type of a thing with its article: ``a str``, ``an int``."""
+    name = type(thing).__name__
+    return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"  # a u is mostly spoken as in unit
+
+
 def plural(number: int, noun: str, ending: str = "s") -> str:
     """``1 stage``, ``4 stages``."""
     return f"{number:,} {noun}{'' if number == 1 else ending}"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, UsageError
+from autopar.ir.units import of_type
 from autopar.runtime.spec import Parameters, RankSpec
 from autopar.runtime.traits import Kind, couples, kind_of, needs_closure, nested, split_wrongly
 from autopar.runtime.transport import Transport
@@ -88,7 +89,7 @@ def with_all_groups(
         ) from error
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"optimizer={name_of(make)} returns a {type(optimizer).__name__}; it must return a torch.optim.Optimizer, "
+            f"optimizer={name_of(make)} returns {of_type(optimizer)}; it must return a torch.optim.Optimizer, "
             "such as functools.partial(torch.optim.AdamW, lr=1e-3) does."
         )
     away = {id(p) for p in placeholders.values()}

@@ -40,6 +40,7 @@ from torch.futures import Future
 
 from autopar.errors import CheckpointError
 from autopar.ir import Header
+from autopar.ir.units import of_type
 from autopar.runtime.contents import Offer, Piece, Training, encoded_training, merged
 from autopar.runtime.folder import TRAINING, Save
 from autopar.shards import narrowed
@@ -301,5 +302,5 @@ def read_metadata(data: Path) -> Metadata:
     except Exception as error:  # a damaged pickle raises anything
         raise CheckpointError(f"{data / METADATA} is damaged: {error}. Use another checkpoint.") from error
     if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{data / METADATA} holds a {type(metadata).__name__}. Use another checkpoint.")
+        raise CheckpointError(f"{data / METADATA} holds {of_type(metadata)}. Use another checkpoint.")
     return metadata

@@ -243,7 +243,8 @@ class WorkerPool:
             self.failed = str(first.user_error)
             raise first.user_error
         where = f" in action {first.action}" if first.action else ""
-        self.failed = f"{rank_text(self.mesh, first.rank).capitalize()} failed during {name}{where}: {first.error}."
+        error = first.error.removesuffix(".")
+        self.failed = f"{rank_text(self.mesh, first.rank).capitalize()} failed during {name}{where}: {error}."
         earlier = ", ".join(other for other in self.begun.values() if other != name)
         before = (
             f" A GPU's error may come from what was launched before and not read yet: {earlier}." if earlier else ""

@@ -12,6 +12,7 @@ from typing import Any
 import cloudpickle
 import torch
 
+from autopar.ir.units import of_type
 from autopar.runtime.shared import SharedMemory, Slot
 
 
@@ -106,7 +107,7 @@ def culprit(thing: Any, name: str) -> str:
             taken_apart(part)
         except Exception:
             return culprit(part, name + label)
-    return f"{name}, a {type(thing).__name__}"
+    return f"{name}, {of_type(thing)}"
 
 
 def parts(thing: Any) -> Iterator[tuple[str, Any]]:

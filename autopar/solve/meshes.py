@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 
 from autopar.errors import InfeasibleError, UsageError
@@ -145,14 +145,52 @@ def check_pinned_stages(constraints: Constraints) -> None:
             )
 
 
-def no_mesh(model: str, constraints: Constraints, refused: Mapping[Mesh, str]) -> InfeasibleError:
-    """The error where no mesh is left: each with its reason, the first few of them."""
+def no_mesh(
+    model: str, constraints: Constraints, refused: Mapping[Mesh, str], in_the_way: Sequence[str] = ()
+) -> InfeasibleError:
+    """The error where no mesh is left: each with its reason, the first few of them.
+
+    Args:
+        in_the_way: what was asked for and would leave one if it were not.
+    """
     listed = "; ".join(f"{mesh}: {reason}" for mesh, reason in list(refused.items())[:MAX_LISTED])
     more = f"; and {len(refused) - MAX_LISTED} more" if len(refused) > MAX_LISTED else ""
     fewer = "fewer chunks, " if (constraints.chunks or 1) > 1 else ""
+    remedy = (
+        f"Leave out {' or '.join(in_the_way)}"
+        if in_the_way
+        else f"Use {fewer}another number of devices or another batch"
+    )
     return InfeasibleError(
         f"No mesh of {plural(constraints.devices, 'device')} works for {model} and a batch of {constraints.batch:,}. "
-        f"{listed}{more}. Use {fewer}another number of devices or another batch."
+        f"{listed}{more}. {remedy}."
+    )
+
+
+def in_the_way(constraints: Constraints, hardware: Hardware, refused: Mapping[Mesh, str]) -> list[str]:
+    """What was asked for, each of which alone leaves no mesh: without it there is one, which is named.
+
+    Args:
+        refused: all meshes with their reasons; some are the model's, which leaving out changes nothing about.
+    """
+    of_model = {mesh for mesh in refused if not why_not(mesh, constraints, hardware)}
+    found = []
+    for name, asked in asked_of_meshes(constraints).items():
+        looser = replace(constraints, **{name: {} if name == "pins" else None})
+        able = [mesh for mesh in factorisations(looser) if not why_not(mesh, looser, hardware)]
+        # Where the model can be neither split nor cut as its meshes ask, only replicas are certain to work.
+        able = [mesh for mesh in able if not of_model or mesh.pp * mesh.tp == 1]
+        if able:
+            found.append(f"{asked} (for {able[0]})")
+    return found
+
+
+def asked_of_meshes(constraints: Constraints) -> Mapping[str, str]:
+    """The fields of constraints that refuse meshes and were given, and how they are written."""
+    sizes = {name: getattr(constraints, name) for name in ("pp", "tp", "dp", "chunks", "microbatches")}
+    asked = {name: f"{name}={size}" for name, size in sizes.items() if size is not None}
+    return (
+        asked | ({"zero1": "zero1"} if constraints.zero1 else {}) | ({"pins": "the pins"} if constraints.pins else {})
     )
 
 

@@ -30,7 +30,7 @@ from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts import SOLVER_TOLERANCE, solve_cuts
 from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.merge import merge
-from autopar.solve.meshes import Meshes, divisors, nearest, no_mesh, possible_meshes
+from autopar.solve.meshes import Meshes, divisors, in_the_way, nearest, no_mesh, possible_meshes
 from autopar.solve.problem import Costs, CutProblem, Cuts, Priced, update_seconds
 from autopar.solve.reasons import bound_by
 
@@ -147,7 +147,8 @@ def explore(setting: Setting, floors: Floors, meshes: Meshes) -> Explored:
         found[mesh] = explore_mesh(setting, floors, mesh, best)
         best = min([best, *(c.seconds for c in found[mesh])])
     if not found:
-        raise no_mesh(setting.model.name, setting.constraints, refused)
+        lifted = in_the_way(setting.constraints, setting.hardware, refused)
+        raise no_mesh(setting.model.name, setting.constraints, refused, lifted)
     return Explored(found, refused)
 
 

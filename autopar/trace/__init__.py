@@ -14,9 +14,10 @@ from autopar.errors import TraceError
 from autopar.ir import Graph, Mode, Op, Ref, Value, Weight, dtype_name, refs, unused_name
 from autopar.trace.convert import Converter, value_from
 from autopar.trace.export import ADVICE, export
+from autopar.trace.hooks import check_hooks
 from autopar.trace.masks import without_idle_masks
 
-__all__ = ["ADVICE", "trace", "weight_tensors"]
+__all__ = ["ADVICE", "check_hooks", "trace", "weight_tensors"]
 
 
 def trace(

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from autopar.errors import TraceError
 from autopar.ir import NO_AUTOCAST, LocalDevice, Op, Ref, Value, dtype_name, refs, unused_name
 from autopar.trace.autocast import Region, casts_of
-from autopar.trace.export import is_internal
+from autopar.trace.frames import is_internal
 from autopar.trace.inplace import STATISTICS, aliased_arguments, missing_defaults, out_of_place, written_arguments
 
 FOREVER = 1 << 60

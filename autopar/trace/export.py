@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import sys
-import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +14,9 @@ from torch.autograd.function import BackwardCFunction
 from autopar.errors import TraceError
 from autopar.ir import Mode
 from autopar.pytree import leaves, tree_map
+from autopar.trace.frames import spot, user_frame
+from autopar.trace.hooks import REMEDY, SeenHooks
 
-TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
-OWN_DIR = str(Path(__file__).absolute().parent.parent) + os.sep
 ADVICE = (
     "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
     "use torch.where or torch.cond there, or hand autopar the part of the model that can be traced."
@@ -30,7 +27,8 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     """The exported program of ``model(*args, **kwargs)`` in ``mode``; the model is left as it was found.
 
     Raises:
-        TraceError: torch.export refused; holds the file and line in the user's model.
+        TraceError: torch.export refused, or would lose what the model does to gradients; holds the file and line in
+            the user's model.
     """
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
@@ -44,7 +42,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     try:
         if model.training != (mode == "train"):  # a model in training mode may keep parts of it in eval mode: frozen
             model.train(mode == "train")
-        with torch.enable_grad(), contextlib.redirect_stderr(said):
+        with torch.enable_grad(), contextlib.redirect_stderr(said), SeenHooks() as seen:
             program = torch.export.export(model, tree_map(on_device, args), tree_map(on_device, kwargs), strict=False)
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
@@ -59,6 +57,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
             "backward of its own, which torch.export would replace by that of the operations inside. Write it with "
             "PyTorch operations (a straight-through estimate is x + (f(x) - x).detach()); checkpoint() needs "
             "use_reentrant=False."
+        )
+    if seen.places and mode == "train":
+        raise TraceError(
+            f"Cannot trace {type(model).__name__}: its forward registers a hook on a gradient ({seen.places[0]}), "
+            f"which torch.export would leave out. {REMEDY}"
         )
     return program
 
@@ -80,26 +83,8 @@ def custom_functions(output: Any) -> set[str]:
 
 def refusal(model: nn.Module, error: Exception, mode: Mode) -> str:
     """The message for a model that torch.export refused."""
-    frame = user_frame(error)
-    where = f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`" if frame else ""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"Cannot trace {type(model).__name__} in {mode} mode{where}. torch.export says: "
+        f"Cannot trace {type(model).__name__} in {mode} mode{spot(user_frame(error))}. torch.export says: "
         f"{type(error).__name__}: {reason} {ADVICE}"
     )
-
-
-def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of an error (or of its causes) that is neither torch's nor ours."""
-    seen: BaseException | None = error
-    while seen is not None:
-        frames = [f for f in traceback.extract_tb(seen.__traceback__) if not is_internal(f.filename)]
-        if frames:
-            return frames[-1]
-        seen = seen.__cause__ or seen.__context__
-    return None
-
-
-def is_internal(filename: str) -> bool:
-    """Whether a file belongs to torch, to autopar or to the interpreter, and so not to the user's model."""
-    return filename.startswith((TORCH_DIR, OWN_DIR, "<")) or filename in (contextlib.__file__, traceback.__file__)

@@ -1,0 +1,40 @@
+"""Which line of the user's a trace is about."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
+OWN_DIR = str(Path(__file__).absolute().parent.parent) + os.sep
+
+
+def user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of an error (or of its causes) that is neither torch's nor ours."""
+    seen: BaseException | None = error
+    while seen is not None:
+        frame = innermost(traceback.extract_tb(seen.__traceback__))
+        if frame is not None:
+            return frame
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The last of these frames that is neither torch's nor ours."""
+    return next((frame for frame in reversed(frames) if not is_internal(frame.filename)), None)
+
+
+def spot(frame: traceback.FrameSummary | None) -> str:
+    """Where a frame is, to follow what happened there in a message."""
+    return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`" if frame else ""
+
+
+def is_internal(filename: str) -> bool:
+    """Whether a file belongs to torch, to autopar or to the interpreter, and so not to the user's model."""
+    return filename.startswith((TORCH_DIR, OWN_DIR, "<")) or filename in (contextlib.__file__, traceback.__file__)
