@@ -443,6 +443,29 @@ def test_a_hook_that_a_forward_registers_is_refused_not_dropped() -> None:
     assert [op.name for op in trace(Body(scaled_by_a_hook), (X,), mode="eval").ops] == ["lin.linear"]
 
 
+def half_frozen(self: Body, x: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        y = self.lin(x)
+        with torch.no_grad():  # in autocast
+            scale = y.abs().mean()
+        return (y / scale).float()
+
+
+def frozen_around(self: Body, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        scale = x.abs().mean()
+    return self.lin(x) / scale
+
+
+def test_no_grad_inside_of_an_autocast_region_is_refused_not_dropped() -> None:
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, code in enumerate(lines, 1) if code.endswith("  # in autocast"))
+    with pytest.raises(TraceError, match=rf"off inside of an autocast region at {__file__}:{line}, in half_frozen: "):
+        trace(Body(half_frozen), (X,))
+    assert trace(Body(half_frozen), (X,), mode="eval").ops
+    assert trace(Body(frozen_around), (X,)).ops
+
+
 class Hooked(nn.Module):
     """Linear layers in a block, and a buffer that has a gradient."""
 

@@ -15,7 +15,7 @@ from autopar.errors import TraceError
 from autopar.ir import Mode
 from autopar.pytree import leaves, tree_map
 from autopar.trace.frames import spot, user_frame
-from autopar.trace.hooks import REMEDY, SeenHooks
+from autopar.trace.hooks import REMEDY, Seen
 
 ADVICE = (
     "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
@@ -42,7 +42,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     try:
         if model.training != (mode == "train"):  # a model in training mode may keep parts of it in eval mode: frozen
             model.train(mode == "train")
-        with torch.enable_grad(), contextlib.redirect_stderr(said), SeenHooks() as seen:
+        with torch.enable_grad(), contextlib.redirect_stderr(said), Seen() as seen:
             program = torch.export.export(model, tree_map(on_device, args), tree_map(on_device, kwargs), strict=False)
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
@@ -58,10 +58,16 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
             "PyTorch operations (a straight-through estimate is x + (f(x) - x).detach()); checkpoint() needs "
             "use_reentrant=False."
         )
-    if seen.places and mode == "train":
+    if seen.hooks and mode == "train":
         raise TraceError(
-            f"Cannot trace {type(model).__name__}: its forward registers a hook on a gradient ({seen.places[0]}), "
+            f"Cannot trace {type(model).__name__}: its forward registers a hook on a gradient ({seen.hooks[0]}), "
             f"which torch.export would leave out. {REMEDY}"
+        )
+    if seen.switches and mode == "train":
+        raise TraceError(
+            f"Cannot trace {type(model).__name__}: its forward turns gradients off inside of an autocast region"
+            f"{seen.switches[0]}, which torch.export would leave out. Put torch.no_grad() around a region of its own, "
+            "or detach() what it computes."
         )
     return program
 

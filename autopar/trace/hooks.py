@@ -1,4 +1,4 @@
-"""Hooks on gradients: functions of the user's that a trace would lose, and with them what they do to gradients."""
+"""What a model does to gradients and a trace would lose: hooks on them, and ``no_grad`` in autocast regions."""
 
 from __future__ import annotations
 
@@ -49,17 +49,37 @@ def gradient_hooks(tensor: torch.Tensor) -> Mapping[str, Mapping[int, Callable[.
     return {"register_hook": tensor._backward_hooks, REGISTERING[1].__name__: tensor._post_accumulate_grad_hooks}
 
 
-class SeenHooks(TorchFunctionMode):
-    """Within ``with``, ``places`` gets where hooks on gradients are registered: by a forward, on what it computes."""
+class Seen(TorchFunctionMode):
+    """Within ``with``, gets what a forward does to the gradients of what it computes, and where.
+
+    ``hooks``: it registers one. ``switches``: it turns gradients off inside of an autocast region, at whose borders
+    torch.export (2.11 and 2.15) cuts its graph without a word of that.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.places: list[str] = []
+        self.hooks: list[str] = []
+        self.switches: list[str] = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func in REGISTERING:
-            frame = innermost(traceback.extract_stack())
-            self.places.append(f"{func.__name__}{spot(frame)}")
+            self.hooks.append(f"{func.__name__}{here()}")
+        elif turns_gradients_off(func, args) and torch.is_grad_enabled() and in_autocast():
+            self.switches.append(here())
         return func(*args, **(kwargs or {}))
+
+
+def turns_gradients_off(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+    """Whether this is what torch.no_grad and torch.set_grad_enabled call."""
+    return getattr(func, "__name__", "") == "_set_grad_enabled" and not args[0]
+
+
+def here() -> str:
+    """The line of the user's that runs."""
+    return spot(innermost(traceback.extract_stack()))
+
+
+def in_autocast() -> bool:
+    return any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda"))
