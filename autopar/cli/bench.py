@@ -117,7 +117,6 @@ def bench(
 
     def present(finished: Finished) -> list[Path]:
         """Show and draw what there is; the files that have it."""
-        keep(finished.result)  # the whole file, whatever Ctrl-C came in the middle of
         show(bench_parts(finished.result))
         if png is not None:
             draw(finished.result, png)
@@ -129,7 +128,10 @@ def bench(
         with ended_by_sigterm():
             finished = run_bench(request, lambda text: typer.echo(text, err=True), keep)
     except Interrupted as error:
-        written = present(error.finished) if error.finished.result.rows else []
+        written = []
+        if error.finished.result.rows:
+            keep(error.finished.result)  # the whole file, whatever Ctrl-C came in the middle of
+            written = present(error.finished)
         what = f"rows so far in {', '.join(map(str, written))}" if written else "nothing was written"
         typer.echo(f"Interrupted {error}; {what}.", err=True)
         raise

@@ -128,7 +128,7 @@ class TorchrunRanks:
             self.opened.callback(dist.destroy_process_group)
             self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank), waits_of(self))
         try:
-            with self.alarm.guarding("parallelize") if self.alarm else nullcontext():
+            with self.telling("parallelize"):
                 # For objects, whatever carries the tensors.
                 self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
                 self.opened.callback(dist.destroy_process_group, self.control)
@@ -204,11 +204,15 @@ class TorchrunRanks:
     def here(self, leaf: Any) -> Any:
         return leaf.to(self.rank.device) if isinstance(leaf, torch.Tensor) else leaf
 
+    def telling(self, what: str) -> AbstractContextManager[None]:
+        """The alarm around a command, where there is one."""
+        return self.alarm.guarding(what) if self.alarm else nullcontext()
+
     @contextmanager
     def guarding(self, what: str) -> Iterator[None]:
         """Around whatever waits for other ranks: a failure of theirs ends it, and one of this rank is told to them."""
         try:
-            with self.alarm.guarding(what) if self.alarm else nullcontext():
+            with self.telling(what):
                 yield
         except BaseException:
             atexit.register(leave, weakref.ref(self.rank))
@@ -239,7 +243,7 @@ class TorchrunRanks:
         self.closed = True
         self.failed = self.failed or "close() was called."
         # A communicator may wait for a rank that is gone.
-        with self.alarm.guarding("close") if self.alarm else nullcontext():
+        with self.telling("close"):
             if dist.is_initialized():
                 self.opened.close()
         if self.alarm is not None:

@@ -54,10 +54,16 @@ class Converter:
         self.aliases: dict[str, set[str]] = defaultdict(set)
         self.ops: list[Op] = []
         self.updated_until: dict[str, int] = {}
-        self.autocast = ""  # of the innermost autocast region
         self.regions: tuple[Region, ...] = ()  # all autocast regions around, from the outermost
         self.cast_weights: dict[tuple[str, torch.dtype], Ref] = {}  # those of the outermost region
         self.tracked: dict[str, Ref] = {}  # a value detached for a no_grad region -> the value with its history
+
+    @property
+    def autocast(self) -> str:
+        """The dtype of the innermost autocast region, empty outside of all."""
+        if not self.regions:
+            return ""
+        return dtype_name(self.regions[-1].dtype) if self.regions[-1].enabled else NO_AUTOCAST
 
     # -- walking -----------------------------------------------------------------------------------------------
 
@@ -116,14 +122,13 @@ class Converter:
         if str(node.target) == "wrap_with_set_grad_enabled" and not node.args[0]:
             arguments = [self.detached(node, a) for a in arguments]
         self.result |= dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        outside = self.held, self.autocast, self.regions
+        outside = self.held, self.regions
         self.held = self.held | {name for n, use in last_use.items() if use > position and (name := self.name_of(n))}
         if str(node.target) == "wrap_with_autocast":
-            self.autocast = dtype_name(node.args[1]) if node.args[2] else NO_AUTOCAST
             self.cast_weights = self.cast_weights if self.regions else {}
             self.regions += (Region(*node.args[:3]),)  # type: ignore[arg-type]
         outputs = self.run(region.graph)
-        self.held, self.autocast, self.regions = outside
+        self.held, self.regions = outside
         if isinstance(outputs, tuple):
             return tuple(self.tracked.get(o.name, o) if isinstance(o, Ref) else o for o in outputs)
         return outputs
