@@ -44,6 +44,9 @@ CASES: dict[str, Callable] = {
     "cell": lambda m, x, low: m.cell(low, x),
     "in place": lambda m, x, low: low.add_(x),
 }
+# Autocast has these compute in float32, or not, by an argument; the trace casts their inputs, as torch.compile does.
+# So some numbers are rounded to bfloat16 in the model that are not in the trace.
+ROUNDED = ("loss", "cumsum")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -51,12 +54,16 @@ def test_gradients_are_those_of_the_model(name: str) -> None:
     torch.manual_seed(0)
     model, x = Region(CASES[name]).cuda(), torch.randn(16, 32, device="cuda")
     twin = copy.deepcopy(model)
-    with autopar.parallelize(model, 1, x, loss_fn=lambda output, _: output.square().mean(), microbatches=1) as pm:
+    with autopar.parallelize(
+        model, 1, x, loss_fn=lambda output, _: output.square().mean(), microbatches=1, compile=False,
+    ) as pm:  # fmt: skip
         found = pm.forward_backward(x, x).loss
         gradients = pm.gradients()
     loss = twin(x).square().mean()
     loss.backward()
-    torch.testing.assert_close(found, loss.item(), rtol=1e-5, atol=0)
+    tolerance = 1e-2 if name in ROUNDED else 1e-6
+    assert found == pytest.approx(loss.item(), rel=tolerance)
     for parameter, p in twin.named_parameters():
         if p.grad is not None:
-            torch.testing.assert_close(gradients[parameter].to(p.device), p.grad, rtol=1e-2, atol=1e-4)
+            difference = gradients[parameter].to(p.device) - p.grad
+            assert difference.norm() <= tolerance * p.grad.norm(), parameter

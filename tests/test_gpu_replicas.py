@@ -129,5 +129,5 @@ def test_a_transposed_gradient_is_added_where_it_belongs() -> None:
     for part in (*parts, parts[0]):
         copy.grad = part.clone(memory_format=torch.preserve_format)
         gradients.note("w", copy)
-    gradients.settle()
+        gradients.settle()
     assert torch.equal(gradients.views["w"], parts[0].float() + parts[1].float() + parts[0].float())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import socket
 import subprocess
@@ -164,9 +166,11 @@ print(f"rank {launch.rank} agrees with {torch.get_num_threads()} thread", flush=
 
 
 def free_port() -> int:
-    with socket.socket() as chosen:
-        chosen.bind(("127.0.0.1", 0))
-        return chosen.getsockname()[1]
+    """A port that nobody has, among those that the system gives to nobody by itself before it is listened to."""
+    while True:
+        with socket.socket() as chosen, contextlib.suppress(OSError):
+            chosen.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return chosen.getsockname()[1]
 
 
 def started(
@@ -262,7 +266,9 @@ def test_tasks_of_srun_have_the_loss_of_one_device(tmp_path: Path) -> None:
 
 
 TOLD = """
+import contextlib
 import os
+import random
 from autopar.runtime import told_by_first
 
 rank = os.environ["SLURM_PROCID"]

@@ -13,6 +13,7 @@ from zoo import ManyOutputs, TwoInputs, tiny_vit
 from autopar.batching import as_call
 from autopar.errors import UsageError
 from autopar.parity import compare, compared, default_loss, difference
+from autopar.precision.noise import update_rounding
 from autopar.randomness import quiet_copy, random_operations
 
 ONES = torch.ones(4)
@@ -138,3 +139,23 @@ def test_stages_are_compiled_where_that_is_asked_for(
     monkeypatch.setitem(compare.__globals__, "parallelize", parallelize)
     with pytest.raises(InterruptedError, match=str(compiled)):
         compare(nn.Linear(4, 4), torch.randn(4, 4), **given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ok"),
+    [
+        ([], True),
+        ([(0, -1.0)], True),  # rounding decided the sign of one gradient
+        ([(i, 0.0) for i in range(48)], False),  # never updated
+        ([(i, -1.0) for i in range(8)], False),
+        ([(i, 1.5) for i in range(48)], False),  # another learning rate
+    ],
+)
+def test_updates_in_bfloat16(wrong, ok):
+    torch.manual_seed(0)
+    before, update = torch.randn(48), 1e-3 * torch.randn(48).sign()
+    actual = before + update
+    for index, factor in wrong:
+        actual[index] = before[index] + factor * update[index]
+    rounding = update_rounding("bfloat16", 1e-3)
+    assert compared("weights", [("w", actual)], [("w", before + update)], [("w", before + update)], rounding).ok is ok

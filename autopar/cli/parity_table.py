@@ -51,10 +51,10 @@ def noise_texts(parity: Parity) -> Sequence[str]:
     if parity.autocast is None:
         return ()
     relative = rounding_of(parity.autocast).relative
-    absolute = update_rounding(parity.autocast, LEARNING_RATE * parity.steps).absolute
+    updates = update_rounding(parity.autocast, LEARNING_RATE * parity.steps)
     return (
         f"or ‖a−b‖ ≤ {TIMES:g}·‖b−c‖ + {relative:.0e}·‖b‖ for every tensor, where c is b in float32; for weights "
-        f"{absolute:.0e}·√n instead of {relative:.0e}·‖b‖",
+        f"{updates.absolute:.0e}·√n + {updates.single:.0e} instead of {relative:.0e}·‖b‖",
     )
 
 

@@ -18,10 +18,12 @@ OPERATIONS = 4  # roundings of the result itself, for those that come near float
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a result may be off beside the noise: relative to its 2-norm, and per element (root mean square)."""
+    """What a result may be off beside the noise: relative to its 2-norm, per element (root mean square), and in one
+    element."""
 
     relative: float = 0.0
     absolute: float = 0.0
+    single: float = 0.0
 
     def excess(self, actual: torch.Tensor, expected: torch.Tensor, exact: torch.Tensor) -> float:
         """The 2-norm of a difference over what it may be; 1 is the limit.
@@ -31,7 +33,7 @@ class Rounding:
         """
         actual, expected, exact = actual.double(), expected.double(), exact.double()
         gap, noise = (actual - expected).norm().item(), (expected - exact).norm().item()
-        own = self.relative * expected.norm().item() + self.absolute * expected.numel() ** 0.5
+        own = self.relative * expected.norm().item() + self.absolute * expected.numel() ** 0.5 + self.single
         allowed = TIMES * noise + own
         return gap / allowed if allowed else float("inf")
 
@@ -45,5 +47,9 @@ def rounding_of(low: str | None) -> Rounding:
 
 
 def update_rounding(low: str | None, distance: float) -> Rounding:
-    """That of weights that updates have moved by up to a distance each; their own size says nothing of it."""
-    return Rounding(absolute=OPERATIONS * UNIT[low] * distance) if low else NO_ROUNDING
+    """That of weights that updates have moved by up to a distance each; their own size says nothing of it.
+
+    AdamW moves by a gradient's sign above all. Where rounding decides that sign a weight goes the other way, and if it
+    is one of a small tensor the distance to float32 may be small by chance.
+    """
+    return Rounding(absolute=OPERATIONS * UNIT[low] * distance, single=2 * distance) if low else NO_ROUNDING
