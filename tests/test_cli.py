@@ -314,7 +314,7 @@ def test_bad_plan_files(tiny_plan, tmp_path):
     for path, message in (
         (tmp_path / "none.json", "Cannot read plan file .*none.json"),
         (tmp_path / "cut.json", "cut.json is not a complete JSON file: .* line "),
-        (broken(tiny_plan, tmp_path, schema_version=99), "field schema_version is 99, this autopar reads 2"),
+        (broken(tiny_plan, tmp_path, schema_version=99), "field schema_version is 99, this autopar reads 3"),
     ):
         code, _, error = invoke("codegen", str(path), "--rank", "0")
         assert code == 2

@@ -76,6 +76,17 @@ def test_what_is_no_file_is_written_to_and_not_replaced(tmp_path: Path) -> None:
         ("prediction.peak_bytes", [1], r"field prediction\.peak_bytes: has 1 entries for 2 ranks"),
         ("prediction.step_seconds", 0.0, r"field prediction\.step_seconds"),
         ("shardings", {"0.weight": "rows"}, r"field shardings: must be empty while mesh\.tp is 1"),
+        (
+            "stages.0.memory",
+            {"weight_bytes": -1, "microbatch_bytes": 0, "transient_bytes": 0},
+            r"field stages\.0\.memory\.weight_bytes: is -1",
+        ),
+        (
+            "messages",
+            [{"src": 0, "dst": 2, "num_bytes": 8, "seconds": 1e-6}],
+            r"messages\.0: goes from stage 0 to 2 of 2",
+        ),
+        ("messages", [{"src": 0, "dst": 1, "num_bytes": 8, "seconds": -1.0}], r"messages\.0: has 8 bytes and -1\.0 s"),
         ("exceptions", {"0.linear": 7}, r"field exceptions\.0\.linear: names stage 7"),
     ],
 )

@@ -103,3 +103,33 @@ def test_an_operation_without_a_rule_is_replicated_with_one_warning(tmp_path: Pa
     unknown = [str(w.message) for w in caught if w.category is UnknownOpWarning]
     assert len(unknown) == 1 and "no sharding rule for: aten.topk.default. Each of the 2 ranks" in unknown[0]
     assert parity.ok and parity.plan.strategies
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"pp": 4, "microbatches": 8},
+        {"pp": 2, "tp": 2, "microbatches": 4, "recompute": "all"},
+        {"pp": 2, "dp": 2, "microbatches": 4, "schedule": "interleaved", "chunks": 3},
+    ],
+    ids=str,
+)
+def test_a_plan_says_what_its_stages_hold_and_send(asked: dict[str, Any]) -> None:
+    plan = autopar.plan(vit(), 4, batch_size=64, hardware="h200-nvlink", **asked)
+    pp, held = plan.mesh.pp, [stage.memory for stage in plan.stages]
+    for position in range(pp):
+        own = [held[s] for s in range(position, len(held), pp)]
+        standing = sum(m.weight_bytes + m.transient_bytes for m in own if m is not None)
+        kept = plan.prediction.peak_bytes[plan.mesh.ranks(position)[0]] - standing
+        assert kept > 0 and sum(m.microbatch_bytes for m in own if m is not None) > 0
+        if plan.chunks == 1:
+            assert kept == min(pp - position, plan.microbatches) * sum(m.microbatch_bytes for m in own if m is not None)
+    assert {(m.src, m.dst) for m in plan.messages} == {
+        pair for s in range(len(held) - 1) for pair in ((s, s + 1), (s + 1, s))
+    }
+    for message in plan.messages:
+        sender = plan.stages[message.src]
+        assert message.seconds > 0 and (message.dst < message.src or message.num_bytes == sender.send_bytes)
+    shares = [s.collective_seconds / (s.forward_seconds + s.backward_seconds) for s in plan.stages]
+    assert all(0 < share < 0.5 for share in shares) if plan.mesh.tp > 1 else shares == [0.0] * len(shares)
+    assert max(s.optimizer_seconds for s in plan.stages) <= plan.prediction.optimizer_seconds

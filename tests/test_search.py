@@ -514,7 +514,7 @@ def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> N
 def test_a_reduction_is_hidden_by_the_last_backward_but_for_its_last_bucket(
     backward: float, reduce: float, mebibytes: int, exposed: float
 ) -> None:
-    stage = StageCost(0.0, backward, 0.0, 0.0, 0.0, reduce, mebibytes * 2**18, 0, 0, 0, 0, 1)
+    stage = StageCost(0.0, backward, 0.0, 0.0, 0.0, 0.0, reduce, mebibytes * 2**18, 0, 0, 0, 0, 1)
     assert RankCost((stage,)).exposed_seconds == exposed
 
 

@@ -44,6 +44,7 @@ from autopar.ir.plan import (
     Collective,
     HardwareInfo,
     InputInfo,
+    Message,
     ModelInfo,
     Plan,
     Precision,
@@ -52,16 +53,17 @@ from autopar.ir.plan import (
     ScheduleName,
     SolverInfo,
     Stage,
+    StageMemory,
 )
 from autopar.ir.program import Edge, Program, input_names
 
 __all__ = [
-    "BUCKET_BYTES", "DTYPE_BYTES", "INTERLEAVED", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP", "Alternative",
-    "AskedSchedule", "AxisSizes", "Balance", "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup", "Collective",
-    "Conversion", "CostGraph", "Edge", "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding", "InputInfo",
-    "Layout", "LocalDevice", "Mesh", "Mode", "ModelInfo", "Op", "Place", "Plan", "Precision", "Prediction", "Program",
-    "Recompute", "Ref", "SavedWeight", "ScheduleName", "SolverInfo", "Split", "Stage", "Value", "Weight",
-    "broadcast_layout", "compressed", "contiguous", "dtype_name", "input_names", "inside", "look_up", "microbatch_size",
-    "microbatch_sizes", "partial_layout", "pattern_of", "refs", "renamed", "split_layout", "unlike_asked",
-    "unused_name",
+    "BUCKET_BYTES", "DTYPE_BYTES", "INTERLEAVED", "NO_AUTOCAST", "REPLICATED", "SCHEMA_VERSION", "TP",
+    "Alternative", "AskedSchedule", "AxisSizes", "Balance", "BlockSharding", "Choice", "ChoiceGraph", "ChoiceGroup",
+    "Collective", "Conversion", "CostGraph", "Edge", "Flow", "Graph", "Group", "HardwareInfo", "Header", "Holding",
+    "InputInfo", "Layout", "LocalDevice", "Mesh", "Message", "Mode", "ModelInfo", "Op", "Place", "Plan",
+    "Precision", "Prediction", "Program", "Recompute", "Ref", "SavedWeight", "ScheduleName", "SolverInfo", "Split",
+    "Stage", "StageMemory", "Value", "Weight", "broadcast_layout", "compressed", "contiguous", "dtype_name",
+    "input_names", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout", "pattern_of",
+    "refs", "renamed", "split_layout", "unlike_asked", "unused_name",
 ]  # fmt: skip

@@ -24,6 +24,8 @@ class Group:
 
     On a stage that recomputes, the group keeps only ``kept_bytes`` from forward to backward, per microbatch, and
     when its backward runs, ``segment_bytes`` are there again: what its segment saves up to this group.
+
+    The ``collective_seconds`` are what tensor-parallel collectives take of its forward and of its backward.
     """
 
     name: str
@@ -36,6 +38,8 @@ class Group:
     transient_bytes: int = 0
     kept_bytes: int = 0
     segment_bytes: int = 0
+    forward_collective_seconds: float = 0.0
+    backward_collective_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -49,6 +53,7 @@ class Group:
             backward_seconds=self.backward_seconds + self.forward_seconds,
             saved_bytes=self.kept_bytes,
             transient_bytes=self.transient_bytes + self.segment_bytes,
+            backward_collective_seconds=self.backward_collective_seconds + self.forward_collective_seconds,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from os import PathLike
 from pathlib import Path
@@ -19,7 +19,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.units import plural
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved", "interleaved-overlap"]
 # The schedules of a training step under which a rank may have several chunks, the one that keeps least first.
@@ -54,6 +54,18 @@ class ModelInfo:
 
 @with_config(STRICT)
 @dataclass(frozen=True)
+class StageMemory:
+    """What a stage takes of its rank: weights with gradients and optimizer state all the time, ``microbatch_bytes`` for
+    each microbatch from its forward to its backward, and ``transient_bytes`` while it runs (0 where another stage of
+    the rank takes more)."""
+
+    weight_bytes: int
+    microbatch_bytes: int
+    transient_bytes: int
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
 class Stage:
     """One pipeline stage: every operation from ``first`` to ``last`` in execution order, on ``ranks``.
 
@@ -62,6 +74,9 @@ class Stage:
 
     With ``recompute`` "all" the stage's operations form segments (`autopar.profile.segments`); only what enters a
     segment is kept for the backward, which runs the segment again first: that is part of ``backward_seconds``.
+
+    ``collective_seconds`` are what tensor-parallel collectives take of both; ``optimizer_seconds`` the update once a
+    step. ``memory`` is None in plans made by hand.
     """
 
     first: str
@@ -73,6 +88,21 @@ class Stage:
     send_bytes: int
     peak_bytes: int
     recompute: Literal["none", "all"] = "none"
+    collective_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    memory: StageMemory | None = None
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Message:
+    """What stage ``src`` sends straight to stage ``dst`` for each microbatch: activations to a later stage, gradients
+    to an earlier one."""
+
+    src: int
+    dst: int
+    num_bytes: int
+    seconds: float
 
 
 @with_config(STRICT)
@@ -192,6 +222,7 @@ class Plan:
     blocks: tuple[BlockSharding, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     bound_by: str = ""
+    messages: tuple[Message, ...] = ()
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -320,11 +351,19 @@ class Plan:
             whose = "a replica's batch" if mesh.dp > 1 else "a batch"
             fail("microbatches", f"{self.microbatches} microbatches of {whose} of {self.batch // mesh.dp}.")
         for i, stage in enumerate(self.stages):
-            for name in ("params", "forward_seconds", "backward_seconds", "send_bytes", "peak_bytes"):
-                if getattr(stage, name) < 0:
-                    fail(f"stages.{i}.{name}", f"is {getattr(stage, name)}, must not be negative.")
+            numbers = {f.name: getattr(stage, f.name) for f in fields(stage)}
+            if stage.memory is not None:
+                numbers |= {f"memory.{f.name}": getattr(stage.memory, f.name) for f in fields(stage.memory)}
+            for name, number in numbers.items():
+                if isinstance(number, int | float) and number < 0:
+                    fail(f"stages.{i}.{name}", f"is {number}, must not be negative.")
             if stage.ranks != (ranks := mesh.ranks(i % mesh.pp)):
                 fail(f"stages.{i}.ranks", f"is {list(stage.ranks)}, must be {ranks[0]} to {ranks[-1]}.")
+        for i, message in enumerate(self.messages):
+            if message.src == message.dst or not {message.src, message.dst} <= {*range(num_stages)}:
+                fail(f"messages.{i}", f"goes from stage {message.src} to {message.dst} of {num_stages}.")
+            if message.num_bytes < 0 or message.seconds < 0:
+                fail(f"messages.{i}", f"has {message.num_bytes} bytes and {message.seconds} s; none may be negative.")
         for name, stage_number in self.exceptions.items():
             if not 0 <= stage_number < num_stages:
                 fail(f"exceptions.{name}", f"names stage {stage_number} of {num_stages}.")

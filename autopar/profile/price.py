@@ -192,6 +192,7 @@ def compute_dtype(op: Op, graph: Graph) -> str:
 
 def group_of_members(members: Members, costs: list[OpCost], saved_bytes: int) -> Group:
     """The sum of a group's operations; its working set is that of the largest, since they run one by one."""
+    collectives = [cost for op, cost in zip(members.ops, costs, strict=True) if is_collective(op)]
     return Group(
         name=members.anchor.name,
         ops=tuple(op.name for op in members.ops),
@@ -201,6 +202,8 @@ def group_of_members(members: Members, costs: list[OpCost], saved_bytes: int) ->
         flops=sum(c.flops for c in costs),
         saved_bytes=saved_bytes,
         transient_bytes=max(c.transient_bytes for c in costs),
+        forward_collective_seconds=sum(c.forward_seconds for c in collectives),
+        backward_collective_seconds=sum(c.backward_seconds for c in collectives),
     )
 
 

@@ -12,11 +12,13 @@ from autopar.ir import (
     CostGraph,
     Graph,
     HardwareInfo,
+    Message,
     ModelInfo,
     Plan,
     Prediction,
     SolverInfo,
     Stage,
+    StageMemory,
     compressed,
 )
 from autopar.schedule import pipeline_seconds, replayed_seconds
@@ -107,6 +109,9 @@ def make_plan(
                 send_bytes=sum(n for (src, dst), n in sent.items() if src == s < dst and (dst - s) % problem.pp),
                 peak_bytes=c.memory_bytes,
                 recompute="all" if c.recomputed else "none",
+                collective_seconds=c.collective_seconds,
+                optimizer_seconds=c.optimizer_seconds,
+                memory=StageMemory(c.weight_bytes, c.held_bytes, c.transient_bytes),
             )
             for s, c in enumerate(costs)
         ),
@@ -132,6 +137,10 @@ def make_plan(
         blocks=priced.blocks,
         alternatives=alternatives,
         bound_by=bound_by,
+        messages=tuple(
+            Message(src, dst, num_bytes, transfer_seconds(setting, problem, (src, dst), num_bytes))
+            for (src, dst), num_bytes in sorted(sent.items())
+        ),
     )
 
 
@@ -174,6 +183,11 @@ def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int
     return sent
 
 
+def transfer_seconds(setting: Setting, problem: CutProblem, pair: tuple[int, int], num_bytes: int) -> float:
+    """Time of what one stage sends to another for each microbatch."""
+    return one_way_seconds(num_bytes, hop_link(setting.hardware, problem.mesh, *pair))
+
+
 def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> StepTime:
     """The whole step: the simulated pipeline, then the rank with the longest exposed reduction and optimizer.
 
@@ -189,7 +203,7 @@ def step_time_of(
     sent = messages(problem.cost, stage_of)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
-    transfers = {pair: one_way_seconds(n, hop_link(setting.hardware, problem.mesh, *pair)) for pair, n in sent.items()}
+    transfers = {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}
     if problem.chunks == 1:
         schedule = "gpipe" if problem.schedule == "gpipe" else "1f1b"  # others with one chunk a rank are 1F1B
         seconds = pipeline_seconds(schedule, forward, backward, transfers, sizes)

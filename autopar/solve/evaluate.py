@@ -14,12 +14,13 @@ GRADIENT_BYTES = 4  # per element
 
 @dataclass(frozen=True)
 class StageCost:
-    """One stage's cost on each of its ranks. Compute, transfers and ``saved_bytes`` are per microbatch, optimizer and
-    reduction per step; ``weight_bytes`` includes gradients and optimizer state, ``num_reduced`` counts the elements of
-    the gradients that replicas reduce."""
+    """One stage's cost on each of its ranks. Compute with its collectives, transfers and ``saved_bytes`` are per
+    microbatch, optimizer and reduction per step; ``weight_bytes`` includes gradients and optimizer state,
+    ``num_reduced`` counts the elements of the gradients that replicas reduce."""
 
     forward_seconds: float
     backward_seconds: float
+    collective_seconds: float
     load_seconds: float
     transfer_seconds: float
     optimizer_seconds: float
@@ -193,6 +194,10 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),
             backward_seconds=sum(cost.groups[g].backward_seconds for g in members[s]),
+            collective_seconds=sum(
+                cost.groups[g].forward_collective_seconds + cost.groups[g].backward_collective_seconds
+                for g in members[s]
+            ),
             load_seconds=sum(loads[g] for g in members[s]),
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),

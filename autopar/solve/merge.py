@@ -88,6 +88,8 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         transient_bytes=max(g.transient_bytes for g in groups),
         kept_bytes=sum(g.kept_bytes for g in groups),
         segment_bytes=max(g.segment_bytes for g in groups),
+        forward_collective_seconds=sum(g.forward_collective_seconds for g in groups),
+        backward_collective_seconds=sum(g.backward_collective_seconds for g in groups),
     )
 
 
