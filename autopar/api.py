@@ -30,7 +30,16 @@ from autopar.programs import Programs
 from autopar.random_ops import DRAWS, draws
 from autopar.refine import refine
 from autopar.rules import unruled
-from autopar.runtime import LocalRanks, Parameters, RankSpec, TorchrunRanks, TransportName, WorkerPool, replica_owners
+from autopar.runtime import (
+    LocalRanks,
+    Parameters,
+    RankSpec,
+    TorchrunRanks,
+    TransportName,
+    WorkerPool,
+    replica_owners,
+    with_optimizer,
+)
 from autopar.shards import part
 from autopar.solve import Constraints, search
 from autopar.trace import check_hooks, weight_tensors
@@ -51,6 +60,7 @@ def plan(
     devices: int,
     example_inputs: Any = None,
     batch_size: int | None = None,
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None,
     **constraints: Any,
 ) -> Plan:
     """The best plan for a model on a number of devices; needs no GPU and, for a model by name, no weights.
@@ -63,6 +73,8 @@ def plan(
             The first dim of the first tensor is the batch. Every tensor with the same first size is cut into
             microbatches along that dim, whatever it means there; all others go whole to each microbatch.
         batch_size: global batch, where the inputs are derived (default 64).
+        optimizer: as in `parallelize`; what it keeps of each parameter is found by a trial on small ones. That of
+            AdamW is planned for where none is given.
         constraints: the fields of `autopar.options.Options`.
 
     Raises:
@@ -79,7 +91,7 @@ def plan(
     shape = source.input_shape if isinstance(source, ModelSource) else None
     call = example_call(built, example_inputs, batch_size, shape)
     hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
-    return make_plan(built, call, devices, options, hardware, name, kwargs)[0]
+    return make_plan(built, call, devices, options, hardware, name, kwargs, optimizer)[0]
 
 
 def make_plan(
@@ -90,6 +102,7 @@ def make_plan(
     hardware: Hardware,
     name: str,
     kwargs: Mapping[str, Any],
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None,
 ) -> tuple[Plan, Graph]:
     """A plan, and the training graph that it was made from."""
     check_devices(devices)
@@ -97,6 +110,8 @@ def make_plan(
     microbatch = call.first(likely_microbatch_size(batch, devices, options))
     with uneven_inputs_explained(model, call):
         graph = lowered(model, microbatch, "train", name, options.precision)
+    if optimizer is not None:
+        graph = with_optimizer(graph, optimizer)
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs
@@ -255,7 +270,8 @@ def parallelize(
         hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
         if options.hardware is None and options.memory is None and machine.device_type == "cpu":
             options = replace(options, memory=psutil.virtual_memory().total // machine.local_devices(devices))
-        chosen, graph = make_plan(model, call, devices, options, hardware, type(model).__name__, {})
+        name = type(model).__name__
+        chosen, graph = make_plan(model, call, devices, options, hardware, name, {}, optimizer)
     else:
         chosen, graph = plan if isinstance(plan, Plan) else Plan.load(plan), None
         check_given(chosen, devices, constraints)

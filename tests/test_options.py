@@ -86,7 +86,7 @@ def test_microbatches_that_come_out_otherwise_are_a_warning_where_a_number_was_g
     with warnings.catch_warnings():
         warnings.simplefilter("error", autopar.MicrobatchWarning)
         for asked in ({}, {"microbatches": 3, "dp": 1}, {"microbatch_size": 4}, {"dp": 2}):
-            autopar.plan(model, 2, x, **asked)
+            autopar.plan(model, 2, x, **asked)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("precision", [None, "bf16-params"])

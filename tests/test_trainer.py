@@ -169,7 +169,7 @@ def test_images_per_second_count_each_image_once(
 ):
     """Under torchrun ``data_size`` processes read a part of each batch; else this one reads all."""
     x = torch.empty(40 // k // data_size, 1, 8, 8)
-    plan = autopar.plan(small(), 2, x, **mesh)
+    plan = autopar.plan(small(), 2, x, **mesh)  # pyright: ignore[reportArgumentType]
     pm = in_threads(small(), plan, x, nn.functional.cross_entropy, optimizer=ADAMW)
     monkeypatch.setattr(pm, "data_size", data_size)
     monkeypatch.setattr(pm._ranks, "call_seconds", 0.5)  # as if each call had taken so long

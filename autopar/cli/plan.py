@@ -21,6 +21,10 @@ def plan(
         int | None,
         typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
     ] = None,
+    opt: Annotated[
+        str | None,
+        typer.Option(help="Plan for this optimizer of timm's, such as sgd; AdamW by default.", metavar="NAME"),
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save it as JSON.", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
 ) -> None:
@@ -30,12 +34,14 @@ def plan(
     from autopar.cli.inputs import Input, example, parse_inputs
     from autopar.cli.models import model_source
     from autopar.cli.output import check_writable, save_plan, show_plan
+    from autopar.train import timm_optimizer
 
     if output is not None:
         check_writable(output)
     source = model_source(model, model_flags, batch or DEFAULT_BATCH)
     inputs = example(parse_inputs(model_flags.inputs, batch), Input.empty)
-    found = autopar.plan(source, devices, inputs, batch_size=batch, **constraints)
+    optimizer = timm_optimizer(source.build("meta"), opt, None) if opt is not None else None
+    found = autopar.plan(source, devices, inputs, batch_size=batch, optimizer=optimizer, **constraints)
     if output is not None:
         save_plan(found, output)
     if as_json:

@@ -16,6 +16,7 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 Mode = Literal["train", "eval"]
 NO_AUTOCAST = "off"
+ADAM_STATE_BYTES = 8.0  # of optimizer state per element: two moments in float32
 
 
 def dtype_name(dtype: object) -> str:
@@ -66,7 +67,7 @@ class Weight:
     ``names`` are all names under which the model's state dict knows it: more than one when it is tied. A ``constant``
     is a tensor that the trace found in the model's code; it is in no state dict. ``dtype`` is what programs read;
     ``master`` the dtype in which the tensor is stored and optimised, where that is another one: programs then read a
-    copy of it.
+    copy of it. ``state_bytes`` of an optimizer are kept for each element of a trained parameter.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Weight:
     requires_grad: bool = False
     names: tuple[str, ...] = ()
     master: str = ""
+    state_bytes: float = ADAM_STATE_BYTES
 
     @property
     def numel(self) -> int:

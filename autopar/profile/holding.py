@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 
 from autopar.hardware import CollectiveKind, Hardware
 from autopar.ir import BUCKET_BYTES, REPLICATED, TP, Holding, Layout, Weight
-
-STATE_BYTES = 8  # of optimizer state per parameter: two moments of Adam in float32
 
 
 @dataclass(frozen=True)
@@ -66,14 +65,14 @@ def state_ranks(sharing: Sharing) -> int:
 def weight_bytes(weight: Weight, sharing: Sharing = ALONE) -> int:
     """Bytes of a trained weight: value, copy, gradient and a rank's part of the optimizer's state, in mixed precision
     with a part of the value."""
-    owned = STATE_BYTES * weight.numel + (weight.stored_bytes if weight.copy_bytes else 0)
+    owned = weight.state_bytes * weight.numel + (weight.stored_bytes if weight.copy_bytes else 0)
     everywhere = weight.stored_bytes + (weight.copy_bytes or weight.stored_bytes)
-    return everywhere + -(-owned // state_ranks(sharing))
+    return everywhere + ceil(owned / state_ranks(sharing))
 
 
-def update_seconds(numel: float, num_bytes: float, hardware: Hardware) -> float:
+def update_seconds(weight: Weight, hardware: Hardware) -> float:
     """Time of one optimizer step on a weight: value, gradient and state are each read and written once."""
-    return hardware.traffic_seconds(2 * (2 * num_bytes + STATE_BYTES * numel))
+    return hardware.traffic_seconds(2 * (2 * weight.stored_bytes + weight.state_bytes * weight.numel))
 
 
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:
@@ -81,7 +80,7 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
     programs read (its owner's work under ZeRO-1), and the sum of its gradient over the shards where each has a
     summand."""
     stored = weight.stored_bytes
-    seconds = update_seconds(weight.numel, stored, hardware) / state_ranks(sharing)
+    seconds = update_seconds(weight, hardware) / state_ranks(sharing)
     if weight.copy_bytes:
         seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
     if TP in layout.partial_gradient:

@@ -12,6 +12,7 @@ from autopar.runtime.folder import (
     remove_checkpoint,
 )
 from autopar.runtime.launch import Launched, launched, starts_once, told_by_first
+from autopar.runtime.optimizer_state import with_optimizer
 from autopar.runtime.pool import WorkerPool
 from autopar.runtime.reading import settled, start_reading
 from autopar.runtime.spec import (
@@ -33,4 +34,5 @@ __all__ = [
     "StepNumbers", "StepOutcome", "TorchrunRanks", "TransportName", "UpdateResult", "Work", "WorkerPool", "check_files",
     "checkpoint_around", "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header",
     "remove_checkpoint", "replica_owners", "settled", "start_reading", "starts_once", "told_by_first",
+    "with_optimizer",
 ]  # fmt: skip

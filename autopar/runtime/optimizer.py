@@ -79,19 +79,7 @@ def with_all_groups(
         if w.name not in held
     }
     names = [w.name for w in spec.trainable] or list(held)
-    try:
-        optimizer = make(Parameters({n: held.get(n, placeholders.get(n)) for n in names}))  # type: ignore[arg-type]
-    except (AutoparError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise UsageError(
-            f"optimizer={name_of(make)} failed on the model's {len(names)} parameters: {type(error).__name__}: {error}"
-        ) from error
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(
-            f"optimizer={name_of(make)} returns {of_type(optimizer)}; it must return a torch.optim.Optimizer, "
-            "such as functools.partial(torch.optim.AdamW, lr=1e-3) does."
-        )
+    optimizer = made(make, {n: held[n] if n in held else placeholders[n] for n in names})
     away = {id(p) for p in placeholders.values()}
     for own in nested(optimizer):
         for group in own.param_groups:
@@ -101,6 +89,28 @@ def with_all_groups(
                     group[key][:] = [group[key][i] for i in keep]
         for parameter in [p for p in own.state if id(p) in away]:
             del own.state[parameter]
+    return optimizer
+
+
+def made(make: Callable[[Parameters], Optimizer], named: Mapping[str, nn.Parameter]) -> Optimizer:
+    """What the user's callable makes of parameters.
+
+    Raises:
+        UsageError: it fails, or makes something else.
+    """
+    try:
+        optimizer = make(Parameters(named))
+    except (AutoparError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"optimizer={name_of(make)} failed on the model's {len(named)} parameters: {type(error).__name__}: {error}"
+        ) from error
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"optimizer={name_of(make)} returns {of_type(optimizer)}; it must return a torch.optim.Optimizer, "
+            "such as functools.partial(torch.optim.AdamW, lr=1e-3) does."
+        )
     return optimizer
 
 

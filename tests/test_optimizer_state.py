@@ -1,0 +1,107 @@
+"""What optimizers keep: found on small parameters, equal to what they keep of real ones, and planned for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from zoo import tiny_vit
+
+import autopar
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir import Weight
+from autopar.runtime import Parameters
+from autopar.runtime.optimizer_state import kept_bytes, state_bytes
+from autopar.train import timm_optimizer
+
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def weight(name: str, *shape: int) -> Weight:
+    return Weight(name, "parameter", shape, "float32", True)
+
+
+def split_by_dims(params: Parameters) -> torch.optim.Optimizer:
+    """Momentum of matrices alone."""
+    groups = [
+        {"params": [p for p in params if (p.ndim > 1) is large], "momentum": 0.9 * large} for large in (True, False)
+    ]
+    return SGD(groups)
+
+
+@pytest.mark.parametrize(
+    ("make", "matrix", "vector"),
+    [
+        (SGD, 0.0, 0.0),
+        (functools.partial(SGD, momentum=0.9), 4.0, 4.0),
+        (functools.partial(torch.optim.AdamW, lr=0.1), 8.0, 8.0),
+        (functools.partial(torch.optim.AdamW, lr=0.1, amsgrad=True), 12.0, 12.0),
+        (functools.partial(torch.optim.Adagrad, lr=0.1), 4.0, 4.0),
+        (split_by_dims, 4.0, 0.0),
+    ],
+)
+def test_bytes_per_element(make: Callable[[Parameters], torch.optim.Optimizer], matrix: float, vector: float) -> None:
+    state = torch.random.get_rng_state()
+    assert state_bytes(make, [weight("w", 512, 300), weight("b", 512)]) == {"w": matrix, "b": vector}
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("opt", ["sgd", "adamw", "lion", "lamb", "adafactor", "adopt", "muon", "lookahead_adamw"])
+def test_it_is_what_the_model_s_own_parameters_make_it_keep(opt: str) -> None:
+    model = tiny_vit(1)
+    make = timm_optimizer(model, opt, 1e-3)
+    named = dict(model.named_parameters())
+    optimizer = make(Parameters(named))
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+    kept = sum(kept_bytes(optimizer, parameter) for parameter in model.parameters())
+    found = state_bytes(make, [weight(name, *p.shape) for name, p in named.items()])
+    total = sum(found[name] * p.numel() for name, p in named.items())
+    # Rows and columns of a dim of 192 are three times as many as of one of 64, for nine times the elements.
+    assert kept <= total <= 3 * kept if opt == "adafactor" else total == kept > 0
+
+
+class Picky(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise ArithmeticError("no step today")
+
+
+def test_one_that_fails_is_named() -> None:
+    failing = r"Picky fails in a trial on 1 small parameters: ArithmeticError: no step today"
+    with pytest.raises(UsageError, match=failing):
+        state_bytes(functools.partial(Picky, lr=0.1), [weight("w", 4, 4)])
+    with pytest.raises(UsageError, match=r"optimizer=<lambda> returns .*; it must return a torch\.optim\.Optimizer"):
+        autopar.plan(nn.Linear(4, 4), 1, torch.randn(4, 4), optimizer=lambda params: 3)  # type: ignore
+
+
+@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2, "zero1": True}, {"tp": 2}], ids=str)
+def test_what_is_predicted_is_what_ranks_keep(mesh: dict[str, Any]) -> None:
+    model, x, y = tiny_vit(2), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    predicted: list[list[int]] = []
+    measured: list[list[int]] = []
+    for make in (SGD, functools.partial(torch.optim.AdamW, lr=1e-3)):
+        with autopar.parallelize(model, 2, x, optimizer=make, microbatches=2, **mesh) as pm:
+            pm.train_step(x, y)
+            predicted.append([pm.plan.prediction.peak_bytes[rank] for rank in range(2)])
+            measured.append([pm.stats()[rank].optimizer_bytes for rank in range(2)])
+    assert measured[0] == [0, 0]
+    for rank in range(2):
+        # Replicas share whole parameters out as evenly as they can; the prediction has exact halves.
+        expected = pytest.approx(measured[1][rank], rel=0.1 if "dp" in mesh else 0.01)
+        assert predicted[1][rank] - predicted[0][rank] == expected
+
+
+def test_a_plan_for_less_state_fits_into_less_memory() -> None:
+    asked: dict[str, Any] = {"hardware": "h200-nvlink", "microbatches": 1, "batch_size": 8, "recompute": "none"}
+    lean = autopar.plan("vit_tiny_patch16_224", 1, optimizer=SGD, **asked)
+    need, params = lean.prediction.peak_bytes[0], lean.model.num_params
+    assert autopar.plan("vit_tiny_patch16_224", 1, **asked).prediction.peak_bytes[0] == need + 8 * params
+    with pytest.raises(InfeasibleError):
+        autopar.plan("vit_tiny_patch16_224", 1, **asked, memory=need)
+    assert autopar.plan("vit_tiny_patch16_224", 1, optimizer=SGD, **asked, memory=need).prediction == lean.prediction
