@@ -120,12 +120,22 @@ def run_bench(
         UsageError, InfeasibleError, TraceError: there is no plan to compare others with.
         Interrupted: Ctrl-C while contestants ran.
     """
+    machine = machine_for(request)
+    with tempfile.TemporaryDirectory(prefix="autopar-bench-") as folder:
+        return Bench(request, machine, Path(folder), progress, keep).run()
+
+
+def machine_for(request: Request) -> Machine:
+    """What the processes of a bench run on.
+
+    Raises:
+        UsageError: this is a launcher's process, or the machine is not one for the request.
+    """
     if launched() is not None:
         raise UsageError("bench starts the processes of each contestant itself. Run it without torchrun or srun.")
     machine = this_machine(request.devices, request.constraints.get("backend"))
     Options.of(request.constraints).check_machine(machine.device_type)
-    with tempfile.TemporaryDirectory(prefix="autopar-bench-") as folder:
-        return Bench(request, machine, Path(folder), progress, keep).run()
+    return machine
 
 
 class Bench:

@@ -11,13 +11,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from autopar.cli.command import takes_flags
 from autopar.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
 from autopar.errors import UsageError
+
+if TYPE_CHECKING:
+    from autopar.bench import Request
 
 DEFAULT_BATCH = 32
 TERMINATED = 143  # what shells report for SIGTERM
@@ -58,6 +61,13 @@ def bench(
         Path | None, typer.Option("-o", "--output", help="Write the result as JSON, after every row.", metavar="FILE")
     ] = None,
     png: Annotated[Path | None, typer.Option(help="Draw the result.", metavar="FILE")] = None,
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Instead: the plan and the best of every other mesh, predicted against measured. Adds to -o.",
+        ),
+    ] = False,
     trace: Annotated[
         Path | None, typer.Option(help="Write a step of the plan as a timeline for ui.perfetto.dev.", metavar="FILE")
     ] = None,
@@ -86,6 +96,10 @@ def bench(
     else:
         shape = example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape
     taking_part, left_out = names_of("--only", only), names_of("--skip", skip)
+    if calibrate:
+        for flag, value in (("--only", only), ("--skip", skip), ("--microbatch-sizes", sizes), ("--trace", trace)):
+            if value:
+                raise UsageError(f"--calibrate runs plans alone: leave {flag} out.")
     if trace is not None and ("autopar" in left_out or (taking_part and "autopar" not in taking_part)):
         raise UsageError("--trace shows a step of the plan: let autopar take part.")
     if png is not None:
@@ -110,6 +124,10 @@ def bench(
         limit_seconds=limit,
         command=shlex.join(["autopar", *sys.argv[1:]]),
     )
+
+    if calibrate:
+        run_calibration(request, output, png)
+        return
 
     def keep(result: BenchResult) -> None:
         if output is not None:
@@ -143,6 +161,26 @@ def bench(
         typer.echo(f"No step of the plan was measured, so {trace} is not written.", err=True)
     if all(row.reason is not None for row in finished.result.rows):
         raise typer.Exit(1)
+
+
+def run_calibration(request: Request, output: Path | None, png: Path | None) -> None:
+    """Show, draw and save how far predictions are off; the file has all plans so far after each."""
+    from autopar.bench import Calibration, calibrated
+    from autopar.bench.calibration_picture import draw
+    from autopar.cli.calibration_table import calibration_parts
+    from autopar.cli.output import show
+
+    earlier = Calibration.load(output) if output is not None and output.exists() and output.stat().st_size else None
+
+    def keep(found: Calibration) -> None:
+        if output is not None:
+            write(output, found.to_json())
+
+    with ended_by_sigterm():
+        result = calibrated(request, lambda text: typer.echo(text, err=True), keep, earlier)
+    show(calibration_parts(result))
+    if png is not None:
+        draw(result, png)
 
 
 @contextmanager
