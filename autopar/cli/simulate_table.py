@@ -145,7 +145,7 @@ def comparison_table(step: SimulatedStep, own: SimulatedStep) -> Table:
     """The schedule that was asked for beside the plan's."""
     table = plain_table()
     table.add_column("schedule", no_wrap=True)
-    for title in ("step", "samples/s", "bubble", "peak memory", "against the plan's"):
+    for title in ("step", "bubble", "peak memory", "compared"):
         table.add_column(title, justify="right")
     for one in (step, own):
         peak = max(peak_bytes(position) for position in one.positions)
@@ -154,7 +154,6 @@ def comparison_table(step: SimulatedStep, own: SimulatedStep) -> Table:
         table.add_row(
             f"{one.schedule}{' (the plan)' if one is own else ''}",
             text(one.step_seconds, TIME),
-            f"{one.samples_per_second:,.1f}",
             percent(one.bubble_fraction),
             text(peak, BYTES) if peak else "–",
             "–" if one is own else f"{percent(abs(ratio - 1))} {faster}",
