@@ -115,10 +115,10 @@ def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], si
                 spans, (place - 0.43, 0.86),
                 facecolors=shade(COLOURS[kind], chunk, chunks), edgecolors="white", linewidth=0.4 if wide else 0,
             )  # fmt: skip
-        for bar in row if points >= LEAST_POINTS else ():
-            if (bar.end_seconds - bar.start_seconds) / size > (len(bar.label) + 0.6) * letter:
-                middle = (bar.start_seconds + bar.end_seconds) / 2 / size
-                panel.text(middle, place, bar.label, ha="center", va="center", fontsize=points, clip_on=True)
+            letters = max(len(bar.label) for bar in alike)  # all labels or none, but of a smaller last microbatch
+            for bar, (left, width) in zip(alike, spans, strict=True) if letters and points >= LEAST_POINTS else ():
+                if width > (letters + 0.6) * letter:
+                    panel.text(left + width / 2, place, bar.label, ha="center", va="center", fontsize=points)
     every = -(-len(rows) // MOST_NAMES)
     named = range(0, len(rows), every)
     panel.set_yticks(list(named), [step.positions[i].name for i in named], fontsize=8 if every == 1 else 7)
