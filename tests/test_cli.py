@@ -377,6 +377,83 @@ def test_codegen_knows_its_ranks(tiny_plan):
     assert (code, error) == (2, "error: --rank 2: the plan has ranks 0 to 1. ")
 
 
+# -- simulate ----------------------------------------------------------------------------------------------------------
+
+
+def test_simulate_prints_and_writes(tiny_plan, tmp_path):
+    trace, picture = tmp_path / "trace.json", tmp_path / "step.png"
+    code, out, error = invoke("simulate", str(tiny_plan), "--trace", str(trace), "--png", str(picture))
+    assert code == 0, error
+    plan = autopar.Plan.load(tiny_plan)
+    assert f"{plan.prediction.samples_per_second:,.1f} samples/s" in out
+    assert re.search(r"^ +1 +1 +\d+ % ", out, re.MULTILINE) and out.endswith(f"\nsaved to {trace} and {picture}\n")
+    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["name"] == "process_name"]) == 2
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_simulate_compares_another_schedule_with_the_plans(tiny_plan):
+    code, out, error = invoke("simulate", str(tiny_plan), "--schedule", "gpipe")
+    assert code == 0, error
+    assert re.search(r"^gpipe  .*\n1f1b \(the plan\) .* –$", out, re.MULTILINE)
+
+
+def test_simulate_as_json_is_alone_on_stdout(tiny_plan):
+    plan = autopar.Plan.load(tiny_plan)
+    for schedule in ((), ("--schedule", "gpipe")):
+        code, out, error = invoke("simulate", str(tiny_plan), "--json", *schedule)
+        assert (code, error) == (0, "")
+        found = json.loads(out)
+        assert found["plan_step_seconds"] == pytest.approx(plan.prediction.step_seconds)
+        assert [p["stages"] for p in found["positions"]] == [[0], [1]]
+        assert (found["schedule"], found["plan_schedule"]) == (schedule[1] if schedule else "1f1b", "1f1b")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--schedule", "zigzag"], "No schedule is named 'zigzag'"),
+        (["--schedule", "interleaved"], "has 1 chunk a rank, .* 1f1b or gpipe. Plan for it: autopar plan vit_tiny"),
+        (["--trace", "one", "--png", "./one"], "--trace and --png both write to one. Give each a file of its own"),
+        (["--trace", "missing/trace.json"], "Cannot write to missing/trace.json: No such file"),
+        (["--png", "."], r"Cannot write to \.: Is a directory"),
+        (["--png", "plan.json"], "--png plan.json would write over the plan"),
+    ],
+)
+def test_bad_arguments_of_simulate(tiny_plan, tmp_path, monkeypatch, args, message):
+    monkeypatch.chdir(tmp_path)
+    Path("plan.json").write_bytes(tiny_plan.read_bytes())
+    code, out, error = invoke("simulate", "plan.json", *args)
+    assert (code, out) == (2, "")
+    assert re.search(message, error), error
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
+
+
+def test_simulate_of_what_is_no_plan(tiny_plan, tmp_path):
+    (tmp_path / "list.json").write_text("[]")
+    for path, message in (
+        (tmp_path / "none.json", "Cannot read plan file .*none.json"),
+        (tmp_path / "list.json", "list.json is JSON but not a plan"),
+        (broken(tiny_plan, tmp_path, schema_version=2), "field schema_version is 2, this autopar reads 3"),
+    ):
+        code, out, error = invoke("simulate", str(path))
+        assert (code, out) == (2, "")
+        assert re.search(message, error), error
+
+
+def test_a_picture_needs_matplotlib(tiny_plan, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, out, error = invoke("simulate", str(tiny_plan), "--png", str(tmp_path / "step.png"))
+    assert (code, out) == (2, "") and "--png needs matplotlib: pip install 'autopar[bench]'" in error
+
+
+def test_simulate_needs_no_torch(tiny_plan):
+    script = "import sys; from autopar.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    environment = os.environ | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])}
+    command = [sys.executable, "-c", script, "simulate", str(tiny_plan)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "False"), done.stderr
+
+
 # -- check -------------------------------------------------------------------------------------------------------------
 
 
@@ -450,7 +527,7 @@ def test_inputs_that_forward_does_not_take(user_models):
 def test_help_names_the_commands():
     code, out, _ = invoke("--help")
     assert code == 0
-    assert all(name in out for name in ("plan", "check", "train", "codegen", "bench", "Exit codes"))
+    assert all(name in out for name in ("plan", "simulate", "check", "train", "codegen", "bench", "Exit codes"))
 
 
 def test_help_in_80_columns_names_every_flag_and_command_whole(monkeypatch):

@@ -66,3 +66,12 @@ def test_the_plan_is_what_is_printed(begins: str, flags: tuple[str, ...]) -> Non
     shown = shown.removeprefix(f"$ autopar {command}\n")
     seconds = r"\d\.\d\d s, balancing"
     assert re.sub(seconds, "", shown).strip() in re.sub(seconds, "", out)
+
+
+def test_the_simulation_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (planned,) = re.findall(r"After `autopar (plan [^`]*-o plan\.json)`", TEXT)
+    command = "simulate plan.json --schedule gpipe"
+    (shown,) = re.findall(rf"^```\n\$ autopar {command}\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
+    assert CliRunner().invoke(app, planned.split(), prog_name="autopar").exit_code == 0
+    assert CliRunner().invoke(app, command.split(), prog_name="autopar").stdout == shown

@@ -31,13 +31,14 @@ from autopar.ir import (
     SolverInfo,
     Value,
     Weight,
+    microbatch_factors,
     microbatch_size,
     microbatch_sizes,
 )
 from autopar.schedule import one_f_one_b_seconds
 from autopar.solve import Constraints, Decision, Priced, Refine, Refined, search
 from autopar.solve.assemble import op_ranges
-from autopar.solve.constraints import boundary_links, microbatch_factors
+from autopar.solve.constraints import boundary_links
 from autopar.solve.evaluate import RankCost, StageCost
 
 GIB = 2**30

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.bench.calibration import Band, Calibration, Point
-from autopar.bench.picture import DPI, needed_figure
-from autopar.errors import UsageError
+from autopar.figure import needed_figure, save_figure
 from autopar.ir import Mesh
 from autopar.ir.units import percent
 
@@ -32,10 +31,7 @@ def draw(calibration: Calibration, path: Path) -> None:
     Raises:
         UsageError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        figure_of(calibration).savefig(path, format="png", dpi=DPI)
-    except OSError as error:
-        raise UsageError(f"Cannot write the picture to {path}: {error.strerror}.") from error
+    save_figure(figure_of(calibration), path)
 
 
 def figure_of(calibration: Calibration) -> Any:

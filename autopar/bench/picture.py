@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autopar.bench.result import BenchResult
-from autopar.errors import UsageError
+from autopar.figure import needed_figure, save_figure
 from autopar.ir.units import percent
 
 OWN, PEERS, PLAIN = "#1b6ca8", "#b9c4cc", "#8a949c"
-BAR_INCHES, MARGIN_INCHES, WIDTH_INCHES, DPI = 0.42, 1.5, 9.0, 150
-
-
-def needed_figure() -> Any:
-    """matplotlib's class for pictures without a window.
-
-    Raises:
-        UsageError: it is not installed.
-    """
-    try:
-        return importlib.import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise UsageError(f"--png needs matplotlib: pip install 'autopar[bench]'. ({error})") from error
+BAR_INCHES, MARGIN_INCHES, WIDTH_INCHES = 0.42, 1.5, 9.0
 
 
 def draw(result: BenchResult, path: Path) -> None:
@@ -33,10 +20,7 @@ def draw(result: BenchResult, path: Path) -> None:
     Raises:
         UsageError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        figure_of(result).savefig(path, format="png", dpi=DPI)
-    except OSError as error:
-        raise UsageError(f"Cannot write the picture to {path}: {error.strerror}.") from error
+    save_figure(figure_of(result), path)
 
 
 def figure_of(result: BenchResult) -> Any:

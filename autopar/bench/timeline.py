@@ -1,7 +1,4 @@
-"""A measured step as Chrome trace events, which Perfetto shows: all ranks on one clock, transfers as arrows.
-
-Source: "Trace Event Format" (Duffy), phases X, M, s and f; a flow binds to the slices that enclose its ends.
-"""
+"""A measured step as Chrome trace events, which Perfetto shows: all ranks on one clock, transfers as arrows."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.chrome_trace import Slice, arrow_events, colour, row_names, slice_event, title
 from autopar.ir import Place, Plan
 from autopar.runtime import Span
 from autopar.runtime.spec import rank_text
@@ -16,8 +14,8 @@ from autopar.schedule import Action
 
 # How late a GPU's first action may seem, by `Stopwatch.host_ns`, beyond another's; on CPU there is no error.
 ALIGNMENT_SECONDS = 50e-6
-TICK_US = 1e-3  # an arrow leaves a slice this long before its end, so that it lies inside
 COMPUTE, STEP = 0, 1  # thread numbers
+THREADS = {COMPUTE: "compute", STEP: "whole step"}
 
 Transfer = tuple[Action, Action]
 
@@ -42,29 +40,21 @@ def trace_events(plan: Plan, step: StepOnClock, edges: Iterable[tuple[int, int]]
     """
     zero = min(begun for begun, _ in step.whole.values())
     events: list[dict[str, Any]] = []
-    slices: dict[tuple[int, Action], tuple[float, float]] = {}
+    slices: dict[tuple[int, Action], Slice] = {}
     for rank in sorted(step.spans):
-        events += names(plan, rank)
+        events += row_names(rank, rank_text(plan.mesh, rank, plan.chunks), THREADS)
         offset = (step.started_ns[rank] - zero) / 1e3
-        for span in step.spans[rank]:
-            start, end = (offset + 1e6 * t for t in (span.start_seconds, span.end_seconds))
-            slices[rank, span.action] = (start, end)
-            events.append(slice_event(rank, COMPUTE, title(span.action), start, end, colour(span.action)))
         begun, ended = ((t - zero) / 1e3 for t in step.whole[rank])
-        events.append(slice_event(rank, STEP, "step", begun, ended))
-        last = max((end for (r, _), (_, end) in slices.items() if r == rank), default=begun)
+        last = begun
+        for span in step.spans[rank]:
+            start, last = (offset + 1e6 * t for t in (span.start_seconds, span.end_seconds))
+            slices[rank, span.action] = Slice(rank, COMPUTE, start, last)
+            events.append(slice_event(slices[rank, span.action], title(span.action), colour(span.action)))
+        events.append(slice_event(Slice(rank, STEP, begun, ended), "step"))
         if last < ended:
-            events.append(slice_event(rank, COMPUTE, "sum and update", last, ended, "grey"))
+            events.append(slice_event(Slice(rank, COMPUTE, last, ended), "sum and update", "grey"))
     for number, (rank, src, dst) in enumerate(transfers(plan, slices, edges)):
-        sender, receiver = rank, peer(plan, rank, dst.chunk)
-        (began, ended), arrives = slices[sender, src], slices[receiver, dst][0]
-        # An action sends before it ends, and a process that is suspended just then ends it late.
-        leaves = max(began, min(arrives, ended - min(TICK_US, (ended - began) / 2)))
-        arrives = max(arrives, leaves)
-        name = f"{'activation' if src.kind == 'F' else 'gradient'} s{src.chunk} → s{dst.chunk} mb{src.microbatch}"
-        common = {"name": name, "cat": "transfer", "id": number, "tid": COMPUTE}
-        events.append({**common, "ph": "s", "pid": sender, "ts": leaves})
-        events.append({**common, "ph": "f", "bp": "e", "pid": receiver, "ts": arrives})
+        events += arrow_events(number, src, dst, slices[rank, src], slices[peer(plan, rank, dst.chunk), dst])
     return {
         "traceEvents": events,
         "displayTimeUnit": "ms",
@@ -96,32 +86,6 @@ def peer(plan: Plan, rank: int, stage: int) -> int:
     """The rank that runs a stage in the same replica and at the same shard."""
     place = plan.mesh.place(rank)
     return plan.mesh.rank(Place(stage % plan.mesh.pp, place.replica, place.shard))
-
-
-def names(plan: Plan, rank: int) -> list[dict[str, Any]]:
-    """What the rows of a rank are called."""
-    return [
-        {"ph": "M", "pid": rank, "name": "process_name", "args": {"name": rank_text(plan.mesh, rank, plan.chunks)}},
-        {"ph": "M", "pid": rank, "name": "process_sort_index", "args": {"sort_index": rank}},
-        {"ph": "M", "pid": rank, "tid": COMPUTE, "name": "thread_name", "args": {"name": "compute"}},
-        {"ph": "M", "pid": rank, "tid": STEP, "name": "thread_name", "args": {"name": "whole step"}},
-    ]
-
-
-def title(action: Action) -> str:
-    """``F s1 mb3``."""
-    return f"{action.kind} s{action.chunk} mb{action.microbatch}"
-
-
-def colour(action: Action) -> str:
-    return "thread_state_running" if action.kind == "F" else "rail_response"
-
-
-def slice_event(
-    rank: int, thread: int, name: str, start: float, end: float, colour: str | None = None
-) -> dict[str, Any]:
-    event = {"ph": "X", "pid": rank, "tid": thread, "name": name, "ts": start, "dur": end - start}
-    return event | ({"cname": colour} if colour else {})
 
 
 def early_arrivals(trace: Mapping[str, Any]) -> list[str]:

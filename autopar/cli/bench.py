@@ -7,7 +7,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -79,11 +79,12 @@ def bench(
 
     from autopar.api import example_call
     from autopar.bench import BenchResult, Finished, Interrupted, Request, num_classes, run_bench
-    from autopar.bench.picture import draw, needed_figure
+    from autopar.bench.picture import draw
     from autopar.cli.bench_table import bench_parts
     from autopar.cli.inputs import parse_inputs
     from autopar.cli.models import model_source
-    from autopar.cli.output import show
+    from autopar.cli.output import check_files, show, write
+    from autopar.figure import needed_figure
     from autopar.machine import this_machine
 
     source = model_source(model, model_flags, batch or DEFAULT_BATCH)
@@ -168,7 +169,7 @@ def run_calibration(request: Request, output: Path | None, png: Path | None) -> 
     from autopar.bench import Calibration, calibrated
     from autopar.bench.calibration_picture import draw
     from autopar.cli.calibration_table import calibration_parts
-    from autopar.cli.output import show
+    from autopar.cli.output import show, write
 
     earlier = Calibration.load(output) if output is not None and output.exists() and output.stat().st_size else None
 
@@ -225,29 +226,3 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     if not all(word.isdecimal() and int(word) > 0 for word in words):
         raise UsageError(f"Cannot read --microbatch-sizes {text!r}. Write numbers of samples, such as 16,32.")
     return tuple(sorted({int(word) for word in words}))
-
-
-def check_files(files: Mapping[str, Path | None]) -> None:
-    """Raise a UsageError now if what flags name cannot be written later, or is one file twice."""
-    from autopar.cli.output import check_writable
-
-    flags: dict[Path, str] = {}
-    for flag, path in files.items():
-        if path is None:
-            continue
-        check_writable(path)
-        other = flags.setdefault(path.resolve(), flag)
-        if other != flag:
-            raise UsageError(f"{other} and {flag} both write to {path}. Give each a file of its own.")
-
-
-def write(path: Path, text: str) -> None:
-    """Write a text.
-
-    Raises:
-        UsageError: it cannot be written.
-    """
-    try:
-        path.write_text(text)
-    except OSError as error:
-        raise UsageError(f"Cannot write the result to {path}: {error.strerror}.") from error

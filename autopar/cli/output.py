@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import typer
@@ -12,7 +12,6 @@ from autopar.errors import UsageError
 from autopar.ir import Plan
 from autopar.ir.table import plan_text
 from autopar.ir.text import rendered
-from autopar.runtime import checkpoint_around
 
 PIPE_WIDTH, MAX_WIDTH = 100, 120
 
@@ -40,6 +39,8 @@ def check_writable(path: Path) -> None:
 
     A file that is there is left as it is.
     """
+    from autopar.runtime import checkpoint_around  # with torch, which takes longer to import than printing needs
+
     checkpoint = checkpoint_around(path)
     if checkpoint is not None:
         raise UsageError(
@@ -56,6 +57,30 @@ def check_writable(path: Path) -> None:
         raise UsageError(
             f"Cannot write to {path}: {error.strerror}. Give a file in a folder that exists and can be written to."
         ) from error
+
+
+def check_files(files: Mapping[str, Path | None]) -> None:
+    """Raise a UsageError now if what flags name cannot be written later, or is one file twice."""
+    flags: dict[Path, str] = {}
+    for flag, path in files.items():
+        if path is None:
+            continue
+        check_writable(path)
+        other = flags.setdefault(path.resolve(), flag)
+        if other != flag:
+            raise UsageError(f"{other} and {flag} both write to {path}. Give each a file of its own.")
+
+
+def write(path: Path, text: str) -> None:
+    """Write a text.
+
+    Raises:
+        UsageError: it cannot be written.
+    """
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise UsageError(f"Cannot write the result to {path}: {error.strerror}.") from error
 
 
 def save_plan(plan: Plan, path: Path) -> None:

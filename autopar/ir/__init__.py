@@ -1,6 +1,6 @@
 """Every frozen type that crosses stages, its invariants and its printed form."""
 
-from autopar.ir.batch import microbatch_size, microbatch_sizes, unlike_asked
+from autopar.ir.batch import microbatch_factors, microbatch_size, microbatch_sizes, unlike_asked
 from autopar.ir.checkpoint import Header, SavedWeight
 from autopar.ir.choices import Choice, ChoiceGraph, ChoiceGroup, Conversion
 from autopar.ir.cost import BUCKET_BYTES, CostGraph, Flow, Group, Holding
@@ -64,6 +64,6 @@ __all__ = [
     "InputInfo", "Layout", "LocalDevice", "Mesh", "Message", "Mode", "ModelInfo", "Op", "Place", "Plan",
     "Precision", "Prediction", "Program", "Recompute", "Ref", "SavedWeight", "ScheduleName", "SolverInfo", "Split",
     "Stage", "StageMemory", "Value", "Weight", "broadcast_layout", "compressed", "contiguous", "dtype_name",
-    "input_names", "inside", "look_up", "microbatch_size", "microbatch_sizes", "partial_layout", "pattern_of",
-    "refs", "renamed", "split_layout", "unlike_asked", "unused_name",
+    "input_names", "inside", "look_up", "microbatch_factors", "microbatch_size", "microbatch_sizes", "partial_layout",
+    "pattern_of", "refs", "renamed", "split_layout", "unlike_asked", "unused_name",
 ]  # fmt: skip

@@ -16,6 +16,12 @@ def microbatch_sizes(batch: int, microbatches: int) -> list[int]:
     return [min(size, batch - start) for start in range(0, batch, size)]
 
 
+def microbatch_factors(batch: int, microbatches: int) -> tuple[float, ...]:
+    """Size of each microbatch as a share of the largest."""
+    sizes = microbatch_sizes(batch, microbatches)
+    return tuple(size / sizes[0] for size in sizes)
+
+
 def microbatches_text(batch: int, microbatches: int) -> str:
     """How a batch is cut: ``16 microbatches of 4``, ``3 microbatches of 2 and 1 of 1``."""
     size = microbatch_size(batch, microbatches)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.schedule.actions import Action
@@ -48,26 +49,47 @@ class Timeline:
         return 1.0 - sum(self.busy_seconds) / len(self.busy_seconds) / self.step_seconds
 
     def __str__(self) -> str:
-        """A row per rank of at most 100 columns: each action from its letter on, as wide as it is long; dots are idle.
+        seconds = self.step_seconds
+        step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
+        kept = " ".join(map(str, self.in_flight))
+        head = f"step {step}, bubble {self.bubble_fraction:.1%} of it, activations in flight {kept}"
+        return "\n".join([head, *self.rows()])
 
-        Letters carry the microbatch where it fits, and the chunk before it where a rank has several.
+    def rows(self, columns: int = COLUMNS, names: Sequence[str] | None = None) -> tuple[str, ...]:
+        """A row per rank of at most so many columns: each action from its letter on, as wide as it is long; dots are
+        idle. Letters carry the microbatch where it fits, and the chunk before it where a rank has several.
+
+        Args:
+            names: of the rows, by default ``rank 0``, ``rank 1``, …
         """
-        label_width = len(f"rank {len(self.busy_seconds) - 1}: ")
-        scale = _scale(self, COLUMNS - label_width - len("| 100%"))
+        names = names or _names(self)
+        label_width = max(map(len, names)) + len(": ")
+        scale = _scale(self, _cells(columns, names))
         num_cells = round(self.step_seconds * scale)
         several = any(span.action.chunk != span.rank for span in self.spans)
         cells = [["."] * num_cells for _ in self.busy_seconds]
         for span in self.spans:
             first, last = round(span.start_seconds * scale), round(span.end_seconds * scale)
             cells[span.rank][first:last] = _label(span.action, several, last - first)
-        seconds = self.step_seconds
-        step = f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.3f} ms"
-        kept = " ".join(map(str, self.in_flight))
-        lines = [f"step {step}, bubble {self.bubble_fraction:.1%} of it, activations in flight {kept}"]
-        for rank, (row, busy) in enumerate(zip(cells, self.busy_seconds)):
-            share = busy / seconds if seconds else 0.0
-            lines.append(f"{f'rank {rank}:':<{label_width}}{''.join(row)}|{share:5.0%}")
-        return "\n".join(lines)
+        shares = [busy / self.step_seconds if self.step_seconds else 0.0 for busy in self.busy_seconds]
+        return tuple(
+            f"{f'{name}:':<{label_width}}{''.join(row)}|{share:5.0%}"
+            for name, row, share in zip(names, cells, shares, strict=True)
+        )
+
+    def fits(self, columns: int = COLUMNS, names: Sequence[str] | None = None) -> bool:
+        """Whether `rows` have a cell for every action, but for those of a smaller last microbatch."""
+        last = max((span.action.microbatch for span in self.spans), default=0)
+        whole = [s.end_seconds - s.start_seconds for s in self.spans if s.action.microbatch < last or not last]
+        return bool(whole) and min(whole) * _cells(columns, names or _names(self)) >= self.step_seconds
+
+
+def _names(timeline: Timeline) -> tuple[str, ...]:
+    return tuple(f"rank {rank}" for rank in range(len(timeline.busy_seconds)))
+
+
+def _cells(columns: int, names: Sequence[str]) -> int:
+    return columns - max(map(len, names)) - len(": | 100%")
 
 
 def _scale(timeline: Timeline, columns: int) -> float:

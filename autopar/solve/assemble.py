@@ -20,9 +20,10 @@ from autopar.ir import (
     Stage,
     StageMemory,
     compressed,
+    microbatch_factors,
 )
 from autopar.schedule import pipeline_seconds, replayed_seconds
-from autopar.solve.constraints import Constraints, hop_link, microbatch_factors
+from autopar.solve.constraints import Constraints, hop_link
 from autopar.solve.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
 from autopar.solve.problem import Costs, CutProblem, Priced
 

@@ -90,12 +90,6 @@ class Constraints:
         return self.memory_bytes or int(USABLE_MEMORY * hardware.memory_bytes)
 
 
-def microbatch_factors(batch: int, microbatches: int) -> tuple[float, ...]:
-    """Size of each microbatch as a share of the largest."""
-    sizes = microbatch_sizes(batch, microbatches)
-    return tuple(size / sizes[0] for size in sizes)
-
-
 def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:
     """Numbers of microbatches of a replica to consider: those given, or powers of two and divisors of its batch.
 
