@@ -198,7 +198,7 @@ def test_what_the_planner_priced_outranks_a_guess() -> None:
 
 def test_memory_that_is_nearly_full_is_said() -> None:
     said = explained(by_hand([(1.0, 2.0)] * 2, microbatches=64, peak_gib=9.7)).headline
-    assert said.endswith("; memory of rank 0 97 % full (9.70 GiB of 10.0 GiB, most of it weights + state)")
+    assert said.endswith("; memory of rank 0 97 % full (9.70 GiB of 10.0 GiB, largest part weights + state)")
     assert "memory" not in explained(by_hand([(1.0, 2.0)] * 2, microbatches=64)).headline
 
 

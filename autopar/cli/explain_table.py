@@ -14,6 +14,7 @@ from autopar.ir.text import labelled, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
 from autopar.solve.spent import Spent
 
+ROUNDING = 1e-9  # share of a step that is none
 LONGEST_LIST = 24  # rows of shardings that differ
 NONE = "–"
 # In a terminal too narrow for whole words.
@@ -86,7 +87,7 @@ def share(seconds: float, step_seconds: float) -> str:
 
 def shown(*parts: Spent) -> Sequence[str]:
     """The parts of a step that are anywhere, and compute."""
-    return [n for n in parts[0].by_name if n == "compute" or any(p.by_name[n] > 0 for p in parts)]
+    return [n for n in parts[0].by_name if n == "compute" or any(p.by_name[n] > ROUNDING * p.seconds for p in parts)]
 
 
 def of_position(position: Position) -> Sequence[str]:
@@ -145,9 +146,9 @@ def spent_table(titles: tuple[str, str, str], before: Spent, after: Spent) -> Ta
     rows = [*((n, before.by_name[n], after.by_name[n]) for n in names), ("step", before.seconds, after.seconds)]
     unit = unit_of(max(before.seconds, after.seconds), TIME)
     for name, mine, other in rows:
-        change = other - mine
+        change = round((other - mine) / unit[1], 2) * unit[1]
         sign = "+" if change > 0 else ""
-        table.add_row(name, in_unit(mine, unit, 2), in_unit(other, unit, 2), f"{sign}{in_unit(change, unit, 2)}")
+        table.add_row(name, in_unit(mine, unit, 2), in_unit(other, unit, 2), f"{sign}{in_unit(change or 0.0, unit, 2)}")
     return table
 
 

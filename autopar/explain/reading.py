@@ -69,7 +69,7 @@ def nearly_full(breakdown: Breakdown) -> Sequence[str]:
     memory = fullest.memory
     if memory.share <= NEARLY_FULL:
         return ()
-    most = f", most of it {memory.largest}" if memory.largest else ""
+    most = f", largest part {memory.largest}" if memory.largest else ""
     return (f"memory of {ranks_of(fullest)} {percent(memory.share, 0)} full ({text(memory.peak_bytes, BYTES)} of "
             f"{text(memory.capacity_bytes, BYTES)}{most})",)  # fmt: skip
 
@@ -101,7 +101,7 @@ def notes(plan: Plan, breakdown: Breakdown) -> tuple[str, ...]:
 
 
 def helps(plan: Plan, breakdown: Breakdown) -> tuple[Help, ...]:
-    """What would shorten the step, where a part of it is worth that, most of it first."""
+    """What would shorten the step, where a part of it is worth that, largest part first."""
     pipeline, spent, step = Pipeline.of(plan), breakdown.spent, breakdown.step_seconds
     end = step - pipeline.seconds
     found: list[Help] = []
