@@ -120,7 +120,22 @@ def make_plan(
     info = ModelInfo(name, graph.fingerprint, graph.num_params, inputs, dict(kwargs))
     if options.memory is not None:
         hardware = replace(hardware, memory_bytes=options.memory)
-    constraints = Constraints(
+    least_samples = LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
+    constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
+    costs = Costs(graph, hardware)
+    found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
+    warn_of_microbatches(found, options)
+    warn_of_unruled(found, graph)
+    return replace(found, precision=options.precision or own_precision(graph)), graph
+
+
+def constraints_of(options: Options, devices: int, batch: int) -> Constraints:
+    """What the options ask of a plan.
+
+    Raises:
+        UsageError: two of them contradict each other, the devices or the batch.
+    """
+    return Constraints(
         devices=devices,
         batch=batch,
         pp=options.pp,
@@ -135,14 +150,8 @@ def make_plan(
         balance=options.balance,
         pins=options.pins,
         recompute=options.recompute,
-        least_samples=LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1,
         time_limit_seconds=options.solver_seconds,
     )
-    costs = Costs(graph, hardware)
-    found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
-    warn_of_microbatches(found, options)
-    warn_of_unruled(found, graph)
-    return replace(found, precision=options.precision or own_precision(graph)), graph
 
 
 def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:

@@ -527,7 +527,9 @@ def test_inputs_that_forward_does_not_take(user_models):
 def test_help_names_the_commands():
     code, out, _ = invoke("--help")
     assert code == 0
-    assert all(name in out for name in ("plan", "simulate", "check", "train", "codegen", "bench", "Exit codes"))
+    assert all(
+        name in out for name in ("plan", "explain", "simulate", "check", "train", "codegen", "bench", "Exit codes")
+    )
 
 
 def test_help_in_80_columns_names_every_flag_and_command_whole(monkeypatch):

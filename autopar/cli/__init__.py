@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan | simulate | check | train | export | codegen | bench``."""
+"""The command line: ``autopar plan | explain | simulate | check | train | export | codegen | bench``."""
 
 from autopar.cli.app import app, main
 

@@ -16,6 +16,7 @@ from autopar.cli.bench import bench
 from autopar.cli.check import check
 from autopar.cli.codegen import codegen
 from autopar.cli.command import INTERRUPTED, Command, Commands
+from autopar.cli.explain import explain
 from autopar.cli.export import export
 from autopar.cli.plan import plan
 from autopar.cli.simulate import simulate
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, simulate, check, train, export, codegen, bench):
+for command in (plan, explain, simulate, check, train, export, codegen, bench):
     app.command(cls=Command)(command)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from autopar.batching import Call, as_call
 from autopar.codegen import source
 from autopar.errors import PlanError, UsageError
+from autopar.explain import Rebuilt, plan_hardware
 from autopar.ir import REPLICATED, Mode, Plan, Program
 from autopar.programs import Programs
 from autopar.runtime import rank_text
@@ -67,25 +68,30 @@ def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None
         ) from error
 
 
+def planned_inputs(plan: Plan, model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The plan's inputs by the names of forward's arguments, on the meta device."""
+    parameters = {name.lower(): name for name in inspect.signature(model.forward).parameters}
+    return {  # torch.export writes names in lower case
+        parameters.get(i.name, i.name): torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta")
+        for i in plan.model.inputs
+    }
+
+
 def planned_call(plan: Plan, model: nn.Module) -> Call:
     """A call of the model with the plan's inputs, on the meta device.
 
     Raises:
         PlanError: they are not the tensors that forward takes by name.
     """
-    signature = inspect.signature(model.forward)
-    parameters = {name.lower(): name for name in signature.parameters}  # torch.export writes names in lower case
-    tensors = {
-        parameters.get(i.name, i.name): torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta")
-        for i in plan.model.inputs
-    }
+    tensors = planned_inputs(plan, model)
     try:
         return as_call(model, tensors)
     except UsageError as error:
         raise PlanError(
-            f"Cannot call {type(model).__name__}.forward{signature} with the plan's inputs, field model.inputs: "
-            f"{', '.join(tensors)}. codegen needs every input to be an argument with a name: inputs in *args, in lists "
-            "or dicts, and ones with the name of a parameter of the model are not supported."
+            f"Cannot call {type(model).__name__}.forward{inspect.signature(model.forward)} with the plan's inputs, "
+            f"field model.inputs: {', '.join(tensors)}. A plan's model can be called again where every input is an "
+            "argument with a name: inputs in *args, in lists or dicts, and ones with the name of a parameter of the "
+            "model are not supported."
         ) from error
 
 
@@ -99,3 +105,32 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise PlanError(f"Plan field model.inputs: {name!r} is not a dtype of PyTorch.")
     return dtype
+
+
+def rebuilt_of(
+    plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None, hardware: str | None, opt: str | None
+) -> Rebuilt:
+    """All that the plan was made from.
+
+    Args:
+        name, kwargs: of the model to build, where they are not the plan's own.
+        hardware: the plan's cost model, where it is not a shipped one.
+        opt: timm's name of the optimizer that the plan is for, AdamW by default.
+    Raises:
+        UsageError: no such model.
+        HardwareError: the cost model is unknown, or not the plan's.
+        PlanError: as `planned_model` and `planned_call`.
+    """
+    machine = plan_hardware(plan, hardware)
+    model = planned_model(plan, name, kwargs)
+    arguments = kwargs if kwargs is not None else plan.model.kwargs if name is None else {}
+    return Rebuilt(
+        name or plan.model.name,
+        arguments,
+        model,
+        planned_inputs(plan, model),
+        planned_call(plan, model),
+        machine,
+        hardware or plan.hardware.name,
+        opt,
+    )

@@ -9,6 +9,7 @@ from functools import lru_cache
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate
 from autopar.schedule.order import Links, consecutive, run_order
+from autopar.schedule.wavefront import pipeline_seconds
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,21 @@ class Step:
     duration: int
     microbatch: int
     sources: tuple[tuple[int, tuple[int, int]], ...]
+
+
+def scheduled_seconds(
+    schedule: str,
+    pp: int,
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfers: Mapping[tuple[int, int], float],
+    sizes: Sequence[float],
+) -> float:
+    """The same as `replayed_seconds` in the quickest way; with one chunk a rank all schedules but GPipe are 1F1B."""
+    if len(forward_seconds) > pp:
+        return replayed_seconds(schedule, pp, forward_seconds, backward_seconds, transfers, sizes)
+    name = "gpipe" if schedule == "gpipe" else "1f1b"
+    return pipeline_seconds(name, forward_seconds, backward_seconds, transfers, sizes)
 
 
 def replayed_seconds(

@@ -22,7 +22,7 @@ from autopar.ir import (
     compressed,
     microbatch_factors,
 )
-from autopar.schedule import pipeline_seconds, replayed_seconds
+from autopar.schedule import scheduled_seconds
 from autopar.solve.constraints import Constraints, hop_link
 from autopar.solve.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
 from autopar.solve.problem import Costs, CutProblem, Priced
@@ -205,11 +205,7 @@ def step_time_of(
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
     transfers = {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}
-    if problem.chunks == 1:
-        schedule = "gpipe" if problem.schedule == "gpipe" else "1f1b"  # others with one chunk a rank are 1F1B
-        seconds = pipeline_seconds(schedule, forward, backward, transfers, sizes)
-    else:
-        seconds = replayed_seconds(problem.schedule, problem.pp, forward, backward, transfers, sizes)
+    seconds = scheduled_seconds(problem.schedule, problem.pp, forward, backward, transfers, sizes)
     busy = (sum(forward) + sum(backward)) * sum(sizes) / problem.pp
     last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)
     return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, 1 - busy / seconds if seconds else 0.0)
