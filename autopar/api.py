@@ -123,6 +123,7 @@ def make_plan(
         least_samples=LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1,
         time_limit_seconds=options.solver_seconds,
     )
+    hardware = hardware.running(options.way(hardware.device_type))
     costs = Costs(graph, hardware)
     found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
     warn_of_microbatches(found, options)
@@ -253,6 +254,8 @@ def parallelize(
         raise UsageError("The model is on the meta device and has no weights to run with. Build it on the CPU.")
     if plan is None:
         hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
+        if options.hardware is not None:
+            machine.warn_of_other_gpu(hardware)
         if options.hardware is None and options.memory is None and machine.device_type == "cpu":
             options = replace(options, memory=psutil.virtual_memory().total // machine.local_devices(devices))
         chosen, graph = make_plan(model, call, devices, options, hardware, type(model).__name__, {})

@@ -73,7 +73,7 @@ def weight_bytes(weight: Weight, sharing: Sharing = ALONE) -> int:
 
 def update_seconds(numel: float, num_bytes: float, hardware: Hardware) -> float:
     """Time of one optimizer step on a weight: value, gradient and state are each read and written once."""
-    return hardware.traffic_seconds(2 * (2 * num_bytes + STATE_BYTES * numel))
+    return hardware.update_seconds(2 * (2 * num_bytes + STATE_BYTES * numel))
 
 
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:
