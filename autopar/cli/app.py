@@ -18,6 +18,7 @@ from autopar.cli.codegen import codegen
 from autopar.cli.command import INTERRUPTED, Command, Commands
 from autopar.cli.export import export
 from autopar.cli.plan import plan
+from autopar.cli.profile import profile
 from autopar.cli.train import train
 
 app = typer.Typer(
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, check, train, export, codegen, bench):
+for command in (plan, check, train, export, codegen, bench, profile):
     app.command(cls=Command)(command)
 
 
