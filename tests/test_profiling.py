@@ -17,6 +17,7 @@ from autopar.cli.app import app
 from autopar.cost_file import UNITS
 from autopar.errors import HardwareError, UsageError, WorkerError
 from autopar.hardware import (
+    CollectiveKind,
     Efficiency,
     Hardware,
     Launch,
@@ -88,7 +89,7 @@ def point(case: Case, machine: Hardware, way: Way) -> Point:
     elif case.kind in ("matmul", "attention", "convolution", "memory"):
         seconds = sum(here.op_seconds(case.kind, p.flops, p.num_bytes, case.dtype) for p in own)
     else:
-        (kind,) = (k for k in COLLECTIVES if k == case.kind)
+        kind: CollectiveKind = next(k for k in COLLECTIVES if k == case.kind)
         seconds = machine.collective_seconds(kind, total, case.ranks)
     return Point(case.kind, case.name, case.dtype, case.ranks, own, seconds, 0.01)
 
