@@ -123,7 +123,10 @@ def line(kind: str, rows: Sequence[Row]) -> Line:
         UsageError: times do not grow with sizes.
     """
     a, x, y = (np.array(v) for v in zip(*((r.a / r.seconds, r.x / r.seconds, 1 - r.known / r.seconds) for r in rows)))
-    aa, ax, xx, ay, xy = a @ a, a @ x, x @ x, a @ y, x @ y
+    # Where launching is most of the time, what is left is its error: such rows count in the error alone.
+    working = y >= 0.5
+    u, v, w = (a[working], x[working], y[working]) if working.sum() > 1 else (a, x, y)
+    aa, ax, xx, ay, xy = u @ u, u @ v, v @ v, u @ w, v @ w
     det = aa * xx - ax * ax
     c0, c1 = 0.0, xy / xx
     if det > 1e-9 * aa * xx:
