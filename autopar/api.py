@@ -122,6 +122,7 @@ def make_plan(
         hardware = replace(hardware, memory_bytes=options.memory)
     least_samples = LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
     constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
+    hardware = hardware.running(options.way(hardware.device_type))
     costs = Costs(graph, hardware)
     found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
     warn_of_microbatches(found, options)
@@ -277,6 +278,8 @@ def parallelize(
         raise UsageError("The model is on the meta device and has no weights to run with. Build it on the CPU.")
     if plan is None:
         hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
+        if options.hardware is not None:
+            machine.warn_of_other_gpu(hardware)
         if options.hardware is None and options.memory is None and machine.device_type == "cpu":
             options = replace(options, memory=psutil.virtual_memory().total // machine.local_devices(devices))
         name = type(model).__name__

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar, get_args
 
 from autopar.cost_file import Table
 from autopar.errors import HardwareError
@@ -20,6 +20,9 @@ Kind = Literal["matmul", "attention", "convolution", "memory"]
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution")
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
+Way = Literal["plain", "compiled", "captured"]
+DEVICE_TYPES = ("cpu", "cuda")
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -56,27 +59,64 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
-class Hardware:
-    """A machine as the planner sees it, in SI base units.
+class Launch:
+    """Seconds of an operation beyond its work, by the way in which programs run.
 
-    ``collective`` is what a rank of a collective within one node sends over; between nodes that is ``network``.
-    ``error`` is the largest relative error among all numbers: the band of every time predicted from them.
+    ``plain`` is eager dispatch, ``compiled`` code of torch.compile, and ``captured`` the pause between
+    kernels of a CUDA graph.
+    """
+
+    plain: float
+    compiled: float
+    captured: float
+
+    def seconds(self, way: Way) -> float:
+        """Of one operation."""
+        return {"plain": self.plain, "compiled": self.compiled, "captured": self.captured}[way]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine as the planner sees it, in SI base units, running programs in one ``way``.
+
+    A kernel that moves n bytes reaches n / (n + ``memory_half_bytes``) of the memory's bandwidth times
+    ``memory_efficiency``. ``dtype_efficiency`` outranks ``efficiency``, which holds for the other dtypes.
+
+    ``collective`` is what a rank of a collective within one node sends over, and ``group_collective``, by kind and
+    ranks, outranks it; between nodes that is ``network``. A machine of one device may have no ``link`` and no
+    ``collective``. ``error`` is the largest relative error among all numbers: the band of every time predicted from
+    them.
     """
 
     name: str
     device: str
+    device_type: str
     memory_bytes: int
     peak_flops: Mapping[str, float]
     memory_bytes_per_second: float
-    launch_seconds: float
+    launch: Launch
     efficiency: Mapping[str, Efficiency]
     memory_efficiency: float
+    memory_half_bytes: float
+    optimizer_bytes_per_second: float
     devices_per_node: int
-    link: Link
+    link: Link | None
     link_name: str
     network: Link | None
-    collective: Link
+    collective: Link | None
     error: float
+    dtype_efficiency: Mapping[tuple[str, str], Efficiency] = field(default_factory=dict)
+    group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
+    way: Way = "plain"
+
+    def running(self, way: Way) -> Hardware:
+        """The machine as it runs programs in another way."""
+        return replace(self, way=way)
+
+    @property
+    def launch_seconds(self) -> float:
+        """Of an operation beyond its work."""
+        return self.launch.seconds(self.way)
 
     def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str) -> float:
         """Time of one operation on one device: its arithmetic or its memory traffic, whichever takes longer, + launch.
@@ -91,7 +131,7 @@ class Hardware:
         Error: `error`, relative.
         Source: roofline model (Williams, Waterman, Patterson 2009) with a saturating efficiency.
         """
-        traffic = self.traffic_seconds(num_bytes)
+        traffic = self.traffic_seconds(num_bytes, 1)
         if kind == "memory" or flops <= 0:
             return traffic + self.launch_seconds
         if dtype not in self.peak_flops:
@@ -99,7 +139,8 @@ class Hardware:
                 f"Cost model {self.name} has no peak FLOP/s for {dtype}, which a {kind} of {flops:.3g} FLOPs uses; "
                 f"it has {', '.join(self.peak_flops)}. Run the model in one of these."
             )
-        return max(flops / (self.peak_flops[dtype] * self.efficiency[kind].at(flops)), traffic) + self.launch_seconds
+        efficiency = self.dtype_efficiency.get((kind, dtype), self.efficiency[kind])
+        return max(flops / (self.peak_flops[dtype] * efficiency.at(flops)), traffic) + self.launch_seconds
 
     def collective_seconds(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Time of one collective over a group of ranks at equal distances.
@@ -115,22 +156,37 @@ class Hardware:
         """
         if ranks == 1:
             return 0.0
-        return self.group_link(ranks, stride).seconds(ring_share(kind, ranks) * num_bytes)
+        return self.group_link(kind, ranks, stride).seconds(ring_share(kind, ranks) * num_bytes)
 
-    def group_link(self, ranks: int, stride: int) -> Link:
+    def group_link(self, kind: CollectiveKind, ranks: int, stride: int) -> Link:
         """What a group of ranks at equal distances, starting with a node's first, communicates over.
+
+        Where its size was not measured, that is what the largest measured group below it, or else the smallest, has.
 
         Raises:
             HardwareError: it crosses nodes and the machine's file has no network.
         """
         last = (ranks - 1) * stride
-        if last < self.devices_per_node:
+        if last >= self.devices_per_node or self.collective is None:
+            return self.between_nodes(0, last)
+        sizes = sorted(size for known, size in self.group_collective if known == kind)
+        if not sizes:
             return self.collective
-        return self.between_nodes(0, last)
+        nearest = max((size for size in sizes if size <= ranks), default=sizes[0])
+        return self.group_collective[kind, nearest]
 
-    def traffic_seconds(self, num_bytes: float) -> float:
-        """Time to move bytes between a device and its memory."""
-        return num_bytes / (self.memory_bytes_per_second * self.memory_efficiency)
+    def traffic_seconds(self, num_bytes: float, kernels: int = 0) -> float:
+        """Time to move bytes between a device and its memory.
+
+        Args:
+            kernels: that share them; with none, as part of a kernel too large for its start to count.
+        """
+        moved = num_bytes + kernels * self.memory_half_bytes if num_bytes else 0.0
+        return moved / (self.memory_bytes_per_second * self.memory_efficiency)
+
+    def update_seconds(self, num_bytes: float) -> float:
+        """Time of an optimizer's part of its step that reads and writes these bytes."""
+        return num_bytes / self.optimizer_bytes_per_second
 
     def transfer_seconds(self, num_bytes: float, src_rank: int, dst_rank: int) -> float:
         """Time of one message between two ranks; ranks fill nodes in order, and a rank reaches itself in no time.
@@ -140,7 +196,7 @@ class Hardware:
         """
         if src_rank == dst_rank:
             return 0.0
-        if src_rank // self.devices_per_node == dst_rank // self.devices_per_node:
+        if self.link is not None and src_rank // self.devices_per_node == dst_rank // self.devices_per_node:
             return self.link.seconds(num_bytes)
         return self.between_nodes(src_rank, dst_rank).seconds(num_bytes)
 
@@ -204,43 +260,86 @@ def find_file(name_or_path: str | PathLike[str]) -> Path:
 
 def read_hardware(file: Table) -> Hardware:
     """The machine in a parsed file; raises HardwareError with file and field."""
-    memory, peaks, launch, kinds = (file.table(key) for key in ("memory", "peak_flops", "launch", "efficiency"))
+    memory, peaks, launch, kinds, optimizer = (
+        file.table(key) for key in ("memory", "peak_flops", "launch", "efficiency", "optimizer")
+    )
     devices_per_node = file.get("devices_per_node", int, "a whole number of devices")
     if devices_per_node < 1:
         raise file.fail("devices_per_node", f"is {devices_per_node}; it must be at least 1.")
-    efficiency = {kind: read_efficiency(kinds.table(kind)) for kind in COMPUTE_KINDS}
+    device_type = file.text("device_type")
+    if device_type not in DEVICE_TYPES:
+        raise file.fail("device_type", f"is {device_type!r}; it is one of {', '.join(DEVICE_TYPES)}.")
+    alone = devices_per_node == 1  # such a machine has nothing to communicate over
+    tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
+    collective = None if alone and "collective" not in file.data else file.table("collective")
     hardware = Hardware(
         name=file.text("name"),
         device=file.text("device"),
+        device_type=device_type,
         memory_bytes=int(memory.number("capacity", "bytes")),
         peak_flops={dtype: peaks.number(dtype, "FLOPs per second") for dtype in DTYPES},
         memory_bytes_per_second=memory.number("bandwidth", "bytes per second"),
-        launch_seconds=launch.number("overhead", "seconds", zero=True),
-        efficiency=efficiency,
+        launch=Launch(*(launch.number(way, "seconds", zero=True) for way in get_args(Way))),
+        efficiency={kind: read_efficiency(table) for kind, table in tables.items()},
         memory_efficiency=memory.number("efficiency", "share"),
+        memory_half_bytes=memory.number("half", "bytes", zero=True),
+        optimizer_bytes_per_second=optimizer.number("bandwidth", "bytes per second"),
         devices_per_node=devices_per_node,
-        link=read_link(file.table("link")),
+        link=None if alone and "link" not in file.data else whole(read_link, file.table("link")),
         link_name=file.text("link_name"),
-        network=read_link(file.table("network")) if "network" in file.data else None,
-        collective=read_link(file.table("collective")),
-        error=max(file.errors),
+        network=whole(read_link, file.table("network")) if "network" in file.data else None,
+        collective=None if collective is None else read_link(collective),
+        dtype_efficiency={
+            (kind, dtype): whole(read_efficiency, table.table(dtype))
+            for kind, table in tables.items()
+            for dtype in DTYPES
+            if dtype in table.data
+        },
+        group_collective=read_groups(collective) if collective is not None else {},
+        error=max(file.errors),  # last: of all numbers read above
     )
     if "raw" in file.data:
         file.table("raw")  # measurements behind the constants: for people and for the test that refits them
-    for table in (memory, peaks, launch, kinds, file):
+    for table in (
+        memory,
+        peaks,
+        launch,
+        kinds,
+        optimizer,
+        *tables.values(),
+        *([collective] if collective else ()),
+        file,
+    ):
         table.finish()
     return hardware
 
 
-def read_efficiency(table: Table) -> Efficiency:
-    """One kind's efficiency."""
-    result = Efficiency(table.number("asymptote", "share"), table.number("half", "FLOPs", zero=True))
+def whole(read: Callable[[Table], Read], table: Table) -> Read:
+    """What is read of a table, which has nothing else."""
+    result = read(table)
     table.finish()
     return result
+
+
+def read_efficiency(table: Table) -> Efficiency:
+    """The efficiency of one kind, or of one dtype of it."""
+    return Efficiency(table.number("asymptote", "share"), table.number("half", "FLOPs", zero=True))
 
 
 def read_link(table: Table) -> Link:
     """One link's latency and bandwidth."""
-    result = Link(table.number("latency", "seconds", zero=True), table.number("bandwidth", "bytes per second"))
-    table.finish()
-    return result
+    return Link(table.number("latency", "seconds", zero=True), table.number("bandwidth", "bytes per second"))
+
+
+def read_groups(table: Table) -> Mapping[tuple[str, int], Link]:
+    """What groups of measured sizes communicate over, by kind and ranks: the tables ``[collective.all-reduce.4]``."""
+    groups: dict[tuple[str, int], Link] = {}
+    for kind in get_args(CollectiveKind):
+        if kind not in table.data:
+            continue
+        sizes = table.table(kind)
+        for size in sizes.data:
+            if not size.isdecimal() or int(size) < 2:
+                raise sizes.fail(size, "is no group; write a number of ranks of at least 2.")
+            groups[kind, int(size)] = whole(read_link, sizes.table(size))
+    return groups

@@ -51,17 +51,28 @@ class Machine:
         if self.launched is None or self.launched.num_nodes == 1:
             return hardware
         network = hardware.network
-        if network is None:
-            network = Link(
-                max(hardware.link.latency_seconds, hardware.collective.latency_seconds),
-                min(hardware.link.bytes_per_second, hardware.collective.bytes_per_second),
-            )
+        inside = [link for link in (hardware.link, hardware.collective) if link is not None]
+        if network is None and inside:
+            network = Link(max(i.latency_seconds for i in inside), min(i.bytes_per_second for i in inside))
             warnings.warn(
                 f"Cost model {hardware.name} has no network: links between the {self.launched.num_nodes} nodes are "
                 "priced like those inside one. Pass hardware= with a [network] table.",
                 stacklevel=3,
             )
         return replace(hardware, devices_per_node=self.launched.devices_per_node, network=network)
+
+    def warn_of_other_gpu(self, hardware: Hardware) -> None:
+        """Say that a cost model describes another device than the GPU here."""
+        if self.device_type == "cpu":
+            return
+        here, known = torch.cuda.get_device_name(), hardware.device
+        alike = here in known or any(part in here and part in known for part in DEVICE_COST_MODELS)
+        if not alike:
+            warnings.warn(
+                f"Cost model {hardware.name} describes {known}, and this is {here}: times and memory are predicted for "
+                "the other. Measure this one with `autopar profile` and pass its file as hardware=.",
+                stacklevel=3,
+            )
 
 
 def this_machine(devices: int | None = None, backend: str | None = None) -> Machine:

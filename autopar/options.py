@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError
+from autopar.hardware import Way
 from autopar.ir import INTERLEAVED, AskedSchedule, Balance, Precision, Recompute
 from autopar.runtime import TransportName
 
@@ -123,6 +124,13 @@ class Options:
         for name, value in (("cuda_graph", self.cuda_graph), ("transport", self.transport)):
             if value not in (None, False, "auto"):
                 raise UsageError(f"{name}={value!r} needs GPUs; this run has CPU processes and Gloo. Leave it out.")
+
+    def way(self, device_type: str) -> Way:
+        """How programs run on devices of this type, which decides what launching an operation takes."""
+        if device_type == "cuda" and self.cuda_graph is not False:
+            return "captured"
+        compiled = device_type == "cuda" if self.compile is None else self.compile
+        return "compiled" if compiled else "plain"
 
     def norm_limit(self, optimizer: Any) -> float | None:
         """What to clip the norm of all gradients to, for an optimizer that may have a limit of its own.

@@ -4,18 +4,21 @@ from typing import Any
 
 import torch
 
-from autopar.hardware import Efficiency, Hardware, Link
+from autopar.hardware import Efficiency, Hardware, Launch, Link
 from autopar.ir import Graph, Op, Ref, Value, Weight
 
 MACHINE = Hardware(
     name="toy",
     device="toy",
+    device_type="cpu",
     memory_bytes=2**30,
     peak_flops={"float32": 1e6},
     memory_bytes_per_second=1e9,
-    launch_seconds=0.0,
+    launch=Launch(0.0, 0.0, 0.0),
     efficiency={kind: Efficiency(1.0, 0.0) for kind in ("matmul", "attention", "convolution")},
     memory_efficiency=1.0,
+    memory_half_bytes=0.0,
+    optimizer_bytes_per_second=1e9,
     devices_per_node=4,
     link=Link(0.0, 1e9),
     link_name="wire",

@@ -5,22 +5,26 @@ import sys
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from autopar.errors import HardwareError
-from autopar.hardware import Efficiency, Hardware, Link, cost_model_dir, hardware_names, load_hardware
+from autopar.hardware import Efficiency, Hardware, Launch, Link, Way, cost_model_dir, hardware_names, load_hardware
 
 CPU = (cost_model_dir() / "cpu-generic.toml").read_text()
 MACHINE = Hardware(
     name="toy",
     device="toy",
+    device_type="cpu",
     memory_bytes=2**30,
     peak_flops={"float32": 1e12},
     memory_bytes_per_second=1e9,
-    launch_seconds=1e-6,
+    launch=Launch(1e-6, 5e-7, 1e-7),
     efficiency={"matmul": Efficiency(0.5, 1e6)},
     memory_efficiency=0.5,
+    memory_half_bytes=0.0,
+    optimizer_bytes_per_second=0.5e9,
     devices_per_node=4,
     link=Link(1e-5, 1e10),
     link_name="wire",
@@ -28,6 +32,11 @@ MACHINE = Hardware(
     collective=Link(2e-5, 1e8),
     error=0.1,
 )
+
+
+def present(link: Link | None) -> Link:
+    assert link is not None
+    return link
 
 
 def numbers(table: dict, path: str = ""):
@@ -58,14 +67,14 @@ def test_units_become_si():
     h200 = load_hardware("h200-nvlink")
     assert (h200.memory_bytes, h200.memory_bytes_per_second) == (141 * 10**9, 4.8e12)
     assert h200.peak_flops == {"float32": 67e12, "bfloat16": 989e12, "float16": 989e12, "float64": 67e12}
-    assert h200.link.latency_seconds == pytest.approx(27e-6)
+    assert present(h200.link).latency_seconds == pytest.approx(27e-6)
     assert h200.error == 0.5
     assert load_hardware("rtx4090-pcie").memory_bytes == 24 * 2**30
 
 
 def test_the_measured_link_reproduces_its_measurements():
     raw = tomllib.loads((cost_model_dir() / "h200-nvlink.toml").read_text())["raw"]["point_to_point"]
-    link = load_hardware("h200-nvlink").link
+    link = present(load_hardware("h200-nvlink").link)
     for num_bytes, seconds in zip(raw["bytes"], raw["seconds"], strict=True):
         assert link.seconds(num_bytes) == pytest.approx(seconds, rel=0.15)
 
@@ -144,10 +153,11 @@ def test_measured_collectives_reproduce_their_measurements(name: str, expected: 
     raw = tomllib.loads((cost_model_dir() / f"{name}.toml").read_text())["raw"]["all_reduce"]
     measured = list(zip(raw["bytes"], raw["seconds"], strict=True))
     machine = load_hardware(name)
-    fitted = machine.collective.bytes_per_second
+    collective = present(machine.collective)
+    fitted = collective.bytes_per_second
 
     def errors(rate: float) -> list[float]:
-        other = replace(machine, collective=replace(machine.collective, bytes_per_second=rate))
+        other = replace(machine, collective=replace(collective, bytes_per_second=rate))
         return [other.collective_seconds("all-reduce", b, raw["ranks"]) / s - 1 for b, s in measured]
 
     best = min((fitted * k / 1000 for k in range(500, 2000)), key=lambda rate: sum(e * e for e in errors(rate)))
@@ -186,6 +196,28 @@ BROKEN = [
         'value = 340, unit = "MB"',
         r"field collective.latency.unit is 'MB'; seconds are written in",
     ),
+    ("[launch]\nplain", "[launch]\nplan", r"field launch.plain is missing"),
+    (
+        "[launch]\nplain = { value = 10",
+        "[launch]\nplain = { value = -1",
+        r"field launch.plain.value is -1; it must be at",
+    ),
+    (
+        'half = { value = 0, unit = "B"',
+        'half = { value = 0, unit = "s"',
+        r"field memory.half.unit is 's'; bytes are written",
+    ),
+    ("[optimizer]", "[optimiser]", r"field optimizer is missing"),
+    ('device_type = "cpu"', 'device_type = "tpu"', r"field device_type is 'tpu'; it is one of cpu, cuda"),
+    (
+        "[efficiency.attention]",
+        "[efficiency.matmul.int8]\n[efficiency.attention]",
+        r"efficiency.matmul.int8 is unknown",
+    ),
+    ("[efficiency.attention]", "[efficiency.conv]\n[efficiency.attention]", r"efficiency.conv is unknown"),
+    ("[raw.all_reduce]", "[collective.all-reduce.one]\n[raw.all_reduce]", r"collective.all-reduce.one is no group"),
+    ("[raw.all_reduce]", "[collective.allreduce.4]\n[raw.all_reduce]", r"field collective.allreduce is unknown"),
+    ("[raw.all_reduce]", "[collective.all-reduce.4]\n[raw.all_reduce]", r"collective.all-reduce.4.latency is missing"),
     ("[launch]", "speed = 3\n[launch]", r"field peak_flops.speed is unknown"),
     ("[efficiency.attention]", "[efficiency.atention]", r"field efficiency.attention is missing"),
     ("[memory]", "[memory", r"is not valid TOML: .* \(at line \d+"),
@@ -200,6 +232,48 @@ def test_a_broken_file_is_told_its_field(tmp_path: Path, old: str, new: str, mes
     with pytest.raises(HardwareError, match=message) as caught:
         load_hardware(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_dtype_outranks_its_kind():
+    machine = replace(
+        MACHINE,
+        peak_flops={"float32": 1e12, "bfloat16": 1e12},
+        dtype_efficiency={("matmul", "bfloat16"): Efficiency(0.25, 0.0)},
+    )
+    assert machine.op_seconds("matmul", 1e9, 0, "bfloat16") == pytest.approx(4e-3 + 1e-6)
+    assert machine.op_seconds("matmul", 1e9, 0, "float32") == MACHINE.op_seconds("matmul", 1e9, 0, "float32")
+
+
+def test_the_way_of_running_decides_the_launch():
+    seconds = {way: MACHINE.running(way).op_seconds("memory", 0, 0, "") for way in get_args(Way)}
+    assert seconds == {"plain": 1e-6, "compiled": 5e-7, "captured": 1e-7}
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), [(2, 1.0), (3, 1.0), (4, 2.0), (7, 2.0)])
+def test_the_nearest_measured_group(ranks: int, seconds: float):
+    groups = {("all-gather", 2): Link(1.0, 1e9), ("all-gather", 4): Link(2.0, 1e9)}
+    machine = replace(MACHINE, devices_per_node=8, group_collective=groups)
+    assert machine.collective_seconds("all-gather", 0, ranks) == seconds
+    assert machine.collective_seconds("all-reduce", 0, ranks) == 2e-5  # no group of it was measured
+    machine = replace(machine, group_collective={("all-gather", 4): Link(2.0, 1e9)})
+    assert machine.collective_seconds("all-gather", 0, 2) == 2.0
+
+
+def test_small_kernels_do_not_stream():
+    machine = replace(MACHINE, memory_half_bytes=10**6)
+    assert machine.op_seconds("memory", 0, 10**6, "") == pytest.approx(2e6 / 0.5e9 + 1e-6)
+    assert machine.traffic_seconds(10**6) == pytest.approx(1e6 / 0.5e9)  # part of something larger
+    assert machine.traffic_seconds(0, 1) == 0.0
+
+
+def test_a_machine_of_one_device_needs_no_link(tmp_path: Path):
+    path = tmp_path / "one.toml"
+    head, rest = CPU.replace("devices_per_node = 64", "devices_per_node = 1").split("[link]")
+    path.write_text(head + rest[rest.index("[raw.all_reduce]") :])
+    machine = load_hardware(path)
+    assert machine.collective_seconds("all-reduce", 8, 1) == 0.0
+    with pytest.raises(HardwareError, match=r"one node of 1 devices and no network"):
+        machine.transfer_seconds(1, 0, 1)
 
 
 def test_a_file_of_the_users_own(tmp_path: Path):

@@ -98,10 +98,12 @@ def test_a_plan_knows_the_nodes(environ: Any) -> None:
     machine, node = this_machine(4, "gloo"), load_hardware("h200-nvlink")
     here = machine.described(node)
     assert (machine.local_devices(4), here.devices_per_node, here.network) == (2, 2, node.network)
+    assert node.link is not None
     assert here.transfer_seconds(0, 0, 1) == node.link.latency_seconds
     cpu = load_hardware("cpu-generic")
     with pytest.warns(UserWarning, match="cpu-generic has no network: links between the 2 nodes are priced like"):
         here = machine.described(cpu)
+    assert cpu.link is not None and cpu.collective is not None
     assert here.transfer_seconds(0, 0, 2) == max(cpu.link.latency_seconds, cpu.collective.latency_seconds)
     assert Machine("gloo", "cpu", 1, None).described(cpu) is cpu
 

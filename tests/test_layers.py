@@ -21,10 +21,10 @@ TOP = 4  # everything else: the API, the command line, and what they are made of
 # Library -> who may import it.
 OWNERS = {
     "torch.fx": {"trace", "codegen"},
-    "torch.distributed": {"bench", "runtime"},
+    "torch.distributed": {"bench", "profiling", "runtime"},
     "pulp": {"solve"},
     "highspy": {"solve"},
-    "time": {"bench", "profile", "runtime"},
+    "time": {"bench", "profile", "profiling", "runtime"},
     "multiprocessing": {"runtime"},
     "subprocess": {"bench", "runtime"},
     "cloudpickle": {"runtime"},

@@ -16,6 +16,7 @@ from pathlib import Path
 from autopar.bench.assignment import Assignment
 from autopar.bench.left import Failure, Left
 
+WORKER = "autopar.bench.worker"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # for the other ranks to say why they failed, once one has
 END_SECONDS = 5.0
@@ -46,15 +47,15 @@ def run_contestant(told: Assignment, world: int, threads: int | None, limit_seco
         port = free_port()
         try:
             for rank in range(world):
-                processes.append(start(folder, rank, world, port, threads))
+                processes.append(start(WORKER, folder, rank, world, port, threads))
             slow = wait(processes, time.monotonic() + limit_seconds)
         finally:
             end(processes)
         return collected(folder, [p.returncode for p in processes], limit_seconds if slow else None)
 
 
-def start(folder: Path, rank: int, world: int, port: int, threads: int | None) -> subprocess.Popen:
-    """One rank, its output in a file."""
+def start(module: str, folder: Path, rank: int, world: int, port: int, threads: int | None) -> subprocess.Popen:
+    """One rank, ``python -m module folder``, its output in a file."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
     environment |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
@@ -64,7 +65,7 @@ def start(folder: Path, rank: int, world: int, port: int, threads: int | None) -
         environment["OMP_NUM_THREADS"] = str(threads)
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "autopar.bench.worker", str(folder)],
+            [sys.executable, "-m", module, str(folder)],
             env=environment,
             stdin=subprocess.PIPE,  # closes with this process, however that ends
             stdout=log,

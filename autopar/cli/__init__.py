@@ -1,4 +1,4 @@
-"""The command line: ``autopar plan | explain | simulate | check | train | export | codegen | bench``."""
+"""The command line: ``autopar plan | explain | simulate | check | train | export | codegen | bench | profile``."""
 
 from autopar.cli.app import app, main
 

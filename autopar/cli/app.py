@@ -19,6 +19,7 @@ from autopar.cli.command import INTERRUPTED, Command, Commands
 from autopar.cli.explain import explain
 from autopar.cli.export import export
 from autopar.cli.plan import plan
+from autopar.cli.profile import profile
 from autopar.cli.simulate import simulate
 from autopar.cli.train import train
 
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (plan, explain, simulate, check, train, export, codegen, bench):
+for command in (plan, explain, simulate, check, train, export, codegen, bench, profile):
     app.command(cls=Command)(command)
 
 

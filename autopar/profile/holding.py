@@ -72,7 +72,7 @@ def weight_bytes(weight: Weight, sharing: Sharing = ALONE) -> int:
 
 def update_seconds(weight: Weight, hardware: Hardware) -> float:
     """Time of one optimizer step on a weight: value, gradient and state are each read and written once."""
-    return hardware.traffic_seconds(2 * (2 * weight.stored_bytes + weight.state_bytes * weight.numel))
+    return hardware.update_seconds(2 * (2 * weight.stored_bytes + weight.state_bytes * weight.numel))
 
 
 def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware: Hardware) -> float:

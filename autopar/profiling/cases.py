@@ -1,0 +1,148 @@
+"""What `autopar profile` measures, as data: sizes from those that only launch to those that fill a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import get_args
+
+from autopar.hardware import COMPUTE_KINDS, CollectiveKind, Way
+from autopar.profiling.points import PointKind
+
+COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+# What --only takes, in the order of measuring.
+KINDS: tuple[PointKind, ...] = (
+    "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES,
+)  # fmt: skip
+KIB, MIB = 2**10, 2**20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Args:
+        what: variant of the kind, such as "forward" or "gelu".
+        sizes: what they mean is said at the tables below.
+    """
+
+    kind: PointKind
+    what: str = ""
+    dtype: str = ""
+    sizes: tuple[int, ...] = ()
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        group = f"{self.ranks} ranks" if self.ranks > 1 else ""
+        return " ".join(t for t in (self.kind, self.what, self.dtype, "x".join(map(str, self.sizes)), group) if t)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes for one type of device.
+
+    Args:
+        dtypes: of attention and convolutions; matmuls have the four of a cost model.
+        slow_dtypes, slow_flops: dtypes in which some devices take minutes for products larger than that.
+        matmul: tokens, features in, features out.
+        attention: batch, heads, tokens, width of a head.
+        convolution: batch, channels in, channels out, image, kernel, stride, groups: 3 × 3 and 1 × 1 as in ResNets, a
+            patch embedding, depthwise.
+        memory: elements.
+        optimizer: parameters, in 16 tensors.
+        message: bytes.
+    """
+
+    dtypes: tuple[str, ...]
+    slow_dtypes: tuple[str, ...]
+    slow_flops: float
+    matmul: tuple[tuple[int, int, int], ...]
+    attention: tuple[tuple[int, int, int, int], ...]
+    convolution: tuple[tuple[int, int, int, int, int, int, int], ...]
+    memory: tuple[int, ...]
+    memory_dtypes: tuple[str, ...]
+    optimizer: tuple[int, ...]
+    message: tuple[int, ...]
+
+
+CPU = Sizes(
+    dtypes=("float32", "bfloat16"),
+    slow_dtypes=("float16", "float64"),
+    slow_flops=3e8,
+    matmul=(
+        (16, 64, 64), (64, 192, 192), (197, 192, 576), (197, 384, 384), (394, 384, 1152), (788, 384, 1536),
+        (788, 768, 768), (1024, 1024, 1024),
+    ),
+    attention=((1, 2, 49, 64), (1, 3, 197, 64), (4, 6, 197, 64), (1, 6, 577, 64), (2, 4, 197, 128), (1, 4, 768, 128)),
+    convolution=(
+        (1, 16, 16, 16, 3, 1, 1), (2, 64, 64, 28, 3, 1, 1), (4, 64, 64, 56, 3, 1, 1), (4, 256, 256, 14, 3, 1, 1),
+        (4, 256, 64, 56, 1, 1, 1), (8, 256, 1024, 14, 1, 1, 1), (4, 3, 384, 224, 16, 16, 1), (4, 96, 96, 28, 7, 1, 96),
+    ),
+    # For tensors of more than 32 MiB the C library maps new memory, at a tenth of the speed.
+    memory=(KIB, 16 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 4 * MIB),
+    memory_dtypes=("float32",),
+    optimizer=(MIB, 4 * MIB, 8 * MIB),
+    message=(KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
+)  # fmt: skip
+CUDA = Sizes(
+    dtypes=("float32", "bfloat16", "float16"),
+    slow_dtypes=("float64",),
+    slow_flops=1e11,
+    matmul=(
+        (64, 256, 256), (197, 384, 1152), (788, 768, 768), (1024, 1024, 1024), (3152, 768, 3072), (6304, 1024, 1024),
+        (12608, 1024, 4096), (25216, 1024, 4096), (8192, 8192, 8192),
+    ),
+    attention=(
+        (2, 3, 197, 64), (8, 12, 197, 64), (64, 16, 197, 64), (32, 12, 577, 64), (16, 16, 1024, 64), (4, 16, 4096, 64),
+        (16, 8, 197, 128), (16, 16, 1024, 128),
+    ),
+    convolution=(
+        (2, 64, 64, 28, 3, 1, 1), (32, 64, 64, 56, 3, 1, 1), (64, 128, 128, 28, 3, 1, 1), (64, 512, 512, 7, 3, 1, 1),
+        (128, 256, 256, 14, 3, 1, 1), (64, 256, 64, 56, 1, 1, 1), (128, 256, 1024, 14, 1, 1, 1),
+        (64, 3, 1024, 224, 16, 16, 1), (64, 96, 96, 56, 7, 1, 96),
+    ),
+    memory=(KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+    memory_dtypes=("float32", "bfloat16"),
+    optimizer=(4 * MIB, 32 * MIB, 256 * MIB),
+    message=(KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB),
+)  # fmt: skip
+SIZES = {"cpu": CPU, "cuda": CUDA}
+ELEMENTWISE = ("add", "gelu", "layer_norm")
+WAYS: tuple[Way, ...] = get_args(Way)
+
+
+def cases(device_type: str, devices: int) -> tuple[Case, ...]:
+    """All that a cost model of so many devices needs, in the order of measuring."""
+    return tuple(sorted(listed(SIZES[device_type], devices), key=lambda case: KINDS.index(case.kind)))
+
+
+def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
+    """The same in no order."""
+    yield Case("capacity")
+    for way in WAYS:
+        yield Case("launch", way)
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        for tokens, read, made in sizes.matmul:
+            if dtype not in sizes.slow_dtypes or 2 * tokens * read * made < sizes.slow_flops:
+                yield Case("matmul", "forward", dtype, (tokens, read, made))
+                yield Case("matmul", "backward", dtype, (tokens, read, made))
+    for dtype in sizes.dtypes:
+        for what in ("forward", "both ways"):
+            yield from (Case("attention", what, dtype, shape) for shape in sizes.attention)
+            yield from (Case("convolution", what, dtype, shape) for shape in sizes.convolution)
+    for dtype in sizes.memory_dtypes:
+        for what in ELEMENTWISE:
+            yield from (Case("memory", what, dtype, (elements,)) for elements in sizes.memory)
+    yield from (Case("optimizer", "", "float32", (numel,)) for numel in sizes.optimizer)
+    if devices > 1:
+        yield from (Case("point-to-point", "", "", (size,), 2) for size in sizes.message)
+    for kind in COLLECTIVES:
+        for ranks in group_sizes(devices):
+            yield from (Case(kind, "", "", (size,), ranks) for size in sizes.message)
+
+
+def group_sizes(devices: int) -> tuple[int, ...]:
+    """Powers of two up to all devices, and all devices."""
+    powers = (2**i for i in range(1, devices.bit_length()))
+    return tuple(sorted({size for size in (*powers, devices) if 2 <= size <= devices}))

@@ -1,0 +1,118 @@
+"""Medians over repeats: of the host's clock on CPU, of CUDA events on a GPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+import numpy as np
+import torch
+
+Run = Callable[[], object]
+SAMPLE_SECONDS = {"cpu": 4e-3, "cuda": 2e-3}  # of one repeat, so that the clock's own steps do not count
+REPEATS, FEW_REPEATS = 9, 5
+LONG_SECONDS = 0.15  # of one repeat: fewer of these
+MOST_INNER = 2000
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median seconds of one run, and what lies between the quartiles, as a share of it."""
+
+    seconds: float
+    spread: float
+
+
+def timing_of(samples: Sequence[float]) -> Timing:
+    """Of the seconds of several repeats."""
+    low, middle, high = np.percentile(samples, [25, 50, 75])
+    return Timing(float(middle), float((high - low) / middle))
+
+
+def once_seconds(run: Run, device: torch.device) -> float:
+    """Time of one run with everything around it, to choose how many make a repeat."""
+    synchronize(device)
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def inner_runs(seconds: float, device: torch.device) -> int:
+    """How many runs make one repeat."""
+    return min(MOST_INNER, max(1, ceil(SAMPLE_SECONDS[device.type] / max(seconds, 1e-9))))
+
+
+def repeats_for(seconds: float) -> int:
+    """How many repeats of this length to take."""
+    return FEW_REPEATS if seconds > LONG_SECONDS else REPEATS
+
+
+def timed(runs: Sequence[Run], device: torch.device, inner: int | None = None) -> Timing:
+    """Time of one of several equal runs on data of their own, launched as any Python launches them.
+
+    Args:
+        inner: runs in a repeat; chosen where not given.
+    """
+    for run in runs:
+        run()
+    seconds = min(once_seconds(runs[0], device) for _ in range(2))
+    inner = inner or inner_runs(seconds, device)
+    samples = [sample(runs, inner, device) for _ in range(repeats_for(seconds * inner))]
+    return timing_of(samples)
+
+
+def sample(runs: Sequence[Run], inner: int, device: torch.device) -> float:
+    """Seconds of one run in a row of ``inner``."""
+    if device.type == "cuda":
+        begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        begun.record()
+        for i in range(inner):
+            runs[i % len(runs)]()
+        ended.record()
+        ended.synchronize()
+        return begun.elapsed_time(ended) / 1e3 / inner
+    start = time.perf_counter()
+    for i in range(inner):
+        runs[i % len(runs)]()
+    return (time.perf_counter() - start) / inner
+
+
+def timed_captured(runs: Sequence[Run], device: torch.device) -> Timing:
+    """The same where a CUDA graph launches them, so that the host's time does not count.
+
+    Kernels choose their algorithms and take workspaces in the warm-up before the capture, on the stream of it.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            for run in runs:
+                run()
+        torch.cuda.synchronize(device)
+        # Rows of them, since a single one is mostly the host's time.
+        inner = max(len(runs), inner_runs(sample(runs, max(3, len(runs)), device), device))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for i in range(inner):
+                runs[i % len(runs)]()
+        for _ in range(3):
+            graph.replay()
+        samples = [sample([graph.replay], 1, device) / inner for _ in range(REPEATS)]
+        torch.cuda.synchronize(device)
+    torch.cuda.current_stream(device).wait_stream(stream)
+    return timing_of(samples)
+
+
+def timed_kernels(runs: Sequence[Run], device: torch.device) -> Timing:
+    """Time of a run in the way in which the fit subtracts what launching takes: captured on a GPU, plain on CPU."""
+    return timed_captured(runs, device) if device.type == "cuda" else timed(runs, device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for a GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,120 @@
+"""The cost-model file: constants with unit, source, date and error, and the points they were fitted from."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+from autopar.cost_file import UNITS
+from autopar.errors import HardwareError
+from autopar.ir.units import plural
+from autopar.profiling.fit import Constant, fit
+from autopar.profiling.points import Point, Setting, point_data, point_from
+
+WRITTEN_IN = {
+    "bytes": "B", "bytes per second": "GB/s", "FLOPs": "MFLOP", "FLOPs per second": "GFLOP/s",
+    "seconds": "us", "share": "1",
+}  # fmt: skip
+DIGITS = 6
+NOTE = """\
+# Measured by `autopar profile`. Every number carries its unit, its source, the date and its fit's error: the 90th
+# percentile of the relative errors of its points, which are below. autopar/profiling/fit.py has the formulas.
+"""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Points with the setting that they were measured in."""
+
+    setting: Setting
+    points: tuple[Point, ...]
+
+
+def cost_model_text(name: str, raw: Raw, constants: Sequence[Constant], day: date) -> str:
+    """The file."""
+    setting = raw.setting
+    alone = setting.devices == 1
+    head = {
+        "name": name, "device": device_text(setting), "device_type": setting.device_type,
+        "link_name": "none" if alone else "NCCL" if setting.device_type == "cuda" else "Gloo",
+        "devices_per_node": 1 if alone else setting.node_devices,
+    }  # fmt: skip
+    lines = [NOTE, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())]
+    table: tuple[str, ...] = ()
+    for constant in sorted(constants, key=lambda c: TABLES.index(c.path[0])):
+        if constant.path[:-1] != table:
+            table = constant.path[:-1]
+            lines += ["", f"[{'.'.join(table)}]"]
+        lines.append(f"{constant.path[-1]} = {entry(constant, setting, day)}")
+    lines += ["", "# What the constants were fitted from: seconds of operations with their FLOPs and bytes.", "[raw]"]
+    lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(setting).items()]
+    lines += ["points = [", *(f"  {inline(point)}," for point in raw.points), "]", ""]
+    return "\n".join(lines)
+
+
+TABLES = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective")
+
+
+def device_text(setting: Setting) -> str:
+    """A device in words; a GPU's name is torch's, by which it is known again."""
+    if setting.device_type == "cuda":
+        return setting.device
+    return f"{plural(setting.threads, 'thread')} of {setting.device}"
+
+
+def entry(constant: Constant, setting: Setting, day: date) -> str:
+    """One number."""
+    unit = WRITTEN_IN[constant.quantity]
+    value = f"{constant.value / UNITS[constant.quantity][unit]:.{DIGITS}g}"
+    source = f"assumption: {constant.assumption}"
+    if not constant.assumption:
+        count = plural(constant.num_points, "point")
+        source = f"measured: {setting.device}, torch {setting.torch}, autopar profile; {count}"
+    said = json.dumps(source, ensure_ascii=False)
+    return f'{{ value = {value}, unit = "{unit}", error = {constant.error:.3g}, date = {day}, source = {said} }}'
+
+
+def value_text(constant: Constant) -> str:
+    """A value as the file has it, shorter."""
+    unit = WRITTEN_IN[constant.quantity]
+    return f"{constant.value / UNITS[constant.quantity][unit]:,.4g} {'' if unit == '1' else unit}".rstrip()
+
+
+def inline(point: Point) -> str:
+    """One point on a line."""
+    return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in point_data(point).items())} }}"
+
+
+def raw_points(path: Path) -> Raw | None:
+    """The points in a cost model; None where it has none by `autopar profile`.
+
+    Raises:
+        HardwareError: the file cannot be read, or its points are none.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8")).get("raw", {})
+        if "points" not in raw:
+            return None
+        points = tuple(map(point_from, raw.pop("points")))
+        return Raw(Setting(**raw), points)
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise HardwareError(
+            f"Cannot read the measurements in {path}: {type(error).__name__}: {error}. Write the file anew with "
+            "`autopar profile`."
+        ) from error
+
+
+def refit(path: Path) -> tuple[Constant, ...]:
+    """The constants that a file's own points give.
+
+    Raises:
+        HardwareError: it has no points.
+    """
+    raw = raw_points(path)
+    if raw is None:
+        raise HardwareError(f"{path} has no points to fit: raw.points is missing. Measure with `autopar profile`.")
+    return fit(raw.points, raw.setting)

@@ -1,0 +1,345 @@
+"""`autopar profile`: fits find the constants that made the points, files refit, runs go on, bad input is refused."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from autopar.cli.app import app
+from autopar.cost_file import UNITS
+from autopar.errors import HardwareError, UsageError, WorkerError
+from autopar.hardware import (
+    CollectiveKind,
+    Efficiency,
+    Hardware,
+    Launch,
+    Link,
+    Way,
+    cost_model_dir,
+    hardware_names,
+    load_hardware,
+)
+from autopar.machine import Machine
+from autopar.options import Options
+from autopar.profiling import (
+    Case,
+    Part,
+    Point,
+    Raw,
+    Setting,
+    cases,
+    cost_model_text,
+    fit,
+    keep,
+    kept_points,
+    measure,
+    raw_points,
+    refit,
+)
+from autopar.profiling.cases import COLLECTIVES, group_sizes
+from autopar.profiling.communicate import parts_of
+from autopar.profiling.kernels import BUILDERS, work_of
+
+SETTING = Setting("NVIDIA Toy", "cuda", "2.15", 0, 4, 8)
+MACHINE = replace(
+    load_hardware("h200-nvlink"),
+    launch=Launch(8e-6, 5e-6, 2e-6),
+    memory_half_bytes=2e5,
+    dtype_efficiency={
+        ("matmul", "bfloat16"): Efficiency(0.7, 3e8),
+        ("attention", "float16"): Efficiency(0.3, 1e8),
+        ("convolution", "float32"): Efficiency(0.4, 2e8),
+    },
+    group_collective={
+        (kind, ranks): Link(1e-5 * ranks, 1e11 * (number + 1))
+        for number, kind in enumerate(COLLECTIVES)
+        for ranks in (2, 4)
+    },
+)
+
+
+def parts(case: Case) -> tuple[Part, ...]:
+    """What the planner counts; of large cases without the memory to run them."""
+    if case.kind in BUILDERS:
+        with torch.device("meta"):
+            return work_of(case, torch.device("meta")).parts
+    return parts_of(case) if case.ranks > 1 else (Part(0.0, 0.0),)
+
+
+def point(case: Case, machine: Hardware, way: Way) -> Point:
+    """What the machine would have measured."""
+    here, own = machine.running(way), parts(case)
+    total = own[0].num_bytes
+    if case.kind == "capacity":
+        seconds = float(machine.memory_bytes)
+    elif case.kind == "launch":
+        seconds = next(machine.launch.seconds(known) for known in get_args(Way) if known == case.what)
+    elif case.kind == "optimizer":
+        seconds = machine.update_seconds(total)
+    elif case.kind == "point-to-point":
+        seconds = machine.transfer_seconds(total, 0, 1)
+    elif case.kind in ("matmul", "attention", "convolution", "memory"):
+        seconds = sum(here.op_seconds(case.kind, p.flops, p.num_bytes, case.dtype) for p in own)
+    else:
+        kind: CollectiveKind = next(k for k in COLLECTIVES if k == case.kind)
+        seconds = machine.collective_seconds(kind, total, case.ranks)
+    return Point(case.kind, case.name, case.dtype, case.ranks, own, seconds, 0.01)
+
+
+@pytest.fixture(scope="module")
+def points() -> tuple[Point, ...]:
+    return tuple(point(case, MACHINE, "captured") for case in cases("cuda", 4))
+
+
+@pytest.fixture(scope="module")
+def made(points: tuple[Point, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("made") / "toy.toml"
+    path.write_text(cost_model_text("toy", Raw(SETTING, points), fit(points, SETTING), date(2026, 11, 22)))
+    return path
+
+
+def test_the_file_prices_as_the_machine_that_was_measured(points: tuple[Point, ...], made: Path) -> None:
+    found = load_hardware(made)
+    assert (found.name, found.device, found.devices_per_node) == ("toy", "NVIDIA Toy", 8)
+    assert found.memory_bytes == pytest.approx(MACHINE.memory_bytes)
+    assert (found.launch.plain, found.launch.compiled) == pytest.approx((8e-6, 5e-6))
+    for case, measured in zip(cases("cuda", 4), points, strict=True):
+        if case.kind != "capacity":
+            assert point(case, found, "captured").value == pytest.approx(measured.value, rel=2e-3), case.name
+
+
+def test_constants_with_a_share_of_two_dtypes_have_an_error(points: tuple[Point, ...]) -> None:
+    errors = {c.path: c.error for c in fit(points, SETTING)}
+    assert errors["efficiency", "matmul", "bfloat16", "half"] < 0.01
+    assert errors["efficiency", "matmul", "half"] > 0.01  # one curve for dtypes that differ
+
+
+def measured_files() -> list[Path]:
+    paths = [cost_model_dir() / f"{name}.toml" for name in hardware_names()]
+    return [path for path in paths if raw_points(path) is not None]
+
+
+def check_refit(path: Path) -> None:
+    data = tomllib.loads(path.read_text())
+    for constant in refit(path):
+        entry = data
+        for key in constant.path:
+            entry = entry[key]
+        value = entry["value"] * UNITS[constant.quantity][entry["unit"]]
+        assert value == pytest.approx(constant.value, rel=1e-4, abs=1e-12), constant.path
+        assert entry["error"] == pytest.approx(constant.error, rel=1e-2), constant.path
+
+
+def test_every_measured_file_refits_to_its_constants(made: Path) -> None:
+    for path in (made, *measured_files()):
+        check_refit(path)
+
+
+def test_a_changed_constant_does_not_refit(made: Path, tmp_path: Path) -> None:
+    path = tmp_path / "changed.toml"
+    path.write_text(made.read_text().replace("plain = { value = 8,", "plain = { value = 9,"))
+    with pytest.raises(AssertionError, match="launch"):
+        check_refit(path)
+
+
+@pytest.mark.parametrize("kind", ["capacity", "launch", "matmul", "attention", "memory", "optimizer", "all-to-all"])
+def test_a_kind_without_points(points: tuple[Point, ...], kind: str) -> None:
+    with pytest.raises(UsageError, match=rf"needs {kind}.*--only {kind}"):
+        fit([p for p in points if p.kind != kind], SETTING)
+
+
+def test_one_device_has_no_links(points: tuple[Point, ...], tmp_path: Path) -> None:
+    setting, path = replace(SETTING, devices=1), tmp_path / "one.toml"
+    alone = tuple(p for p in points if p.ranks == 1)
+    path.write_text(cost_model_text("one", Raw(setting, alone), fit(alone, setting), date(2026, 11, 22)))
+    assert (load_hardware(path).link, load_hardware(path).devices_per_node) == (None, 1)
+
+
+def test_a_way_that_does_not_exist_is_an_assumption(points: tuple[Point, ...]) -> None:
+    own = [p for p in points if not p.name.startswith("launch ca")]
+    (captured,) = [c for c in fit(own, replace(SETTING, device_type="cpu")) if c.path == ("launch", "captured")]
+    assert (captured.value, captured.num_points) == (5e-6, 0)
+    assert captured.assumption.startswith("as compiled")
+
+
+@pytest.mark.parametrize(("devices", "sizes"), [(1, ()), (2, (2,)), (6, (2, 4, 6)), (8, (2, 4, 8))])
+def test_group_sizes(devices: int, sizes: tuple[int, ...]) -> None:
+    assert group_sizes(devices) == sizes
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_names_of_cases_differ(device_type: str) -> None:
+    names = [case.name for case in cases(device_type, 4)]
+    assert len(set(names)) == len(names) > 100
+
+
+SMALL = (
+    Case("capacity"),
+    Case("launch", "plain"),
+    Case("matmul", "backward", "bfloat16", (4, 8, 8)),
+    Case("attention", "both ways", "float32", (1, 2, 8, 8)),
+    Case("convolution", "both ways", "float32", (1, 4, 4, 8, 3, 1, 2)),
+    Case("memory", "layer_norm", "float32", (1024,)),
+    Case("optimizer", "", "float32", (1024,)),
+    Case("point-to-point", "", "", (64,), 2),
+    *(Case(kind, "", "", (64,), 2) for kind in COLLECTIVES),
+)
+
+
+def test_two_processes_measure_every_kind(tmp_path: Path) -> None:
+    setting, seen = Setting("toy", "cpu", "2.15", 1, 2, 2), []
+    measure(setting, SMALL, tmp_path / "m.part", (), lambda done, name: seen.append((done, name)))
+    kept = kept_points(tmp_path / "m.part", setting)
+    assert [p.name for p in kept.points] == [case.name for case in SMALL]
+    assert all(p.value > 0 for p in kept.points)
+    assert seen[-1] == (len(SMALL), "")
+
+
+def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
+    setting, broken = Setting("toy", "cpu", "2.15", 1, 1, 1), Case("matmul", "forward", "float31", (4, 8, 8))
+    with pytest.raises(WorkerError, match=r"Rank 0 failed while measuring .*float31.*m.part"):
+        measure(setting, (broken,), tmp_path / "m.part", (), lambda done, name: None)
+
+
+def test_kept_points(points: tuple[Point, ...], tmp_path: Path) -> None:
+    path = tmp_path / "m.part"
+    assert kept_points(path, SETTING).points == ()
+    keep(path, SETTING, points[:3])
+    assert kept_points(path, SETTING).points == points[:3]
+    text = path.read_text()
+    path.write_text(text[:-9])  # the last line was being written
+    kept = kept_points(path, SETTING)
+    assert kept.points == points[:2]
+    assert "last line was cut off" in kept.note
+    path.write_text(text[:9])
+    assert "first line" in kept_points(path, SETTING).note
+    other = kept_points(path, replace(SETTING, torch="2.16"))
+    assert other.points == ()
+    path.write_text(text)
+    other = kept_points(path, replace(SETTING, torch="2.16"))
+    assert (other.points, "torch 2.15 instead of 2.16" in other.note) == ((), True)
+    for broken in (text.replace('"kind"', '"knd"'), text.replace('"value": ', '"value": -'), "what?\n"):
+        path.write_text(broken)
+        with pytest.raises(UsageError, match=r"Cannot read the points kept in .*m.part.*Remove that file"):
+            kept_points(path, SETTING)
+
+
+@pytest.fixture
+def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """`autopar profile` in a folder of its own, where measuring takes no time; the names that each run measured."""
+    monkeypatch.chdir(tmp_path)
+    runs: list[list[str]] = []
+    machine = replace(load_hardware("cpu-generic"), memory_bytes=2**33)
+
+    def fake(
+        setting: Setting, todo: Sequence[Case], file: Path, known: Sequence[Point], progress: Callable[[int, str], None]
+    ) -> None:
+        runs.append([case.name for case in todo])
+        loose = {"memory gelu float32 1024"} if len(runs) == 1 else set()
+        new = [point(case, machine, "plain") for case in todo]
+        keep(file, setting, [*known, *(replace(p, spread=0.9) if p.name in loose else p for p in new)])
+
+    monkeypatch.setattr("autopar.profiling.measure", fake)
+    return runs
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(
+        app, ["profile", *arguments, "--devices", "2", "--backend", "gloo"], prog_name="autopar"
+    )
+    return result.exit_code, " ".join(result.output.split())
+
+
+def test_the_command(faked: list[list[str]], tmp_path: Path) -> None:
+    code, out = run("-o", "m.toml")
+    assert code == 2
+    assert "1 measurement of " in out
+    assert "memory gelu float32 1024 90%" in out
+    assert not (tmp_path / "m.toml").exists()
+    code, out = run("-o", "m.toml", "--name", "mine")  # only what spread is measured again
+    assert (code, faked[1]) == (0, ["memory gelu float32 1024"])
+    assert "plan with it: autopar plan MODEL --devices 2 --hardware m.toml" in out
+    assert not (tmp_path / "m.toml.part").exists()
+    assert load_hardware("m.toml").name == "mine"
+    check_refit(tmp_path / "m.toml")
+    code, out = run("-o", "m.toml", "--only", "launch,optimizer")
+    assert code == 0
+    assert {name.split()[0] for name in faked[2]} == {"launch", "optimizer"}
+
+
+def test_anyway(faked: list[list[str]], tmp_path: Path) -> None:
+    assert run("--anyway")[0] == 0
+    assert load_hardware("machine.toml").device_type == "cpu"
+    assert len(faked) == 1
+
+
+def test_a_part_of_the_kinds_writes_no_file(faked: list[list[str]], tmp_path: Path) -> None:
+    code, out = run("-o", "m.toml", "--only", "launch")
+    assert (code, (tmp_path / "m.toml").exists()) == (0, False)
+    assert "m.toml needs capacity, matmul, attention" in out
+    assert {name.split()[0] for name in faked[0]} == {"launch"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("-o", "none/m.toml"), "Cannot write to none/m.toml"),
+        (("-o", "m.txt"), "-o m.txt must end in .toml"),
+        (("--only", "matmull"), "Did you mean matmul?"),
+        (("--only", ","), "names no kind"),
+        (("--name", " "), "--name is empty"),
+    ],
+)
+def test_wrong_usage(faked: list[list[str]], arguments: tuple[str, ...], message: str) -> None:
+    code, out = run(*arguments)
+    assert (code, faked) == (2, [])
+    assert message in out
+
+
+def test_a_cost_model_with_broken_points(faked: list[list[str]], tmp_path: Path) -> None:
+    assert run("-o", "m.toml", "--anyway")[0] == 0
+    path = tmp_path / "m.toml"
+    path.write_text(
+        path.read_text().replace("ranks = 2, flops", "rank = 2, flops", 1).replace('"ranks": 2', '"rank": 2', 1)
+    )
+    with pytest.raises(HardwareError, match=r"Cannot read the measurements in .*m.toml: KeyError"):
+        raw_points(path)
+    with pytest.raises(HardwareError, match=r"has no points to fit"):
+        refit(cost_model_dir() / "cpu-generic.toml")
+
+
+@pytest.mark.parametrize(
+    ("options", "device_type", "way"),
+    [
+        (Options(), "cuda", "captured"),
+        (Options(), "cpu", "plain"),
+        (Options(compile=True), "cpu", "compiled"),
+        (Options(cuda_graph=False), "cuda", "compiled"),
+        (Options(cuda_graph=False, compile=False), "cuda", "plain"),
+        (Options(compile=False), "cuda", "captured"),
+    ],
+)
+def test_the_way_that_a_run_will_use(options: Options, device_type: str, way: Way) -> None:
+    assert options.way(device_type) == way
+
+
+@pytest.mark.parametrize(("gpu", "warned"), [("NVIDIA H200", False), ("NVIDIA H100 80GB HBM3", True), ("Toy", True)])
+def test_another_gpu_than_the_cost_models(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, gpu: str, warned: bool
+) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu)
+    hardware = load_hardware("h200-nvlink")
+    if warned:
+        with pytest.warns(UserWarning, match=f"describes NVIDIA H200 SXM5 141GB, and this is {gpu}"):
+            Machine("nccl", "cuda", 1, None).warn_of_other_gpu(hardware)
+    else:
+        Machine("nccl", "cuda", 1, None).warn_of_other_gpu(hardware)
+        assert len(recwarn) == 0
