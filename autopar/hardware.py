@@ -84,8 +84,8 @@ class Hardware:
 
     ``collective`` is what a rank of a collective within one node sends over, and ``group_collective``, by kind and
     ranks, outranks it; between nodes that is ``network``. A machine of one device may have no ``link`` and no
-    ``collective``. ``error`` is the largest relative error among all numbers: the band of every time predicted from
-    them.
+    ``collective``. ``error`` is the band of every time predicted from the numbers, relative: what plans that were run
+    were off at most (``[calibration]``), or else the largest error among all numbers.
     """
 
     name: str
@@ -272,6 +272,7 @@ def read_hardware(file: Table) -> Hardware:
     alone = devices_per_node == 1  # such a machine has nothing to communicate over
     tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
     collective = None if alone and "collective" not in file.data else file.table("collective")
+    found = whole(read_calibration, file.table("calibration")) if "calibration" in file.data else None
     hardware = Hardware(
         name=file.text("name"),
         device=file.text("device"),
@@ -296,7 +297,7 @@ def read_hardware(file: Table) -> Hardware:
             if dtype in table.data
         },
         group_collective=read_groups(collective) if collective is not None else {},
-        error=max(file.errors),  # last: of all numbers read above
+        error=max(file.errors) if found is None else found,  # last: of all numbers read above
     )
     if "raw" in file.data:
         file.table("raw")  # measurements behind the constants: for people and for the test that refits them
@@ -324,6 +325,11 @@ def whole(read: Callable[[Table], Read], table: Table) -> Read:
 def read_efficiency(table: Table) -> Efficiency:
     """The efficiency of one kind, or of one dtype of it."""
     return Efficiency(table.number("asymptote", "share"), table.number("half", "FLOPs", zero=True))
+
+
+def read_calibration(table: Table) -> float:
+    """How far the steps of plans that were run were predicted off, at most."""
+    return table.number("step", "share")
 
 
 def read_link(table: Table) -> Link:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import replace
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from test_bench import FLAGS, request
 from test_cli import invoke
 
 from autopar.bench import Calibration, Point, calibrated
-from autopar.bench.calibration import summary
+from autopar.bench.calibration import band_text, summary
 from autopar.bench.calibration_picture import draw, figure_of, kind_of
 from autopar.bench.left import Failure
 from autopar.bench.processes import Outcome
 from autopar.cli.calibration_table import calibration_parts
 from autopar.errors import UsageError
+from autopar.hardware import cost_model_dir, load_hardware
 from autopar.ir import Mesh
 from autopar.ir.text import rendered
 
@@ -47,6 +49,18 @@ def test_the_table() -> None:
     printed = rendered(calibration_parts(FOUND), 100, color=False)
     assert re.search(r"vit, 8 +90\.0 ms +100\.0 ms +-10\.0 % +240 B +200 B +\+20\.0 %\n  pp 2\n", printed), printed
     assert "worst 50.0 % of 3 plans" in printed
+
+
+def test_the_band_of_a_cost_model_is_the_worst_step(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    told = band_text(FOUND, date(2026, 11, 22))
+    path.write_text((cost_model_dir() / "cpu-generic.toml").read_text() + told)
+    assert load_hardware(path).error == 0.5 and "date = 2026-11-22" in told
+    near = replace(FOUND, points=(point("pp 2", 0.1, 0.1), point("dp 2", 0.107, 0.1)))
+    path.write_text((cost_model_dir() / "cpu-generic.toml").read_text() + band_text(near, date(2026, 11, 22)))
+    assert load_hardware(path).error == pytest.approx(0.07)
+    exact = replace(FOUND, points=(point("pp 2", 0.1, 0.1),))
+    assert "value = 0.001, " in band_text(exact, date(2026, 11, 22))
 
 
 def test_a_later_measurement_replaces_that_of_the_same_plan() -> None:
@@ -92,6 +106,7 @@ def test_plans_are_run_and_files_grow(tmp_path: Path) -> None:
     common = [*FLAGS, "--batch", "8", "--calibrate", "--steps", "2", "--warmup", "1", "-o", str(path)]
     code, out, error = invoke("bench", *common, "--pp", "2")
     assert code == 0 and "of 1 plan" in out, error
+    assert ("[calibration]\nstep = " in out) is (Calibration.load(path).time.worst < 1)
     code, out, error = invoke("bench", *common, "--pp", "1", "--dp", "2", "--png", str(picture))
     assert code == 0 and "of 2 plans" in out and picture.exists(), error
     found = Calibration.load(path)

@@ -276,6 +276,19 @@ def test_a_machine_of_one_device_needs_no_link(tmp_path: Path):
         machine.transfer_seconds(1, 0, 1)
 
 
+def test_a_calibration_outranks_the_errors_of_the_numbers(tmp_path: Path):
+    entry = '{ value = 0.07, unit = "1", error = 0.0, date = 2026-11-20, source = "autopar bench --calibrate" }'
+    path = tmp_path / "mine.toml"
+    path.write_text(f"{CPU}\n[calibration]\nstep = {entry}\n")
+    assert load_hardware("cpu-generic").error == 0.5 and load_hardware(path).error == 0.07
+    path.write_text(f"{CPU}\n[calibration]\nstep = {entry.replace('0.07', '-1')}\n")
+    with pytest.raises(HardwareError, match=r"field calibration\.step\.value is -1; it must be above 0"):
+        load_hardware(path)
+    path.write_text(f"{CPU}\n[calibration]\nstep = {entry}\nstpe = {entry}\n")
+    with pytest.raises(HardwareError, match=r"field calibration\.stpe is unknown\. Did you mean step\?"):
+        load_hardware(path)
+
+
 def test_a_file_of_the_users_own(tmp_path: Path):
     path = tmp_path / "mine.toml"
     path.write_text(CPU.replace('"cpu-generic"', '"mine"').replace("value = 4, ", "value = 8, "))

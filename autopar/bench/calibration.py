@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from statistics import median
 
@@ -20,6 +21,7 @@ from autopar.ir.mesh import STRICT
 from autopar.ir.units import percent, plural
 
 SCHEMA_VERSION = 1
+LEAST_BAND = 0.001  # nothing measured is exact
 
 
 @with_config(STRICT)
@@ -198,6 +200,15 @@ def point_of(plan: Plan, row: Row, seconds: float) -> Point:
         measured_seconds=seconds,
         predicted_bytes=plan.prediction.peak_bytes,
         measured_bytes=row.pipeline.tensor_bytes or row.peak_bytes,
+    )
+
+
+def band_text(calibration: Calibration, day: date) -> str:
+    """What a cost model says to have plans print the largest error of these steps as their band."""
+    plans = plural(len(calibration.points), "plan")
+    return (
+        f'[calibration]\nstep = {{ value = {max(calibration.time.worst, LEAST_BAND):.3g}, unit = "1", error = 0.0, '
+        f'date = {day.isoformat()}, source = "measured: autopar bench --calibrate, worst of {plans}" }}'
     )
 
 

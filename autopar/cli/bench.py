@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import date
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -167,6 +168,7 @@ def bench(
 def run_calibration(request: Request, output: Path | None, png: Path | None) -> None:
     """Show, draw and save how far predictions are off; the file has all plans so far after each."""
     from autopar.bench import Calibration, calibrated
+    from autopar.bench.calibration import band_text
     from autopar.bench.calibration_picture import draw
     from autopar.cli.calibration_table import calibration_parts
     from autopar.cli.output import show, write
@@ -180,6 +182,10 @@ def run_calibration(request: Request, output: Path | None, png: Path | None) -> 
     with ended_by_sigterm():
         result = calibrated(request, lambda text: typer.echo(text, err=True), keep, earlier)
     show(calibration_parts(result))
+    if result.time.worst < 1:
+        typer.echo(
+            f"\nPlans print this band when their cost model, or a copy of it, has\n\n{band_text(result, date.today())}"
+        )
     if png is not None:
         draw(result, png)
 
