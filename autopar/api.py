@@ -247,8 +247,9 @@ def parallelize(
         loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. A
             CUDA graph does not run its Python again: let numbers that change come with the target.
         optimizer: makes an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. It is
-            called on each rank with all parameters of the model, of which it keeps those (or the parts of them) that
-            the rank updates; those that lie elsewhere have shapes and no values. The list also has
+            called where the plan is made, with small parameters of the same names, and on each rank with all
+            parameters of the model, of which it keeps those (or the parts of them) that the rank updates; those that
+            lie elsewhere have shapes and no values. The list also has
             ``named_parameters()`` with the model's own names, to group parameters by name:
             ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers that need a
             parameter whole (LAMB, Muon, …) get whole ones. On CUDA, torch's Adam, AdamW and SGD run their fused kernels

@@ -101,7 +101,7 @@ def memory_table(breakdown: Breakdown) -> Table:
     names = list(memories[0].by_name)
     table = plain_table()
     for title in ("ranks", "stages", "peak memory", "spare", *names):
-        table.add_column(title, justify="right", no_wrap=title == "peak memory")
+        table.add_column(title, justify="right", no_wrap=title == "peak memory", overflow="fold")
     peaks, spare = column([m.peak_bytes for m in memories], BYTES), column([m.spare_bytes for m in memories], BYTES)
     for i, (position, memory) in enumerate(zip(breakdown.positions, memories)):
         parts = [f"{text(n, BYTES)}{' *' if name == memory.largest else '  '}" for name, n in memory.by_name.items()]
