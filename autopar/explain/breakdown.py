@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.explain.memory import PositionMemory, memory_of
-from autopar.ir import Plan, microbatch_sizes
+from autopar.ir import Plan, microbatch_factors
 from autopar.schedule import scheduled_seconds
 from autopar.solve.spent import Spent, mean
 
@@ -31,14 +31,13 @@ class Pipeline:
             pair = (message.src, message.dst)
             transfers.setdefault((min(pair), max(pair)), 0.0)  # a gradient travels back along an edge
             transfers[pair] = transfers.get(pair, 0.0) + message.seconds
-        sizes = microbatch_sizes(plan.batch // plan.mesh.dp, plan.microbatches)
         return Pipeline(
             plan.schedule,
             plan.mesh.pp,
             tuple(s.forward_seconds for s in plan.stages),
             tuple(s.backward_seconds for s in plan.stages),
             transfers,
-            tuple(size / sizes[0] for size in sizes),
+            microbatch_factors(plan.batch // plan.mesh.dp, plan.microbatches),
         )
 
     @property
