@@ -22,6 +22,7 @@ from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight
 from autopar.ir.units import of_type, plural
 from autopar.lowering import lowered, uneven_inputs_explained
 from autopar.machine import Machine, default_hardware_name, this_machine
+from autopar.measuring import decided, timekeeper
 from autopar.model import ParallelModel
 from autopar.options import Options
 from autopar.precision import check_device, mixed_dtype, own_precision
@@ -112,6 +113,10 @@ def make_plan(
         graph = lowered(model, microbatch, "train", name, options.precision)
     if optimizer is not None:
         graph = with_optimizer(graph, optimizer)
+
+    def retrace(size: int) -> Graph:
+        return lowered(model, call.first(size), "train", name, options.precision)
+
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs
@@ -124,7 +129,14 @@ def make_plan(
     constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
     hardware = hardware.running(options.way(hardware.device_type))
     costs = Costs(graph, hardware)
-    found = search(costs, graph, hardware, constraints, info, partial(refine, costs))
+    find = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
+    keeper = timekeeper(options.cost, hardware, devices, options.backend)
+    found = None if keeper is None else decided(costs, find, keeper, retrace)
+    if found is None:
+        costs.unlearn()
+        found = find()
+    else:
+        found = replace(found, hardware=replace(found.hardware, cost="measured"))
     warn_of_microbatches(found, options)
     warn_of_unruled(found, graph)
     return replace(found, precision=options.precision or own_precision(graph)), graph

@@ -61,8 +61,16 @@ class TrainingError(AutoparError):
     exit_code = 1
 
 
+class CacheWarning(UserWarning):
+    """A file of measured times is damaged, and what it held is measured again."""
+
+
 class CaptureWarning(UserWarning):
     """A training step cannot be captured as a CUDA graph, and is run without."""
+
+
+class MeasuringWarning(UserWarning):
+    """Something cannot be measured here, and is priced by the cost model."""
 
 
 class MicrobatchWarning(UserWarning):

@@ -65,14 +65,19 @@ class Machine:
         """Say that a cost model describes another device than the GPU here."""
         if self.device_type == "cpu":
             return
-        here, known = torch.cuda.get_device_name(), hardware.device
-        alike = here in known or any(part in here and part in known for part in DEVICE_COST_MODELS)
-        if not alike:
+        here = torch.cuda.get_device_name()
+        if not describes(hardware, here):
             warnings.warn(
-                f"Cost model {hardware.name} describes {known}, and this is {here}: times and memory are predicted for "
-                "the other. Measure this one with `autopar profile` and pass its file as hardware=.",
+                f"Cost model {hardware.name} describes {hardware.device}, and this is {here}: times and memory "
+                "are predicted for the other. Measure this one with `autopar profile` and pass its file as hardware=.",
                 stacklevel=3,
             )
+
+
+def describes(hardware: Hardware, gpu: str) -> bool:
+    """Whether a cost model is of such a GPU, by its name."""
+    known = hardware.device
+    return gpu in known or any(part in gpu and part in known for part in DEVICE_COST_MODELS)
 
 
 def this_machine(devices: int | None = None, backend: str | None = None) -> Machine:

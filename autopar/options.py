@@ -10,7 +10,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError
 from autopar.hardware import Way
-from autopar.ir import INTERLEAVED, AskedSchedule, Balance, Precision, Recompute
+from autopar.ir import INTERLEAVED, AskedSchedule, Balance, CostSource, Precision, Recompute
 from autopar.runtime import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {
@@ -42,6 +42,10 @@ class Options:
     compute activations again in the backward only where that is what makes a plan fit, or a better one; results are the
     same, so it is the default.
 
+    ``cost``: "measured" times the operations of promising plans on the device at hand, compiled and captured as they
+    will run, and keeps that on disk (`autopar.measuring`); "analytic" prices them by the cost model ``hardware``;
+    "auto" takes measurements where an earlier plan has left all that are asked for, and measures nothing.
+
     ``compile``: have torch.compile make the kernels of each stage, and ``cuda_graph``: replay a whole training step as
     one CUDA graph; both by default where the devices are GPUs. ``transport``: what carries tensors between the GPUs of
     a pipeline or a tensor-parallel group, "symmetric" (each reaches the others' memory), "nccl", or "auto": the first
@@ -62,6 +66,7 @@ class Options:
     precision: Precision | None = None
     recompute: Recompute = "auto"
     hardware: str | None = None
+    cost: CostSource = "auto"
     backend: str | None = None
     compile: bool | None = None
     cuda_graph: bool | None = None
@@ -88,6 +93,7 @@ class Options:
             "schedule": schedules,
             "balance": balances,
             "recompute": ("none", "all", "auto"),
+            "cost": ("analytic", "measured", "auto"),
         }
         for name, known in choices.items():
             if getattr(self, name) not in known:

@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
+from math import log2
 from typing import Any
 
 from autopar.hardware import Hardware
 from autopar.ir import TP, BlockSharding, ChoiceGraph, CostGraph, Graph, Layout
 from autopar.profile import (
+    NO_FACTORS,
+    Factors,
     Facts,
+    Measured,
     Sharing,
     blocks,
     choice_graph,
+    factors_of,
     limits,
     op_facts,
     price,
@@ -40,6 +45,20 @@ class Sharded:
     segments: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Configuration:
+    """What operations are measured in: the ranks of a tensor-parallel axis, samples of a microbatch, and the labels of
+    split operations."""
+
+    tp: int
+    size: int
+    labels: tuple[tuple[str, str], ...] = ()
+
+    def distance(self, other: Configuration) -> tuple[float, float]:
+        """How little a measurement in one says of the other: first the ranks count, then the samples."""
+        return abs(log2(self.tp / other.tp)), abs(log2(self.size / other.size))
+
+
 class Costs:
     """Prices of one traced model on one machine.
 
@@ -49,12 +68,14 @@ class Costs:
 
     def __init__(self, graph: Graph, hardware: Hardware) -> None:
         self.graph, self.hardware = graph, hardware
+        self.factors: dict[Configuration, Factors] = {}
         self.facts = op_facts(graph)
         self.segments = segments(graph, self.facts)
         self.known: dict[tuple, Any] = {}
 
     def floor_seconds(self, tp: int, size: int) -> float:
-        """A lower bound of one microbatch's time on all stages: everything split evenly, collectives free."""
+        """A lower bound of one microbatch's time on all stages: everything split evenly, collectives free. Where
+        operations were measured in another configuration it is an estimate."""
         return sum(group.seconds for group in self.whole(size).groups) / tp
 
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
@@ -88,19 +109,26 @@ class Costs:
 
     def whole(self, size: int) -> CostGraph:
         """The whole model on one device."""
-        key, arguments = ("whole", size), (self.graph, self.facts, self.segments, self.hardware, size)
-        return self.remember(key, priced_with_segments, *arguments)
+        of = self.graph, self.facts, self.segments
+        factors = self.factors_near(Configuration(1, size))
+        return self.remember(("whole", size), priced_with_segments, *of, self.hardware, size, factors=factors)
 
     def local(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
         """What each rank runs of a sharded model, without replicas."""
         sharing, groups = Sharing(tp, storage=sharded.storage), self.whole(size).groups
         key = ("local", id(sharded), size)  # a sharding is kept, and so its identity is its own
         of = sharded.graph, sharded.facts, sharded.segments
-        return self.remember(key, priced_with_segments, *of, self.hardware, size, sharing, groups)
+        factors = self.factors_near(Configuration(tp, size, labels_of(sharded.strategies)))
+        return self.remember(
+            key, priced_with_segments, *of, self.hardware, size, sharing=sharing, groups=groups, factors=factors
+        )
 
     def choices(self, tp: int, size: int) -> ChoiceGraph:
         """All shardings over ``tp`` ranks."""
-        return self.remember(("choices", tp, size), choice_graph, self.graph, self.facts, self.hardware, size, tp)
+        factors = self.factors_near(Configuration(tp, size))
+        return self.remember(
+            ("choices", tp, size), choice_graph, self.graph, self.facts, self.hardware, size, tp, factors
+        )
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
@@ -118,11 +146,41 @@ class Costs:
         own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
         return self.remember(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
 
-    def remember(self, key: tuple, make: Callable[..., Any], *arguments: Any) -> Any:
+    def remember(self, key: tuple, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """What ``make`` returned when it was first called for a key."""
         if key not in self.known:
-            self.known[key] = make(*arguments)
+            self.known[key] = make(*arguments, **named)
         return self.known[key]
+
+    # -- measurements --------------------------------------------------------------------------------------------
+
+    def factors_near(self, wanted: Configuration) -> Factors:
+        """How operations compare with their prices, measured in the configuration or in the one most like it."""
+        near = min(self.factors, key=lambda known: (known != wanted, *wanted.distance(known)), default=None)
+        return self.factors[near] if near is not None else NO_FACTORS
+
+    def measured(self, labels: Mapping[str, str], tp: int) -> Sharded:
+        """The graph whose pieces are timed for a sharding; with one rank that of the model."""
+        if tp == 1:
+            return Sharded({}, {}, self.graph, self.facts, self.segments)
+        return self.remember(("sharded", tp, tuple(labels.items())), apply, self.graph, labels, tp)
+
+    def learn(self, configuration: Configuration, times: Measured) -> None:
+        """Price by a measurement from now on."""
+        tp, size = configuration.tp, configuration.size
+        own = self.measured(dict(configuration.labels), tp)
+        self.factors[configuration] = factors_of(own.graph, own.facts, self.hardware, size, tp, times)
+        self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
+
+    def unlearn(self) -> None:
+        """Price by the cost model alone again."""
+        self.factors.clear()
+        self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
+
+
+def labels_of(strategies: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Strategies as a configuration has them."""
+    return tuple(sorted(strategies.items()))
 
 
 class Solutions:
@@ -148,7 +206,7 @@ def apply(graph: Graph, labels: Mapping[str, str], tp: int) -> Sharded:
 
 
 def priced_with_segments(
-    graph: Graph, facts: Facts, starts: tuple[int, ...], hardware: Hardware, size: int, *shared: Any
+    graph: Graph, facts: Facts, starts: tuple[int, ...], hardware: Hardware, size: int, **named: Any
 ) -> CostGraph:
     """What `price` says of a graph, and what stages that recompute keep."""
-    return segmented(price(graph, facts, hardware, size, *shared), graph, facts, starts, hardware)
+    return segmented(price(graph, facts, hardware, size, **named), graph, facts, starts, hardware)

@@ -1,29 +1,22 @@
-"""A contestant's processes: started as torchrun starts its own, watched, ended."""
+"""A contestant's processes: started, watched, ended."""
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.bench.assignment import Assignment
 from autopar.bench.left import Failure, Left
+from autopar.processes import end, free_port, last_line, start
 
 WORKER = "autopar.bench.worker"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # for the other ranks to say why they failed, once one has
-END_SECONDS = 5.0
-HOST = "127.0.0.1"
 SAY_IT_ALL = ("expressible", "usage")  # kinds of failures whose text is written for users
-# Of a launcher around the bench, or of Slurm's: what each contestant's own launcher sets differs.
-FOREIGN = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 @dataclass(frozen=True)
@@ -54,25 +47,6 @@ def run_contestant(told: Assignment, world: int, threads: int | None, limit_seco
         return collected(folder, [p.returncode for p in processes], limit_seconds if slow else None)
 
 
-def start(module: str, folder: Path, rank: int, world: int, port: int, threads: int | None) -> subprocess.Popen:
-    """One rank, ``python -m module folder``, its output in a file."""
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
-    environment |= {
-        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-        "MASTER_ADDR": HOST, "MASTER_PORT": str(port), "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-    }  # fmt: skip
-    if threads is not None:
-        environment["OMP_NUM_THREADS"] = str(threads)
-    with (folder / f"{rank}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", module, str(folder)],
-            env=environment,
-            stdin=subprocess.PIPE,  # closes with this process, however that ends
-            stdout=log,
-            stderr=subprocess.STDOUT,
-        )
-
-
 def wait(processes: Sequence[subprocess.Popen], deadline: float) -> bool:
     """Wait until all have ended, or a while after one has failed; whether the deadline came first."""
     given_up: float | None = None
@@ -86,21 +60,6 @@ def wait(processes: Sequence[subprocess.Popen], deadline: float) -> bool:
             return True
         time.sleep(POLL_SECONDS)
     return False
-
-
-def end(processes: Sequence[subprocess.Popen]) -> None:
-    """End those that still run."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    for process in processes:
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(END_SECONDS)
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-        if process.stdin is not None:
-            process.stdin.close()
 
 
 def collected(folder: Path, codes: Sequence[int | None], limit_seconds: float | None) -> Outcome:
@@ -133,16 +92,3 @@ def reason(failure: Failure, rank: int, world: int) -> str:
         if failure.kind == "memory"
         else f"{failure.kind}{where}: {failure.text}"
     )
-
-
-def last_line(log: Path) -> str:
-    """The last line that a process printed."""
-    lines = log.read_text(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else "nothing"
-
-
-def free_port() -> int:
-    """A port that nobody listens to now."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return listener.getsockname()[1]

@@ -49,6 +49,14 @@ class PlanFlags:
     hardware: Annotated[
         str | None, Option(help="Cost model to plan with: a name or a TOML file.", metavar="NAME|FILE")
     ] = None
+    cost: Annotated[
+        str | None,
+        Option(
+            help="How operations are priced: measured (timed here, and kept), analytic (by the cost model), or auto "
+            "(default): by what was measured before.",
+            metavar="NAME",
+        ),
+    ] = None
     pp: Annotated[int | None, Option(help="Pipeline stages.", metavar="N")] = None
     tp: Annotated[int | None, Option(help="Ranks that share each operation (tensor parallelism).", metavar="N")] = None
     dp: Annotated[int | None, Option(help="Replicas that share the batch (data parallelism).", metavar="N")] = None

@@ -8,10 +8,19 @@ from itertools import accumulate, groupby
 
 import torch
 
-from autopar.ir import Op, Ref
+from autopar.codegen.segments import Segment, divided
+from autopar.codegen.split import split
+from autopar.ir import Graph, Op, Ref
 from autopar.operators import operator
 
 SMALLEST = 8  # operations of a region between others
+
+
+def regions_of(graph: Graph) -> tuple[Segment, ...]:
+    """The regions of a graph that is a program by itself, as `autopar.codegen.graph_module` compiles them."""
+    (program,) = split(graph, dict.fromkeys((op.name for op in graph.ops), 0), 1)
+    starts = region_starts(program.ops, program.borders)
+    return divided(program.ops, starts, graph.weight, program.results, "region")
 
 
 def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int, ...]:

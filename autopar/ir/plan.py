@@ -28,6 +28,8 @@ AskedSchedule = ScheduleName | Literal["auto"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # what may be asked for; a stage has one of the first two
+PriceSource = Literal["analytic", "measured"]
+CostSource = PriceSource | Literal["auto"]  # what may be asked for
 
 
 @with_config(STRICT)
@@ -181,12 +183,13 @@ class Alternative:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class HardwareInfo:
-    """The machine that the plan was priced for."""
+    """The machine that the plan was priced for, and whether operations were timed."""
 
     name: str
     device: str
     link: str
     memory_bytes: int
+    cost: PriceSource = "analytic"
 
 
 @with_config(STRICT)

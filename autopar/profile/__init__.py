@@ -4,10 +4,10 @@ from autopar.profile.choices import choice_graph, with_replicas
 from autopar.profile.describe import blocks, limits
 from autopar.profile.facts import Facts, OpFacts, op_facts
 from autopar.profile.holding import Sharing
-from autopar.profile.price import price, reweighted
+from autopar.profile.price import NO_FACTORS, Factors, Measured, factors_of, price, reweighted
 from autopar.profile.segments import segmented, segments
 
 __all__ = [
-    "Facts", "OpFacts", "Sharing", "blocks", "choice_graph", "limits", "op_facts", "price",
-    "reweighted", "segmented", "segments", "with_replicas",
+    "NO_FACTORS", "Factors", "Facts", "Measured", "OpFacts", "Sharing", "blocks", "choice_graph", "factors_of",
+    "limits", "op_facts", "price", "reweighted", "segmented", "segments", "with_replicas",
 ]  # fmt: skip

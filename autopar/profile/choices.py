@@ -13,7 +13,7 @@ from autopar.profile.facts import Facts
 from autopar.profile.follow import Interface, Setting, candidates, follow, keeps_state, targets
 from autopar.profile.groups import Members, group_ops
 from autopar.profile.holding import Sharing, held_part
-from autopar.profile.price import LOSS, Pricing, op_costs
+from autopar.profile.price import LOSS, NO_FACTORS, Factors, Pricing, op_costs
 from autopar.profile.rulebook import RuleBook
 from autopar.profile.run_cost import Costing, Owners, owners
 
@@ -29,7 +29,9 @@ class Kind:
     choices: tuple[Choice, ...]
 
 
-def choice_graph(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int) -> ChoiceGraph:
+def choice_graph(
+    graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int, factors: Factors = NO_FACTORS
+) -> ChoiceGraph:
     """The choices of every group of a whole training graph on the ranks of a tensor-parallel axis.
 
     The groups are those of `price`. A choice is a strategy of the group's anchor, which the other operations follow,
@@ -40,6 +42,7 @@ def choice_graph(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ran
         facts: of this graph, from `op_facts`.
         batch: samples per microbatch, of all ranks of the axis together.
         ranks: at least 2.
+        factors: as in `price`; of groups that are alike but for their names, those of the first.
     Raises:
         HardwareError: the machine has no peak for a dtype the model computes in.
     Error: against `price` of the graph that `shard_graph` makes of a choice: see `autopar.profile.run_cost`.
@@ -50,7 +53,7 @@ def choice_graph(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ran
     groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
     divides = batch % ranks == 0 and graph.batch % ranks == 0
     book = RuleBook(graph, facts, ranks)
-    setting = Setting(book, digits(book, divides), divides)
+    setting = Setting(book, digits(book, divides), divides, factors)
     owned = owners(groups, pricing)
     sides = interfaces(groups, graph)
     kinds: dict[tuple, Kind] = {}

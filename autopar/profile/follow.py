@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.ir import REPLICATED, TP, Layout, Op
 from autopar.profile.digits import Digits, allowed, depends_on_batch
 from autopar.profile.groups import Members
+from autopar.profile.price import Factors
 from autopar.profile.rulebook import RuleBook
 from autopar.rules.assign import in_gradient, kept, replicated
 from autopar.rules.rule import Strategy, letter_and_parts
@@ -23,11 +24,12 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Setting:
-    """What following is done by."""
+    """What following is done by, and how operations compare with their prices."""
 
     book: RuleBook
     digits: Digits
     batch_divides: bool
+    factors: Factors = field(default_factory=dict)
 
     def may(self, op: Op, found: Strategy | None) -> bool:
         """Whether an operation may run so, with a label that means the same at another batch size."""

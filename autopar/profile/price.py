@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from types import MappingProxyType
 
 from autopar.hardware import Hardware, Kind
 from autopar.ir import CostGraph, Flow, Graph, Group, Holding, Op, refs
@@ -15,6 +16,20 @@ from autopar.profile.groups import Members, fed_by_inputs, group_ops, regrouped
 from autopar.profile.holding import ALONE, Sharing, held
 
 LOSS = "loss"
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What an operation takes, measured with those that it was compiled with, as a multiple of its price."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+
+UNMEASURED = Factor()
+Factors = Mapping[str, Factor]  # by operation
+NO_FACTORS: Factors = MappingProxyType({})
+Measured = Iterable[tuple[tuple[str, ...], float, float]]
 # A complex product is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
@@ -27,6 +42,14 @@ class OpCost:
     backward_seconds: float
     flops: float
     transient_bytes: int
+
+    def times(self, factor: Factor) -> OpCost:
+        """What a measurement makes of it."""
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds * factor.forward,
+            backward_seconds=self.backward_seconds * factor.backward,
+        )
 
 
 @dataclass(frozen=True)
@@ -65,6 +88,7 @@ def price(
     batch: int,
     sharing: Sharing = ALONE,
     groups: tuple[Group, ...] | None = None,
+    factors: Factors = NO_FACTORS,
 ) -> CostGraph:
     """The cost graph of a traced model, or of what each rank runs of a sharded one, at one microbatch size.
 
@@ -76,6 +100,7 @@ def price(
         batch: samples per microbatch, of all ranks of a tensor-parallel group together.
         sharing: what the ranks that hold the same weights have divided among them.
         groups: of the whole graph, to be kept in the sharded one; found anew where none are given.
+        factors: of operations that were measured. They do not change groups.
     Raises:
         HardwareError: the machine has no peak for a dtype the model computes in.
     Error: ``hardware.error`` for seconds. Saved bytes equal what torch 2.15 saves on CPU to 0.1 % for most timm
@@ -91,6 +116,7 @@ def price(
         members = regrouped(graph, [group for group in groups if group.ops])
     group_of = {op.name: i for i, m in enumerate(members) for op in m.ops}
     own_saved, shared_saved = saved_memory(pricing, group_of)
+    costs = {name: cost.times(factors.get(name, UNMEASURED)) for name, cost in costs.items()}
     priced = [group_of_members(m, [costs[op.name] for op in m.ops], own_saved[i]) for i, m in enumerate(members)]
     sets = (tuple(sorted({group_of[name] for name in names})) for names in graph.together)
     return CostGraph(
@@ -144,7 +170,7 @@ def op_cost(op: Op, pricing: Pricing) -> OpCost:
 
 
 def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: int = 1) -> OpCost:
-    """Seconds of a rank's part of an operation.
+    """Seconds of a rank's part of an operation, by the cost model alone.
 
     Args:
         num_bytes: what a rank has of a value or weight.
@@ -170,6 +196,23 @@ def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts
     forward_set = round(activations + outputs) if facts.moves_data else 0
     working_set = max(forward_set, round(arriving + written) if facts.gradients else 0)
     return OpCost(forward, backward, flops, working_set)
+
+
+def factors_of(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int, measured: Measured) -> Factors:
+    """How the operations of a graph that were measured compare with their prices; collectives stay as they are priced.
+
+    Args:
+        measured: operations that were run together, and their forward and backward seconds.
+    """
+    costs = op_costs(Pricing(graph, facts, hardware, batch, ranks))
+    moved = {op.name for op in graph.ops if is_collective(op)}
+    factors: dict[str, Factor] = {}
+    for names, forward, backward in measured:
+        own = [name for name in names if name not in moved]
+        priced = [sum(costs[n].forward_seconds for n in own), sum(costs[n].backward_seconds for n in own)]
+        found = Factor(*(seconds / price if price else 1.0 for seconds, price in zip((forward, backward), priced)))
+        factors |= dict.fromkeys(own, found)
+    return factors
 
 
 def collective_cost(op: Op, pricing: Pricing) -> OpCost:

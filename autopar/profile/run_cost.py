@@ -18,7 +18,7 @@ from autopar.profile.collectives import step_seconds, total
 from autopar.profile.follow import Interface, Run, Setting
 from autopar.profile.groups import Members
 from autopar.profile.holding import Sharing, held_part
-from autopar.profile.price import OpCost, Pricing, part_cost
+from autopar.profile.price import UNMEASURED, OpCost, Pricing, part_cost
 from autopar.rules.convert import steps
 
 
@@ -139,7 +139,8 @@ class Costing:
     def op_cost(self, op: Op) -> OpCost:
         """Cost of a rank's part of an operation."""
         layouts = self.run.around(op)
-        return part_cost(op, self.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
+        cost = part_cost(op, self.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
+        return cost.times(self.setting.factors.get(op.name, UNMEASURED))
 
     def parts(self, op: Op) -> int:
         """How many ranks divide an operation's work."""

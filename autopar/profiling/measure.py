@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autopar.bench.processes import end, free_port, last_line, start
 from autopar.errors import WorkerError
+from autopar.processes import end, free_port, last_line, start
 from autopar.profiling.assignment import Assignment
 from autopar.profiling.cases import Case
 from autopar.profiling.kept import keep

@@ -1,6 +1,7 @@
 """Chooses mesh, shardings, pipeline cuts and microbatches: integer programs inside a search with bounds."""
 
 from autopar.solve.assemble import Decision
+from autopar.solve.candidates import Candidate
 from autopar.solve.constraints import Constraints
 from autopar.solve.cuts import solve_cuts
 from autopar.solve.joint import Joint, solve_joint
@@ -10,7 +11,7 @@ from autopar.solve.search import Refine, Refined, search
 from autopar.solve.shardings import Shardings, lower_bound_seconds, pareto, solve_shardings
 
 __all__ = [
-    "Assignment", "Constraints", "Costs", "CutProblem", "Cuts", "Decision", "Joint", "JointProblem", "Priced", "Refine",
-    "Refined", "Shardings", "joint_seconds", "lower_bound_seconds", "pareto", "search", "solve_cuts", "solve_joint",
-    "solve_shardings", "stage_loads",
+    "Assignment", "Candidate", "Constraints", "Costs", "CutProblem", "Cuts", "Decision", "Joint", "JointProblem",
+    "Priced", "Refine", "Refined", "Shardings", "joint_seconds", "lower_bound_seconds", "pareto", "search",
+    "solve_cuts", "solve_joint", "solve_shardings", "stage_loads",
 ]  # fmt: skip

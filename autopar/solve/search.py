@@ -3,7 +3,7 @@ integer program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, UsageError
@@ -54,6 +54,8 @@ class Refined:
 
 # What the joint model makes of a decision, where it has an answer.
 Refine = Callable[[Decision], Refined | None]
+# Is told everything that was evaluated, and the decision.
+Listen = Callable[[Sequence[Candidate], Decision], None]
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,7 @@ def search(
     constraints: Constraints,
     model: ModelInfo,
     refine: Refine | None = None,
+    listen: Listen = lambda candidates, decision: None,
 ) -> Plan:
     """The fastest plan found, with the ones it was preferred to.
 
@@ -121,6 +124,7 @@ def search(
     plain = chosen.problem.chunks == 1 and constraints.balance == "time" and not again
     if refine is not None and chosen.problem.tp > 1 and plain:
         decision, solver = refined(setting, decision, solver, refine)
+    listen([c for found in explored.by_mesh.values() for c in found], decision)
     return make_plan(
         setting, decision, solver, alternatives(setting, floors, explored.by_mesh, explored.refused, decision),
         bound_by(setting, decision),

@@ -1,0 +1,6 @@
+"""Operations timed on the device at hand, as they will run: compiled regions and their backwards, kept on disk."""
+
+from autopar.measuring.deciding import decided
+from autopar.measuring.timekeeper import timekeeper
+
+__all__ = ["decided", "timekeeper"]

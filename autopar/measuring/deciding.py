@@ -1,0 +1,74 @@
+"""Plans by measured times: what looks best is measured, until what looks best has been."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from autopar.ir import Graph, Plan
+from autopar.ir.units import plural
+from autopar.measuring.timekeeper import Timekeeper
+from autopar.pricing import Configuration, Costs, apply, labels_of
+from autopar.profile import Measured
+from autopar.solve import Candidate, Decision
+
+# Of other meshes those are measured whose predicted step is at most that many times the best one's: what times an
+# unmeasured configuration borrows from another one is seldom further off.
+CLOSE = 1.1
+MOST_ROUNDS = 30
+
+Retrace = Callable[[int], Graph]
+
+
+def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, retrace: Retrace) -> Plan | None:
+    """The best plan by measured times.
+
+    A configuration that has not been measured is priced with the factors of the measured one that is most like it. The
+    chosen one is measured, then the best of each mesh that comes close, and the search runs again with what that says.
+
+    Args:
+        costs: of the search, with prices of the cost model alone; they keep what is measured.
+        search: as `autopar.solve.search`, of which ``listen`` is open.
+        retrace: the training graph with another number of samples.
+    Returns:
+        None where a measurement is missing and may not be made.
+    Raises:
+        WorkerError: a measurement failed.
+    """
+    heard: list[tuple[Sequence[Candidate], Decision]] = []
+    for _ in range(MOST_ROUNDS):
+        plan = search(listen=lambda candidates, decision: heard.append((candidates, decision)))
+        missing = next((c for c in wanted(*heard.pop()) if c not in costs.factors), None)
+        if missing is None:
+            return plan
+        times = measured(costs, missing, timekeeper, retrace)
+        if times is None:
+            return None
+        costs.learn(missing, times)
+    return plan
+
+
+def wanted(candidates: Sequence[Candidate], decision: Decision) -> Iterator[Configuration]:
+    """What has to be known for a decision: its own configuration, and that of each close mesh's best."""
+    chosen = decision.problem
+    yield Configuration(chosen.tp, decision.size, labels_of(decision.priced.strategies))
+    fitting = [c for c in candidates if c.step is not None]
+    fastest = min((c.seconds for c in fitting), default=0.0)
+    for mesh in dict.fromkeys(c.point.mesh for c in fitting):
+        best = min((c for c in fitting if c.point.mesh == mesh), key=lambda c: c.seconds)
+        if best.seconds <= CLOSE * fastest:
+            yield Configuration(mesh.tp, best.decision.size, labels_of(best.priced.strategies))
+
+
+def measured(costs: Costs, wanted: Configuration, timekeeper: Timekeeper, retrace: Retrace) -> Measured | None:
+    """Operations that were timed together, with their seconds; None where they may not be timed."""
+    labels = dict(wanted.labels)
+    graph = costs.measured(labels, wanted.tp).graph
+
+    def at_size() -> Graph:
+        again = retrace(wanted.size)
+        return again if wanted.tp == 1 else apply(again, labels, wanted.tp).graph
+
+    sharded = f", split over {wanted.tp} ranks" if wanted.tp > 1 else ""
+    what = f"{costs.graph.model} with {plural(wanted.size, 'sample')}{sharded}"
+    found = timekeeper.times(graph, wanted.tp, wanted.size, at_size, what)
+    return None if found is None else [(ops, times.forward_seconds, times.backward_seconds) for ops, times in found]
