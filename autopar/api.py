@@ -22,7 +22,7 @@ from autopar.ir import REPLICATED, TP, Graph, InputInfo, ModelInfo, Plan, Weight
 from autopar.ir.units import of_type, plural
 from autopar.lowering import lowered, uneven_inputs_explained
 from autopar.machine import Machine, default_hardware_name, this_machine
-from autopar.measuring import decided, timekeeper
+from autopar.measuring import decided, timekeeper_for
 from autopar.model import ParallelModel
 from autopar.options import Options
 from autopar.precision import check_device, mixed_dtype, own_precision
@@ -130,13 +130,14 @@ def make_plan(
     hardware = hardware.running(options.way(hardware.device_type))
     costs = Costs(graph, hardware)
     find = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
-    keeper = timekeeper(options.cost, hardware, devices, options.backend)
+    keeper = timekeeper_for(options.cost, hardware, devices, options.backend)
     found = None if keeper is None else decided(costs, find, keeper, retrace)
     if found is None:
         costs.unlearn()
         found = find()
     else:
-        found = replace(found, hardware=replace(found.hardware, cost="measured"))
+        info = replace(found.hardware, cost="measured")
+        found = replace(found, hardware=info, prediction=replace(found.prediction, error=hardware.measured_error))
     warn_of_microbatches(found, options)
     warn_of_unruled(found, graph)
     return replace(found, precision=options.precision or own_precision(graph)), graph

@@ -22,6 +22,7 @@ CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-a
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 Way = Literal["plain", "compiled", "captured"]
 DEVICE_TYPES = ("cpu", "cuda")
+BANDS = ("analytic", "measured")  # of [calibration]: how far the steps of plans that were run were off, at most
 Read = TypeVar("Read")
 
 
@@ -84,8 +85,9 @@ class Hardware:
 
     ``collective`` is what a rank of a collective within one node sends over, and ``group_collective``, by kind and
     ranks, outranks it; between nodes that is ``network``. A machine of one device may have no ``link`` and no
-    ``collective``. ``error`` is the band of every time predicted from the numbers, relative: what plans that were run
-    were off at most (``[calibration]``), or else the largest error among all numbers.
+    ``collective``. ``error`` is the band of every time predicted from the numbers, relative, and ``measured_error``
+    that of plans whose operations were timed: what plans that were run were off at most (``[calibration]``), or else
+    the largest error among all numbers.
     """
 
     name: str
@@ -105,6 +107,7 @@ class Hardware:
     network: Link | None
     collective: Link | None
     error: float
+    measured_error: float
     dtype_efficiency: Mapping[tuple[str, str], Efficiency] = field(default_factory=dict)
     group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
     way: Way = "plain"
@@ -272,7 +275,8 @@ def read_hardware(file: Table) -> Hardware:
     alone = devices_per_node == 1  # such a machine has nothing to communicate over
     tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
     collective = None if alone and "collective" not in file.data else file.table("collective")
-    found = whole(read_calibration, file.table("calibration")) if "calibration" in file.data else None
+    calibration = file.table("calibration") if "calibration" in file.data else None
+    bands = {key: calibration.number(key, "share") for key in BANDS if calibration and key in calibration.data}
     hardware = Hardware(
         name=file.text("name"),
         device=file.text("device"),
@@ -297,7 +301,9 @@ def read_hardware(file: Table) -> Hardware:
             if dtype in table.data
         },
         group_collective=read_groups(collective) if collective is not None else {},
-        error=max(file.errors) if found is None else found,  # last: of all numbers read above
+        # last: of all numbers read above
+        error=bands.get("analytic", worst := max(file.errors)),
+        measured_error=bands.get("measured", worst),
     )
     if "raw" in file.data:
         file.table("raw")  # measurements behind the constants: for people and for the test that refits them
@@ -309,6 +315,7 @@ def read_hardware(file: Table) -> Hardware:
         optimizer,
         *tables.values(),
         *([collective] if collective else ()),
+        *([calibration] if calibration else ()),
         file,
     ):
         table.finish()
@@ -325,11 +332,6 @@ def whole(read: Callable[[Table], Read], table: Table) -> Read:
 def read_efficiency(table: Table) -> Efficiency:
     """The efficiency of one kind, or of one dtype of it."""
     return Efficiency(table.number("asymptote", "share"), table.number("half", "FLOPs", zero=True))
-
-
-def read_calibration(table: Table) -> float:
-    """How far the steps of plans that were run were predicted off, at most."""
-    return table.number("step", "share")
 
 
 def read_link(table: Table) -> Link:

@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from hypothesis import settings
 # As many as a worker process gets on 2 cores: sums are then ordered alike, and numbers agree to the last bit.
 # Parameters whose true gradient is zero (the key bias of attention) would otherwise carry rounding noise through AdamW.
 torch.set_num_threads(1)
+
+# What was measured on this machine before must not decide on plans here; processes that tests start inherit it.
+os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp(prefix="autopar-test-cache-")
 
 # New examples at every run find more; a change is judged by the same ones each time.
 settings.register_profile("CI", derandomize=True)

@@ -25,6 +25,7 @@ MACHINE = Hardware(
     network=None,
     collective=Link(1e-3, 1e6),
     error=0.0,
+    measured_error=0.0,
 )
 
 

@@ -30,7 +30,7 @@ def point(plan: str, predicted: float, measured: float, mesh: Mesh = PAIR) -> Po
     return Point("vit", 8, "fp32", plan, mesh, predicted, measured, (90, 240), (100, 200))
 
 
-FOUND = Calibration("a box", "cpu-generic", "most bytes in tensors", ("autopar bench a",), (
+FOUND = Calibration("a box", "cpu-generic", "analytic", "most bytes in tensors", ("autopar bench a",), (
     point("pp 2", 0.09, 0.1), point("dp 2", 0.11, 0.1, Mesh(1, 1, 2)), point("tp 2", 0.15, 0.1, Mesh(1, 2)),
 ))  # fmt: skip
 
@@ -106,7 +106,7 @@ def test_plans_are_run_and_files_grow(tmp_path: Path) -> None:
     common = [*FLAGS, "--batch", "8", "--calibrate", "--steps", "2", "--warmup", "1", "-o", str(path)]
     code, out, error = invoke("bench", *common, "--pp", "2")
     assert code == 0 and "of 1 plan" in out, error
-    assert ("[calibration]\nstep = " in out) is (Calibration.load(path).time.worst < 1)
+    assert ("[calibration]\nanalytic = " in out) is (Calibration.load(path).time.worst < 1)
     code, out, error = invoke("bench", *common, "--pp", "1", "--dp", "2", "--png", str(picture))
     assert code == 0 and "of 2 plans" in out and picture.exists(), error
     found = Calibration.load(path)

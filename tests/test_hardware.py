@@ -31,6 +31,7 @@ MACHINE = Hardware(
     network=Link(1e-4, 1e9),
     collective=Link(2e-5, 1e8),
     error=0.1,
+    measured_error=0.1,
 )
 
 
@@ -279,13 +280,16 @@ def test_a_machine_of_one_device_needs_no_link(tmp_path: Path):
 def test_a_calibration_outranks_the_errors_of_the_numbers(tmp_path: Path):
     entry = '{ value = 0.07, unit = "1", error = 0.0, date = 2026-11-20, source = "autopar bench --calibrate" }'
     path = tmp_path / "mine.toml"
-    path.write_text(f"{CPU}\n[calibration]\nstep = {entry}\n")
+    path.write_text(f"{CPU}\n[calibration]\nanalytic = {entry}\n")
     assert load_hardware("cpu-generic").error == 0.5 and load_hardware(path).error == 0.07
-    path.write_text(f"{CPU}\n[calibration]\nstep = {entry.replace('0.07', '-1')}\n")
-    with pytest.raises(HardwareError, match=r"field calibration\.step\.value is -1; it must be above 0"):
+    assert load_hardware(path).measured_error == 0.5
+    path.write_text(f"{CPU}\n[calibration]\nmeasured = {entry}\n")
+    assert (load_hardware(path).error, load_hardware(path).measured_error) == (0.5, 0.07)
+    path.write_text(f"{CPU}\n[calibration]\nanalytic = {entry.replace('0.07', '-1')}\n")
+    with pytest.raises(HardwareError, match=r"field calibration\.analytic\.value is -1; it must be above 0"):
         load_hardware(path)
-    path.write_text(f"{CPU}\n[calibration]\nstep = {entry}\nstpe = {entry}\n")
-    with pytest.raises(HardwareError, match=r"field calibration\.stpe is unknown\. Did you mean step\?"):
+    path.write_text(f"{CPU}\n[calibration]\nanalytic = {entry}\nanalitic = {entry}\n")
+    with pytest.raises(HardwareError, match=r"field calibration\.analitic is unknown\. Did you mean analytic\?"):
         load_hardware(path)
 
 

@@ -16,7 +16,7 @@ from autopar.bench.contestants import CONTESTANTS, Variant
 from autopar.bench.result import Row
 from autopar.bench.run import Bench, Request, machine_for, outcome_text, plan_label
 from autopar.errors import InfeasibleError, UsageError
-from autopar.ir import Mesh, Plan
+from autopar.ir import Mesh, Plan, PriceSource
 from autopar.ir.mesh import STRICT
 from autopar.ir.units import percent, plural
 
@@ -71,10 +71,12 @@ class Band:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Calibration:
-    """Plans of one machine under one cost model; ``memory`` says what the measured bytes are."""
+    """Plans of one machine under one cost model, by its formulas or with operations that were timed; ``memory`` says
+    what the measured bytes are."""
 
     machine: str
     hardware: str
+    cost: PriceSource
     memory: str
     commands: tuple[str, ...]
     points: tuple[Point, ...]
@@ -96,6 +98,7 @@ class Calibration:
         """
         for what, own, theirs in (
             ("machine", self.machine, other.machine), ("cost model", self.hardware, other.hardware),
+            ("source of costs", self.cost, other.cost),
         ):  # fmt: skip
             if own != theirs:
                 raise UsageError(
@@ -151,7 +154,8 @@ def calibrated(
         bench = Bench(replace(request, only=("autopar",)), machine, Path(folder), progress, lambda result: None)
         empty = bench.result()
         memory = empty.memory if machine.device_type == "cuda" else "most bytes in tensors"
-        found = Calibration(empty.machine, bench.plan.hardware.name, memory, (request.command,), ())
+        priced = bench.plan.hardware
+        found = Calibration(empty.machine, priced.name, priced.cost, memory, (request.command,), ())
         if earlier is not None:
             found = earlier.joined(found)
         plans = [bench.plan, *other_meshes(bench, progress)]
@@ -163,6 +167,9 @@ def calibrated(
             progress(f"{head}: {outcome_text(row)}")
             if row.median_seconds is None:
                 failures.append(f"{plan_label(plan)}: {row.reason}")
+            elif plan.hardware.cost != found.cost:
+                failures.append(f"{plan_label(plan)}: its operations are not priced as the first plan's were")
+                progress(f"{head}: left out, priced otherwise")
             else:
                 found = found.joined(replace(found, points=(point_of(plan, row, row.median_seconds),)))
                 keep(found)
@@ -206,8 +213,9 @@ def point_of(plan: Plan, row: Row, seconds: float) -> Point:
 def band_text(calibration: Calibration, day: date) -> str:
     """What a cost model says to have plans print the largest error of these steps as their band."""
     plans = plural(len(calibration.points), "plan")
+    worst = max(calibration.time.worst, LEAST_BAND)
     return (
-        f'[calibration]\nstep = {{ value = {max(calibration.time.worst, LEAST_BAND):.3g}, unit = "1", error = 0.0, '
+        f'[calibration]\n{calibration.cost} = {{ value = {worst:.3g}, unit = "1", error = 0.0, '
         f'date = {day.isoformat()}, source = "measured: autopar bench --calibrate, worst of {plans}" }}'
     )
 

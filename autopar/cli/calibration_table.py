@@ -18,7 +18,11 @@ from autopar.ir.units import BYTES, TIME, text
 
 def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
     """Machine and cost model, a line for each plan, the errors of all."""
-    head = (("machine", calibration.machine), ("cost model", calibration.hardware), ("peaks", calibration.memory))
+    head = (
+        ("machine", calibration.machine),
+        ("cost model", f"{calibration.hardware}, {calibration.cost}"),
+        ("peaks", calibration.memory),
+    )
     return [labelled(head), "", points_table(calibration), "", labelled(summary(calibration))]
 
 

@@ -48,7 +48,7 @@ def header(plan: Plan) -> Table:
             (
                 "devices",
                 f"{mesh.devices} × {hardware.device}, {text(hardware.memory_bytes, BYTES)} each, over {hardware.link} "
-                f"(cost model {hardware.name})",
+                f"(cost model {hardware.name}{', operations timed' if hardware.cost == 'measured' else ''})",
             ),
             (
                 "mesh",

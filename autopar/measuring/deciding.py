@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar.ir import Graph, Plan
+from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.units import plural
 from autopar.measuring.timekeeper import Timekeeper
 from autopar.pricing import Configuration, Costs, apply, labels_of
 from autopar.profile import Measured
 from autopar.solve import Candidate, Decision
 
-# Of other meshes those are measured whose predicted step is at most that many times the best one's: what times an
-# unmeasured configuration borrows from another one is seldom further off.
-CLOSE = 1.1
+# What is measured of other meshes, and of each mesh with other microbatches: steps predicted to take at most that many
+# times the best one's. What an unmeasured configuration borrows from another one is seldom further off.
+CLOSE_MESH, CLOSE_SIZE = 1.1, 1.05
 MOST_ROUNDS = 30
 
 Retrace = Callable[[int], Graph]
@@ -27,7 +27,7 @@ def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, r
 
     Args:
         costs: of the search, with prices of the cost model alone; they keep what is measured.
-        search: as `autopar.solve.search`, of which ``listen`` is open.
+        search: as `autopar.solve.search`, of which ``listen`` and ``slack`` are open.
         retrace: the training graph with another number of samples.
     Returns:
         None where a measurement is missing and may not be made.
@@ -36,7 +36,7 @@ def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, r
     """
     heard: list[tuple[Sequence[Candidate], Decision]] = []
     for _ in range(MOST_ROUNDS):
-        plan = search(listen=lambda candidates, decision: heard.append((candidates, decision)))
+        plan = search(listen=lambda candidates, decision: heard.append((candidates, decision)), slack=CLOSE_MESH - 1)
         missing = next((c for c in wanted(*heard.pop()) if c not in costs.factors), None)
         if missing is None:
             return plan
@@ -48,15 +48,16 @@ def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, r
 
 
 def wanted(candidates: Sequence[Candidate], decision: Decision) -> Iterator[Configuration]:
-    """What has to be known for a decision: its own configuration, and that of each close mesh's best."""
-    chosen = decision.problem
-    yield Configuration(chosen.tp, decision.size, labels_of(decision.priced.strategies))
-    fitting = [c for c in candidates if c.step is not None]
-    fastest = min((c.seconds for c in fitting), default=0.0)
-    for mesh in dict.fromkeys(c.point.mesh for c in fitting):
-        best = min((c for c in fitting if c.point.mesh == mesh), key=lambda c: c.seconds)
-        if best.seconds <= CLOSE * fastest:
-            yield Configuration(mesh.tp, best.decision.size, labels_of(best.priced.strategies))
+    """What has to be known for a decision: its own configuration, and what may turn out to be faster."""
+    yield Configuration(decision.problem.tp, decision.size, labels_of(decision.priced.strategies))
+    fitting = sorted((c for c in candidates if c.step is not None), key=lambda c: c.seconds)
+    meshes: set[Mesh] = set()
+    for candidate in fitting:
+        mesh = candidate.point.mesh
+        limit = CLOSE_SIZE if mesh in meshes else CLOSE_MESH
+        if candidate.seconds <= limit * fitting[0].seconds:
+            yield Configuration(mesh.tp, candidate.decision.size, labels_of(candidate.priced.strategies))
+        meshes.add(mesh)
 
 
 def measured(costs: Costs, wanted: Configuration, timekeeper: Timekeeper, retrace: Retrace) -> Measured | None:

@@ -17,7 +17,7 @@ import torch
 from autopar.errors import MeasuringWarning, UsageError, WorkerError
 from autopar.hardware import Hardware
 from autopar.ir import CostSource, Graph, Program
-from autopar.ir.units import plural
+from autopar.ir.units import percent, plural
 from autopar.machine import describes
 from autopar.measuring.cache import TIMES as FROM_JSON
 from autopar.measuring.cache import Cache, Times, cache_folder, digest
@@ -26,6 +26,7 @@ from autopar.measuring.progress import Shown
 from autopar.measuring.setting import Setting, this_setting
 from autopar.measuring.task import PIECES, TIMES, Task
 from autopar.processes import end, free_port, last_line, start
+from autopar.profiling.points import STEADY_SPREAD
 from autopar.runtime import launched
 from autopar.runtime.settings import TorchSettings
 
@@ -73,7 +74,8 @@ class Timekeeper:
             found = self.measured(sized, ranks, size, what)
             for name, piece in zip(named, sized):
                 known[name] = found.get(piece.text)
-                if (times := known[name]) is not None and graph.batch != size:
+                times = known[name]
+                if times is not None and times.spread <= STEADY_SPREAD and graph.batch != size:
                     self.cache.put(name, times)
         return [(piece.ops, times) for piece, name in zip(pieces, named) if (times := known[name]) is not None]
 
@@ -84,11 +86,21 @@ class Timekeeper:
         programs = {p.text: p.program for p in pieces if p.text not in known}
 
         def keep(text: str, times: Times | None) -> None:
-            if times is not None:
-                known[text] = times
+            if times is None:
+                return
+            known[text] = times
+            if times.spread <= STEADY_SPREAD:
                 self.cache.put(names[text], times)
 
         self.run(programs, ranks, keep, what)
+        unsteady = max((known[text].spread for text in programs.keys() & known.keys()), default=0.0)
+        if unsteady > STEADY_SPREAD:
+            warnings.warn(
+                f"Times of {what} lie up to {percent(unsteady, 0)} apart, so something else uses this device. They "
+                "count in this plan and are not kept.",
+                MeasuringWarning,
+                stacklevel=2,
+            )
         if left := len(programs.keys() - known.keys()):
             warnings.warn(
                 f"{plural(left, 'piece')} of {what} need more memory than the device has free: priced by the cost "
@@ -169,7 +181,7 @@ def joined(found: Sequence[Times | None]) -> Times | None:
     return Times(*(fmean(asdict(t)[key] for t in times) for key in asdict(times[0])))
 
 
-def timekeeper(asked: CostSource, hardware: Hardware, devices: int, backend: str | None) -> Timekeeper | None:
+def timekeeper_for(asked: CostSource, hardware: Hardware, devices: int, backend: str | None) -> Timekeeper | None:
     """What prices operations by measurements on the device at hand; None where the cost model prices them.
 
     Args:

@@ -90,11 +90,17 @@ def point_of(decision: Decision) -> Point:
 class Floors:
     """Lower bounds of the step at every point.
 
-    ``proven`` collects what pricing has proven of one microbatch, by tp and its samples: it holds for every mesh.
+    ``proven`` collects what pricing has proven of one microbatch, by tp and its samples: it holds for every mesh. What
+    may be slower than the best step by the share ``slack`` is still of interest.
     """
 
     setting: Setting
     proven: dict[tuple[int, int], float]
+    slack: float = 0.0
+
+    def limit(self, best_seconds: float) -> float:
+        """Steps that are known to take as long need no look."""
+        return (1 + self.slack) * best_seconds
 
     def seconds(self, point: Point) -> float:
         """No plan of the point has a shorter step, as far as is known without pricing it."""

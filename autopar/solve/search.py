@@ -88,6 +88,7 @@ def search(
     model: ModelInfo,
     refine: Refine | None = None,
     listen: Listen = lambda candidates, decision: None,
+    slack: float = 0.0,
 ) -> Plan:
     """The fastest plan found, with the ones it was preferred to.
 
@@ -99,6 +100,8 @@ def search(
     Args:
         costs: prices of one rank under any tp, dp and microbatch.
         graph: the training graph that the costs are of.
+        listen: is told of all candidates that were evaluated, and of the decision.
+        slack: evaluate those too whose bound is above the best step by less than this share.
     Raises:
         UsageError: pins that name nothing or contradict each other or the model; mesh sizes that contradict the
             devices, the batch or what the model can be split into.
@@ -107,7 +110,7 @@ def search(
     """
     setting = Setting(graph, hardware, model, constraints, costs)
     meshes = possible_meshes(constraints, hardware)
-    floors = Floors(setting, {})
+    floors = Floors(setting, {}, slack)
     explored = explore(setting, floors, meshes)
     chosen = fastest_pipeline(setting, floors, explored)
     if chosen is None:
@@ -143,7 +146,7 @@ def explore(setting: Setting, floors: Floors, meshes: Meshes) -> Explored:
     best = float("inf")
     starts = {mesh: min(map(floors.seconds, points_of(setting, mesh))) for mesh in meshes.allowed}
     for mesh in sorted(starts, key=lambda mesh: starts[mesh]):
-        if starts[mesh] >= best and (len(found) > MAX_MESHES or starts[mesh] > FAR * best):
+        if starts[mesh] >= floors.limit(best) and (len(found) > MAX_MESHES or starts[mesh] > FAR * best):
             break
         if problem := nothing_to_split(setting, floors, mesh):
             refused[mesh] = problem
@@ -175,14 +178,14 @@ def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: 
     best = float("inf")
     too_large: dict[tuple[Pipeline, bool], int] = {}
     for point in sorted(points_of(setting, mesh), key=floors.seconds):
-        if floors.seconds(point) >= (min(best, ceiling_seconds) if best < float("inf") else best):
+        if floors.seconds(point) >= floors.limit(min(best, ceiling_seconds) if best < float("inf") else best):
             break
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1. With several stages a rank they
         # may: how many a rank holds depends on how they group.
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z or not point.zero1))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
-        candidate = evaluated(setting, floors, point, best)
+        candidate = evaluated(setting, floors, point, floors.limit(best))
         if candidate is None:
             continue
         found.append(candidate)

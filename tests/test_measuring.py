@@ -1,0 +1,339 @@
+"""Operations timed on the device at hand: pieces of graphs, the cache, and plans that trust what was measured."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+import autopar
+from autopar.batching import as_call
+from autopar.errors import CacheWarning, MeasuringWarning, UsageError, WorkerError
+from autopar.hardware import Link, load_hardware
+from autopar.ir import Graph
+from autopar.lowering import lowered
+from autopar.measuring import timekeeper as making
+from autopar.measuring.cache import Cache, Times
+from autopar.measuring.pieces import pieces_of
+from autopar.measuring.setting import this_setting
+from autopar.measuring.timekeeper import Timekeeper, timekeeper_for
+from autopar.measuring.timing import Running, times_of
+from autopar.pricing import Configuration, Costs, apply
+from autopar.profile import factors_of, op_facts
+
+CPU = load_hardware("cpu-generic")
+ONE = torch.device("cpu")
+
+
+def vit(**kwargs: Any) -> nn.Module:
+    return VisionTransformer(
+        img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=10, **kwargs
+    ).to("meta")  # fmt: skip
+
+
+def images(batch: int) -> torch.Tensor:
+    return torch.empty(batch, 3, 32, 32, device="meta")
+
+
+def traced(batch: int = 4, model: nn.Module | None = None) -> Graph:
+    model = model or vit()
+    return lowered(model, as_call(model, images(batch)), "train", "vit")
+
+
+def plan(**options: Any) -> autopar.Plan:
+    return autopar.plan(vit(), 2, images(16), **options)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOPAR_CACHE", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Instead of processes: a microsecond for each sample and operation; what was timed, in words."""
+    runs: list[str] = []
+
+    def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
+        runs.extend([what] * bool(programs))
+        for text, program in programs.items():
+            seconds = 1e-6 * len(program.ops) * program.batch
+            keep(text, Times(seconds, 2 * seconds, 0.01))
+
+    monkeypatch.setattr(Timekeeper, "run", run)
+    yield runs
+
+
+# -- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_cover_a_graph_and_equal_blocks_are_equal() -> None:
+    graph = traced()
+    pieces = list(pieces_of(graph))
+    assert [name for piece in pieces for name in piece.ops] == [op.name for op in graph.ops]
+    assert len(pieces) == 5 and len({piece.text for piece in pieces}) == 3  # before, blocks, behind
+    assert pieces[1].text == pieces[2].text == pieces[3].text and "blocks" not in pieces[1].text
+
+
+def test_probabilities_and_names_of_random_operations_do_not_make_blocks_differ() -> None:
+    pieces = list(pieces_of(traced(model=vit(drop_path_rate=0.3))))
+    blocks = [piece.text for piece in pieces if any("blocks" in name for name in piece.ops)]
+    assert len(blocks) == 3 and len(set(blocks[1:])) == 1 and blocks[0] != blocks[1]  # the first drops nothing
+
+
+def test_another_batch_or_width_is_another_piece() -> None:
+    texts = {piece.text for piece in pieces_of(traced())}
+    assert texts.isdisjoint(piece.text for piece in pieces_of(traced(8)))
+
+
+# -- timing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_piece_runs_as_on_a_rank_and_adds_to_its_gradients() -> None:
+    piece = next(p for p in pieces_of(traced()) if any("blocks.1" in name for name in p.ops))
+    running = Running(piece.program, compiled=False, device=ONE)
+    running.both()
+    once = {name: view.clone() for name, view in running.gradients.views.items()}
+    running.both()
+    assert len(once) == sum(w.requires_grad for w in piece.program.weights) == 12
+    for name, view in running.gradients.views.items():
+        assert once[name].abs().max() > 0
+        torch.testing.assert_close(view, 2 * once[name], msg=name)
+    running.gradients.close()
+
+
+def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
+    graph = traced()
+    free = replace(CPU, collective=Link(0.0, 1e15))
+    priced = Costs(graph, free).priced(2, 1, False, 4, 1, 0)
+    assert priced is not None
+    split = apply(graph, priced.strategies, 2).graph
+    assert any("autopar." in op.target for op in split.ops)
+    for number, local in ((1, graph), (2, split)):
+        piece = max(pieces_of(local), key=lambda piece: len(piece.ops))
+        found = times_of(piece.program, number, "plain", ONE)
+        assert found.forward_seconds > 0 and found.backward_seconds > 0
+
+
+def test_a_compiled_piece() -> None:
+    found = times_of(next(iter(pieces_of(traced(2)))).program, 1, "compiled", ONE)
+    assert found.forward_seconds > 0
+
+
+def test_factors_make_prices_what_was_measured() -> None:
+    graph = traced()
+    facts = op_facts(graph)
+    measured = [(piece.ops, 0.5, 0.25) for piece in pieces_of(graph)]
+    costs = Costs(graph, CPU)
+    before = costs.whole(4)
+    costs.learn(Configuration(1, 4), measured)
+    after = costs.whole(4)
+    assert [group.ops for group in after.groups] == [group.ops for group in before.groups]
+    assert sum(g.forward_seconds for g in after.groups) == pytest.approx(0.5 * 5)
+    assert sum(g.backward_seconds for g in after.groups) == pytest.approx(0.25 * 5)
+    assert factors_of(graph, facts, CPU, 4, 1, measured).keys() == {op.name for op in graph.ops}
+    costs.unlearn()
+    assert costs.whole(4) == before
+
+
+# -- the cache -------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_measured_is_known_in_its_setting_alone(tmp_path: Path) -> None:
+    setting = this_setting("cpu", "plain", 2)
+    cache = Cache(tmp_path, setting.text)
+    assert cache.is_empty and cache.get("a") is None
+    cache.put("a", Times(1.0, 2.0, 0.1))
+    assert Cache(tmp_path, setting.text).get("a") == Times(1.0, 2.0, 0.1)
+    for other in (replace(setting, torch="1.13"), replace(setting, driver="1"), replace(setting, way="compiled")):
+        assert Cache(tmp_path, other.text).is_empty
+    assert f"device: {setting.device}" in (cache.folder / "setting.txt").read_text()
+
+
+@pytest.mark.parametrize("broken", ["", "{", "[]", '{"forward_seconds": -1.0, "backward_seconds": 0.0, "spread": 0.0}'])
+def test_a_damaged_file_is_said_and_made_anew(tmp_path: Path, broken: str) -> None:
+    cache = Cache(tmp_path, "here")
+    cache.put("a", Times(1.0, 2.0, 0.1))
+    cache.path("a").write_text(broken)
+    with pytest.warns(CacheWarning, match=r"a\.json holds no measured times .* it is removed, and measured again"):
+        assert cache.get("a") is None
+    assert not cache.path("a").exists()
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    (tmp_path / "times").write_text("in the way")
+    with pytest.raises(UsageError, match=r"Cannot keep measured times in .*Set AUTOPAR_CACHE .* or plan with cost="):
+        Cache(tmp_path, "here").put("a", Times(1.0, 2.0, 0.1))
+
+
+def write_for_ever(folder: str, seconds: float) -> None:
+    cache = Cache(Path(folder), "here")
+    while True:
+        cache.put("a", Times(seconds, seconds, 0.0))
+
+
+def test_writers_that_are_killed_leave_a_whole_file(tmp_path: Path) -> None:
+    cache = Cache(tmp_path, "here")
+    cache.put("a", Times(1.0, 1.0, 0.0))
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=write_for_ever, args=(str(tmp_path), float(k + 1))) for k in range(3)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        for _ in range(20):
+            found = cache.get("a")
+            assert found is not None and found.forward_seconds in (1.0, 2.0, 3.0)
+        assert writer.pid is not None
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.join()
+    found = cache.get("a")
+    assert found is not None and found.forward_seconds in (1.0, 2.0, 3.0)
+
+
+# -- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_measured_plan_predicts_what_was_measured(timed: list[str]) -> None:
+    found = plan(cost="measured", dp=2, microbatches=1)
+    assert found.hardware.cost == "measured" and "operations timed" in " ".join(str(found).split())
+    seconds = 3e-6 * 8 * len(traced().ops)
+    stage = found.stages[0]
+    assert stage.forward_seconds + stage.backward_seconds == pytest.approx(seconds)
+    assert timed == ["VisionTransformer with 8 samples"]
+
+
+def test_a_second_plan_measures_nothing_and_auto_takes_what_there_is(timed: list[str]) -> None:
+    assert plan(dp=2).hardware.cost == "analytic"
+    first = plan(cost="measured", dp=2)
+    count = len(timed)
+    for cost in ("measured", "auto"):
+        again = plan(cost=cost, dp=2)
+        assert again == replace(first, solver=again.solver)  # but for how long it took
+    assert len(timed) == count
+    assert plan(cost="analytic", dp=2).hardware.cost == "analytic"
+    other = plan(cost="auto", tp=2)  # of which nothing is known
+    assert other.hardware.cost == "analytic" and other.prediction == plan(cost="analytic", tp=2).prediction
+
+
+def test_measurements_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large microbatches are made slow: the plan then has smaller ones, of which it is known how fast they are."""
+
+    def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
+        for text, program in programs.items():
+            keep(text, Times(1e-3 * program.batch**2, 1e-3 * program.batch**2, 0.0))
+
+    monkeypatch.setattr(Timekeeper, "run", run)
+    found = {cost: autopar.plan(vit(), 2, images(1024), dp=2, cost=cost) for cost in ("analytic", "measured")}
+    sizes = {cost: found[cost].microbatch_size for cost in found}
+    assert sizes["measured"] < sizes["analytic"]
+    seconds = found["measured"].stages[0].forward_seconds
+    assert seconds == pytest.approx(5e-3 * sizes["measured"] ** 2)
+
+
+def test_a_damaged_cache_is_measured_again(timed: list[str], folder: Path) -> None:
+    plan(cost="measured", dp=2, microbatches=1)
+    for path in (folder / "times").rglob("*.json"):
+        path.write_text("torn")
+    with pytest.warns(CacheWarning):
+        assert plan(cost="measured", dp=2, microbatches=1).hardware.cost == "measured"
+    assert len(timed) == 2
+
+
+def test_unsteady_times_are_said_and_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
+        for text in programs:
+            keep(text, Times(1e-3, 1e-3, 0.9))
+
+    monkeypatch.setattr(Timekeeper, "run", run)
+    with pytest.warns(MeasuringWarning, match="lie up to 90 % apart.* are not kept"):
+        plan(cost="measured", dp=2, microbatches=1)
+    assert not list(folder.rglob("*.json"))
+
+
+def test_what_finds_no_room_is_priced_by_the_cost_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
+        for text in programs:
+            keep(text, None)
+
+    monkeypatch.setattr(Timekeeper, "run", run)
+    with pytest.warns(MeasuringWarning, match="3 pieces of .* need more memory than the device has free"):
+        found = plan(cost="measured", dp=2, microbatches=1)
+    analytic = plan(cost="analytic", dp=2, microbatches=1)
+    assert found.prediction.step_seconds == pytest.approx(analytic.prediction.step_seconds)
+
+
+def test_a_real_measurement_and_its_reuse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With processes: as many as devices, and none where everything is known."""
+    monkeypatch.setattr(making, "STEADY_SPREAD", 99.0)  # while other tests use the processors
+    first = plan(cost="measured", dp=2, microbatches=2)
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
+    assert first.hardware.cost == "measured" and len(files) >= 3
+    again = plan(cost="auto", dp=2, microbatches=2)
+    assert again.prediction == first.prediction
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")} == files
+
+
+def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(making, "WORKER", "autopar.measuring.no_such_worker")
+    with pytest.raises(
+        WorkerError, match=r"The process that times VisionTransformer .* ended; it said last: .*no_such"
+    ):
+        plan(cost="measured", dp=2, microbatches=1)
+
+
+def test_killed_while_measuring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command is killed: its worker goes, and the next plan starts from what is whole."""
+    script = (
+        "import autopar, torch, autopar.measuring.timekeeper as keeping\nkeeping.STEADY_SPREAD = 99\n"
+        "from timm.models.vision_transformer import VisionTransformer as V\n"
+        "autopar.plan(V(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=10).to('meta'), 2,"
+        " torch.empty(16, 3, 32, 32, device='meta'), dp=2, microbatches=1, cost='measured')"
+    )
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | paths)
+    deadline = time.monotonic() + 120
+    while not list(folder.rglob("*.json")) and time.monotonic() < deadline:
+        assert process.poll() is None, "it ended before anything was measured"
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    kept = set(folder.rglob("*.json"))
+    assert kept
+    monkeypatch.setattr(making, "STEADY_SPREAD", 99.0)
+    assert plan(cost="measured", dp=2, microbatches=1).hardware.cost == "measured"
+    assert kept <= set(folder.rglob("*.json"))
+
+
+# -- wrong requests --------------------------------------------------------------------------------------------------
+
+
+def test_an_unknown_source_of_costs() -> None:
+    with pytest.raises(UsageError, match=r"cost='messured' is unknown\. It is one of analytic, measured, auto"):
+        plan(cost="messured")
+
+
+def test_a_device_that_is_not_here() -> None:
+    with pytest.raises(UsageError, match=r"cost model h200-nvlink is of NVIDIA H200.* and there is no GPU here"):
+        plan(cost="measured", hardware="h200-nvlink")
+    assert plan(cost="auto", hardware="h200-nvlink").hardware.cost == "analytic"
+
+
+def test_ranks_of_a_launcher_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, number)
+    with pytest.raises(UsageError, match=r"torchrun's processes would each measure.*--cost measured -o plan\.json"):
+        timekeeper_for("measured", CPU, 2, None)
+    assert timekeeper_for("auto", CPU, 2, None) is None
