@@ -66,7 +66,7 @@ def test_kinds_of_convolutions(target: str, weight: tuple[int, ...], groups: int
     machine = replace(
         MACHINE,
         memory_bytes_per_second=1e15,
-        efficiency=MACHINE.efficiency | {"convolution": free, "depthwise": Efficiency(1.0, 0.0, backward=free)},
+        efficiency={**MACHINE.efficiency, "convolution": free, "depthwise": Efficiency(1.0, 0.0, backward=free)},
     )
     settings = ((1, 1), (1, 1), (0, 0), groups) if "transpose" in target else ((1, 1), (1, 1), (1, 1), groups)
     shape = (2, weight[0] if "transpose" not in target else groups * weight[1], 6, 6)
