@@ -21,7 +21,8 @@ UNITS: Mapping[str, Mapping[str, float]] = {
     "FLOPs": {f"{p}FLOP": f for p, f in DECIMAL.items()},
     "FLOPs per second": {f"{p}FLOP/s": f for p, f in DECIMAL.items()},
     "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9},
-    "share": {"1": 1.0, "%": 1e-2},
+    "share": {"1": 1.0, "%": 1e-2},  # at most 1
+    "ratio": {"1": 1.0, "%": 1e-2},
 }
 
 

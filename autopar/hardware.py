@@ -6,6 +6,7 @@ Imports the standard library only, so that a cost model can be read where torch 
 from __future__ import annotations
 
 import difflib
+import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,8 +17,8 @@ from typing import Literal, TypeVar, get_args
 from autopar.cost_file import Table
 from autopar.errors import HardwareError
 
-Kind = Literal["matmul", "attention", "convolution", "memory"]
-COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution")
+Kind = Literal["matmul", "attention", "convolution", "depthwise", "memory"]
+COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution", "depthwise")
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 Way = Literal["plain", "compiled", "captured"]
@@ -49,14 +50,21 @@ def ring_share(kind: CollectiveKind, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """Share of the peak that a kernel reaches: ``asymptote`` when large, half of it at ``half_flops``."""
+    """How fast kernels of one kind compute: ``asymptote`` of the peak when large, half of that at ``half_flops``.
+
+    The peak of a dtype is that of its matmuls. A kind that computes on other units is above 1, as convolutions in
+    float32 are that use TF32. ``bytes_per_second`` says what their memory traffic adds where arithmetic does not hide
+    it; by default it hides all. ``backward`` outranks all this for backwards.
+    """
 
     asymptote: float
     half_flops: float
+    bytes_per_second: float = math.inf
+    backward: Efficiency | None = None
 
-    def at(self, flops: float) -> float:
-        """Share of the peak at a kernel size of ``flops`` > 0."""
-        return self.asymptote * flops / (flops + self.half_flops)
+    def seconds(self, flops: float, num_bytes: float, peak: float) -> float:
+        """Time of a kernel's arithmetic, at a peak in FLOPs per second, and of the traffic that it does not hide."""
+        return (flops + self.half_flops) / (peak * self.asymptote) + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
@@ -81,7 +89,7 @@ class Hardware:
     """A machine as the planner sees it, in SI base units, running programs in one ``way``.
 
     A kernel that moves n bytes reaches n / (n + ``memory_half_bytes``) of the memory's bandwidth times
-    ``memory_efficiency``. ``dtype_efficiency`` outranks ``efficiency``, which holds for the other dtypes.
+    ``memory_efficiency``. ``dtype_efficiency`` outranks ``efficiency``, which holds for the other dtypes, if any.
 
     ``collective`` is what a rank of a collective within one node sends over, and ``group_collective``, by kind and
     ranks, outranks it; between nodes that is ``network``. A machine of one device may have no ``link`` and no
@@ -121,7 +129,7 @@ class Hardware:
         """Of an operation beyond its work."""
         return self.launch.seconds(self.way)
 
-    def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str) -> float:
+    def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
         """Time of one operation on one device: its arithmetic or its memory traffic, whichever takes longer, + launch.
 
         Args:
@@ -129,6 +137,7 @@ class Hardware:
             flops: multiplications and additions counted separately.
             num_bytes: read and written.
             dtype: of the operands, such as "float32".
+            backward: whether gradients are computed.
         Raises:
             HardwareError: the machine's file has no peak for ``dtype``.
         Error: `error`, relative.
@@ -142,8 +151,9 @@ class Hardware:
                 f"Cost model {self.name} has no peak FLOP/s for {dtype}, which a {kind} of {flops:.3g} FLOPs uses; "
                 f"it has {', '.join(self.peak_flops)}. Run the model in one of these."
             )
-        efficiency = self.dtype_efficiency.get((kind, dtype), self.efficiency[kind])
-        return max(flops / (self.peak_flops[dtype] * efficiency.at(flops)), traffic) + self.launch_seconds
+        found = self.dtype_efficiency.get((kind, dtype)) or self.efficiency[kind]
+        efficiency = found.backward if backward and found.backward is not None else found
+        return max(efficiency.seconds(flops, num_bytes, self.peak_flops[dtype]), traffic) + self.launch_seconds
 
     def collective_seconds(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Time of one collective over a group of ranks at equal distances.
@@ -154,7 +164,7 @@ class Hardware:
             stride: from one rank of the group to the next.
         Raises:
             HardwareError: the group crosses nodes and the machine's file has no network.
-        Error: `error`, relative; on h200-nvlink 17 % at 1 MiB and 7 % from 8 to 256 MiB, four ranks.
+        Error: `error`, relative.
         Source: latency + traffic / bandwidth of a ring with one message's latency in all, as NVLink was measured.
         """
         if ranks == 1:
@@ -285,7 +295,11 @@ def read_hardware(file: Table) -> Hardware:
         peak_flops={dtype: peaks.number(dtype, "FLOPs per second") for dtype in DTYPES},
         memory_bytes_per_second=memory.number("bandwidth", "bytes per second"),
         launch=Launch(*(launch.number(way, "seconds", zero=True) for way in get_args(Way))),
-        efficiency={kind: read_efficiency(table) for kind, table in tables.items()},
+        efficiency={
+            kind: read_efficiency(table)
+            for kind, table in tables.items()
+            if "asymptote" in table.data or any(dtype not in table.data for dtype in DTYPES)
+        },
         memory_efficiency=memory.number("efficiency", "share"),
         memory_half_bytes=memory.number("half", "bytes", zero=True),
         optimizer_bytes_per_second=optimizer.number("bandwidth", "bytes per second"),
@@ -330,8 +344,17 @@ def whole(read: Callable[[Table], Read], table: Table) -> Read:
 
 
 def read_efficiency(table: Table) -> Efficiency:
-    """The efficiency of one kind, or of one dtype of it."""
-    return Efficiency(table.number("asymptote", "share"), table.number("half", "FLOPs", zero=True))
+    """The efficiency of one kind, or of one dtype of it, with that of its backward where it has one of its own."""
+    forward = read_curve(table)
+    if "backward" not in table.data:
+        return forward
+    return replace(forward, backward=whole(read_curve, table.table("backward")))
+
+
+def read_curve(table: Table) -> Efficiency:
+    """The same of one direction."""
+    added = table.number("bandwidth", "bytes per second") if "bandwidth" in table.data else math.inf
+    return Efficiency(table.number("asymptote", "ratio"), table.number("half", "FLOPs", zero=True), added)
 
 
 def read_link(table: Table) -> Link:

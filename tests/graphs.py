@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from autopar.hardware import Efficiency, Hardware, Launch, Link
+from autopar.hardware import COMPUTE_KINDS, Efficiency, Hardware, Launch, Link
 from autopar.ir import Graph, Op, Ref, Value, Weight
 
 MACHINE = Hardware(
@@ -15,7 +15,7 @@ MACHINE = Hardware(
     peak_flops={"float32": 1e6},
     memory_bytes_per_second=1e9,
     launch=Launch(0.0, 0.0, 0.0),
-    efficiency={kind: Efficiency(1.0, 0.0) for kind in ("matmul", "attention", "convolution")},
+    efficiency={kind: Efficiency(1.0, 0.0) for kind in COMPUTE_KINDS},
     memory_efficiency=1.0,
     memory_half_bytes=0.0,
     optimizer_bytes_per_second=1e9,

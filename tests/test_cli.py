@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer.core
+import typer.main
 from typer.testing import CliRunner
 
 import autopar
@@ -551,6 +553,18 @@ def test_debug_shows_the_traceback_wherever_it_stands():
         code, _, error = invoke(*args)
         assert code == 2
         assert "Traceback" in error and "error: timm has no model named 'nothing'" in error
+
+
+def test_names_of_options_are_in_lower_case():
+    """typer 0.27 makes ``--NAME`` of an option that does not say its name and has a metavar NAME."""
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    commands = [group, *group.commands.values()]
+    names = [
+        name for command in commands for option in command.params for name in (*option.opts, *option.secondary_opts)
+    ]
+    assert len(commands) == 10 and {"--name", "--devices", "-o"} <= set(names)
+    assert [name for name in names if name != name.lower()] == []
 
 
 def test_help_imports_no_torch():

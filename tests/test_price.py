@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import HardwareError
-from autopar.hardware import Hardware, Link
+from autopar.hardware import Efficiency, Hardware, Launch, Link
 from autopar.ir import Graph, LocalDevice, Op, broadcast_layout, split_layout
 from autopar.profile import Sharing, op_facts, price, reweighted
 
@@ -42,6 +42,42 @@ def test_seconds_are_the_larger_of_arithmetic_and_traffic():
     # bytes of x and y; in the backward gradients of y, w and b
     assert first.transient_bytes == 64 + 128 + 32
     assert loss.seconds == 0
+
+
+def test_a_backward_launches_a_kernel_for_each_gradient():
+    slow = replace(MACHINE, launch=Launch(1.0, 1.0, 1.0))
+    launches = {g.name: (round(g.forward_seconds), round(g.backward_seconds)) for g in priced(MLP, machine=slow).groups}
+    assert launches == {"fc1": (1, 1), "act": (1, 1), "fc2": (1, 2), "loss": (0, 0)}  # x has no gradient
+
+
+@pytest.mark.parametrize(
+    ("target", "weight", "groups", "kind"),
+    [
+        ("aten.conv2d.default", (4, 1, 3, 3), 4, "depthwise"),
+        ("aten.conv2d.default", (8, 1, 3, 3), 4, "depthwise"),
+        ("aten.conv2d.default", (4, 2, 3, 3), 2, "convolution"),
+        ("aten.conv2d.default", (4, 4, 3, 3), 1, "convolution"),
+        ("aten.conv_transpose2d.input", (4, 1, 3, 3), 4, "depthwise"),
+    ],
+)
+def test_kinds_of_convolutions(target: str, weight: tuple[int, ...], groups: int, kind: str):
+    """A machine on which all but depthwise convolutions are nearly free, and with a backward of its own."""
+    free = Efficiency(1e9, 0.0)
+    machine = replace(
+        MACHINE,
+        memory_bytes_per_second=1e15,
+        efficiency={**MACHINE.efficiency, "convolution": free, "depthwise": Efficiency(1.0, 0.0, backward=free)},
+    )
+    settings = ((1, 1), (1, 1), (0, 0), groups) if "transpose" in target else ((1, 1), (1, 1), (1, 1), groups)
+    shape = (2, weight[0] if "transpose" not in target else groups * weight[1], 6, 6)
+    model = graph(
+        (value("image", 2, 4, 6, 6),),
+        (parameter("w", *weight),),
+        op(target, ("%image", "%w", None, *settings), value("out", *shape)),
+    )
+    group = priced(model, machine=machine).groups[0]
+    assert group.flops > 0 and (group.forward_seconds > group.flops * 0.5e-6) == (kind == "depthwise")
+    assert group.backward_seconds < group.flops * 1e-9
 
 
 def test_activations_scale_with_the_batch_and_weights_do_not():

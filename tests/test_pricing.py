@@ -49,7 +49,7 @@ def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
     found = costs.priced(tp, 1, False, size, 1, 0)
     assert found is not None
     assert found.seconds <= sum(group.seconds for group in megatron.groups) * (1 + 1e-6)
-    assert found.bound_seconds <= found.seconds
+    assert found.bound_seconds <= found.seconds * (1 + 1e-9)
 
 
 def plan(tp: int, size: int) -> Plan:
@@ -124,12 +124,12 @@ def test_a_plan_says_what_its_stages_hold_and_send(asked: dict[str, Any]) -> Non
         assert kept > 0 and sum(m.microbatch_bytes for m in own if m is not None) > 0
         if plan.chunks == 1:
             assert kept == min(pp - position, plan.microbatches) * sum(m.microbatch_bytes for m in own if m is not None)
-    assert {(m.src, m.dst) for m in plan.messages} == {
-        pair for s in range(len(held) - 1) for pair in ((s, s + 1), (s + 1, s))
-    }
-    for message in plan.messages:
-        sender = plan.stages[message.src]
-        assert message.seconds > 0 and (message.dst < message.src or message.num_bytes == sender.send_bytes)
+    pairs = {(m.src, m.dst) for m in plan.messages}
+    assert pairs >= {pair for s in range(len(held) - 1) for pair in ((s, s + 1), (s + 1, s))}
+    assert pairs == {(b, a) for a, b in pairs}  # a cut inside a block also sends what is added to its result
+    assert all((m.seconds > 0) == ((m.dst - m.src) % pp > 0) for m in plan.messages)  # a rank reaches itself at once
+    sent = [sum(m.num_bytes for m in plan.messages if m.src == s < m.dst and m.seconds) for s in range(len(held))]
+    assert sent == [stage.send_bytes for stage in plan.stages]
     shares = [s.collective_seconds / (s.forward_seconds + s.backward_seconds) for s in plan.stages]
     assert all(0 < share < 0.5 for share in shares) if plan.mesh.tp > 1 else shares == [0.0] * len(shares)
     assert max(s.optimizer_seconds for s in plan.stages) <= plan.prediction.optimizer_seconds

@@ -17,6 +17,7 @@ from autopar.cli.app import app
 from autopar.cost_file import UNITS
 from autopar.errors import HardwareError, UsageError, WorkerError
 from autopar.hardware import (
+    COMPUTE_KINDS,
     CollectiveKind,
     Efficiency,
     Hardware,
@@ -51,12 +52,21 @@ from autopar.profiling.kernels import BUILDERS, work_of
 SETTING = Setting("NVIDIA Toy", "cuda", "2.15", 0, 4, 8)
 MACHINE = replace(
     load_hardware("h200-nvlink"),
+    peak_flops={"float32": 5e13, "bfloat16": 8e14, "float16": 8e14, "float64": 5e13},
+    memory_bytes_per_second=4.3e12,
+    memory_efficiency=0.9,
     launch=Launch(8e-6, 5e-6, 2e-6),
     memory_half_bytes=2e5,
+    efficiency={
+        "matmul": Efficiency(0.8, 5e8),
+        "attention": Efficiency(0.5, 2e9, 2e12, Efficiency(0.3, 4e9, 1e12)),
+        "convolution": Efficiency(0.6, 1e9, backward=Efficiency(0.4, 2e9, 5e12)),
+        "depthwise": Efficiency(0.02, 1e8, backward=Efficiency(0.01, 1e8)),
+    },
     dtype_efficiency={
         ("matmul", "bfloat16"): Efficiency(0.7, 3e8),
-        ("attention", "float16"): Efficiency(0.3, 1e8),
-        ("convolution", "float32"): Efficiency(0.4, 2e8),
+        ("attention", "float16"): Efficiency(0.3, 1e8, backward=Efficiency(0.6, 1e8)),
+        ("convolution", "float32"): Efficiency(7.0, 2e9, 4e12, Efficiency(5.0, 2e9)),  # TF32, unlike matmuls
     },
     group_collective={
         (kind, ranks): Link(1e-5 * ranks, 1e11 * (number + 1))
@@ -86,8 +96,11 @@ def point(case: Case, machine: Hardware, way: Way) -> Point:
         seconds = machine.update_seconds(total)
     elif case.kind == "point-to-point":
         seconds = machine.transfer_seconds(total, 0, 1)
-    elif case.kind in ("matmul", "attention", "convolution", "memory"):
-        seconds = sum(here.op_seconds(case.kind, p.flops, p.num_bytes, case.dtype) for p in own)
+    elif case.kind in (*COMPUTE_KINDS, "memory"):
+        seconds = sum(
+            here.op_seconds(case.kind, p.flops, p.num_bytes, case.dtype, backward=number > 0)
+            for number, p in enumerate(own)
+        )
     else:
         kind: CollectiveKind = next(k for k in COLLECTIVES if k == case.kind)
         seconds = machine.collective_seconds(kind, total, case.ranks)
@@ -116,10 +129,50 @@ def test_the_file_prices_as_the_machine_that_was_measured(points: tuple[Point, .
             assert point(case, found, "captured").value == pytest.approx(measured.value, rel=2e-3), case.name
 
 
-def test_constants_with_a_share_of_two_dtypes_have_an_error(points: tuple[Point, ...]) -> None:
-    errors = {c.path: c.error for c in fit(points, SETTING)}
-    assert errors["efficiency", "matmul", "bfloat16", "half"] < 0.01
-    assert errors["efficiency", "matmul", "half"] > 0.01  # one curve for dtypes that differ
+def test_asymptotes_are_relative_to_the_peak_of_matmuls(points: tuple[Point, ...], made: Path) -> None:
+    found = load_hardware(made)
+    assert found.peak_flops["float32"] == pytest.approx(5e13 * 0.8, rel=1e-3)
+    convolution = found.dtype_efficiency["convolution", "float32"]
+    assert convolution.asymptote == pytest.approx(7.0 / 0.8, rel=1e-2)
+    assert convolution.bytes_per_second == pytest.approx(4e12, rel=1e-2)
+    assert convolution.backward is not None and convolution.backward.bytes_per_second > 1e14  # it hides its traffic
+    assert found.dtype_efficiency["matmul", "float32"].backward is None
+
+
+def test_a_dtype_that_was_not_measured_is_an_assumption(points: tuple[Point, ...], made: Path) -> None:
+    """It is priced as the measured dtype that reaches the least of its peak."""
+    found = load_hardware(made).dtype_efficiency
+    assert found["convolution", "float64"] == found["convolution", "float16"]
+    assert found["attention", "float64"] == found["attention", "float16"]
+    (constant,) = [c for c in fit(points, SETTING) if c.path == ("efficiency", "attention", "float64", "half")]
+    assert (constant.num_points, constant.error) == (0, 0.5)
+    assert constant.assumption.startswith("as in float16")
+
+
+def test_small_points_weigh_less_than_large_ones(points: tuple[Point, ...]) -> None:
+    """A step is made of large kernels: small ones that take twice as long do not move what is said of these."""
+    small = {"matmul forward float32 64x256x256", "matmul backward float32 64x256x256"}
+    bent = [replace(p, value=2 * p.value) if p.name in small else p for p in points]
+    before, after = ({c.path: c for c in fit(own, SETTING)} for own in (points, bent))
+    path = ("efficiency", "matmul", "float32", "asymptote")
+    assert after[path].value == pytest.approx(before[path].value, rel=0.02)
+    assert before[path].error_of_all < 0.01 < after[path].error < after[path].error_of_all / 2
+
+
+def test_layer_norms_leave_the_bandwidth_as_it_is(points: tuple[Point, ...]) -> None:
+    slow = [replace(p, value=3 * p.value) if "layer_norm" in p.name else p for p in points]
+    before, after = ({c.path: c for c in fit(own, SETTING)} for own in (points, slow))
+    path = ("memory", "efficiency")
+    assert after[path].value == before[path].value
+    assert "layer_norm by itself takes up to 1 times" in before[path].note
+    assert "layer_norm by itself takes up to 3 times" in after[path].note
+
+
+def test_a_fit_that_no_point_tests_has_a_large_error(points: tuple[Point, ...]) -> None:
+    one = [p for p in points if p.kind != "depthwise" or p.name.endswith("float32 64x96x96x56x7x1x96")]
+    errors = {c.path: c.error for c in fit(one, SETTING)}
+    assert errors["efficiency", "depthwise", "float32", "asymptote"] == 0.5
+    assert errors["efficiency", "matmul", "float32", "asymptote"] < 0.01
 
 
 def measured_files() -> list[Path]:
@@ -150,7 +203,9 @@ def test_a_changed_constant_does_not_refit(made: Path, tmp_path: Path) -> None:
         check_refit(path)
 
 
-@pytest.mark.parametrize("kind", ["capacity", "launch", "matmul", "attention", "memory", "optimizer", "all-to-all"])
+@pytest.mark.parametrize(
+    "kind", ["capacity", "launch", "matmul", "attention", "depthwise", "memory", "optimizer", "all-to-all"]
+)
 def test_a_kind_without_points(points: tuple[Point, ...], kind: str) -> None:
     with pytest.raises(UsageError, match=rf"needs {kind}.*--only {kind}"):
         fit([p for p in points if p.kind != kind], SETTING)
@@ -187,6 +242,7 @@ SMALL = (
     Case("matmul", "backward", "bfloat16", (4, 8, 8)),
     Case("attention", "both ways", "float32", (1, 2, 8, 8)),
     Case("convolution", "both ways", "float32", (1, 4, 4, 8, 3, 1, 2)),
+    Case("depthwise", "both ways", "float32", (1, 4, 4, 8, 3, 1, 4)),
     Case("memory", "layer_norm", "float32", (1024,)),
     Case("optimizer", "", "float32", (1024,)),
     Case("point-to-point", "", "", (64,), 2),
@@ -275,6 +331,44 @@ def test_the_command(faked: list[list[str]], tmp_path: Path) -> None:
     assert {name.split()[0] for name in faked[2]} == {"launch", "optimizer"}
 
 
+CARRIED = """
+[network]
+bandwidth = { value = 50, unit = "GB/s", error = 0.3, date = 2026-11-20, source = "assumption: a \\"port\\" per GPU" }
+latency = { value = 35, unit = "us", error = 0.5, date = 2026-11-20, source = "assumption: more than inside" }
+
+[calibration]
+step = { value = 7, unit = "%", error = 0.0, date = 2026-11-21, source = "measured: autopar bench --calibrate" }
+"""
+
+
+def test_what_is_not_measured_is_kept(faked: list[list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    shipped = (cost_model_dir() / "cpu-generic.toml").read_text()
+    path.write_text(shipped.replace('"loopback"', '"my wire"') + CARRIED)
+    before = load_hardware(path)
+    code, out = run("-o", "m.toml", "--anyway")
+    assert code == 0 and "kept as it was: [network], [calibration]" in out
+    after = load_hardware(path)
+    assert (after.name, after.link_name, after.devices_per_node) == ("cpu-generic", "my wire", 64)
+    assert (after.network, after.error) == (before.network, 0.07)
+    assert after.device != before.device and tomllib.loads(path.read_text())["raw"]["devices"] == 2
+    assert tomllib.loads(path.read_text())["network"] == tomllib.loads(CARRIED)["network"]
+    assert run("-o", "m.toml", "--anyway", "--name", "mine")[0] == 0
+    assert load_hardware(path).name == "mine"
+    path.write_text(path.read_text().replace("[calibration]\nstep", "[calibration]\nstp"))
+    measured = len(faked)
+    code, out = run("-o", "m.toml")
+    assert code == 2 and "calibration.step is missing" in out and len(faked) == measured
+
+
+def test_a_file_of_another_type_of_device_leaves_nothing(faked: list[list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text((cost_model_dir() / "h200-nvlink.toml").read_text())
+    assert run("-o", "m.toml", "--anyway")[0] == 0
+    found = load_hardware(path)
+    assert (found.name, found.network, found.devices_per_node) == ("m", None, 2)
+
+
 def test_anyway(faked: list[list[str]], tmp_path: Path) -> None:
     assert run("--anyway")[0] == 0
     assert load_hardware("machine.toml").device_type == "cpu"
@@ -338,7 +432,7 @@ def test_another_gpu_than_the_cost_models(
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: gpu)
     hardware = load_hardware("h200-nvlink")
     if warned:
-        with pytest.warns(UserWarning, match=f"describes NVIDIA H200 SXM5 141GB, and this is {gpu}"):
+        with pytest.warns(UserWarning, match=f"describes {hardware.device}, and this is {gpu}"):
             Machine("nccl", "cuda", 1, None).warn_of_other_gpu(hardware)
     else:
         Machine("nccl", "cuda", 1, None).warn_of_other_gpu(hardware)

@@ -24,7 +24,8 @@ def codegen(
     rank: Annotated[int, typer.Option(help="Whose program to print.", metavar="R")],
     mode: Annotated[Mode, typer.Option(help="The training or the evaluation graph.")] = Mode.train,
     model: Annotated[
-        str | None, typer.Option(help="Build this model instead of the one named in the plan.", metavar="MODEL")
+        str | None,
+        typer.Option("--model", help="Build this model instead of the one named in the plan.", metavar="MODEL"),
     ] = None,
     model_kwargs: Annotated[
         list[str] | None,

@@ -31,7 +31,9 @@ def explain(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="For --why-not: build this model instead of the one named in the plan.", metavar="MODEL"),
+        typer.Option(
+            "--model", help="For --why-not: build this model instead of the one named in the plan.", metavar="MODEL"
+        ),
     ] = None,
     model_kwargs: Annotated[
         list[str] | None,

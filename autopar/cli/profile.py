@@ -24,9 +24,18 @@ MOST_NAMED = 8  # measurements whose spread is too large
 
 def profile(
     output: Annotated[
-        Path, typer.Option("-o", "--output", help="Write the cost model to this TOML file.", metavar="FILE")
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Write the cost model to this TOML file. Of one that is there, name, link_name, devices_per_node, "
+            "[network] and [calibration] are kept.",
+            metavar="FILE",
+        ),
     ] = DEFAULT_FILE,
-    name: Annotated[str | None, typer.Option(help="Of the machine; by default the file's.", metavar="NAME")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="Of the machine; by default the file's.", metavar="NAME")
+    ] = None,
     devices: Annotated[
         int | None,
         typer.Option(min=1, help=f"Devices; all GPUs by default, {CPU_DEVICES} processes on CPU.", metavar="N"),
@@ -38,7 +47,7 @@ def profile(
         list[str] | None,
         typer.Option(
             help="Measure these again and keep the rest of FILE: capacity, launch, matmul, attention, convolution, "
-            "memory, optimizer, point-to-point, all-reduce, all-gather, reduce-scatter, all-to-all.",
+            "depthwise, memory, optimizer, point-to-point, all-reduce, all-gather, reduce-scatter, all-to-all.",
             metavar="KIND,…",
         ),
     ] = None,
@@ -58,7 +67,7 @@ def profile(
     from autopar.cli.output import check_writable, show
     from autopar.hardware import load_hardware
     from autopar.machine import this_machine
-    from autopar.profiling import Raw, cases, cost_model_text, fit, measure, this_setting
+    from autopar.profiling import Raw, carried, cases, cost_model_text, fit, measure, this_setting
 
     kinds = kinds_of(only)
     if output.suffix != ".toml":
@@ -76,6 +85,7 @@ def profile(
     for path in (output, part):
         check_writable(path)
     setting = this_setting(machine, devices)
+    kept = carried(output, setting.device_type)
     points = earlier(output, part, setting, kinds)
     wanted = cases(setting.device_type, devices)
     known = {p.name for p in points}
@@ -97,11 +107,13 @@ def profile(
     constants = fit(raw.points, setting)
     if not anyway:
         refuse_spread(raw, part)
-    text = cost_model_text(name or output.stem, raw, constants, datetime.date.today())
+    text = cost_model_text(name or kept.name or output.stem, raw, constants, datetime.date.today(), kept)
     output.write_text(text, encoding="utf-8")
     load_hardware(output)
     part.unlink()
     show([constants_table(constants)])
+    if kept.tables:
+        typer.echo(f"kept as it was: {', '.join(f'[{table}]' for table in kept.tables)}")
     typer.echo(f"\nsaved to {output}; plan with it: autopar plan MODEL --devices {devices} --hardware {output}")
 
 
@@ -204,15 +216,16 @@ def progress_of(count: int) -> Iterator[Callable[[int, str], None]]:
 
 
 def constants_table(constants: Sequence[Constant]) -> Table:
-    """What was fitted, how well, and from how many points."""
+    """What was fitted, how well to large points and to all, and from how many."""
     from rich.table import Table
 
     from autopar.profiling import value_text
 
     table = Table("constant", box=None, pad_edge=False)
-    for head in ("value", "fit error", "points"):
+    for head in ("value", "fit error", "of all", "points"):
         table.add_column(head, justify="right")
     for c in constants:
         error = "assumption" if c.assumption else f"{c.error:.1%}"
-        table.add_row(".".join(c.path), value_text(c), error, str(c.num_points))
+        of_all = f"{c.error_of_all:.1%}" if c.error_of_all else ""
+        table.add_row(".".join(c.path), value_text(c), error, of_all, str(c.num_points))
     return table

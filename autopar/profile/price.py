@@ -9,9 +9,10 @@ from functools import cached_property
 from types import MappingProxyType
 
 from autopar.hardware import Hardware, Kind
-from autopar.ir import CostGraph, Flow, Graph, Group, Holding, Op, refs
+from autopar.ir import CostGraph, Flow, Graph, Group, Holding, Op, Ref, refs
+from autopar.operators import named_arguments
 from autopar.profile.collectives import is_collective, step_of, step_seconds, whole_bytes
-from autopar.profile.facts import ATTENTION, Facts, roots
+from autopar.profile.facts import ATTENTION, Facts, OpFacts, roots
 from autopar.profile.groups import Members, fed_by_inputs, group_ops, regrouped
 from autopar.profile.holding import ALONE, Sharing, held
 
@@ -140,13 +141,31 @@ def reweighted(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardwa
 # -- operations and groups -----------------------------------------------------------------------------------------
 
 
-def kind_of(target: str, flops: float) -> Kind:
+def kind_of(op: Op, graph: Graph, flops: float) -> Kind:
     """Which efficiency curve an operation follows."""
-    if target == ATTENTION:
+    if op.target == ATTENTION:
         return "attention"
     if flops <= 0:
         return "memory"
-    return "convolution" if "conv" in target else "matmul"
+    if "conv" not in op.target:
+        return "matmul"
+    return "depthwise" if is_depthwise(op, graph) else "convolution"
+
+
+def is_depthwise(op: Op, graph: Graph) -> bool:
+    """Whether a convolution has one channel in each of its groups."""
+    arguments = named_arguments(op)
+    weight = arguments["weight"]
+    assert isinstance(weight, Ref), f"{op.name}: a convolution with a constant"
+    shape = graph.weight[weight.name].shape if weight.name in graph.weight else graph.values[weight.name].shape
+    return arguments["groups"] > 1 and shape[1] == 1
+
+
+def num_products(kind: Kind, facts: OpFacts) -> int:
+    """How many equal kernels a backward is: a product for each gradient; attention has one kernel for all of its."""
+    if kind in ("attention", "memory"):
+        return 1
+    return max(1, round(facts.backward_flops / facts.forward_flops))
 
 
 def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
@@ -182,7 +201,7 @@ def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts
     operands = sum(map(num_bytes, op.reads))
     outputs = sum(num_bytes(v.name) for v in op.outputs)
     dtype = compute_dtype(op, pricing.graph)
-    kind = kind_of(op.target, facts.forward_flops)
+    kind = kind_of(op, pricing.graph, facts.forward_flops)
     forward = pricing.hardware.op_seconds(kind, flops, operands + outputs, dtype) if facts.moves_data else 0.0
     arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
     written = sum(num_bytes(op.reads[i]) for i in facts.gradients)
@@ -191,7 +210,10 @@ def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts
     kept += sum(num_bytes(op.outputs[j].name) for j in facts.saved_outputs)
     backward = 0.0
     if facts.gradients:
-        backward = pricing.hardware.op_seconds(kind, backward_flops, arriving + written + kept, dtype)
+        products, moved = num_products(kind, facts), arriving + written + kept
+        backward = products * pricing.hardware.op_seconds(
+            kind, backward_flops / products, moved / products, dtype, backward=True
+        )
     activations = sum(num_bytes(r) for r in op.reads if r not in pricing.graph.weight)
     forward_set = round(activations + outputs) if facts.moves_data else 0
     working_set = max(forward_set, round(arriving + written) if facts.gradients else 0)

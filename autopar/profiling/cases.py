@@ -47,8 +47,9 @@ class Sizes:
         slow_dtypes, slow_flops: dtypes in which some devices take minutes for products larger than that.
         matmul: tokens, features in, features out.
         attention: batch, heads, tokens, width of a head.
-        convolution: batch, channels in, channels out, image, kernel, stride, groups: 3 × 3 and 1 × 1 as in ResNets, a
-            patch embedding, depthwise.
+        convolution: batch, channels in, channels out, image, kernel, stride, groups: 3 × 3 and 1 × 1 as in ResNets,
+            and on CPU a patch embedding, which programs on GPUs have as a product of matrices.
+        depthwise: the same, as in ConvNeXt and MobileNet.
         memory: elements.
         optimizer: parameters, in 16 tensors.
         message: bytes.
@@ -60,6 +61,7 @@ class Sizes:
     matmul: tuple[tuple[int, int, int], ...]
     attention: tuple[tuple[int, int, int, int], ...]
     convolution: tuple[tuple[int, int, int, int, int, int, int], ...]
+    depthwise: tuple[tuple[int, int, int, int, int, int, int], ...]
     memory: tuple[int, ...]
     memory_dtypes: tuple[str, ...]
     optimizer: tuple[int, ...]
@@ -77,8 +79,9 @@ CPU = Sizes(
     attention=((1, 2, 49, 64), (1, 3, 197, 64), (4, 6, 197, 64), (1, 6, 577, 64), (2, 4, 197, 128), (1, 4, 768, 128)),
     convolution=(
         (1, 16, 16, 16, 3, 1, 1), (2, 64, 64, 28, 3, 1, 1), (4, 64, 64, 56, 3, 1, 1), (4, 256, 256, 14, 3, 1, 1),
-        (4, 256, 64, 56, 1, 1, 1), (8, 256, 1024, 14, 1, 1, 1), (4, 3, 384, 224, 16, 16, 1), (4, 96, 96, 28, 7, 1, 96),
+        (4, 256, 64, 56, 1, 1, 1), (8, 256, 1024, 14, 1, 1, 1), (4, 3, 384, 224, 16, 16, 1),
     ),
+    depthwise=((4, 96, 96, 28, 7, 1, 96), (4, 144, 144, 56, 3, 1, 144), (8, 384, 384, 14, 7, 1, 384)),
     # For tensors of more than 32 MiB the C library maps new memory, at a tenth of the speed.
     memory=(KIB, 16 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 4 * MIB),
     memory_dtypes=("float32",),
@@ -100,7 +103,10 @@ CUDA = Sizes(
     convolution=(
         (2, 64, 64, 28, 3, 1, 1), (32, 64, 64, 56, 3, 1, 1), (64, 128, 128, 28, 3, 1, 1), (64, 512, 512, 7, 3, 1, 1),
         (128, 256, 256, 14, 3, 1, 1), (64, 256, 64, 56, 1, 1, 1), (128, 256, 1024, 14, 1, 1, 1),
-        (64, 3, 1024, 224, 16, 16, 1), (64, 96, 96, 56, 7, 1, 96),
+    ),
+    depthwise=(
+        (4, 96, 96, 28, 7, 1, 96), (64, 96, 96, 56, 7, 1, 96), (64, 384, 384, 14, 7, 1, 384),
+        (64, 144, 144, 56, 3, 1, 144),
     ),
     memory=(KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
     memory_dtypes=("float32", "bfloat16"),
@@ -131,6 +137,7 @@ def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
         for what in ("forward", "both ways"):
             yield from (Case("attention", what, dtype, shape) for shape in sizes.attention)
             yield from (Case("convolution", what, dtype, shape) for shape in sizes.convolution)
+            yield from (Case("depthwise", what, dtype, shape) for shape in sizes.depthwise)
     for dtype in sizes.memory_dtypes:
         for what in ELEMENTWISE:
             yield from (Case("memory", what, dtype, (elements,)) for elements in sizes.memory)

@@ -15,6 +15,9 @@ SAMPLE_SECONDS = {"cpu": 4e-3, "cuda": 2e-3}  # of one repeat, so that the clock
 REPEATS, FEW_REPEATS = 9, 5
 LONG_SECONDS = 0.15  # of one repeat: fewer of these
 MOST_INNER = 2000
+# A GPU that computes for longer than this reaches its power limit and lowers its clock, as it does in training: of
+# kernels that compute as much as this, what counts is the time after it.
+BUSY_SECONDS, BUSY_FLOPS = 0.3, 1e10
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,16 @@ def sample(runs: Sequence[Run], inner: int, device: torch.device) -> float:
     return (time.perf_counter() - start) / inner
 
 
-def timed_captured(runs: Sequence[Run], device: torch.device) -> Timing:
+def timed_captured(
+    runs: Sequence[Run], device: torch.device, inner: int | None = None, busy_seconds: float = 0.0
+) -> Timing:
     """The same where a CUDA graph launches them, so that the host's time does not count.
 
-    Kernels choose their algorithms and take workspaces in the warm-up before the capture, on the stream of it.
+    Kernels choose their algorithms and take workspaces, and communicators connect, in the warm-up before the capture,
+    on the stream of it. Ranks that communicate capture and replay equally often, given the same ``inner``.
+
+    Args:
+        busy_seconds: for which the device does the same before it is timed.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -94,22 +103,31 @@ def timed_captured(runs: Sequence[Run], device: torch.device) -> Timing:
                 run()
         torch.cuda.synchronize(device)
         # Rows of them, since a single one is mostly the host's time.
-        inner = max(len(runs), inner_runs(sample(runs, max(3, len(runs)), device), device))
+        inner = inner or max(len(runs), inner_runs(sample(runs, max(3, len(runs)), device), device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(inner):
                 runs[i % len(runs)]()
         for _ in range(3):
             graph.replay()
+        if busy_seconds:
+            for _ in range(ceil(busy_seconds / sample([graph.replay], 1, device))):
+                graph.replay()
         samples = [sample([graph.replay], 1, device) / inner for _ in range(REPEATS)]
         torch.cuda.synchronize(device)
     torch.cuda.current_stream(device).wait_stream(stream)
     return timing_of(samples)
 
 
-def timed_kernels(runs: Sequence[Run], device: torch.device) -> Timing:
-    """Time of a run in the way in which the fit subtracts what launching takes: captured on a GPU, plain on CPU."""
-    return timed_captured(runs, device) if device.type == "cuda" else timed(runs, device)
+def timed_kernels(runs: Sequence[Run], device: torch.device, flops: float) -> Timing:
+    """Time of a run in the way in which the fit subtracts what launching takes: captured on a GPU, plain on CPU.
+
+    Args:
+        flops: of one run.
+    """
+    if device.type != "cuda":
+        return timed(runs, device)
+    return timed_captured(runs, device, busy_seconds=BUSY_SECONDS if flops >= BUSY_FLOPS else 0.0)
 
 
 def synchronize(device: torch.device) -> None:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.profiling.cases import Case
-from autopar.profiling.clock import Run, Timing, inner_runs, once_seconds, timed
+from autopar.profiling.clock import Run, Timing, inner_runs, sample, timed, timed_captured
 from autopar.profiling.points import Part
 
 TIMEOUT = timedelta(minutes=5)
+ROW = 4  # runs that tell how many make a repeat
 CONTROL = "gloo"  # of meetings and results: waits on the host and leaves GPUs alone
 
 
@@ -47,17 +48,20 @@ class Seat:
 
 
 def communication(case: Case, seat: Seat) -> Timing | None:
-    """Time of a message or a collective; None on ranks that have no part in it, which wait for the others."""
+    """Time of a message or a collective, on GPUs in a CUDA graph as in training steps: launched one by one, small ones
+    take the host's time. None on ranks that have no part in it, which wait for the others.
+    """
     group, taking_part = seat.group(case.ranks), seat.rank < case.ranks
     run: Run = RUNS[case.kind](case, seat, group) if taking_part else lambda: None
     for _ in range(2):
         run()
     # All ranks of the group take as many, though their clocks differ.
-    seconds = max(seat.gathered(once_seconds(run, seat.device)))
-    repeated = timed([run], seat.device, inner_runs(seconds, seat.device)) if taking_part else None
-    if repeated is not None and case.kind == "point-to-point":
-        return Timing(repeated.seconds / 2, repeated.spread)
-    return repeated
+    inner = inner_runs(max(seat.gathered(sample([run], ROW, seat.device))), seat.device)
+    if not taking_part:
+        return None
+    in_graph = seat.device.type == "cuda"
+    found = timed_captured([run], seat.device, inner) if in_graph else timed([run], seat.device, inner)
+    return Timing(found.seconds / 2, found.spread) if case.kind == "point-to-point" else found
 
 
 def parts_of(case: Case) -> tuple[Part, ...]:

@@ -2,7 +2,7 @@
 
 Each returns copies of one run on data of their own that together exceed what caches hold. FLOPs and bytes are counted
 as `autopar.profile.price` counts those of a traced operation: a forward reads its operands and writes its result; a
-backward also reads the gradient that arrives and what was kept.
+backward also reads the gradient that arrives and what was kept, and is as many equal parts as it has products.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def copies(num_bytes: float, device: torch.device, make: Callable[[], Run]) -> t
 
 
 def matmul(case: Case, device: torch.device) -> Work:
-    """A linear layer's product, x · wᵀ, or both of its backward's, g · w and gᵀ · x, that the planner prices as one."""
+    """A linear layer's product, x · wᵀ, or both of its backward's, g · w and gᵀ · x."""
     tokens, read, made = case.sizes
     dtype = getattr(torch, case.dtype)
     elements = tokens * read + made * read + tokens * made
@@ -63,7 +63,7 @@ def matmul(case: Case, device: torch.device) -> Work:
     if case.what == "forward":
         return Work(copies(num_bytes, device, make), (Part(flops, num_bytes),))
     moved = elements + tokens * read + made * read
-    return Work(copies(num_bytes, device, make), (Part(2 * flops, moved * dtype.itemsize),))
+    return Work(copies(num_bytes, device, make), (Part(flops, moved * dtype.itemsize / 2),) * 2)
 
 
 def attention(case: Case, device: torch.device) -> Work:
@@ -102,7 +102,8 @@ def convolution(case: Case, device: torch.device) -> Work:
 
     x, w, y = batch * read * image**2, made * (read // groups) * kernel**2, batch * made * side**2
     flops, size = 2.0 * y * (read // groups) * kernel**2, dtype.itemsize
-    parts = (Part(flops, (x + w + y) * size), Part(2 * flops, (2 * x + 2 * w + y) * size))
+    product = Part(flops, (2 * x + 2 * w + y) * size / 2)
+    parts = (Part(flops, (x + w + y) * size), product, product)
     return Work(copies((x + w + y) * size, device, make), parts[:1] if case.what == "forward" else parts)
 
 
@@ -143,5 +144,6 @@ def optimizer(case: Case, device: torch.device) -> Work:
 
 
 BUILDERS: Mapping[str, Callable[[Case, torch.device], Work]] = {
-    "matmul": matmul, "attention": attention, "convolution": convolution, "memory": memory, "optimizer": optimizer,
+    "matmul": matmul, "attention": attention, "convolution": convolution, "depthwise": convolution, "memory": memory,
+    "optimizer": optimizer,
 }  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -12,17 +12,21 @@ from pathlib import Path
 from autopar.cost_file import UNITS
 from autopar.errors import HardwareError
 from autopar.ir.units import plural
+from autopar.profiling.carried import Carried
 from autopar.profiling.fit import Constant, fit
 from autopar.profiling.points import Point, Setting, point_data, point_from
 
-WRITTEN_IN = {
-    "bytes": "B", "bytes per second": "GB/s", "FLOPs": "MFLOP", "FLOPs per second": "GFLOP/s",
-    "seconds": "us", "share": "1",
+# From small to large: the last one of which a value is at least 1, else the first.
+WRITTEN_IN: Mapping[str, Sequence[str]] = {
+    "bytes": ("B", "kB", "MB", "GB"), "bytes per second": ("GB/s",), "FLOPs": ("MFLOP", "GFLOP"),
+    "FLOPs per second": ("GFLOP/s", "TFLOP/s"), "seconds": ("us",), "share": ("1",), "ratio": ("1",),
 }  # fmt: skip
 DIGITS = 6
+NOTHING_CARRIED = Carried()
 NOTE = """\
 # Measured by `autopar profile`. Every number carries its unit, its source, the date and its fit's error: the 90th
-# percentile of the relative errors of its points, which are below. autopar/profiling/fit.py has the formulas.
+# percentile of the relative errors of its large points, those of at least 20 launches. The points are below, formulas
+# in autopar/profiling/curves.py and fit.py. A kind's asymptote is relative to what matmuls reach in that dtype.
 """
 
 
@@ -34,14 +38,21 @@ class Raw:
     points: tuple[Point, ...]
 
 
-def cost_model_text(name: str, raw: Raw, constants: Sequence[Constant], day: date) -> str:
-    """The file."""
+def cost_model_text(
+    name: str, raw: Raw, constants: Sequence[Constant], day: date, kept: Carried = NOTHING_CARRIED
+) -> str:
+    """The file.
+
+    Args:
+        kept: of the file that it replaces; a part of a node's devices may have been measured.
+    """
     setting = raw.setting
     alone = setting.devices == 1
+    link_name = kept.link_name or ("NCCL" if setting.device_type == "cuda" else "Gloo")
     head = {
         "name": name, "device": device_text(setting), "device_type": setting.device_type,
-        "link_name": "none" if alone else "NCCL" if setting.device_type == "cuda" else "Gloo",
-        "devices_per_node": 1 if alone else setting.node_devices,
+        "link_name": "none" if alone else link_name,
+        "devices_per_node": 1 if alone else max(kept.devices_per_node, setting.node_devices),
     }  # fmt: skip
     lines = [NOTE, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())]
     table: tuple[str, ...] = ()
@@ -50,6 +61,7 @@ def cost_model_text(name: str, raw: Raw, constants: Sequence[Constant], day: dat
             table = constant.path[:-1]
             lines += ["", f"[{'.'.join(table)}]"]
         lines.append(f"{constant.path[-1]} = {entry(constant, setting, day)}")
+    lines += kept.lines
     lines += ["", "# What the constants were fitted from: seconds of operations with their FLOPs and bytes.", "[raw]"]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(setting).items()]
     lines += ["points = [", *(f"  {inline(point)}," for point in raw.points), "]", ""]
@@ -68,20 +80,30 @@ def device_text(setting: Setting) -> str:
 
 def entry(constant: Constant, setting: Setting, day: date) -> str:
     """One number."""
-    unit = WRITTEN_IN[constant.quantity]
-    value = f"{constant.value / UNITS[constant.quantity][unit]:.{DIGITS}g}"
+    value, unit = written(constant)
     source = f"assumption: {constant.assumption}"
     if not constant.assumption:
-        count = plural(constant.num_points, "point")
-        source = f"measured: {setting.device}, torch {setting.torch}, autopar profile; {count}"
-    said = json.dumps(source, ensure_ascii=False)
-    return f'{{ value = {value}, unit = "{unit}", error = {constant.error:.3g}, date = {day}, source = {said} }}'
+        source = f"measured: {setting.devices} x {setting.device}, torch {setting.torch}, `autopar profile --devices "
+        source += f"{setting.devices}`; {plural(constant.num_points, 'point')}"
+        if constant.error_of_all > constant.error:
+            source += f", error with small ones {constant.error_of_all:.1%}"
+        source += f"; {constant.note}" if constant.note else ""
+    said = f"error = {constant.error:.3g}, date = {day}, source = {json.dumps(source, ensure_ascii=False)}"
+    return f'{{ value = {value:.{DIGITS}g}, unit = "{unit}", {said} }}'
+
+
+def written(constant: Constant) -> tuple[float, str]:
+    """A value and the unit that suits it."""
+    factors = UNITS[constant.quantity]
+    units = WRITTEN_IN[constant.quantity]
+    unit = next((u for u in reversed(units) if constant.value >= factors[u]), units[0])
+    return constant.value / factors[unit], unit
 
 
 def value_text(constant: Constant) -> str:
     """A value as the file has it, shorter."""
-    unit = WRITTEN_IN[constant.quantity]
-    return f"{constant.value / UNITS[constant.quantity][unit]:,.4g} {'' if unit == '1' else unit}".rstrip()
+    value, unit = written(constant)
+    return f"{value:,.4g} {'' if unit == '1' else unit}".rstrip()
 
 
 def inline(point: Point) -> str:

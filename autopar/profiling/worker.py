@@ -99,7 +99,7 @@ def measured(case: Case, seat: Seat, capacity: int) -> Point | None:
         parts, timing = (Part(0.0, 0.0),), launch(case.what, seat.device)
     else:
         work = work_of(case, seat.device)
-        parts, timing = work.parts, timed_kernels(work.runs, seat.device)
+        parts, timing = work.parts, timed_kernels(work.runs, seat.device, sum(part.flops for part in work.parts))
     found: list[Timing] = [t for t in seat.gathered(timing) if t is not None]
     if not found:
         return None
