@@ -285,8 +285,7 @@ def read_hardware(file: Table) -> Hardware:
     alone = devices_per_node == 1  # such a machine has nothing to communicate over
     tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
     collective = None if alone and "collective" not in file.data else file.table("collective")
-    calibration = file.table("calibration") if "calibration" in file.data else None
-    bands = {key: calibration.number(key, "share") for key in BANDS if calibration and key in calibration.data}
+    bands = whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
     hardware = Hardware(
         name=file.text("name"),
         device=file.text("device"),
@@ -329,7 +328,6 @@ def read_hardware(file: Table) -> Hardware:
         optimizer,
         *tables.values(),
         *([collective] if collective else ()),
-        *([calibration] if calibration else ()),
         file,
     ):
         table.finish()
@@ -355,6 +353,11 @@ def read_curve(table: Table) -> Efficiency:
     """The same of one direction."""
     added = table.number("bandwidth", "bytes per second") if "bandwidth" in table.data else math.inf
     return Efficiency(table.number("asymptote", "ratio"), table.number("half", "FLOPs", zero=True), added)
+
+
+def read_calibration(table: Table) -> Mapping[str, float]:
+    """How far the steps of plans that were run were predicted off at most, by the source of their costs."""
+    return {source: table.number(source, "share") for source in BANDS if source in table.data}
 
 
 def read_link(table: Table) -> Link:

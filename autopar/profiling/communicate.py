@@ -1,4 +1,5 @@
-"""Messages and collectives between processes, as the runtime makes them of torch.distributed."""
+"""Messages and collectives between processes, by the runtime's own communicators: where GPUs reach each other's memory
+they pass through it, elsewhere torch.distributed carries them."""
 
 from __future__ import annotations
 
@@ -11,9 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.collectives import Communicator
 from autopar.profiling.cases import Case
 from autopar.profiling.clock import Run, Timing, inner_runs, sample, timed, timed_captured
 from autopar.profiling.points import Part
+from autopar.runtime.axes import GroupCommunicator
+from autopar.runtime.symmetric import neighbours, reach_each_other
+from autopar.runtime.symmetric_axis import SymmetricBoards, SymmetricCommunicator
 
 TIMEOUT = timedelta(minutes=5)
 ROW = 4  # runs that tell how many make a repeat
@@ -22,12 +27,12 @@ CONTROL = "gloo"  # of meetings and results: waits on the host and leaves GPUs a
 
 @dataclass
 class Seat:
-    """A process among those that measure; the default group carries control alone, groups of devices come when used."""
+    """A process among those that measure; the default group carries control alone, others come when they are used."""
 
     rank: int
     world: int
     device: torch.device
-    groups: dict[int, Any] = field(default_factory=dict)
+    communicators: dict[int, GroupCommunicator | SymmetricCommunicator] = field(default_factory=dict)
 
     def meet(self) -> None:
         """Wait for all others."""
@@ -39,20 +44,25 @@ class Seat:
         dist.all_gather_object(found, own)
         return found
 
-    def group(self, ranks: int) -> Any:
-        """The group of the first so many ranks; all ranks call this at the same point."""
-        if ranks not in self.groups:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            self.groups[ranks] = dist.new_group(list(range(ranks)), timeout=TIMEOUT, backend=backend)
-        return self.groups[ranks]
+    def communicator(self, ranks: int) -> GroupCommunicator | SymmetricCommunicator:
+        """That of the first so many ranks; all ranks call this at the same point, and only these use it."""
+        if ranks not in self.communicators:
+            members, cuda = tuple(range(ranks)), self.device.type == "cuda"
+            group = dist.new_group(list(members), timeout=TIMEOUT, backend="nccl" if cuda else "gloo")
+            found = GroupCommunicator("measured", members, self.rank, group)
+            near = cuda and reach_each_other(neighbours(self.device, self.world, None)[:ranks])
+            self.communicators[ranks] = found.symmetric(self.device) if near else found
+        return self.communicators[ranks]
 
 
 def communication(case: Case, seat: Seat) -> Timing | None:
     """Time of a message or a collective, on GPUs in a CUDA graph as in training steps: launched one by one, small ones
     take the host's time. None on ranks that have no part in it, which wait for the others.
     """
-    group, taking_part = seat.group(case.ranks), seat.rank < case.ranks
-    run: Run = RUNS[case.kind](case, seat, group) if taking_part else lambda: None
+    communicator, taking_part = seat.communicator(case.ranks), seat.rank < case.ranks
+    if taking_part:
+        communicator.reserve(case.ranks * case.sizes[0])
+    run: Run = RUNS[case.kind](case, seat, communicator) if taking_part else lambda: None
     for _ in range(2):
         run()
     # All ranks of the group take as many, though their clocks differ.
@@ -74,42 +84,53 @@ def tensor(case: Case, seat: Seat) -> Tensor:
     return torch.zeros(case.ranks, max(1, case.sizes[0] // 4 // case.ranks), device=seat.device)
 
 
-def to_and_fro(case: Case, seat: Seat, group: Any) -> Run:
+def to_and_fro(case: Case, seat: Seat, communicator: Any) -> Run:
     """A message from the first rank to the second and back."""
-    whole = tensor(case, seat)
+    whole, other = tensor(case, seat), 1 - seat.rank
+    if isinstance(communicator, SymmetricCommunicator):
+        assert isinstance(communicator.boards, SymmetricBoards)
+        handle = communicator.boards.handle
+        there = handle.get_buffer(other, whole.shape, whole.dtype)
+
+        def give() -> None:
+            there.copy_(whole)
+            handle.put_signal(other, 0)
+
+        def take() -> None:
+            handle.wait_signal(other, 0)
+    else:
+
+        def give() -> None:
+            dist.send(whole, other, group=communicator.group)
+
+        def take() -> None:
+            dist.recv(whole, other, group=communicator.group)
 
     def run() -> None:
-        if seat.rank == 0:
-            dist.send(whole, 1, group=group)
-            dist.recv(whole, 1, group=group)
-        else:
-            dist.recv(whole, 0, group=group)
-            dist.send(whole, 0, group=group)
+        for step in (give, take) if seat.rank == 0 else (take, give):
+            step()
 
     return run
 
 
-def all_reduce(case: Case, seat: Seat, group: Any) -> Run:
+def all_reduce(case: Case, seat: Seat, communicator: Communicator) -> Run:
     whole = tensor(case, seat)
-    return lambda: dist.all_reduce(whole, group=group)
+    return lambda: communicator.all_reduce(whole)
 
 
-def all_gather(case: Case, seat: Seat, group: Any) -> Run:
+def all_gather(case: Case, seat: Seat, communicator: Communicator) -> Run:
+    own = tensor(case, seat)[0].clone()
+    return lambda: communicator.all_gather(own)
+
+
+def reduce_scatter(case: Case, seat: Seat, communicator: Communicator) -> Run:
     whole = tensor(case, seat)
-    own = whole[:1].clone()
-    return lambda: dist.all_gather_into_tensor(whole, own, group=group)
+    return lambda: communicator.reduce_scatter(whole)
 
 
-def reduce_scatter(case: Case, seat: Seat, group: Any) -> Run:
+def all_to_all(case: Case, seat: Seat, communicator: Communicator) -> Run:
     whole = tensor(case, seat)
-    own = torch.empty_like(whole[:1])
-    return lambda: dist.reduce_scatter_tensor(own, whole, group=group)
-
-
-def all_to_all(case: Case, seat: Seat, group: Any) -> Run:
-    whole = tensor(case, seat)
-    received = torch.empty_like(whole)
-    return lambda: dist.all_to_all_single(received, whole, group=group)
+    return lambda: communicator.all_to_all(whole)
 
 
 RUNS: Mapping[str, Callable[[Case, Seat, Any], Run]] = {

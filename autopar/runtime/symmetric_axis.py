@@ -64,11 +64,16 @@ class SymmetricBoards:
         torch.cuda.synchronize(self.device)
         self.kept.append(allocated(num_bytes, self.device, self.group))
 
+    @property
+    def handle(self) -> Any:
+        """To the boards of all ranks, and to their signals."""
+        return self.kept[-1][1]
+
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return self.kept[-1][1].get_buffer(rank, tuple(shape), dtype)
+        return self.handle.get_buffer(rank, tuple(shape), dtype)
 
     def barrier(self) -> None:
-        self.kept[-1][1].barrier()
+        self.handle.barrier()
 
 
 @dataclass(frozen=True)
