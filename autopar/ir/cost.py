@@ -76,6 +76,8 @@ class Holding:
     several groups keep for their backward, per microbatch. ``reduce_seconds`` sum its gradient over the data-parallel
     replicas, which the last backward can hide, and gather it under ZeRO-1, which the first forward can;
     ``optimizer_seconds`` are the update and what else nothing hides, such as summing a gradient over shards.
+    ``gradient_bytes`` of ``num_bytes`` are the gradient; a backward first leaves ``left_bytes`` of it, in the precision
+    in which programs read the weight and none where its operation adds to the gradient itself.
     """
 
     name: str
@@ -84,6 +86,8 @@ class Holding:
     numel: int = 0
     optimizer_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    gradient_bytes: int = 0
+    left_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,9 @@ class Sharing:
 ALONE = Sharing()
 
 
-def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware) -> Holding:
+def held(
+    weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware, adds: bool = False
+) -> Holding:
     """A weight with gradient and optimizer state, of which the replicas keep a part each under ZeRO-1.
 
     In mixed precision these are the master's, which under ZeRO-1 its owner alone has, and the copy that programs read
@@ -36,6 +38,7 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
 
     Args:
         weight: a rank's part of it.
+        adds: whether its operation adds to the gradient, of which a backward leaves nothing elsewhere then.
     """
     layout = sharing.storage.get(weight.name, REPLICATED)
     parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
@@ -48,6 +51,8 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
         reduce_seconds=reduce_seconds(weight, sharing, hardware) if trained else 0.0,
+        gradient_bytes=stored if trained else 0,
+        left_bytes=(weight.copy_bytes or stored) if trained and not adds else 0,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,6 +15,7 @@ from autopar.profile.groups import Members, fed_by_inputs, group_ops, regrouped
 from autopar.profile.holding import ALONE, Sharing, held
 
 LOSS = "loss"
+LINEAR = "aten.linear.default"
 # A complex product is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
@@ -107,7 +108,10 @@ def price(
 def reweighted(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> CostGraph:
     """The same graph as its replicas, and whether they share the optimizer's state, are in ``sharing``: only weights
     cost something else."""
-    weights = tuple(held(graph.weight[w.name], w.groups, sharing, hardware) for w in cost.weights)
+    weights = tuple(
+        held(graph.weight[w.name], w.groups, sharing, hardware, w.gradient_bytes > w.left_bytes == 0)
+        for w in cost.weights
+    )
     return replace(cost, weights=weights)
 
 
@@ -235,10 +239,20 @@ def flows(pricing: Pricing, group_of: Mapping[str, int], loss: int) -> Iterable[
 def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[Holding]:
     """Weights with gradient and optimizer state. One that no operation reads is held by no group and left out."""
     reading = readers(pricing.graph, group_of, loss=-1)
+    adding = added_to(pricing)
     for weight in pricing.graph.weights:
         groups = tuple(sorted(reading[weight.name] - {-1}))
         if groups:
-            yield held(weight, groups, sharing, pricing.hardware)
+            yield held(weight, groups, sharing, pricing.hardware, weight.name in adding)
+
+
+def added_to(pricing: Pricing) -> frozenset[str]:
+    """Weights to whose gradients compiled linear layers add: those that nothing else reads."""
+    if pricing.hardware.way == "plain":
+        return frozenset()
+    reads = Counter(name for op in pricing.graph.ops for name in op.reads)
+    layers = (op for op in pricing.graph.ops if op.target == LINEAR and pricing.graph.values[op.reads[0]].requires_grad)
+    return frozenset(op.reads[1] for op in layers if reads[op.reads[1]] == 1)
 
 
 def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[Holding, ...]]:

@@ -285,7 +285,7 @@ def even_share_bytes(problem: CutProblem) -> int:
         saved = sum(min(g.saved_bytes, g.kept_bytes) for g in problem.cost.groups)
     else:
         saved = sum(g.saved_bytes for g in problem.cost.groups) + sum(a.num_bytes for a in problem.cost.saved)
-    weights = sum(w.num_bytes for w in problem.cost.weights)
+    weights = sum(map(problem.standing_bytes, problem.cost.weights))
     held = min(problem.in_flight)
     if problem.chunks > 1:
         held = min(max(min(moment) for moment in moments) for moments in problem.moments)

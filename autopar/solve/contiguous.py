@@ -78,18 +78,28 @@ class Intervals:
     @cached_property
     def per_microbatch(self) -> Matrix:
         """Bytes that each microbatch in flight keeps: what is saved for the backward, and what was received."""
+        return self.saved + self.crossing[0][None, :]
+
+    @cached_property
+    def saved(self) -> Matrix:
+        """Bytes that are saved for the backward of one microbatch."""
         cost = self.problem.cost
-        saved = self.sums((a.num_bytes, a.groups) for a in cost.saved)
-        saved += self.sums((g.saved_bytes, (i,)) for i, g in enumerate(cost.groups))
-        return saved + self.crossing[0][None, :]
+        shared = self.sums((a.num_bytes, a.groups) for a in cost.saved)
+        return shared + self.sums((g.saved_bytes, (i,)) for i, g in enumerate(cost.groups))
 
     @cached_property
     def always(self) -> Matrix:
-        """Bytes that do not depend on the microbatches in flight: weights and working set."""
+        """Bytes that do not depend on the microbatches in flight: weights and, as in `working_bytes`, working set.
+
+        Error: low by the gradients that wait for their bucket, or have come in a step's one backward.
+        """
         cost = self.problem.cost
-        held = self.sums((w.num_bytes, w.groups) for w in cost.weights)
-        for i in range(self.size):
-            held[i + 1 :, i] += np.maximum.accumulate([g.transient_bytes for g in cost.groups[i:]])
+        held = self.sums((self.problem.standing_bytes(w), w.groups) for w in cost.weights)
+        working = np.zeros(self.size + 1)
+        for j, group in enumerate(cost.groups):
+            more = self.saved[j + 1, :] - self.saved[j, :]
+            working = np.maximum(working - more, np.where(np.arange(self.size + 1) <= j, group.transient_bytes, 0.0))
+            held[j + 1, :] += working
         return held
 
     def is_last(self, stage: int) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.hardware import Link
 from autopar.ir import BUCKET_BYTES, Holding
 from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
+from autopar.solve.working import working_bytes
 
 GRADIENT_BYTES = 4  # per element
 
@@ -15,8 +16,9 @@ GRADIENT_BYTES = 4  # per element
 @dataclass(frozen=True)
 class StageCost:
     """One stage's cost on each of its ranks. Compute with its collectives, transfers and ``saved_bytes`` are per
-    microbatch, optimizer and reduction per step; ``weight_bytes`` includes gradients and optimizer state,
-    ``num_reduced`` counts the elements of the gradients that replicas reduce."""
+    microbatch, optimizer and reduction per step; ``weight_bytes`` includes optimizer state, and gradients but where
+    ``transient_bytes`` has those that come in a step's one backward; ``num_reduced`` counts the elements of the
+    gradients that replicas reduce."""
 
     forward_seconds: float
     backward_seconds: float
@@ -188,8 +190,6 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
         for s in holders(activation, stage_of):
             saved[s] += activation.num_bytes
     reduced = [sum(w.numel for w in held[s] if w.reduce_seconds) // problem.tp for s in stages]
-    # Gradients wait for the rest of their bucket before they are moved there.
-    waiting = [min(BUCKET_BYTES, GRADIENT_BYTES * n) for n in reduced]
     return tuple(
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),
@@ -203,10 +203,10 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
             reduce_seconds=sum(w.reduce_seconds for w in held[s]),
             num_reduced=reduced[s],
-            weight_bytes=sum(w.num_bytes for w in held[s]),
+            weight_bytes=sum(map(problem.standing_bytes, held[s])),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
             received_bytes=forward[s - 1] if s else 0,
-            transient_bytes=max((cost.groups[g].transient_bytes for g in members[s]), default=0) + waiting[s],
+            transient_bytes=working_bytes(problem, members[s], held[s]),
             in_flight=problem.in_flight[s],
             recomputed=problem.recompute == "all",
         )

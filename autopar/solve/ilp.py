@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -223,29 +224,26 @@ def add_memory(
     """Weights + in flight · (saved + shared saved + received) + working set of every stage <= limit.
 
     Σ_k h[k, s]·bytes + n_s · (Σ_v w[v, s]·saved_v + Σ_a h[a, s]·bytes + Σ_f x[f, s−1]·bytes) + τ_s <= limit,
-    τ_s >= w[v, s]·transient_v. Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and
-    u[v, s]·segment_v to τ_s's bounds, and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
+    τ_s >= w[v, s]·transient_v − ρ[v, s], where ρ is what was let go of before the backward of v (`working_set`).
+    Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and u[v, s]·segment_v to τ_s's bounds,
+    and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
+
+    Error: low as that of `Intervals.always`.
     """
     cost = program.problem.cost
     shared = held(program, "s", cost.saved)
     for s in range(program.problem.stages):
         redone = again[s].groups
         groups = [(v, cost.groups[v]) for v in program.candidates(s)]
-        working = program.variable(f"w_{s}")
-        for v, group in groups:
-            need = group.transient_bytes / program.num_bytes * program.inside(v, s)
-            if v in redone:
-                need += group.segment_bytes / program.num_bytes * redone[v]
-            if group.transient_bytes or v in redone:
-                program.require(need - working)
         keeps = shared[s]
         if redone:
             keeps = [(holding, program.variable(f"q_{k}_{s}", 1)) for k, (holding, _) in enumerate(shared[s])]
             for (_, h), (_, q) in zip(shared[s], keeps, strict=True):
                 program.require(h - again[s].stage - q)
+        working = working_set(program, s, redone)
         alive = program.problem.in_flight[s] / program.num_bytes
         program.require(
-            pulp.lpSum(holding.num_bytes / program.num_bytes * h for holding, h in weights[s])
+            pulp.lpSum(program.problem.standing_bytes(k) / program.num_bytes * h for k, h in weights[s])
             + pulp.lpSum(alive * group.saved_bytes * program.inside(v, s) for v, group in groups)
             + pulp.lpSum(
                 alive * (cost.groups[v].kept_bytes - cost.groups[v].saved_bytes) * u for v, u in redone.items()
@@ -255,6 +253,53 @@ def add_memory(
             + working
             - limit
         )
+
+
+def working_set(program: Program, stage: int, redone: Mapping[int, Expr]) -> Expr:
+    """τ of one stage with its bounds; see `add_memory`.
+
+    ρ[v, s] <= ρ[v', s] + w[v', s]·saved_v' + Σ_a e[a, v', s]·bytes, v' being the next group after v; e says that v' is
+    the first group of the stage that keeps the shared tensor a: e <= w[v', s] and e <= 1 − w[g, s] for a's groups g
+    before v'.
+
+    Args:
+        redone: u of the groups that may run again there, which then keep no shared tensor.
+    """
+    cost, size = program.problem.cost, program.num_bytes
+    ends = last_uses(program, stage, redone)
+    working, gone = program.variable(f"w_{stage}"), Expr()
+    for v in reversed(program.candidates(stage)):
+        group, inside = cost.groups[v], program.inside(v, stage)
+        need = group.transient_bytes / size * inside
+        freed = group.saved_bytes / size * inside
+        freed += pulp.lpSum(num_bytes / size * ending for num_bytes, ending in ends.get(v, ()))
+        if v in redone:
+            need += group.segment_bytes / size * redone[v]
+            freed += (group.kept_bytes - group.saved_bytes) / size * redone[v]
+        if group.transient_bytes or v in redone:
+            program.require(need - gone - working)
+        released = program.variable(f"p_{v}_{stage}")
+        program.require(released - gone - freed)
+        gone = released
+    return working
+
+
+def last_uses(program: Program, stage: int, redone: Mapping[int, Expr]) -> Mapping[int, list[tuple[int, Expr]]]:
+    """For each group the shared tensors, in bytes, of which its backward may be the stage's last that needs them, with
+    e of `working_set`."""
+    found: defaultdict[int, list[tuple[int, Expr]]] = defaultdict(list)
+    for number, a in enumerate(program.problem.cost.saved):
+        possible = [v for v in sorted(a.groups) if program.ranges.can_be_on(v, stage)]
+        for position, v in enumerate(possible):
+            ending = program.inside(v, stage) - redone.get(v, Expr())
+            if position:
+                first = program.variable(f"e_{number}_{v}_{stage}", 1)
+                program.require(first - ending)
+                for g in possible[:position]:
+                    program.require(first + program.inside(g, stage) - program.one)
+                ending = first
+            found[v].append((a.num_bytes, ending))
+    return found
 
 
 def add_time_objective(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from autopar.hardware import Link
@@ -130,6 +131,21 @@ class CutProblem:
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.pp, self.tp, self.dp)
+
+    @cached_property
+    def has_buckets(self) -> bool:
+        """Whether gradients are moved to flat memory that stays between steps, as soon as a bucket is full: that of
+        several stages, of replicas, and of copies in low precision."""
+        return self.mesh.pp > 1 or self.dp > 1 or any(0 < w.left_bytes < w.gradient_bytes for w in self.cost.weights)
+
+    @property
+    def gradients_come(self) -> bool:
+        """Whether there are gradients only as far as the step's one backward has come."""
+        return not self.has_buckets and self.microbatches == 1
+
+    def standing_bytes(self, weight: Holding) -> int:
+        """What of a weight is there before a step's last backward."""
+        return weight.num_bytes - weight.gradient_bytes * self.gradients_come
 
     def __post_init__(self) -> None:
         assert self.stages >= 1 and self.microbatches >= 1
