@@ -69,6 +69,8 @@ def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
         for f in cost.flows:
             if stage_of[f.producer] < s and any(stage_of[c] >= s for c in f.consumers):
                 kept += f.num_bytes
+            if stage_of[f.producer] < s and any(stage_of[g] == s for g in f.saved_by):
+                kept -= f.num_bytes
         weights = sum(w.num_bytes for w in cost.weights if set(w.groups) & set(here))
         needs.append(weights + problem.in_flight[s] * kept + working(problem, here))
     return needs
@@ -106,7 +108,9 @@ def cost_graphs(draw: st.DrawFn, most: int = 6) -> CostGraph:
         for tensor in range(draw(st.integers(0, 2))):
             consumers = draw(st.sets(st.integers(producer + 1, size), min_size=1, max_size=3))
             num_bytes, grad = draw(number), draw(st.booleans())
-            flows.append(Flow(f"t{producer}_{tensor}", producer, tuple(sorted(consumers)), num_bytes, grad))
+            savers = [g for g in sorted(consumers) if g < size and num_bytes <= groups[g].saved_bytes]
+            saved_by = tuple(savers[: draw(st.integers(0, 1))]) if tensor == 0 else ()
+            flows.append(Flow(f"t{producer}_{tensor}", producer, tuple(sorted(consumers)), num_bytes, grad, saved_by))
 
     def holdings(letter: str, optimizer: bool) -> tuple[Holding, ...]:
         return tuple(

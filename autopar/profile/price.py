@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.hardware import Hardware, Kind
-from autopar.ir import CostGraph, Flow, Graph, Group, Holding, Op, refs
+from autopar.ir import TP, CostGraph, Flow, Graph, Group, Holding, Op, refs
 from autopar.profile.collectives import is_collective, step_of, step_seconds, whole_bytes
 from autopar.profile.facts import ATTENTION, Facts, roots
 from autopar.profile.groups import Members, fed_by_inputs, group_ops, regrouped
 from autopar.profile.holding import ALONE, Sharing, held
+from autopar.rules.boards import board_bytes
 
 LOSS = "loss"
 LINEAR = "aten.linear.default"
@@ -28,6 +29,7 @@ class OpCost:
     backward_seconds: float
     flops: float
     transient_bytes: int
+    board_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def price(
         model=graph.model,
         batch=batch,
         groups=(*priced, Group(LOSS, (), "")),
-        flows=tuple(flows(pricing, group_of, loss=len(priced))),
+        flows=tuple(flows(pricing, group_of, savers(pricing, group_of), loss=len(priced))),
         weights=tuple(weight_holdings(pricing, group_of, sharing)),
         saved=shared_saved,
         together=tuple(dict.fromkeys(numbers for numbers in sets if len(numbers) > 1)),
@@ -182,7 +184,10 @@ def collective_cost(op: Op, pricing: Pricing) -> OpCost:
     step, trained = step_of(op), pricing.facts.ops[op.name].outputs[0].requires_grad
     whole = whole_bytes(step, source, made, pricing.ranks)
     time = step_seconds(step, whole, trained, pricing.hardware, pricing.ranks)
-    return OpCost(time.forward_seconds, time.backward_seconds, 0.0, source + made)
+    taken = max(board_bytes(op, TP, pricing.ranks), default=0)
+    return OpCost(
+        time.forward_seconds, time.backward_seconds, 0.0, source + made, round(pricing.scaled(taken, op.name))
+    )
 
 
 def compute_dtype(op: Op, graph: Graph) -> str:
@@ -208,6 +213,7 @@ def group_of_members(members: Members, costs: list[OpCost], saved_bytes: int) ->
         transient_bytes=max(c.transient_bytes for c in costs),
         forward_collective_seconds=sum(c.forward_seconds for c in collectives),
         backward_collective_seconds=sum(c.backward_seconds for c in collectives),
+        board_bytes=max((c.board_bytes for c in collectives), default=0),
     )
 
 
@@ -225,15 +231,20 @@ def readers(graph: Graph, group_of: Mapping[str, int], loss: int) -> Mapping[str
     return reading
 
 
-def flows(pricing: Pricing, group_of: Mapping[str, int], loss: int) -> Iterable[Flow]:
+def flows(pricing: Pricing, group_of: Mapping[str, int], saving: Mapping[str, set[int]], loss: int) -> Iterable[Flow]:
     """Values that another group reads than the one that makes them. Graph inputs are handed to whoever needs them."""
-    reading = readers(pricing.graph, group_of, loss)
+    reading, seen = readers(pricing.graph, group_of, loss), set[str]()
     for op in pricing.graph.ops:
         here = group_of[op.name]
         for value, made in zip(op.outputs, pricing.facts.ops[op.name].outputs, strict=True):
             consumers = tuple(sorted(reading[value.name] - {here}))
             if consumers:
-                yield Flow(value.name, here, consumers, pricing.num_bytes(value.name), made.requires_grad)
+                storage, num_bytes = pricing.root.get(value.name, value.name), pricing.num_bytes(value.name)
+                kept_by: tuple[int, ...] = ()
+                if storage in saving and storage not in seen and num_bytes == pricing.num_bytes(storage):
+                    kept_by = tuple(sorted(g for g in saving[storage] if g > here))
+                seen.add(storage)
+                yield Flow(value.name, here, consumers, num_bytes, made.requires_grad, kept_by)
 
 
 def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[Holding]:
@@ -258,21 +269,27 @@ def added_to(pricing: Pricing) -> frozenset[str]:
 def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[Holding, ...]]:
     """Bytes that only one group saves, by group; and storages that several groups save."""
     own: defaultdict[int, int] = defaultdict(int)
-    savers: defaultdict[str, set[int]] = defaultdict(set)
     for op in pricing.graph.ops:
-        facts, here = pricing.facts.ops[op.name], group_of[op.name]
-        own[here] += round(pricing.scaled(facts.saved_bytes, op.name))
-        names = [op.reads[i] for i in facts.saved_operands] + [op.outputs[j].name for j in facts.saved_outputs]
-        for name in names:
-            storage = pricing.root.get(name, name)
-            if storage not in pricing.graph.weight:
-                savers[storage].add(here)
-    for storage, groups in savers.items():
+        own[group_of[op.name]] += round(pricing.scaled(pricing.facts.ops[op.name].saved_bytes, op.name))
+    saving = savers(pricing, group_of)
+    for storage, groups in saving.items():
         if len(groups) == 1:
             own[min(groups)] += pricing.num_bytes(storage)
     shared = (
         Holding(storage, pricing.num_bytes(storage), tuple(sorted(groups)))
-        for storage, groups in savers.items()
+        for storage, groups in saving.items()
         if len(groups) > 1
     )
     return own, tuple(shared)
+
+
+def savers(pricing: Pricing, group_of: Mapping[str, int]) -> Mapping[str, set[int]]:
+    """The groups that save each storage of an activation for their backward."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for op in pricing.graph.ops:
+        facts = pricing.facts.ops[op.name]
+        for name in [op.reads[i] for i in facts.saved_operands] + [op.outputs[j].name for j in facts.saved_outputs]:
+            storage = pricing.root.get(name, name)
+            if storage not in pricing.graph.weight:
+                found[storage].add(group_of[op.name])
+    return found

@@ -28,11 +28,17 @@ class StageTimes:
     added_seconds: Matrix
 
 
-def interval_sums(size: int, holdings: Iterable[tuple[float, Sequence[int]]]) -> Matrix:
-    """Element [i, j]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once."""
+def interval_sums(
+    size: int, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None
+) -> Matrix:
+    """Element [i, j]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once.
+
+    Args:
+        behind: of each holding a group that must lie before i, and does before its groups.
+    """
     corners = np.zeros((size + 2, size + 2))
-    for amount, groups in holdings:
-        previous = -1
+    for number, (amount, groups) in enumerate(holdings):
+        previous = -1 if behind is None else behind[number]
         for group in sorted(groups):
             # Counted by the first of its groups in the interval: previous < i <= group < j.
             corners[previous + 1, group + 1] += amount
@@ -57,8 +63,8 @@ class Intervals:
     def size(self) -> int:
         return len(self.problem.cost.groups)
 
-    def sums(self, holdings: Iterable[tuple[float, Sequence[int]]]) -> Matrix:
-        return np.ascontiguousarray(interval_sums(self.size, holdings).T)
+    def sums(self, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None) -> Matrix:
+        return np.ascontiguousarray(interval_sums(self.size, holdings, behind).T)
 
     @cached_property
     def crossing(self) -> tuple[Matrix, Matrix]:
@@ -77,8 +83,11 @@ class Intervals:
 
     @cached_property
     def per_microbatch(self) -> Matrix:
-        """Bytes that each microbatch in flight keeps: what is saved for the backward, and what was received."""
-        return self.saved + self.crossing[0][None, :]
+        """Bytes that each microbatch in flight keeps: what is saved for the backward, and what was received; what is
+        both once."""
+        flows = [flow for flow in self.problem.cost.flows if flow.saved_by]
+        twice = self.sums(((flow.num_bytes, flow.saved_by) for flow in flows), [flow.producer for flow in flows])
+        return self.saved - twice + self.problem.kept_received * self.crossing[0][None, :]
 
     @cached_property
     def saved(self) -> Matrix:
@@ -106,8 +115,14 @@ class Intervals:
         return stage == self.problem.stages - 1
 
     def memory_bytes(self, stage: int) -> Matrix:
-        """Of every interval on a stage; infinite where forbidden. The capacity is not applied."""
-        held = self.always + self.problem.in_flight[stage] * self.per_microbatch
+        """Of every interval on a stage; infinite where forbidden. The capacity is not applied.
+
+        Error: that of `always`; of what peers reach the stage's own part alone counts, not that of the fullest rank.
+        """
+        held = self.always + self.problem.in_flight[stage] * self.per_microbatch + self.problem.fixed_bytes(stage)
+        if self.problem.places:
+            forward, backward = self.crossing
+            held += self.problem.places * (forward[None, :] + backward[:, None])
         return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)
 
     def times(self, stage: int) -> StageTimes:

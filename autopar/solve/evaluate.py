@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.hardware import Link
 from autopar.ir import BUCKET_BYTES, Holding
+from autopar.solve.buffers import buffer_bytes
 from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
 from autopar.solve.working import working_bytes
 
@@ -17,8 +18,8 @@ GRADIENT_BYTES = 4  # per element
 class StageCost:
     """One stage's cost on each of its ranks. Compute with its collectives, transfers and ``saved_bytes`` are per
     microbatch, optimizer and reduction per step; ``weight_bytes`` includes optimizer state, and gradients but where
-    ``transient_bytes`` has those that come in a step's one backward; ``num_reduced`` counts the elements of the
-    gradients that replicas reduce."""
+    ``transient_bytes`` has those that come in a step's one backward; ``buffer_bytes`` are a step's inputs and memory
+    that peers reach; ``num_reduced`` counts the elements of the gradients that replicas reduce."""
 
     forward_seconds: float
     backward_seconds: float
@@ -32,6 +33,7 @@ class StageCost:
     saved_bytes: int
     received_bytes: int
     transient_bytes: int
+    buffer_bytes: int
     in_flight: int
     recomputed: bool = False
 
@@ -57,11 +59,11 @@ class StageCost:
 
     @property
     def memory_bytes(self) -> int:
-        """Peak memory: weights, what the microbatches in flight hold, and the largest working set.
+        """Peak memory: weights, buffers, what the microbatches in flight hold, and the largest working set.
 
         Of ranks with several stages it is the stage's part when the rank is fullest: they sum to the rank's peak.
         """
-        return self.weight_bytes + self.in_flight * self.held_bytes + self.transient_bytes
+        return self.weight_bytes + self.buffer_bytes + self.in_flight * self.held_bytes + self.transient_bytes
 
 
 @dataclass(frozen=True)
@@ -165,8 +167,8 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
     A tensor is counted at every boundary it crosses, in time and in memory; a weight that several stages of a rank read
     at the first of them.
 
-    Error: memory is too high by what crosses, per microbatch in flight, where a stage's operation saves the very tensor
-    that it received, and on stages that a skip only passes (it travels straight past them).
+    Error: memory is too high by what crosses, per microbatch in flight, on stages that a skip only passes (it travels
+    straight past them).
     """
     cost, stages = problem.cost, range(problem.stages)
     members: list[list[int]] = [[] for _ in stages]
@@ -189,7 +191,11 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
     for activation in cost.saved:
         for s in holders(activation, stage_of):
             saved[s] += activation.num_bytes
+    for flow in cost.flows:  # what was received is there already
+        for s in {stage_of[g] for g in flow.saved_by} - {stage_of[flow.producer]}:
+            saved[s] -= flow.num_bytes
     reduced = [sum(w.numel for w in held[s] if w.reduce_seconds) // problem.tp for s in stages]
+    buffers = buffer_bytes(problem, stage_of)
     return tuple(
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),
@@ -205,8 +211,9 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
             num_reduced=reduced[s],
             weight_bytes=sum(map(problem.standing_bytes, held[s])),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
-            received_bytes=forward[s - 1] if s else 0,
+            received_bytes=problem.kept_received * forward[s - 1] if s else 0,
             transient_bytes=working_bytes(problem, members[s], held[s]),
+            buffer_bytes=buffers[s],
             in_flight=problem.in_flight[s],
             recomputed=problem.recompute == "all",
         )

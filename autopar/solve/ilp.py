@@ -211,6 +211,7 @@ def may_overflow(program: Program, stage: int) -> bool:
     alive = sum(g.saved_bytes for g in groups) + sum(a.num_bytes for a in cost.saved if here & {*a.groups})
     alive += sum(flow.num_bytes for flow in cost.flows) if stage else 0
     most = weights + problem.in_flight[stage] * alive + max((g.transient_bytes for g in groups), default=0)
+    most += problem.fixed_bytes(stage) + 2 * problem.places * sum(flow.num_bytes for flow in cost.flows)
     return most > problem.capacity_bytes
 
 
@@ -223,10 +224,12 @@ def add_memory(
 ) -> None:
     """Weights + in flight · (saved + shared saved + received) + working set of every stage <= limit.
 
-    Σ_k h[k, s]·bytes + n_s · (Σ_v w[v, s]·saved_v + Σ_a h[a, s]·bytes + Σ_f x[f, s−1]·bytes) + τ_s <= limit,
+    Σ_k h[k, s]·bytes + n_s · (Σ_v w[v, s]·saved_v + Σ_a h[a, s]·bytes + Σ_f x[f, s−1]·bytes) + τ_s + fixed <= limit,
     τ_s >= w[v, s]·transient_v − ρ[v, s], where ρ is what was let go of before the backward of v (`working_set`).
-    Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and u[v, s]·segment_v to τ_s's bounds,
-    and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
+    Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and u[v, s]·segment_v to τ_s's
+    bounds, and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
+
+    What a stage saves of what it has received is there once: − n_s · Σ_f z[f, s]·bytes (`saved_again`).
 
     Error: low as that of `Intervals.always`.
     """
@@ -249,10 +252,41 @@ def add_memory(
                 alive * (cost.groups[v].kept_bytes - cost.groups[v].saved_bytes) * u for v, u in redone.items()
             )
             + pulp.lpSum(alive * holding.num_bytes * q for holding, q in keeps)
-            + pulp.lpSum(alive * flow.num_bytes * x for flow, x in (crossing[s - 1] if s else ()))
+            - pulp.lpSum(alive * num_bytes * both for num_bytes, both in saved_again(program, s, crossing, redone))
+            + received_bytes(program, s, crossing)
             + working
+            + program.problem.fixed_bytes(s) / program.num_bytes * program.one
             - limit
         )
+
+
+def saved_again(
+    program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]], redone: Mapping[int, Expr]
+) -> list[tuple[int, Expr]]:
+    """Flows, in bytes, that a stage may receive and save, each with z[f, s] <= x[f, s−1] and
+    z <= Σ_g w[g, s] over the groups g that save it and do not run again."""
+    found = []
+    for number, (flow, crosses) in enumerate(crossing[stage - 1] if stage else ()):
+        possible = [g for g in flow.saved_by if program.ranges.can_be_on(g, stage)]
+        if possible:
+            both = program.variable(f"z_{number}_{stage}", 1)
+            program.require(both - crosses)
+            saves = (program.inside(g, stage) - redone.get(g, Expr()) for g in possible)
+            program.require(both - pulp.lpSum(saves))
+            found.append((flow.num_bytes, both))
+    return found
+
+
+def received_bytes(program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]]) -> Expr:
+    """n_s · Σ_f x[f, s−1]·bytes; where messages lie in memory that peers reach, each of m microbatches with its own,
+    m · (Σ_f x[f, s−1]·bytes + Σ_f x[f, s]·bytes over flows with a gradient)."""
+    problem = program.problem
+    before = crossing[stage - 1] if stage else ()
+    behind = crossing[stage] if stage < problem.stages - 1 else ()
+    times = problem.kept_received * problem.in_flight[stage] + problem.places
+    received = pulp.lpSum(times * flow.num_bytes / program.num_bytes * x for flow, x in before)
+    gradients = ((flow, x) for flow, x in behind if flow.requires_grad and problem.places)
+    return received + pulp.lpSum(problem.places * flow.num_bytes / program.num_bytes * x for flow, x in gradients)
 
 
 def working_set(program: Program, stage: int, redone: Mapping[int, Expr]) -> Expr:

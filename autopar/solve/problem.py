@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Literal, Protocol
 
 from autopar.hardware import Link
 from autopar.ir import (
+    DTYPE_BYTES,
     Balance,
     BlockSharding,
     CostGraph,
@@ -18,7 +19,12 @@ from autopar.ir import (
     Recompute,
     ScheduleName,
     SolverInfo,
+    Weight,
 )
+from autopar.ir.boards import exchange_bytes
+from autopar.ir.buckets import padded_bytes
+
+Axis = Literal["pp", "tp", "dp"]
 
 # Weight of the traffic against the largest load when stages are balanced by something other than time: small enough to
 # decide between equal loads only, large enough to be above the solver's tolerances.
@@ -84,6 +90,9 @@ class CutProblem:
     each position ``moments`` are the numbers of microbatches held of its stages together, at every moment that may be
     the fullest; ``in_flight`` is then the first of them.
 
+    Along the axes in ``peers`` ranks reach each other's memory. ``input_bytes`` are what the first stage has of a
+    step's inputs. ``owners`` is the number of replicas that share out the updates.
+
     With ``recompute`` "auto" a stage recomputes where it does not fit otherwise; with "all" every stage does, which is
     in ``cost`` already.
     """
@@ -104,6 +113,9 @@ class CutProblem:
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
     moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    peers: frozenset[Axis] = frozenset()
+    input_bytes: int = 0
+    owners: int = 1
 
     @property
     def pp(self) -> int:
@@ -136,12 +148,44 @@ class CutProblem:
     def has_buckets(self) -> bool:
         """Whether gradients are moved to flat memory that stays between steps, as soon as a bucket is full: that of
         several stages, of replicas, and of copies in low precision."""
-        return self.mesh.pp > 1 or self.dp > 1 or any(0 < w.left_bytes < w.gradient_bytes for w in self.cost.weights)
+        return self.pp > 1 or self.dp > 1 or any(w.copy_bytes and w.gradient_bytes for w in self.cost.weights)
 
     @property
     def gradients_come(self) -> bool:
         """Whether there are gradients only as far as the step's one backward has come."""
         return not self.has_buckets and self.microbatches == 1
+
+    @property
+    def kept_received(self) -> int:
+        """How many microbatches' received tensors there is room for on each stage that holds so many: none beside
+        messages in memory that peers reach."""
+        return 0 if "pp" in self.peers else 1
+
+    @property
+    def places(self) -> int:
+        """Places of each of a step's messages in memory that peers reach: one for every microbatch, or none."""
+        return self.microbatches if "pp" in self.peers else 0
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """What replicas that reach each other reserve on each to sum gradients.
+
+        Error: of stages it is what one with the whole model's largest bucket has.
+        """
+        trained = [w for w in self.cost.weights if w.gradient_bytes]
+        if "dp" not in self.peers or not trained:
+            return 0
+        stored, size = "float32", DTYPE_BYTES["float32"]
+        weights = [
+            Weight(w.name, "parameter", (w.gradient_bytes // size,), "bfloat16" if w.copy_bytes else stored,
+                   requires_grad=True, master=stored if w.copy_bytes else "")
+            for w in trained
+        ]  # fmt: skip
+        return exchange_bytes(padded_bytes(weights, self.owners), self.dp)
+
+    def fixed_bytes(self, stage: int) -> int:
+        """What a stage has whatever it runs: inputs, and memory in which its rank's replicas sum gradients."""
+        return self.input_bytes * (stage == 0) + self.exchanged_bytes * (stage < self.pp)
 
     def standing_bytes(self, weight: Holding) -> int:
         """What of a weight is there before a step's last backward."""

@@ -30,7 +30,7 @@ def working_bytes(problem: CutProblem, members: Sequence[int], weights: Sequence
         if own := here.intersection(saved.groups):
             freed[min(own)] += saved.num_bytes
     for weight in weights:
-        if weight.left_bytes and (own := here.intersection(weight.groups)):
+        if weight.gradient_bytes and (own := here.intersection(weight.groups)):
             come[max(own)].append(weight)
     gradients = Arrived(problem.has_buckets, problem.gradients_come)
     most = released = 0
@@ -39,7 +39,8 @@ def working_bytes(problem: CutProblem, members: Sequence[int], weights: Sequence
         for weight in come[g]:
             most = max(most, gradients.add(weight) - released - freed[g])
         released += freed[g]
-    return most
+    # At the end gradients that are summed over shards are packed, while they stay.
+    return max(most, gradients.num_bytes + sum(w.packed_bytes for w in weights) - released)
 
 
 class Arrived:
@@ -57,12 +58,11 @@ class Arrived:
     def add(self, weight: Holding) -> int:
         """A gradient comes; how many bytes there are then, before a full bucket is moved."""
         if self.has_buckets:
-            low = weight.left_bytes < weight.gradient_bytes
+            low = weight.copy_bytes > 0
             size, left = self.buckets.get(low, (0, 0))
             if size + weight.gradient_bytes > BUCKET_BYTES:
                 self.num_bytes -= left
                 size = left = 0
             self.buckets[low] = size + weight.gradient_bytes, left + weight.left_bytes
-        if self.has_buckets or self.stays:
-            self.num_bytes += weight.left_bytes
+        self.num_bytes += weight.left_bytes * self.has_buckets + weight.gradient_bytes * self.stays
         return self.num_bytes
