@@ -85,7 +85,8 @@ class Hardware:
     ``collective`` is what a rank of a collective within one node sends over, and ``group_collective``, by kind and
     ranks, outranks it; between nodes that is ``network``. A machine of one device may have no ``link`` and no
     ``collective``. ``error`` is the band of every time predicted from the numbers, relative: what plans that were run
-    were off at most (``[calibration]``), or else the largest error among all numbers.
+    were off at most (``[calibration]``), or else the largest error among all numbers. ``reserve_bytes`` of a device's
+    memory are taken by libraries for every rank, such as workspaces of matrix products.
     """
 
     name: str
@@ -107,6 +108,7 @@ class Hardware:
     error: float
     dtype_efficiency: Mapping[tuple[str, str], Efficiency] = field(default_factory=dict)
     group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
+    reserve_bytes: int = 0
     way: Way = "plain"
 
     def running(self, way: Way) -> Hardware:
@@ -296,6 +298,7 @@ def read_hardware(file: Table) -> Hardware:
             for dtype in DTYPES
             if dtype in table.data
         },
+        reserve_bytes=int(memory.number("reserve", "bytes", zero=True)) if "reserve" in memory.data else 0,
         group_collective=read_groups(collective) if collective is not None else {},
         error=max(file.errors) if found is None else found,  # last: of all numbers read above
     )

@@ -17,7 +17,7 @@ from zoo import resnet18, tiny_vit
 
 import autopar
 from autopar.batching import as_call
-from autopar.hardware import Link
+from autopar.hardware import Link, load_hardware
 from autopar.ir import BUCKET_BYTES, CostGraph, Flow, Graph, Group, Holding
 from autopar.ir.boards import aligned, exchange_bytes
 from autopar.ir.buckets import padded_bytes
@@ -84,10 +84,11 @@ def test_what_is_received_and_saved_counts_once() -> None:
     groups = (*(Group(f"g{i}", (f"g{i}",), "", saved_bytes=10) for i in range(3)), Group("loss", (), ""))
     flows = (Flow("a", 0, (1, 2), 8, True, (2,)), Flow("b", 1, (2,), 2, True))
     problem = CutProblem(CostGraph("m", 1, groups, flows), 3, 4, None, (3, 2, 1), (Link(0.0, 1.0),) * 2)
-    assert [c.held_bytes for c in stage_costs(problem, (0, 1, 2, 2))] == [10, 18, 12]
+    # "a" is sent on from the first stage and passes the second; "b" is sent by the second; the third saves "a" itself.
+    assert [c.held_bytes for c in stage_costs(problem, (0, 1, 2, 2))] == [10 + 8, 10 + 8 + 8 + 2, 10 - 8 + 8 + 2]
     near = replace(problem, peers=frozenset({"pp"}))
     costs = stage_costs(near, (0, 1, 2, 2))
-    assert [c.held_bytes for c in costs] == [10, 10, 2]
+    assert [c.held_bytes for c in costs] == [18, 20, 2]
     # Each of 4 microbatches has a place for "a" and its gradient, or "b": most is sent to the first stage.
     assert [c.buffer_bytes for c in costs] == [4 * 2 * aligned(8)] * 3
 
@@ -137,9 +138,9 @@ def on_gpus(model: nn.Module, x: torch.Tensor, **asked: Any) -> autopar.Plan:
 
 
 def buffers(plan: autopar.Plan, position: int, inputs: int) -> int:
-    """What is predicted of boards on a rank at a position."""
+    """What is predicted on a rank at a position beside inputs and libraries: of boards."""
     own = [stage.memory.buffer_bytes for stage in plan.stages[position :: plan.mesh.pp] if stage.memory is not None]
-    return sum(own) - inputs * (position == 0)
+    return sum(own) - inputs * (position == 0) - load_hardware(plan.hardware.name).reserve_bytes
 
 
 @pytest.mark.parametrize(

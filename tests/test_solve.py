@@ -71,6 +71,9 @@ def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
                 kept += f.num_bytes
             if stage_of[f.producer] < s and any(stage_of[g] == s for g in f.saved_by):
                 kept -= f.num_bytes
+            crosses = stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)
+            if crosses and not any(stage_of[g] <= s for g in f.saved_by):
+                kept += f.num_bytes
         weights = sum(w.num_bytes for w in cost.weights if set(w.groups) & set(here))
         needs.append(weights + problem.in_flight[s] * kept + working(problem, here))
     return needs
@@ -78,7 +81,7 @@ def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
 
 def working(problem: CutProblem, here: list[int]) -> int:
     """The fullest moment of a backward beyond all that was saved: what later groups saved is gone by then."""
-    cost, moments = problem.cost, [0]
+    cost, moments = problem.cost, [0, *(problem.cost.groups[g].workspace_bytes for g in here)]
     for g in here:
         later = [h for h in here if h > g]
         gone = sum(cost.groups[h].saved_bytes for h in later)
@@ -100,7 +103,14 @@ def cost_graphs(draw: st.DrawFn, most: int = 6) -> CostGraph:
     size = draw(st.integers(2, most))
     number = st.integers(0, 9)
     groups = tuple(
-        group(f"g{i}", draw(number), flops=draw(number), saved_bytes=draw(number), transient_bytes=draw(number))
+        group(
+            f"g{i}",
+            draw(number),
+            flops=draw(number),
+            saved_bytes=draw(number),
+            transient_bytes=draw(number),
+            workspace_bytes=max(0, draw(number) - 5),
+        )
         for i in range(size)
     )
     flows = []

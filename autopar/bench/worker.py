@@ -177,7 +177,7 @@ def restarted_peak(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device, base: int) -> int:
-    """Most bytes since then: on a GPU in its allocator and where peers write, weights included; else beyond the base."""
+    """Most bytes since then: on a GPU in its allocator and where peers write, with weights; else beyond the base."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) + reserved_bytes(device)
     return peak_resident_bytes() - base

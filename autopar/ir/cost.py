@@ -20,7 +20,7 @@ class Group:
 
     ``seconds`` are per microbatch on one device. ``saved_bytes`` stay alive from forward to backward, per microbatch,
     counting only storages that no other group saves too; ``transient_bytes`` is the working set of its largest
-    operation.
+    operation, and ``workspace_bytes`` what its kernels may take while nothing else was let go of yet.
 
     On a stage that recomputes, the group keeps only ``kept_bytes`` from forward to backward, per microbatch, and
     when its backward runs, ``segment_bytes`` are there again: what its segment saves up to this group.
@@ -42,6 +42,7 @@ class Group:
     forward_collective_seconds: float = 0.0
     backward_collective_seconds: float = 0.0
     board_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -61,8 +62,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Flow:
-    """A tensor that one group makes and others read; ``num_bytes`` per microbatch. The groups in ``saved_by``, all
-    behind the producer, keep its memory for their backward."""
+    """A tensor that one group makes and others read; ``num_bytes`` per microbatch. The groups in ``saved_by``, the
+    producer or behind it, keep its memory for their backward."""
 
     value: str
     producer: int
@@ -116,7 +117,7 @@ class CostGraph:
     def __post_init__(self) -> None:
         n = len(self.groups)
         for flow in self.flows:
-            assert flow.consumers and all(flow.producer < c < n for c in (*flow.consumers, *flow.saved_by)), (
+            assert flow.consumers and all(flow.producer < c < n for c in flow.consumers), (
                 f"flow {flow.value} runs backwards"
             )
         for holding in (*self.weights, *self.saved):

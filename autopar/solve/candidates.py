@@ -219,6 +219,7 @@ def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
         moments=moments,
         peers=peers(setting, mesh),
         input_bytes=input_bytes(setting, mesh),
+        reserve_bytes=setting.hardware.reserve_bytes,
         owners=mesh.dp if point.zero1 else 1,
     )
 

@@ -77,17 +77,26 @@ class Intervals:
         return forward, backward
 
     @cached_property
+    def sent(self) -> NDArray[np.float64]:
+        """Bytes that cross forward behind the groups before j, of which none saves them."""
+        sent = np.zeros(self.size + 1)
+        for flow in self.problem.cost.flows:
+            sent[flow.producer + 1 : min(max(flow.consumers), *flow.saved_by[:1], self.size) + 1] += flow.num_bytes
+        return sent
+
+    @cached_property
     def load(self) -> Matrix:
         loads = group_loads(self.problem.cost, self.problem.balance)
         return self.sums((x, (g,)) for g, x in enumerate(loads))
 
     @cached_property
     def per_microbatch(self) -> Matrix:
-        """Bytes that each microbatch in flight keeps: what is saved for the backward, and what was received; what is
-        both once."""
+        """Bytes that each microbatch in flight keeps: what is saved for the backward, was received and was sent, each
+        tensor once."""
         flows = [flow for flow in self.problem.cost.flows if flow.saved_by]
-        twice = self.sums(((flow.num_bytes, flow.saved_by) for flow in flows), [flow.producer for flow in flows])
-        return self.saved - twice + self.problem.kept_received * self.crossing[0][None, :]
+        later = ((flow.num_bytes, [g for g in flow.saved_by if g > flow.producer]) for flow in flows)
+        twice = self.sums(later, [flow.producer for flow in flows])
+        return self.saved - twice + self.problem.kept_received * self.crossing[0][None, :] + self.sent[:, None]
 
     @cached_property
     def saved(self) -> Matrix:
@@ -104,11 +113,13 @@ class Intervals:
         """
         cost = self.problem.cost
         held = self.sums((self.problem.standing_bytes(w), w.groups) for w in cost.weights)
-        working = np.zeros(self.size + 1)
+        working, workspace = np.zeros(self.size + 1), np.zeros(self.size + 1)
         for j, group in enumerate(cost.groups):
             more = self.saved[j + 1, :] - self.saved[j, :]
-            working = np.maximum(working - more, np.where(np.arange(self.size + 1) <= j, group.transient_bytes, 0.0))
-            held[j + 1, :] += working
+            begun = np.arange(self.size + 1) <= j
+            working = np.maximum(working - more, np.where(begun, group.transient_bytes, 0.0))
+            workspace = np.maximum(workspace, np.where(begun, group.workspace_bytes, 0.0))
+            held[j + 1, :] += np.maximum(working, workspace)
         return held
 
     def is_last(self, stage: int) -> bool:

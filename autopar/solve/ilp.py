@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -210,6 +210,7 @@ def may_overflow(program: Program, stage: int) -> bool:
     weights = sum(w.num_bytes for w in cost.weights if here & {*w.groups})
     alive = sum(g.saved_bytes for g in groups) + sum(a.num_bytes for a in cost.saved if here & {*a.groups})
     alive += sum(flow.num_bytes for flow in cost.flows) if stage else 0
+    alive += sum(flow.num_bytes for flow in cost.flows)  # sent
     most = weights + problem.in_flight[stage] * alive + max((g.transient_bytes for g in groups), default=0)
     most += problem.fixed_bytes(stage) + 2 * problem.places * sum(flow.num_bytes for flow in cost.flows)
     return most > problem.capacity_bytes
@@ -229,7 +230,8 @@ def add_memory(
     Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and u[v, s]·segment_v to τ_s's
     bounds, and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
 
-    What a stage saves of what it has received is there once: − n_s · Σ_f z[f, s]·bytes (`saved_again`).
+    What a stage saves of what it has received is there once: − n_s · Σ_f z[f, s]·bytes (`saved_again`); what it sent
+    stays too, unless it is saved: + n_s · Σ_f o[f, s]·bytes (`sent`). τ_s is at least any workspace, w[v, s]·bytes.
 
     Error: low as that of `Intervals.always`.
     """
@@ -254,6 +256,7 @@ def add_memory(
             + pulp.lpSum(alive * holding.num_bytes * q for holding, q in keeps)
             - pulp.lpSum(alive * num_bytes * both for num_bytes, both in saved_again(program, s, crossing, redone))
             + received_bytes(program, s, crossing)
+            + pulp.lpSum(alive * num_bytes * x for num_bytes, x in sent(program, s, crossing))
             + working
             + program.problem.fixed_bytes(s) / program.num_bytes * program.one
             - limit
@@ -275,6 +278,18 @@ def saved_again(
             program.require(both - pulp.lpSum(saves))
             found.append((flow.num_bytes, both))
     return found
+
+
+def sent(program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]]) -> Iterator[tuple[int, Expr]]:
+    """Flows, in bytes, that a stage may send, each with o[f, s] >= x[f, s] − y[g, s], g being the first group that
+    saves it: where that is on a stage up to this one, it is among what is saved."""
+    for number, (flow, crosses) in enumerate(crossing[stage] if stage < program.problem.stages - 1 else ()):
+        if flow.saved_by:
+            alone = program.variable(f"o_{number}_{stage}", 1)
+            program.require(crosses - program.upto(flow.saved_by[0], stage) - alone)
+            yield flow.num_bytes, alone
+        else:
+            yield flow.num_bytes, crosses
 
 
 def received_bytes(program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]]) -> Expr:
@@ -312,6 +327,8 @@ def working_set(program: Program, stage: int, redone: Mapping[int, Expr]) -> Exp
             freed += (group.kept_bytes - group.saved_bytes) / size * redone[v]
         if group.transient_bytes or v in redone:
             program.require(need - gone - working)
+        if group.workspace_bytes:
+            program.require(group.workspace_bytes / size * inside - working)
         released = program.variable(f"p_{v}_{stage}")
         program.require(released - gone - freed)
         gone = released

@@ -91,7 +91,8 @@ class CutProblem:
     the fullest; ``in_flight`` is then the first of them.
 
     Along the axes in ``peers`` ranks reach each other's memory. ``input_bytes`` are what the first stage has of a
-    step's inputs. ``owners`` is the number of replicas that share out the updates.
+    step's inputs, ``reserve_bytes`` what libraries take on every rank. ``owners`` is the number of replicas that share
+    out the updates.
 
     With ``recompute`` "auto" a stage recomputes where it does not fit otherwise; with "all" every stage does, which is
     in ``cost`` already.
@@ -115,6 +116,7 @@ class CutProblem:
     moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
     peers: frozenset[Axis] = frozenset()
     input_bytes: int = 0
+    reserve_bytes: int = 0
     owners: int = 1
 
     @property
@@ -150,10 +152,11 @@ class CutProblem:
         several stages, of replicas, and of copies in low precision."""
         return self.pp > 1 or self.dp > 1 or any(w.copy_bytes and w.gradient_bytes for w in self.cost.weights)
 
-    @property
+    @cached_property
     def gradients_come(self) -> bool:
         """Whether there are gradients only as far as the step's one backward has come."""
-        return not self.has_buckets and self.microbatches == 1
+        trained = any(w.gradient_bytes for w in self.cost.weights)
+        return trained and not self.has_buckets and self.microbatches == 1
 
     @property
     def kept_received(self) -> int:
@@ -184,8 +187,9 @@ class CutProblem:
         return exchange_bytes(padded_bytes(weights, self.owners), self.dp)
 
     def fixed_bytes(self, stage: int) -> int:
-        """What a stage has whatever it runs: inputs, and memory in which its rank's replicas sum gradients."""
-        return self.input_bytes * (stage == 0) + self.exchanged_bytes * (stage < self.pp)
+        """What a stage has whatever it runs: inputs, and once for each rank memory in which replicas sum gradients and
+        what libraries take."""
+        return self.input_bytes * (stage == 0) + (self.exchanged_bytes + self.reserve_bytes) * (stage < self.pp)
 
     def standing_bytes(self, weight: Holding) -> int:
         """What of a weight is there before a step's last backward."""
