@@ -172,6 +172,7 @@ def test_boards_of_tensor_parallel_ranks_take_their_largest_collective() -> None
     assert buffers(plan, 0, x.nbytes) == max(taken for op in ops for taken in board_bytes(op, "tp", 2)) > 0
 
 
+@functools.cache
 def graph_of(name: str, precision: Any) -> Graph:
     with torch.device("meta"):
         model = timm.create_model(name)

@@ -42,7 +42,10 @@ from autopar.solve.constraints import boundary_links
 from autopar.solve.evaluate import RankCost, StageCost
 
 GIB = 2**30
-MACHINE = replace(load_hardware("h200-nvlink"), memory_bytes=100 * GIB, link=Link(1e-4, 1e11))
+# Nothing but the model in memory: on CPU inputs stay where the caller has them.
+MACHINE = replace(
+    load_hardware("h200-nvlink"), device_type="cpu", reserve_bytes=0, memory_bytes=100 * GIB, link=Link(1e-4, 1e11)
+)
 
 
 def op(name: str, reads: Sequence[str], weights: Sequence[str] = ()) -> Op:
