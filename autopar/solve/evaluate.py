@@ -32,11 +32,11 @@ class StageCost:
     weight_bytes: int
     saved_bytes: int
     received_bytes: int
-    sent_bytes: int
     transient_bytes: int
-    buffer_bytes: int
     in_flight: int
     recomputed: bool = False
+    sent_bytes: int = 0
+    buffer_bytes: int = 0
 
     @property
     def recompute_seconds(self) -> float:
