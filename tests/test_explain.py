@@ -32,6 +32,7 @@ from autopar.ir import (
     StageMemory,
 )
 from autopar.ir.text import rendered
+from autopar.ir.units import BYTES, text
 from autopar.schedule import generate, simulate
 from autopar.zoo import ModelSource
 
@@ -325,9 +326,12 @@ def test_the_reason_of_a_model_that_cannot_be_split(folder: Path) -> None:
 
 
 def test_a_limit_that_the_plan_was_made_with_stays(folder: Path) -> None:
-    plan = planned(VIT.name, 2, ("memory", "2MiB"))
-    (answer,) = reported(saved(plan), "--why-not", "recompute=none,microbatches=1")["why_not"]
-    assert "No plan fits" in answer["text"] and "2.00 MiB" in answer["text"], answer["text"]
+    question = {"recompute": "none", "microbatches": 1, "dp": 2, "zero1": False}
+    limit = max(planned(VIT.name, 2, *question.items()).prediction.peak_bytes) - 1
+    plan = planned(VIT.name, 2, ("memory", limit))
+    asked = "recompute=none,microbatches=1,dp=2,zero1=false"
+    (answer,) = reported(saved(plan), "--why-not", asked)["why_not"]
+    assert "No plan fits" in answer["text"] and f"have {text(limit, BYTES)}" in answer["text"], answer["text"]
 
 
 @pytest.mark.parametrize(
