@@ -39,6 +39,7 @@ from autopar.runtime import (
     TransportName,
     WorkerPool,
     replica_owners,
+    with_averages,
     with_optimizer,
 )
 from autopar.shards import part
@@ -62,6 +63,7 @@ def plan(
     example_inputs: Any = None,
     batch_size: int | None = None,
     optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None,
+    ema: Callable[[nn.Module], Any] | None = None,
     **constraints: Any,
 ) -> Plan:
     """The best plan for a model on a number of devices; needs no GPU and, for a model by name, no weights.
@@ -76,6 +78,7 @@ def plan(
         batch_size: global batch, where the inputs are derived (default 64).
         optimizer: as in `parallelize`; what it keeps of each parameter is found by a trial on small ones. That of
             AdamW is planned for where none is given.
+        ema: as in `parallelize`; so is what it keeps of each weight.
         constraints: the fields of `autopar.options.Options`.
 
     Raises:
@@ -92,7 +95,7 @@ def plan(
     shape = source.input_shape if isinstance(source, ModelSource) else None
     call = example_call(built, example_inputs, batch_size, shape)
     hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
-    return make_plan(built, call, devices, options, hardware, name, kwargs, optimizer)[0]
+    return make_plan(built, call, devices, options, hardware, name, kwargs, optimizer, ema)[0]
 
 
 def make_plan(
@@ -104,6 +107,7 @@ def make_plan(
     name: str,
     kwargs: Mapping[str, Any],
     optimizer: Callable[[Parameters], torch.optim.Optimizer] | None,
+    ema: Callable[[nn.Module], Any] | None = None,
 ) -> tuple[Plan, Graph]:
     """A plan, and the training graph that it was made from."""
     check_devices(devices)
@@ -113,6 +117,8 @@ def make_plan(
         graph = lowered(model, microbatch, "train", name, options.precision)
     if optimizer is not None:
         graph = with_optimizer(graph, optimizer)
+    if ema is not None:
+        graph = with_averages(graph, ema)
 
     def retrace(size: int) -> Graph:
         return lowered(model, call.first(size), "train", name, options.precision)
@@ -164,6 +170,7 @@ def constraints_of(options: Options, devices: int, batch: int) -> Constraints:
         balance=options.balance,
         pins=options.pins,
         recompute=options.recompute,
+        peer_memory=options.transport != "nccl",
         time_limit_seconds=options.solver_seconds,
     )
 
@@ -297,7 +304,7 @@ def parallelize(
         if options.hardware is None and options.memory is None and machine.device_type == "cpu":
             options = replace(options, memory=psutil.virtual_memory().total // machine.local_devices(devices))
         name = type(model).__name__
-        chosen, graph = make_plan(model, call, devices, options, hardware, name, {}, optimizer)
+        chosen, graph = make_plan(model, call, devices, options, hardware, name, {}, optimizer, ema)
     else:
         chosen, graph = plan if isinstance(plan, Plan) else Plan.load(plan), None
         check_given(chosen, devices, constraints)

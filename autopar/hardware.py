@@ -95,7 +95,8 @@ class Hardware:
     ranks, outranks it; between nodes that is ``network``. A machine of one device may have no ``link`` and no
     ``collective``. ``error`` is the band of every time predicted from the numbers, relative, and ``measured_error``
     that of plans whose operations were timed: what plans that were run were off at most (``[calibration]``), or else
-    the largest error among all numbers.
+    the largest error among all numbers. ``reserve_bytes`` of a device's memory are taken by libraries for every rank,
+    such as workspaces of matrix products.
     """
 
     name: str
@@ -118,6 +119,7 @@ class Hardware:
     measured_error: float
     dtype_efficiency: Mapping[tuple[str, str], Efficiency] = field(default_factory=dict)
     group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
+    reserve_bytes: int = 0
     way: Way = "plain"
 
     def running(self, way: Way) -> Hardware:
@@ -313,6 +315,7 @@ def read_hardware(file: Table) -> Hardware:
             for dtype in DTYPES
             if dtype in table.data
         },
+        reserve_bytes=whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
         group_collective=read_groups(collective) if collective is not None else {},
         # last: of all numbers read above
         error=bands.get("analytic", worst := max(file.errors)),
@@ -358,6 +361,11 @@ def read_curve(table: Table) -> Efficiency:
 def read_calibration(table: Table) -> Mapping[str, float]:
     """How far the steps of plans that were run were predicted off at most, by the source of their costs."""
     return {source: table.number(source, "share") for source in BANDS if source in table.data}
+
+
+def read_reserve(table: Table) -> int:
+    """What libraries take of a device's memory."""
+    return int(table.number("memory", "bytes"))
 
 
 def read_link(table: Table) -> Link:

@@ -29,9 +29,9 @@ from autopar.ir import Op, Precision, Program, Ref
 from autopar.lowering import lowered
 from autopar.model import ParallelModel
 from autopar.operators import operator, results_without_data, value_from
+from autopar.rules.boards import board_bytes
 from autopar.rules.convert import SENDS
 from autopar.runtime import symmetric_axis
-from autopar.runtime.board_bytes import board_bytes
 from autopar.runtime.symmetric_axis import SymmetricBoards, SymmetricCommunicator
 
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
@@ -138,14 +138,14 @@ def test_operators_take_what_is_reserved(
     assert {name for name, *_ in operators(ranks)} == SENDS.keys()
     for (name, shape, args), trained in itertools.product(operators(ranks), (True, False)):
         boards = registered(ranks)
-        asked = list(board_bytes(program_of(name, shape, args, dtype, trained), AXIS, ranks))
+        asked = list(board_bytes(program_of(name, shape, args, dtype, trained).ops[0], AXIS, ranks))
         for one in boards.of_ranks:
             one.reserve(max(asked, default=0))
         run_everywhere(boards, operator(f"autopar.{name}.default"), [shape], args, dtype, [trained])
         rounded_up = (ranks - 1) * dtype.itemsize if name in ("all_reduce", "sum_gradient") else 0
         taken = boards.taken()
         assert taken <= boards.reserved <= taken + rounded_up, (name, args, trained)
-    assert list(board_bytes(program_of("all_reduce", (4,), ("dp",), dtype, False), AXIS, ranks)) == []
+    assert list(board_bytes(program_of("all_reduce", (4,), ("dp",), dtype, False).ops[0], AXIS, ranks)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -163,7 +163,7 @@ def test_layers_take_what_was_reserved_for_the_operations_in_their_place(
     ]
     for (name, x, args, instead, shape, where), weight_trained in itertools.product(layers, (True, False)):
         boards = registered(ranks)
-        asked = max(board_bytes(program_of(instead, shape, where, dtype, True), AXIS, ranks))
+        asked = max(board_bytes(program_of(instead, shape, where, dtype, True).ops[0], AXIS, ranks))
         for one in boards.of_ranks:
             one.reserve(asked)
         call = operator(f"autopar.{name}.default")

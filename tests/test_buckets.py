@@ -11,16 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.ir import Weight
-from autopar.runtime.buckets import (
-    ALIGNMENT,
-    LARGEST_WASTE,
-    FlatBucket,
-    aligned,
-    flat_buckets,
-    grouped,
-    laid_out,
-    replica_owners,
-)
+from autopar.ir.buckets import ALIGNMENT, LARGEST_WASTE, aligned, grouped
+from autopar.runtime.buckets import FlatBucket, flat_buckets, laid_out, replica_owners
 
 CLASSES = (("float32", ""), ("bfloat16", "float32"), ("float64", ""))  # what programs read, and the master's dtype
 

@@ -259,8 +259,9 @@ def test_memory_is_that_of_the_schedule(name: Any) -> None:
         asked = replace(AUTO, schedule=name, chunks=chunks, microbatches=8)
         plan = plan_for(graph, asked, FREE, saved=0.25, weight=1.0)
         counts = groups_of(plan, graph)
-        received = [0 if s == 0 else 16 for s in range(len(counts))]  # a tensor of 4 floats
-        saved = [n * GIB // 4 + r for n, r in zip(counts, received)]
+        ends = (0, len(counts) - 1)
+        moved = [16 if s in ends else 32 for s in range(len(counts))]  # a tensor of 4 floats is received, one is sent
+        saved = [n * GIB // 4 + r for n, r in zip(counts, moved)]
         expected = peak_bytes(plan, saved, [n * GIB for n in counts])
         assert list(plan.prediction.peak_bytes) == expected
         assert [sum(s.peak_bytes for s in plan.stages[p::2]) for p in range(2)] == expected

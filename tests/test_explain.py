@@ -32,6 +32,7 @@ from autopar.ir import (
     StageMemory,
 )
 from autopar.ir.text import rendered
+from autopar.ir.units import BYTES, text
 from autopar.schedule import generate, simulate
 from autopar.zoo import ModelSource
 
@@ -311,7 +312,7 @@ def test_why_not_has_an_answer_where_nothing_fits_or_can_be_split(folder: Path) 
     answers = reported(file, "--why-not", "memory=64KiB", "--why-not", "pp=3", "--why-not", "dp=2,microbatches=9")
     small, three, many = answers["why_not"]
     assert re.search(r"No plan fits: .* needs [\d.]+ KiB|No plan fits: .* needs [\d.]+ MiB", small["text"])
-    assert re.search(r"ranks? 0(–1)? ha(s|ve) 64.0 KiB", small["text"]), small["text"]
+    assert re.search(r"ranks? [01](–1)? ha(s|ve) 64.0 KiB", small["text"]), small["text"]
     assert "pp=3 needs a multiple of 3 devices, not 2" in three["text"]
     assert "microbatches=9, but each of 2 replicas has 8 samples" in many["text"]
     assert {a["plan"] for a in answers["why_not"]} == {None}
@@ -325,9 +326,12 @@ def test_the_reason_of_a_model_that_cannot_be_split(folder: Path) -> None:
 
 
 def test_a_limit_that_the_plan_was_made_with_stays(folder: Path) -> None:
-    plan = planned(VIT.name, 2, ("memory", "2MiB"))
-    (answer,) = reported(saved(plan), "--why-not", "recompute=none,microbatches=1")["why_not"]
-    assert "No plan fits" in answer["text"] and "2.00 MiB" in answer["text"], answer["text"]
+    question = {"recompute": "none", "microbatches": 1, "dp": 2, "zero1": False}
+    limit = max(planned(VIT.name, 2, *question.items()).prediction.peak_bytes) - 1
+    plan = planned(VIT.name, 2, ("memory", limit))
+    asked = "recompute=none,microbatches=1,dp=2,zero1=false"
+    (answer,) = reported(saved(plan), "--why-not", asked)["why_not"]
+    assert "No plan fits" in answer["text"] and f"have {text(limit, BYTES)}" in answer["text"], answer["text"]
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,14 @@ import autopar
 from autopar import UsageError
 from autopar.errors import CaptureWarning
 from autopar.ir import Precision
+from autopar.ir.boards import ALIGNMENT, aligned
 from autopar.options import Options
 from autopar.runtime import graphed
 from autopar.runtime.answers import Answers
 from autopar.runtime.graphed import given_rates, is_capturable, prepare
 from autopar.runtime.read_values import read_values
 from autopar.runtime.spec import Computed, Work
-from autopar.runtime.symmetric import ALIGNMENT, aligned, places
+from autopar.runtime.symmetric import places
 from autopar.runtime.transport import Hub, LocalTransport
 
 

@@ -119,7 +119,7 @@ def test_a_plan_says_what_its_stages_hold_and_send(asked: dict[str, Any]) -> Non
     pp, held = plan.mesh.pp, [stage.memory for stage in plan.stages]
     for position in range(pp):
         own = [held[s] for s in range(position, len(held), pp)]
-        standing = sum(m.weight_bytes + m.transient_bytes for m in own if m is not None)
+        standing = sum(m.weight_bytes + m.transient_bytes + m.buffer_bytes for m in own if m is not None)
         kept = plan.prediction.peak_bytes[plan.mesh.ranks(position)[0]] - standing
         assert kept > 0 and sum(m.microbatch_bytes for m in own if m is not None) > 0
         if plan.chunks == 1:

@@ -148,7 +148,8 @@ def test_gpipe_holds_all_microbatches() -> None:
     for schedule, held in (("gpipe", 8), ("1f1b", 4)):
         memory = simulate_plan(plan, schedule).positions[0].memory
         assert memory is not None
-        assert memory.peak_bytes == first.weight_bytes + held * first.microbatch_bytes + first.transient_bytes
+        standing = first.weight_bytes + first.buffer_bytes
+        assert memory.peak_bytes == standing + held * first.microbatch_bytes + first.transient_bytes
 
 
 @pytest.mark.parametrize(

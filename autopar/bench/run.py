@@ -313,7 +313,7 @@ class Bench:
             warmup=request.warmup,
             steps=request.steps,
             seed=request.seed,
-            memory="peak of the allocator" if on_gpu else "growth of the process",
+            memory="peak of the allocator and of memory that peers reach" if on_gpu else "growth of the process",
             machine=machine_text(self.machine, request.devices),
             torch=torch.__version__,
             autopar=autopar.__version__,

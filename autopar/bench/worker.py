@@ -31,6 +31,7 @@ from autopar.bench.sharded import tensor_parallel
 from autopar.bench.training import Ready
 from autopar.errors import UsageError
 from autopar.runtime.memory import peak_resident_bytes, resident_bytes, restart_peak
+from autopar.runtime.symmetric import reserved_bytes
 
 BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
     "plain": plain, "single": planned, "autopar": planned, "uniform": planned, "ddp": ddp, "fsdp2": fsdp2,
@@ -176,8 +177,10 @@ def restarted_peak(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device, base: int) -> int:
-    """Most bytes since then: in the allocator of a GPU, weights included; beyond the base on CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes() - base
+    """Most bytes since then: on a GPU in its allocator and where peers write, with weights; else beyond the base."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) + reserved_bytes(device)
+    return peak_resident_bytes() - base
 
 
 def say(text: str) -> None:

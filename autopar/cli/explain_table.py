@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from autopar.explain import Answer, Breakdown, Change, Difference, Explanation, Position
+from autopar.explain.memory import BUFFERS
 from autopar.ir import Alternative, Plan
 from autopar.ir.table import GAP, NEARLY_FULL, batch_text, compared, ranks_text, schedule_text
 from autopar.ir.text import labelled, plain_table, wrapped
@@ -98,13 +99,15 @@ def of_position(position: Position) -> Sequence[str]:
 def memory_table(breakdown: Breakdown) -> Table:
     """A row per position: its peak, what is spare, and what it is made of, the largest marked."""
     memories = [p.memory for p in breakdown.positions]
-    names = list(memories[0].by_name)
+    names = [n for n in memories[0].by_name if n != BUFFERS or any(m.buffer_bytes for m in memories)]
     table = plain_table()
     for title in ("ranks", "stages", "peak memory", "spare", *names):
         table.add_column(title, justify="right", no_wrap=title == "peak memory", overflow="fold")
     peaks, spare = column([m.peak_bytes for m in memories], BYTES), column([m.spare_bytes for m in memories], BYTES)
     for i, (position, memory) in enumerate(zip(breakdown.positions, memories)):
-        parts = [f"{text(n, BYTES)}{' *' if name == memory.largest else '  '}" for name, n in memory.by_name.items()]
+        parts = [
+            f"{text(memory.by_name[n], BYTES)}{' *' if n == memory.largest else '  '}" for n in names if memory.by_name
+        ]
         style = "yellow" if memory.share > NEARLY_FULL else ""
         table.add_row(
             *of_position(position), f"{peaks[i]} {percent(memory.share, 0):>5}", spare[i], *parts, style=style

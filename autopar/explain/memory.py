@@ -7,11 +7,14 @@ from dataclasses import dataclass
 
 from autopar.ir import Plan
 
+BUFFERS = "buffers"  # inputs, and memory that peers reach: on GPUs only
+
 
 @dataclass(frozen=True)
 class PositionMemory:
-    """A rank's predicted peak, what of it weights with gradients and optimizer state, microbatches in flight and the
-    working set take, and what is spare (negative where the peak does not fit); parts are None in plans made by hand."""
+    """A rank's predicted peak, what of it weights with gradients and optimizer state, microbatches in flight, the
+    working set and buffers take, and what is spare (negative where the peak does not fit); parts are None in plans made
+    by hand."""
 
     peak_bytes: int
     capacity_bytes: int
@@ -19,6 +22,7 @@ class PositionMemory:
     weight_bytes: int | None = None
     in_flight_bytes: int | None = None
     transient_bytes: int | None = None
+    buffer_bytes: int = 0
 
     @property
     def share(self) -> float:
@@ -34,6 +38,7 @@ class PositionMemory:
             "weights + state": self.weight_bytes,
             "activations": self.in_flight_bytes,
             "transient": self.transient_bytes,
+            BUFFERS: self.buffer_bytes,
         }
 
     @property
@@ -50,4 +55,6 @@ def memory_of(plan: Plan, position: int) -> PositionMemory:
     if len(memories) < plan.chunks:
         return PositionMemory(peak, capacity, capacity - peak)
     weights, transient = sum(m.weight_bytes for m in memories), sum(m.transient_bytes for m in memories)
-    return PositionMemory(peak, capacity, capacity - peak, weights, max(0, peak - weights - transient), transient)
+    buffers = sum(m.buffer_bytes for m in memories)
+    in_flight = max(0, peak - weights - transient - buffers)
+    return PositionMemory(peak, capacity, capacity - peak, weights, in_flight, transient, buffers)

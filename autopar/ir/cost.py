@@ -20,12 +20,13 @@ class Group:
 
     ``seconds`` are per microbatch on one device. ``saved_bytes`` stay alive from forward to backward, per microbatch,
     counting only storages that no other group saves too; ``transient_bytes`` is the working set of its largest
-    operation.
+    operation, and ``workspace_bytes`` what its kernels may take while nothing else was let go of yet.
 
     On a stage that recomputes, the group keeps only ``kept_bytes`` from forward to backward, per microbatch, and
     when its backward runs, ``segment_bytes`` are there again: what its segment saves up to this group.
 
-    The ``collective_seconds`` are what tensor-parallel collectives take of its forward and of its backward.
+    The ``collective_seconds`` are what tensor-parallel collectives take of its forward and of its backward, and
+    ``board_bytes`` the most that one takes of the memory that its ranks reach, where they do.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Group:
     segment_bytes: int = 0
     forward_collective_seconds: float = 0.0
     backward_collective_seconds: float = 0.0
+    board_bytes: int = 0
+    workspace_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -59,13 +62,15 @@ class Group:
 
 @dataclass(frozen=True)
 class Flow:
-    """A tensor that one group makes and others read; ``num_bytes`` per microbatch."""
+    """A tensor that one group makes and others read; ``num_bytes`` per microbatch. The groups in ``saved_by``, the
+    producer or behind it, keep its memory for their backward."""
 
     value: str
     producer: int
     consumers: tuple[int, ...]
     num_bytes: int
     requires_grad: bool
+    saved_by: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,9 @@ class Holding:
     several groups keep for their backward, per microbatch. ``reduce_seconds`` sum its gradient over the data-parallel
     replicas, which the last backward can hide, and gather it under ZeRO-1, which the first forward can;
     ``optimizer_seconds`` are the update and what else nothing hides, such as summing a gradient over shards.
+    ``gradient_bytes`` of ``num_bytes`` are the gradient; a backward first leaves ``left_bytes`` of it, in the precision
+    in which programs read the weight and none where its operation adds to the gradient itself. ``copy_bytes`` are those
+    of the copy that programs read, if they do. ``packed_bytes`` of gradient are packed to be summed over shards.
     """
 
     name: str
@@ -84,6 +92,10 @@ class Holding:
     numel: int = 0
     optimizer_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    gradient_bytes: int = 0
+    left_bytes: int = 0
+    copy_bytes: int = 0
+    packed_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,7 +131,8 @@ class CostGraph:
     @cached_property
     def recomputed(self) -> CostGraph:
         """The same graph where every stage recomputes."""
-        return replace(self, groups=tuple(group.recomputed for group in self.groups), saved=())
+        flows = tuple(replace(flow, saved_by=()) for flow in self.flows)
+        return replace(self, groups=tuple(group.recomputed for group in self.groups), flows=flows, saved=())
 
     @cached_property
     def digraph(self) -> nx.DiGraph:

@@ -67,7 +67,8 @@ class Weight:
     ``names`` are all names under which the model's state dict knows it: more than one when it is tied. A ``constant``
     is a tensor that the trace found in the model's code; it is in no state dict. ``dtype`` is what programs read;
     ``master`` the dtype in which the tensor is stored and optimised, where that is another one: programs then read a
-    copy of it. ``state_bytes`` of an optimizer are kept for each element of a trained parameter.
+    copy of it. ``state_bytes`` of an optimizer are kept for each element of a trained parameter, and
+    ``average_bytes`` of a moving average for each element of any weight.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Weight:
     names: tuple[str, ...] = ()
     master: str = ""
     state_bytes: float = ADAM_STATE_BYTES
+    average_bytes: float = 0.0
 
     @property
     def numel(self) -> int:

@@ -59,11 +59,14 @@ class ModelInfo:
 class StageMemory:
     """What a stage takes of its rank: weights with gradients and optimizer state all the time, ``microbatch_bytes`` for
     each microbatch from its forward to its backward, and ``transient_bytes`` while it runs (0 where another stage of
-    the rank takes more)."""
+    the rank takes more), with gradients that are there only while a step's one backward runs. On GPUs
+    ``buffer_bytes`` are a step's inputs, memory that peers write into and read, and what libraries take, all the
+    time."""
 
     weight_bytes: int
     microbatch_bytes: int
     transient_bytes: int
+    buffer_bytes: int = 0
 
 
 @with_config(STRICT)

@@ -28,7 +28,7 @@ class Sharing:
 ALONE = Sharing()
 
 
-def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware) -> Holding:
+def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware, adds: bool = False) -> Holding:
     """A weight with gradient and optimizer state, of which the replicas keep a part each under ZeRO-1.
 
     In mixed precision these are the master's, which under ZeRO-1 its owner alone has, and the copy that programs read
@@ -36,6 +36,7 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
 
     Args:
         weight: a rank's part of it.
+        adds: whether its operation adds to the gradient, of which a backward leaves nothing elsewhere then.
     """
     layout = sharing.storage.get(weight.name, REPLICATED)
     parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
@@ -43,11 +44,16 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
     stored = weight.stored_bytes
     return Holding(
         name=weight.name,
-        num_bytes=weight_bytes(weight, sharing) if trained else weight.copy_bytes + stored,
+        num_bytes=(weight_bytes(weight, sharing) if trained else weight.copy_bytes + stored)
+        + ceil(weight.average_bytes * weight.numel),
         groups=groups,
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
         reduce_seconds=reduce_seconds(weight, sharing, hardware) if trained else 0.0,
+        gradient_bytes=stored if trained else 0,
+        left_bytes=(weight.copy_bytes or stored) if trained and not adds else 0,
+        copy_bytes=weight.copy_bytes,
+        packed_bytes=stored if trained and TP in layout.partial_gradient else 0,
     )
 
 
@@ -64,9 +70,12 @@ def state_ranks(sharing: Sharing) -> int:
 
 def weight_bytes(weight: Weight, sharing: Sharing = ALONE) -> int:
     """Bytes of a trained weight: value, copy, gradient and a rank's part of the optimizer's state, in mixed precision
-    with a part of the value."""
-    owned = weight.state_bytes * weight.numel + (weight.stored_bytes if weight.copy_bytes else 0)
-    everywhere = weight.stored_bytes + (weight.copy_bytes or weight.stored_bytes)
+    with a part of the value, or all of it where averages read that."""
+    owned, everywhere = weight.state_bytes * weight.numel, weight.stored_bytes + weight.num_bytes
+    if weight.copy_bytes and weight.average_bytes:
+        everywhere += weight.stored_bytes
+    elif weight.copy_bytes:
+        owned += weight.stored_bytes
     return everywhere + ceil(owned / state_ranks(sharing))
 
 

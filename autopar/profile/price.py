@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
 from autopar.hardware import Hardware, Kind
-from autopar.ir import CostGraph, Flow, Graph, Group, Holding, Op, Ref, refs
+from autopar.ir import TP, CostGraph, Flow, Graph, Group, Holding, Op, Ref, refs
 from autopar.operators import named_arguments
 from autopar.profile.collectives import is_collective, step_of, step_seconds, whole_bytes
 from autopar.profile.facts import ATTENTION, Facts, OpFacts, roots
 from autopar.profile.groups import Members, fed_by_inputs, group_ops, regrouped
 from autopar.profile.holding import ALONE, Sharing, held
+from autopar.rules.boards import board_bytes
 
 LOSS = "loss"
+LINEAR = "aten.linear.default"
+WORKSPACE = 2  # of cuDNN's convolutions, as a multiple of what they read and make
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,7 @@ class OpCost:
     backward_seconds: float
     flops: float
     transient_bytes: int
+    board_bytes: int = 0
 
     def times(self, factor: Factor) -> OpCost:
         """What a measurement makes of it."""
@@ -119,12 +123,14 @@ def price(
     own_saved, shared_saved = saved_memory(pricing, group_of)
     costs = {name: cost.times(factors.get(name, UNMEASURED)) for name, cost in costs.items()}
     priced = [group_of_members(m, [costs[op.name] for op in m.ops], own_saved[i]) for i, m in enumerate(members)]
+    if hardware.device_type == "cuda":
+        priced = [with_workspace(group, m) for group, m in zip(priced, members, strict=True)]
     sets = (tuple(sorted({group_of[name] for name in names})) for names in graph.together)
     return CostGraph(
         model=graph.model,
         batch=batch,
         groups=(*priced, Group(LOSS, (), "")),
-        flows=tuple(flows(pricing, group_of, loss=len(priced))),
+        flows=tuple(flows(pricing, group_of, savers(pricing, group_of), loss=len(priced))),
         weights=tuple(weight_holdings(pricing, group_of, sharing)),
         saved=shared_saved,
         together=tuple(dict.fromkeys(numbers for numbers in sets if len(numbers) > 1)),
@@ -134,7 +140,10 @@ def price(
 def reweighted(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> CostGraph:
     """The same graph as its replicas, and whether they share the optimizer's state, are in ``sharing``: only weights
     cost something else."""
-    weights = tuple(held(graph.weight[w.name], w.groups, sharing, hardware) for w in cost.weights)
+    weights = tuple(
+        held(graph.weight[w.name], w.groups, sharing, hardware, w.gradient_bytes > w.left_bytes == 0)
+        for w in cost.weights
+    )
     return replace(cost, weights=weights)
 
 
@@ -243,7 +252,10 @@ def collective_cost(op: Op, pricing: Pricing) -> OpCost:
     step, trained = step_of(op), pricing.facts.ops[op.name].outputs[0].requires_grad
     whole = whole_bytes(step, source, made, pricing.ranks)
     time = step_seconds(step, whole, trained, pricing.hardware, pricing.ranks)
-    return OpCost(time.forward_seconds, time.backward_seconds, 0.0, source + made)
+    taken = max(board_bytes(op, TP, pricing.ranks), default=0)
+    return OpCost(
+        time.forward_seconds, time.backward_seconds, 0.0, source + made, round(pricing.scaled(taken, op.name))
+    )
 
 
 def compute_dtype(op: Op, graph: Graph) -> str:
@@ -269,7 +281,18 @@ def group_of_members(members: Members, costs: list[OpCost], saved_bytes: int) ->
         transient_bytes=max(c.transient_bytes for c in costs),
         forward_collective_seconds=sum(c.forward_seconds for c in collectives),
         backward_collective_seconds=sum(c.backward_seconds for c in collectives),
+        board_bytes=max((c.board_bytes for c in collectives), default=0),
     )
+
+
+def with_workspace(group: Group, members: Members) -> Group:
+    """A group as GPUs run it: cuDNN tries its convolutions with workspaces in the first steps.
+
+    Error: fitted to ResNet-50 alone, 256 images in bf16 on an H200 (`docs/benchmarks/h200-x2-resnet50-dp2.json`), which
+        took 1.13 GiB beyond what is accounted for otherwise, 1.96 times the largest working set of its convolutions.
+    """
+    convolves = any("conv" in op.target for op in members.ops)
+    return replace(group, workspace_bytes=WORKSPACE * group.transient_bytes) if convolves else group
 
 
 # -- what flows and what stays ---------------------------------------------------------------------------------------
@@ -286,44 +309,65 @@ def readers(graph: Graph, group_of: Mapping[str, int], loss: int) -> Mapping[str
     return reading
 
 
-def flows(pricing: Pricing, group_of: Mapping[str, int], loss: int) -> Iterable[Flow]:
+def flows(pricing: Pricing, group_of: Mapping[str, int], saving: Mapping[str, set[int]], loss: int) -> Iterable[Flow]:
     """Values that another group reads than the one that makes them. Graph inputs are handed to whoever needs them."""
-    reading = readers(pricing.graph, group_of, loss)
+    reading, seen = readers(pricing.graph, group_of, loss), set[str]()
     for op in pricing.graph.ops:
         here = group_of[op.name]
         for value, made in zip(op.outputs, pricing.facts.ops[op.name].outputs, strict=True):
             consumers = tuple(sorted(reading[value.name] - {here}))
             if consumers:
-                yield Flow(value.name, here, consumers, pricing.num_bytes(value.name), made.requires_grad)
+                storage, num_bytes = pricing.root.get(value.name, value.name), pricing.num_bytes(value.name)
+                kept_by: tuple[int, ...] = ()
+                if storage in saving and storage not in seen and num_bytes == pricing.num_bytes(storage):
+                    kept_by = tuple(sorted(g for g in saving[storage] if g >= here))
+                seen.add(storage)
+                yield Flow(value.name, here, consumers, num_bytes, made.requires_grad, kept_by)
 
 
 def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[Holding]:
     """Weights with gradient and optimizer state. One that no operation reads is held by no group and left out."""
     reading = readers(pricing.graph, group_of, loss=-1)
+    adding = added_to(pricing)
     for weight in pricing.graph.weights:
         groups = tuple(sorted(reading[weight.name] - {-1}))
         if groups:
-            yield held(weight, groups, sharing, pricing.hardware)
+            yield held(weight, groups, sharing, pricing.hardware, weight.name in adding)
+
+
+def added_to(pricing: Pricing) -> frozenset[str]:
+    """Weights to whose gradients compiled linear layers add: those that nothing else reads."""
+    if pricing.hardware.way == "plain":
+        return frozenset()
+    reads = Counter(name for op in pricing.graph.ops for name in op.reads)
+    layers = (op for op in pricing.graph.ops if op.target == LINEAR and pricing.graph.values[op.reads[0]].requires_grad)
+    return frozenset(op.reads[1] for op in layers if reads[op.reads[1]] == 1)
 
 
 def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[Holding, ...]]:
     """Bytes that only one group saves, by group; and storages that several groups save."""
     own: defaultdict[int, int] = defaultdict(int)
-    savers: defaultdict[str, set[int]] = defaultdict(set)
     for op in pricing.graph.ops:
-        facts, here = pricing.facts.ops[op.name], group_of[op.name]
-        own[here] += round(pricing.scaled(facts.saved_bytes, op.name))
-        names = [op.reads[i] for i in facts.saved_operands] + [op.outputs[j].name for j in facts.saved_outputs]
-        for name in names:
-            storage = pricing.root.get(name, name)
-            if storage not in pricing.graph.weight:
-                savers[storage].add(here)
-    for storage, groups in savers.items():
+        own[group_of[op.name]] += round(pricing.scaled(pricing.facts.ops[op.name].saved_bytes, op.name))
+    saving = savers(pricing, group_of)
+    for storage, groups in saving.items():
         if len(groups) == 1:
             own[min(groups)] += pricing.num_bytes(storage)
     shared = (
         Holding(storage, pricing.num_bytes(storage), tuple(sorted(groups)))
-        for storage, groups in savers.items()
+        for storage, groups in saving.items()
         if len(groups) > 1
     )
     return own, tuple(shared)
+
+
+def savers(pricing: Pricing, group_of: Mapping[str, int]) -> Mapping[str, set[int]]:
+    """The groups that save each storage of an activation for their backward."""
+    found: defaultdict[str, set[int]] = defaultdict(set)
+    for op in pricing.graph.ops:
+        facts = pricing.facts.ops[op.name]
+        for name in [op.reads[i] for i in facts.saved_operands] + [op.outputs[j].name for j in facts.saved_outputs]:
+            storage = pricing.root.get(name, name)
+            if storage not in pricing.graph.weight:
+                found[storage].add(group_of[op.name])
+    return found

@@ -2,6 +2,7 @@
 
 from autopar.runtime.buckets import replica_owners
 from autopar.runtime.contents import OptionChange
+from autopar.runtime.ema import with_averages
 from autopar.runtime.executor import Span, StepData
 from autopar.runtime.folder import (
     check_files,
@@ -34,5 +35,5 @@ __all__ = [
     "StepNumbers", "StepOutcome", "TorchrunRanks", "TransportName", "UpdateResult", "Work", "WorkerPool", "check_files",
     "checkpoint_around", "copy_checkpoint", "is_checkpoint", "launched", "rank_text", "read_header",
     "remove_checkpoint", "replica_owners", "settled", "start_reading", "starts_once", "told_by_first",
-    "with_optimizer",
+    "with_averages", "with_optimizer",
 ]  # fmt: skip

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.errors import AutoparError, UsageError
-from autopar.ir import Weight
+from autopar.ir import Graph, Weight
 
+LARGEST = 64  # size of a dim in a trial
 UNUSED = "unused"  # where a rank has no parameter, and ModelEmaV3 looks for the device of the first one
 
 
@@ -70,6 +72,12 @@ class Average:
         """Holds the averages under the names of the weights."""
         return self.keeper.module
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the averages."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        return sum(tensor.nbytes for tensor in tensors)  # each once, however often it is tied
+
     def update(self, num_updates: int) -> None:
         """Take in the weights after so many updates."""
         self.keeper.update(self.source, step=num_updates)
@@ -78,3 +86,25 @@ class Average:
         """The averages by name, of all that is in a state dict; they share memory with them."""
         averages = self.module.state_dict()
         return {name: averages[name].detach() for name in self.names if name in averages}
+
+
+def with_averages(graph: Graph, make: Callable[[nn.Module], Any]) -> Graph:
+    """A training graph whose weights say what is kept of them in averages, found by averaging small ones.
+
+    Raises:
+        UsageError: as `Average`.
+    Error: averages that ``make`` keeps on another device than the weights count too.
+    """
+    weights = {w.name: w for w in graph.weights if w.kind != "constant"}
+    small = {name: small_weight(weight) for name, weight in weights.items()}
+    averages = Average(make, small, weights).tensors()
+    kept = {name: tensor.nbytes / tensor.numel() for name, tensor in averages.items() if tensor.numel()}
+    return replace(
+        graph, weights=tuple(replace(w, average_bytes=kept.get(w.name, w.average_bytes)) for w in graph.weights)
+    )
+
+
+def small_weight(weight: Weight) -> torch.Tensor:
+    """Zeros in a weight's place."""
+    tensor = torch.zeros([min(size, LARGEST) for size in weight.shape], dtype=getattr(torch, weight.stored_dtype))
+    return nn.Parameter(tensor, weight.requires_grad) if weight.kind == "parameter" else tensor

@@ -7,14 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
+from autopar.ir.boards import BOARD_BYTES, exchange_bytes
 from autopar.runtime.buckets import FlatBucket
 from autopar.runtime.symmetric_axis import SymmetricCommunicator
 from autopar.runtime.transport import Delivery, Transport
-
-# Larger buckets pass in pieces. A piece's barriers and sum wait for the matrix products that multiprocessors are at, so
-# buckets of 1.3 GB, those of a model of 7 G parameters, pass whole.
-BOARD_BYTES = 2**31
-SPARE_BYTES = 64  # for each rank: segments are of equal length there
 
 
 class Exchange(Protocol):
@@ -44,7 +40,7 @@ def exchange_of(transport: Transport, ranks: Sequence[int], device: torch.device
     boards = transport.boards(ranks)
     if boards is None:
         return CollectiveExchange(transport, ranks)
-    boards.reserve(min(largest_bytes, BOARD_BYTES) + len(ranks) * SPARE_BYTES)
+    boards.reserve(exchange_bytes(largest_bytes, len(ranks)))
     return SymmetricExchange(SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), boards), device)
 
 

@@ -15,8 +15,8 @@ from autopar.collectives import on
 from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
+from autopar.rules.boards import board_bytes
 from autopar.runtime.answers import Answers
-from autopar.runtime.board_bytes import board_bytes
 from autopar.runtime.contents import OptionChange
 from autopar.runtime.copies import Copies
 from autopar.runtime.ema import Average
@@ -28,6 +28,7 @@ from autopar.runtime.reading import numbers_of
 from autopar.runtime.spec import Computed, RankSpec, RankStats, StepOutcome, UpdateResult, Work
 from autopar.runtime.staging import Staging
 from autopar.runtime.stopwatch import Stopwatch
+from autopar.runtime.symmetric import reserved_bytes
 from autopar.runtime.transport import Transport
 from autopar.runtime.update import Updater
 from autopar.schedule import generate
@@ -120,7 +121,8 @@ class Rank:
         """
         for axis, name in self.axes.items():
             communicator = on(name)
-            asked = [num for program in programs for num in board_bytes(program, axis, communicator.ranks)]
+            ops = [op for program in programs for op in program.ops]
+            asked = [num for op in ops for num in board_bytes(op, axis, communicator.ranks)]
             if asked:
                 communicator.reserve(max(asked))
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
@@ -377,11 +379,12 @@ class Rank:
     # -- measurements ------------------------------------------------------------------------------------------
 
     def tensor_peak(self, work: Work) -> int:
-        """Most bytes in tensors at once during a training step, the batch itself not counted on CPU."""
+        """Most bytes in tensors at once during a training step, the batch itself not counted on CPU; on a GPU with what
+        peers reach."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.train_step(work)
-            return torch.cuda.max_memory_allocated(self.device)
+            return self.peak_bytes()
         self.release_masters()
         standing = self.standing_bytes()
         with TensorPeak() as peak:
@@ -392,7 +395,9 @@ class Rank:
         """Bytes of tensors that stay between steps."""
         # Masters without memory are expanded from one number; other weights may share their memory.
         weights = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
-        return weights + self.copies.num_bytes + self.updater.state_bytes() + self.updater.gradients.num_bytes
+        averages = self.ema.num_bytes if self.ema is not None else 0
+        updater = self.updater.state_bytes() + self.updater.gradients.num_bytes
+        return weights + self.copies.num_bytes + updater + averages
 
     def stats(self) -> RankStats:
         """Measurements of the last step."""
@@ -404,7 +409,8 @@ class Rank:
         )
 
     def peak_bytes(self) -> int:
-        """Most bytes in use so far, beyond the base and the batch that was handed over."""
+        """Most bytes in use so far, beyond the base and the batch that was handed over; on a GPU in torch's allocator,
+        and what peers reach."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device)
+            return torch.cuda.max_memory_allocated(self.device) + reserved_bytes(self.device)
         return peak_resident_bytes() - self.base_bytes - self.data_bytes

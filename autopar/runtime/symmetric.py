@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +15,14 @@ import torch.distributed as dist
 # Not public in torch 2.11 and 2.15, and the only way to memory that peers write and signal without a NCCL kernel.
 from torch.distributed import _symmetric_memory as symmetric_memory
 
+from autopar.ir.boards import ALIGNMENT, aligned
+
 Messages = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
 Delivery = Callable[[], None]
 Receipt = Callable[[], torch.Tensor]
 
-ALIGNMENT = 256  # byte, of every message
 SIGNAL_BYTES = 4
+IN_USE = Counter[torch.device]()
 
 
 class SymmetricMemory:
@@ -114,7 +118,20 @@ class SymmetricMail:
 def allocated(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
     """Bytes of this rank that the group's others reach, and the handle to theirs; all of its ranks call."""
     buffer = symmetric_memory.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
+    count(buffer)
     return buffer, symmetric_memory.rendezvous(buffer, group)
+
+
+def count(buffer: torch.Tensor) -> None:
+    """Count a buffer until its memory is freed: torch's allocator does not know it."""
+    storage = buffer.untyped_storage()
+    IN_USE[buffer.device] += storage.nbytes()
+    weakref.finalize(storage, IN_USE.subtract, {buffer.device: storage.nbytes()})
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Memory of a device that its peers reach now, beside that of torch's allocator."""
+    return IN_USE[device]
 
 
 def places(messages: Messages, starts: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
@@ -130,11 +147,6 @@ def places(messages: Messages, starts: Mapping[int, int]) -> dict[tuple[int, int
         ends[peer] += aligned(messages[peer, tag])
         counts[peer] += 1
     return found
-
-
-def aligned(num_bytes: int) -> int:
-    """The bytes that a message takes up."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class SymmetricCommunicator:
     other work they write into the others' boards with the copy engines instead. The barrier that ends a collective
     leaves the boards free for the next one. Sums add up in the ranks' order, so all ranks get the same bits.
 
-    Boards do not grow inside of collectives: `autopar.runtime.board_bytes` says what these take.
+    Boards do not grow inside of collectives: `autopar.rules.boards` says what these take.
     """
 
     rank: int

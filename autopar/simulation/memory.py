@@ -23,15 +23,15 @@ class MemoryCurve:
 
 
 def memory_curve(spans: Sequence[Span], memory: Mapping[int, StageMemory]) -> MemoryCurve:
-    """Memory of a rank: the weights of its stages, a microbatch of a stage from the start of its forward to the end of
-    its backward, and a stage's working set while it runs.
+    """Memory of a rank: the weights and buffers of its stages, a microbatch of a stage from the start of its forward to
+    the end of its backward, and a stage's working set while it runs.
 
     Args:
         spans: the rank's, in the order in which they run.
         memory: of each of the rank's stages.
     Error: that of the plan's bytes. A smaller last microbatch counts as a whole one, as in the plan's peak.
     """
-    held = sum(stage.weight_bytes for stage in memory.values())
+    held = sum(stage.weight_bytes + stage.buffer_bytes for stage in memory.values())
     points, ended = [(0.0, held)], 0.0
     for span in spans:
         stage = memory[span.action.chunk]

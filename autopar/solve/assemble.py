@@ -112,7 +112,7 @@ def make_plan(
                 recompute="all" if c.recomputed else "none",
                 collective_seconds=c.collective_seconds,
                 optimizer_seconds=c.optimizer_seconds,
-                memory=StageMemory(c.weight_bytes, c.held_bytes, c.transient_bytes),
+                memory=StageMemory(c.weight_bytes, c.held_bytes, c.transient_bytes, c.buffer_bytes),
             )
             for s, c in enumerate(costs)
         ),

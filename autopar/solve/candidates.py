@@ -15,7 +15,7 @@ from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
 from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.merge import Merged, merge
 from autopar.solve.polish import polished
-from autopar.solve.problem import CutProblem, Priced
+from autopar.solve.problem import Axis, CutProblem, Priced
 
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
 # 6 of them it is a sixth of 1F1B's.
@@ -223,7 +223,38 @@ def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
         schedule=schedule,
         chunks=chunks,
         moments=moments,
+        peers=peers(setting, mesh),
+        input_bytes=input_bytes(setting, mesh),
+        reserve_bytes=setting.hardware.reserve_bytes,
+        owners=mesh.dp if point.zero1 else 1,
     )
+
+
+def peers(setting: Setting, mesh: Mesh) -> frozenset[Axis]:
+    """Mesh axes whose ranks reach each other's memory: on GPUs, of one node, where they may.
+
+    Error: that GPUs of a node can is taken for granted; those of some machines without NVLink cannot.
+    """
+    hardware = setting.hardware
+    if not setting.constraints.peer_memory or hardware.device_type != "cuda":
+        return frozenset()
+    spans: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.tp * mesh.dp, "pp": mesh.devices}
+    sizes: dict[Axis, int] = {"tp": mesh.tp, "dp": mesh.dp, "pp": mesh.pp}
+    return frozenset(axis for axis, span in spans.items() if sizes[axis] > 1 and span <= hardware.devices_per_node)
+
+
+def input_bytes(setting: Setting, mesh: Mesh) -> int:
+    """What a replica's part of a step's inputs takes on a GPU: as it was given, and once more where a captured step
+    reads it. On CPU they stay where the caller has them.
+
+    Error: all are taken to be read by the first stage, and targets to be small.
+    """
+    graph, hardware = setting.graph, setting.hardware
+    if hardware.device_type != "cuda":
+        return 0
+    share = setting.constraints.batch / mesh.dp / graph.batch
+    times = 2 if hardware.way == "captured" else 1
+    return times * round(share * sum(value.num_bytes for value in graph.inputs))
 
 
 def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: float) -> Candidate | None:
@@ -291,7 +322,7 @@ def even_share_bytes(problem: CutProblem) -> int:
         saved = sum(min(g.saved_bytes, g.kept_bytes) for g in problem.cost.groups)
     else:
         saved = sum(g.saved_bytes for g in problem.cost.groups) + sum(a.num_bytes for a in problem.cost.saved)
-    weights = sum(w.num_bytes for w in problem.cost.weights)
+    weights = sum(map(problem.standing_bytes, problem.cost.weights))
     held = min(problem.in_flight)
     if problem.chunks > 1:
         held = min(max(min(moment) for moment in moments) for moments in problem.moments)

@@ -46,6 +46,7 @@ class Constraints:
     pins: Mapping[str, int] = field(default_factory=dict)
     recompute: Recompute = "none"
     least_samples: int = 1
+    peer_memory: bool = False
     time_limit_seconds: float = 60.0
 
     def __post_init__(self) -> None:

@@ -28,11 +28,17 @@ class StageTimes:
     added_seconds: Matrix
 
 
-def interval_sums(size: int, holdings: Iterable[tuple[float, Sequence[int]]]) -> Matrix:
-    """Element [i, j]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once."""
+def interval_sums(
+    size: int, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None
+) -> Matrix:
+    """Element [i, j]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once.
+
+    Args:
+        behind: of each holding a group that must lie before i, and does before its groups.
+    """
     corners = np.zeros((size + 2, size + 2))
-    for amount, groups in holdings:
-        previous = -1
+    for number, (amount, groups) in enumerate(holdings):
+        previous = -1 if behind is None else behind[number]
         for group in sorted(groups):
             # Counted by the first of its groups in the interval: previous < i <= group < j.
             corners[previous + 1, group + 1] += amount
@@ -57,8 +63,8 @@ class Intervals:
     def size(self) -> int:
         return len(self.problem.cost.groups)
 
-    def sums(self, holdings: Iterable[tuple[float, Sequence[int]]]) -> Matrix:
-        return np.ascontiguousarray(interval_sums(self.size, holdings).T)
+    def sums(self, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None) -> Matrix:
+        return np.ascontiguousarray(interval_sums(self.size, holdings, behind).T)
 
     @cached_property
     def crossing(self) -> tuple[Matrix, Matrix]:
@@ -71,33 +77,63 @@ class Intervals:
         return forward, backward
 
     @cached_property
+    def sent(self) -> NDArray[np.float64]:
+        """Bytes that cross forward behind the groups before j, of which none saves them."""
+        sent = np.zeros(self.size + 1)
+        for flow in self.problem.cost.flows:
+            sent[flow.producer + 1 : min(max(flow.consumers), *flow.saved_by[:1], self.size) + 1] += flow.num_bytes
+        return sent
+
+    @cached_property
     def load(self) -> Matrix:
         loads = group_loads(self.problem.cost, self.problem.balance)
         return self.sums((x, (g,)) for g, x in enumerate(loads))
 
     @cached_property
     def per_microbatch(self) -> Matrix:
-        """Bytes that each microbatch in flight keeps: what is saved for the backward, and what was received."""
+        """Bytes that each microbatch in flight keeps: what is saved for the backward, was received and was sent, each
+        tensor once."""
+        flows = [flow for flow in self.problem.cost.flows if flow.saved_by]
+        later = ((flow.num_bytes, [g for g in flow.saved_by if g > flow.producer]) for flow in flows)
+        twice = self.sums(later, [flow.producer for flow in flows])
+        return self.saved - twice + self.problem.kept_received * self.crossing[0][None, :] + self.sent[:, None]
+
+    @cached_property
+    def saved(self) -> Matrix:
+        """Bytes that are saved for the backward of one microbatch."""
         cost = self.problem.cost
-        saved = self.sums((a.num_bytes, a.groups) for a in cost.saved)
-        saved += self.sums((g.saved_bytes, (i,)) for i, g in enumerate(cost.groups))
-        return saved + self.crossing[0][None, :]
+        shared = self.sums((a.num_bytes, a.groups) for a in cost.saved)
+        return shared + self.sums((g.saved_bytes, (i,)) for i, g in enumerate(cost.groups))
 
     @cached_property
     def always(self) -> Matrix:
-        """Bytes that do not depend on the microbatches in flight: weights and working set."""
+        """Bytes that do not depend on the microbatches in flight: weights and, as in `working_bytes`, working set.
+
+        Error: low by the gradients that wait for their bucket, or have come in a step's one backward.
+        """
         cost = self.problem.cost
-        held = self.sums((w.num_bytes, w.groups) for w in cost.weights)
-        for i in range(self.size):
-            held[i + 1 :, i] += np.maximum.accumulate([g.transient_bytes for g in cost.groups[i:]])
+        held = self.sums((self.problem.standing_bytes(w), w.groups) for w in cost.weights)
+        working, workspace = np.zeros(self.size + 1), np.zeros(self.size + 1)
+        for j, group in enumerate(cost.groups):
+            more = self.saved[j + 1, :] - self.saved[j, :]
+            begun = np.arange(self.size + 1) <= j
+            working = np.maximum(working - more, np.where(begun, group.transient_bytes, 0.0))
+            workspace = np.maximum(workspace, np.where(begun, group.workspace_bytes, 0.0))
+            held[j + 1, :] += np.maximum(working, workspace)
         return held
 
     def is_last(self, stage: int) -> bool:
         return stage == self.problem.stages - 1
 
     def memory_bytes(self, stage: int) -> Matrix:
-        """Of every interval on a stage; infinite where forbidden. The capacity is not applied."""
-        held = self.always + self.problem.in_flight[stage] * self.per_microbatch
+        """Of every interval on a stage; infinite where forbidden. The capacity is not applied.
+
+        Error: that of `always`; of what peers reach the stage's own part alone counts, not that of the fullest rank.
+        """
+        held = self.always + self.problem.in_flight[stage] * self.per_microbatch + self.problem.fixed_bytes(stage)
+        if self.problem.places:
+            forward, backward = self.crossing
+            held += self.problem.places * (forward[None, :] + backward[:, None])
         return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)
 
     def times(self, stage: int) -> StageTimes:

@@ -31,9 +31,9 @@ def solve_cuts(problem: CutProblem, solver: SolverName | None = None) -> Cuts:
     a[s] >= x[f, s]                             `transfer_times`: transfers are α·a + Σ x·bytes/β, both ways
     h[k, s] >= w[v, s]                          `held`, every group v of the weight or saved tensor k
     Σ h·weights + n_s·(Σ w·saved + Σ h·shared   `add_memory`, n_s microbatches in flight,
-    + Σ x[·, s−1]·bytes) + τ[s] <= capacity     τ[s] >= w[v, s]·transient_v
+    + Σ x[·, s−1]·bytes) + τ[s] <= capacity     τ[s] >= w[v, s]·transient_v − what is let go of before v
     u <= r[s], u <= w[v, s], u >= w + r − 1     `recomputations`; the memory of a stage gains n_s·(Σ u·(kept − saved)),
-    q[k, s] >= h[k, s] − r[s]                   q replaces h of shared tensors, τ[s] >= w·transient_v + u·segment_v
+    q[k, s] >= h[k, s] − r[s]                   q replaces h of shared tensors, w·transient_v gains u·segment_v
     T >= t[s] = Σ w·seconds + Σ u·forward       `add_time_objective`
     + transfers[s]
     O >= Σ h[k, s]·(optimizer + reduction)      `add_time_objective`, stands for what the step ends with

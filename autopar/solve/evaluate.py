@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 
 from autopar.hardware import Link
 from autopar.ir import BUCKET_BYTES, Holding
+from autopar.solve.buffers import buffer_bytes
 from autopar.solve.problem import CutProblem, group_loads, objective_of, update_seconds
+from autopar.solve.working import working_bytes
 
 GRADIENT_BYTES = 4  # per element
 
@@ -15,8 +17,9 @@ GRADIENT_BYTES = 4  # per element
 @dataclass(frozen=True)
 class StageCost:
     """One stage's cost on each of its ranks. Compute with its collectives, transfers and ``saved_bytes`` are per
-    microbatch, optimizer and reduction per step; ``weight_bytes`` includes gradients and optimizer state,
-    ``num_reduced`` counts the elements of the gradients that replicas reduce."""
+    microbatch, optimizer and reduction per step; ``weight_bytes`` includes optimizer state, and gradients but where
+    ``transient_bytes`` has those that come in a step's one backward; ``buffer_bytes`` are a step's inputs and memory
+    that peers reach; ``num_reduced`` counts the elements of the gradients that replicas reduce."""
 
     forward_seconds: float
     backward_seconds: float
@@ -32,6 +35,8 @@ class StageCost:
     transient_bytes: int
     in_flight: int
     recomputed: bool = False
+    sent_bytes: int = 0
+    buffer_bytes: int = 0
 
     @property
     def recompute_seconds(self) -> float:
@@ -51,15 +56,15 @@ class StageCost:
     @property
     def held_bytes(self) -> int:
         """What each microbatch in flight holds."""
-        return self.saved_bytes + self.received_bytes
+        return self.saved_bytes + self.received_bytes + self.sent_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Peak memory: weights, what the microbatches in flight hold, and the largest working set.
+        """Peak memory: weights, buffers, what the microbatches in flight hold, and the largest working set.
 
         Of ranks with several stages it is the stage's part when the rank is fullest: they sum to the rank's peak.
         """
-        return self.weight_bytes + self.in_flight * self.held_bytes + self.transient_bytes
+        return self.weight_bytes + self.buffer_bytes + self.in_flight * self.held_bytes + self.transient_bytes
 
 
 @dataclass(frozen=True)
@@ -163,8 +168,9 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
     A tensor is counted at every boundary it crosses, in time and in memory; a weight that several stages of a rank read
     at the first of them.
 
-    Error: memory is too high by what crosses, per microbatch in flight, where a stage's operation saves the very tensor
-    that it received, and on stages that a skip only passes (it travels straight past them).
+    Error: memory is too high by what crosses, per microbatch in flight, on stages that a skip only passes (it travels
+    straight past them), and where peers are known to have taken what they were sent before (with two ranks a third of
+    it stays, with four all).
     """
     cost, stages = problem.cost, range(problem.stages)
     members: list[list[int]] = [[] for _ in stages]
@@ -183,13 +189,19 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
             by_position[s % problem.pp] = s
         for s in by_position.values():
             held[s].append(weight)
-    saved = [0] * problem.stages
+    saved, sent = [0] * problem.stages, [0] * problem.stages
     for activation in cost.saved:
         for s in holders(activation, stage_of):
             saved[s] += activation.num_bytes
+    for flow in cost.flows:  # what was received is there already
+        for s in {stage_of[g] for g in flow.saved_by}:
+            saved[s] -= flow.num_bytes * (s > stage_of[flow.producer])
+        # What was sent stays until the peer is known to have taken it, at the latest until its gradient comes.
+        saver = stage_of[flow.saved_by[0]] if flow.saved_by else problem.stages
+        for s in range(stage_of[flow.producer], max(stage_of[c] for c in flow.consumers)):
+            sent[s] += flow.num_bytes * (s < saver)
     reduced = [sum(w.numel for w in held[s] if w.reduce_seconds) // problem.tp for s in stages]
-    # Gradients wait for the rest of their bucket before they are moved there.
-    waiting = [min(BUCKET_BYTES, GRADIENT_BYTES * n) for n in reduced]
+    buffers = buffer_bytes(problem, stage_of)
     return tuple(
         StageCost(
             forward_seconds=sum(cost.groups[g].forward_seconds for g in members[s]),
@@ -203,10 +215,12 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
             reduce_seconds=sum(w.reduce_seconds for w in held[s]),
             num_reduced=reduced[s],
-            weight_bytes=sum(w.num_bytes for w in held[s]),
+            weight_bytes=sum(map(problem.standing_bytes, held[s])),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
-            received_bytes=forward[s - 1] if s else 0,
-            transient_bytes=max((cost.groups[g].transient_bytes for g in members[s]), default=0) + waiting[s],
+            received_bytes=problem.kept_received * forward[s - 1] if s else 0,
+            sent_bytes=sent[s],
+            transient_bytes=working_bytes(problem, members[s], held[s]),
+            buffer_bytes=buffers[s],
             in_flight=problem.in_flight[s],
             recomputed=problem.recompute == "all",
         )

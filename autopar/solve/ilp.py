@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import networkx as nx
@@ -209,7 +210,9 @@ def may_overflow(program: Program, stage: int) -> bool:
     weights = sum(w.num_bytes for w in cost.weights if here & {*w.groups})
     alive = sum(g.saved_bytes for g in groups) + sum(a.num_bytes for a in cost.saved if here & {*a.groups})
     alive += sum(flow.num_bytes for flow in cost.flows) if stage else 0
+    alive += sum(flow.num_bytes for flow in cost.flows)  # sent
     most = weights + problem.in_flight[stage] * alive + max((g.transient_bytes for g in groups), default=0)
+    most += problem.fixed_bytes(stage) + 2 * problem.places * sum(flow.num_bytes for flow in cost.flows)
     return most > problem.capacity_bytes
 
 
@@ -222,39 +225,132 @@ def add_memory(
 ) -> None:
     """Weights + in flight · (saved + shared saved + received) + working set of every stage <= limit.
 
-    Σ_k h[k, s]·bytes + n_s · (Σ_v w[v, s]·saved_v + Σ_a h[a, s]·bytes + Σ_f x[f, s−1]·bytes) + τ_s <= limit,
-    τ_s >= w[v, s]·transient_v. Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and
-    u[v, s]·segment_v to τ_s's bounds, and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
+    Σ_k h[k, s]·bytes + n_s · (Σ_v w[v, s]·saved_v + Σ_a h[a, s]·bytes + Σ_f x[f, s−1]·bytes) + τ_s + fixed <= limit,
+    τ_s >= w[v, s]·transient_v − ρ[v, s], where ρ is what was let go of before the backward of v (`working_set`).
+    Where it may recompute, u[v, s]·(kept_v − saved_v) is added to the saved bytes and u[v, s]·segment_v to τ_s's
+    bounds, and h[a, s] is replaced by q[a, s] >= h[a, s] − r[s].
+
+    What a stage saves of what it has received is there once: − n_s · Σ_f z[f, s]·bytes (`saved_again`); what it sent
+    stays too, unless it is saved: + n_s · Σ_f o[f, s]·bytes (`sent`). τ_s is at least any workspace, w[v, s]·bytes.
+
+    Error: low as that of `Intervals.always`.
     """
     cost = program.problem.cost
     shared = held(program, "s", cost.saved)
     for s in range(program.problem.stages):
         redone = again[s].groups
         groups = [(v, cost.groups[v]) for v in program.candidates(s)]
-        working = program.variable(f"w_{s}")
-        for v, group in groups:
-            need = group.transient_bytes / program.num_bytes * program.inside(v, s)
-            if v in redone:
-                need += group.segment_bytes / program.num_bytes * redone[v]
-            if group.transient_bytes or v in redone:
-                program.require(need - working)
         keeps = shared[s]
         if redone:
             keeps = [(holding, program.variable(f"q_{k}_{s}", 1)) for k, (holding, _) in enumerate(shared[s])]
             for (_, h), (_, q) in zip(shared[s], keeps, strict=True):
                 program.require(h - again[s].stage - q)
+        working = working_set(program, s, redone)
         alive = program.problem.in_flight[s] / program.num_bytes
         program.require(
-            pulp.lpSum(holding.num_bytes / program.num_bytes * h for holding, h in weights[s])
+            pulp.lpSum(program.problem.standing_bytes(k) / program.num_bytes * h for k, h in weights[s])
             + pulp.lpSum(alive * group.saved_bytes * program.inside(v, s) for v, group in groups)
             + pulp.lpSum(
                 alive * (cost.groups[v].kept_bytes - cost.groups[v].saved_bytes) * u for v, u in redone.items()
             )
             + pulp.lpSum(alive * holding.num_bytes * q for holding, q in keeps)
-            + pulp.lpSum(alive * flow.num_bytes * x for flow, x in (crossing[s - 1] if s else ()))
+            - pulp.lpSum(alive * num_bytes * both for num_bytes, both in saved_again(program, s, crossing, redone))
+            + received_bytes(program, s, crossing)
+            + pulp.lpSum(alive * num_bytes * x for num_bytes, x in sent(program, s, crossing))
             + working
+            + program.problem.fixed_bytes(s) / program.num_bytes * program.one
             - limit
         )
+
+
+def saved_again(
+    program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]], redone: Mapping[int, Expr]
+) -> list[tuple[int, Expr]]:
+    """Flows, in bytes, that a stage may receive and save, each with z[f, s] <= x[f, s−1] and
+    z <= Σ_g w[g, s] over the groups g that save it and do not run again."""
+    found = []
+    for number, (flow, crosses) in enumerate(crossing[stage - 1] if stage else ()):
+        possible = [g for g in flow.saved_by if program.ranges.can_be_on(g, stage)]
+        if possible:
+            both = program.variable(f"z_{number}_{stage}", 1)
+            program.require(both - crosses)
+            saves = (program.inside(g, stage) - redone.get(g, Expr()) for g in possible)
+            program.require(both - pulp.lpSum(saves))
+            found.append((flow.num_bytes, both))
+    return found
+
+
+def sent(program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]]) -> Iterator[tuple[int, Expr]]:
+    """Flows, in bytes, that a stage may send, each with o[f, s] >= x[f, s] − y[g, s], g being the first group that
+    saves it: where that is on a stage up to this one, it is among what is saved."""
+    for number, (flow, crosses) in enumerate(crossing[stage] if stage < program.problem.stages - 1 else ()):
+        if flow.saved_by:
+            alone = program.variable(f"o_{number}_{stage}", 1)
+            program.require(crosses - program.upto(flow.saved_by[0], stage) - alone)
+            yield flow.num_bytes, alone
+        else:
+            yield flow.num_bytes, crosses
+
+
+def received_bytes(program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]]) -> Expr:
+    """n_s · Σ_f x[f, s−1]·bytes; where messages lie in memory that peers reach, each of m microbatches with its own,
+    m · (Σ_f x[f, s−1]·bytes + Σ_f x[f, s]·bytes over flows with a gradient)."""
+    problem = program.problem
+    before = crossing[stage - 1] if stage else ()
+    behind = crossing[stage] if stage < problem.stages - 1 else ()
+    times = problem.kept_received * problem.in_flight[stage] + problem.places
+    received = pulp.lpSum(times * flow.num_bytes / program.num_bytes * x for flow, x in before)
+    gradients = ((flow, x) for flow, x in behind if flow.requires_grad and problem.places)
+    return received + pulp.lpSum(problem.places * flow.num_bytes / program.num_bytes * x for flow, x in gradients)
+
+
+def working_set(program: Program, stage: int, redone: Mapping[int, Expr]) -> Expr:
+    """τ of one stage with its bounds; see `add_memory`.
+
+    ρ[v, s] <= ρ[v', s] + w[v', s]·saved_v' + Σ_a e[a, v', s]·bytes, v' being the next group after v; e says that v' is
+    the first group of the stage that keeps the shared tensor a: e <= w[v', s] and e <= 1 − w[g, s] for a's groups g
+    before v'.
+
+    Args:
+        redone: u of the groups that may run again there, which then keep no shared tensor.
+    """
+    cost, size = program.problem.cost, program.num_bytes
+    ends = last_uses(program, stage, redone)
+    working, gone = program.variable(f"w_{stage}"), Expr()
+    for v in reversed(program.candidates(stage)):
+        group, inside = cost.groups[v], program.inside(v, stage)
+        need = group.transient_bytes / size * inside
+        freed = group.saved_bytes / size * inside
+        freed += pulp.lpSum(num_bytes / size * ending for num_bytes, ending in ends.get(v, ()))
+        if v in redone:
+            need += group.segment_bytes / size * redone[v]
+            freed += (group.kept_bytes - group.saved_bytes) / size * redone[v]
+        if group.transient_bytes or v in redone:
+            program.require(need - gone - working)
+        if group.workspace_bytes:
+            program.require(group.workspace_bytes / size * inside - working)
+        released = program.variable(f"p_{v}_{stage}")
+        program.require(released - gone - freed)
+        gone = released
+    return working
+
+
+def last_uses(program: Program, stage: int, redone: Mapping[int, Expr]) -> Mapping[int, list[tuple[int, Expr]]]:
+    """For each group the shared tensors, in bytes, of which its backward may be the stage's last that needs them, with
+    e of `working_set`."""
+    found: defaultdict[int, list[tuple[int, Expr]]] = defaultdict(list)
+    for number, a in enumerate(program.problem.cost.saved):
+        possible = [v for v in sorted(a.groups) if program.ranges.can_be_on(v, stage)]
+        for position, v in enumerate(possible):
+            ending = program.inside(v, stage) - redone.get(v, Expr())
+            if position:
+                first = program.variable(f"e_{number}_{v}_{stage}", 1)
+                program.require(first - ending)
+                for g in possible[:position]:
+                    program.require(first + program.inside(g, stage) - program.one)
+                ending = first
+            found[v].append((a.num_bytes, ending))
+    return found
 
 
 def add_time_objective(

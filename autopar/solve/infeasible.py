@@ -148,16 +148,22 @@ def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tu
         if inside:
             blocks[block_of(cost.groups[min(inside)])] += own.in_flight * holding.num_bytes
     block, most = blocks.most_common(1)[0]
-    saved, received = own.in_flight * own.saved_bytes, own.in_flight * own.received_bytes
+    saved, received, sent = (own.in_flight * n for n in (own.saved_bytes, own.received_bytes, own.sent_bytes))
     working = "a recomputed segment and " * own.recomputed + "the working set of one operation"
-    working += " and gradients that wait for their bucket" * (own.num_reduced > 0)
+    standing = "weights with gradients and optimizer state"
+    if problem.gradients_come:
+        working, standing = f"{working} and gradients", "weights with optimizer state"
+    elif problem.has_buckets:
+        working += " and gradients that wait for their bucket"
     batches = "1 microbatch" if own.in_flight == 1 else f"{own.in_flight} microbatches"
     return (
-        Part(own.weight_bytes, f"weights with gradients and optimizer state ({text(own.weight_bytes, BYTES)})"),
+        Part(own.weight_bytes, f"{standing} ({text(own.weight_bytes, BYTES)})"),
         Part(
             saved, f"activations of {batches} in flight ({text(saved, BYTES)}, {text(most, BYTES)} of them in {block})"
         ),
+        Part(sent, f"sent tensors ({text(sent, BYTES)})"),
         Part(received, f"received tensors ({text(received, BYTES)})"),
+        Part(own.buffer_bytes, f"inputs, boards and libraries ({text(own.buffer_bytes, BYTES)})"),
         Part(own.transient_bytes, f"{working} ({text(own.transient_bytes, BYTES)})"),
     )
 

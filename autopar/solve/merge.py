@@ -90,6 +90,8 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         segment_bytes=max(g.segment_bytes for g in groups),
         forward_collective_seconds=sum(g.forward_collective_seconds for g in groups),
         backward_collective_seconds=sum(g.backward_collective_seconds for g in groups),
+        board_bytes=max(g.board_bytes for g in groups),
+        workspace_bytes=max(g.workspace_bytes for g in groups),
     )
 
 
@@ -97,7 +99,8 @@ def _merged_flow(flow: Flow, unit_of: Sequence[int]) -> Flow | None:
     """The flow between units, or None if it stays within one."""
     producer = unit_of[flow.producer]
     consumers = sorted({unit_of[c] for c in flow.consumers} - {producer})
-    return replace(flow, producer=producer, consumers=tuple(consumers)) if consumers else None
+    saved_by = tuple(sorted({unit_of[g] for g in flow.saved_by if unit_of[g] >= producer}))
+    return replace(flow, producer=producer, consumers=tuple(consumers), saved_by=saved_by) if consumers else None
 
 
 def _merged_holding(holding: Holding, unit_of: Sequence[int]) -> Holding:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import cached_property
+from typing import Literal, Protocol
 
 from autopar.hardware import Link
 from autopar.ir import (
+    DTYPE_BYTES,
     Balance,
     BlockSharding,
     CostGraph,
@@ -17,7 +19,12 @@ from autopar.ir import (
     Recompute,
     ScheduleName,
     SolverInfo,
+    Weight,
 )
+from autopar.ir.boards import exchange_bytes
+from autopar.ir.buckets import padded_bytes
+
+Axis = Literal["pp", "tp", "dp"]
 
 # Weight of the traffic against the largest load when stages are balanced by something other than time: small enough to
 # decide between equal loads only, large enough to be above the solver's tolerances.
@@ -83,6 +90,10 @@ class CutProblem:
     each position ``moments`` are the numbers of microbatches held of its stages together, at every moment that may be
     the fullest; ``in_flight`` is then the first of them.
 
+    Along the axes in ``peers`` ranks reach each other's memory. ``input_bytes`` are what the first stage has of a
+    step's inputs, ``reserve_bytes`` what libraries take on every rank. ``owners`` is the number of replicas that share
+    out the updates.
+
     With ``recompute`` "auto" a stage recomputes where it does not fit otherwise; with "all" every stage does, which is
     in ``cost`` already.
     """
@@ -103,6 +114,10 @@ class CutProblem:
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
     moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    peers: frozenset[Axis] = frozenset()
+    input_bytes: int = 0
+    reserve_bytes: int = 0
+    owners: int = 1
 
     @property
     def pp(self) -> int:
@@ -130,6 +145,55 @@ class CutProblem:
     @property
     def mesh(self) -> Mesh:
         return Mesh(self.pp, self.tp, self.dp)
+
+    @cached_property
+    def has_buckets(self) -> bool:
+        """Whether gradients are moved to flat memory that stays between steps, as soon as a bucket is full: that of
+        several stages, of replicas, and of copies in low precision."""
+        return self.pp > 1 or self.dp > 1 or any(w.copy_bytes and w.gradient_bytes for w in self.cost.weights)
+
+    @cached_property
+    def gradients_come(self) -> bool:
+        """Whether there are gradients only as far as the step's one backward has come."""
+        trained = any(w.gradient_bytes for w in self.cost.weights)
+        return trained and not self.has_buckets and self.microbatches == 1
+
+    @property
+    def kept_received(self) -> int:
+        """How many microbatches' received tensors there is room for on each stage that holds so many: none beside
+        messages in memory that peers reach."""
+        return 0 if "pp" in self.peers else 1
+
+    @property
+    def places(self) -> int:
+        """Places of each of a step's messages in memory that peers reach: one for every microbatch, or none."""
+        return self.microbatches if "pp" in self.peers else 0
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """What replicas that reach each other reserve on each to sum gradients.
+
+        Error: of stages it is what one with the whole model's largest bucket has.
+        """
+        trained = [w for w in self.cost.weights if w.gradient_bytes]
+        if "dp" not in self.peers or not trained:
+            return 0
+        stored, size = "float32", DTYPE_BYTES["float32"]
+        weights = [
+            Weight(w.name, "parameter", (w.gradient_bytes // size,), "bfloat16" if w.copy_bytes else stored,
+                   requires_grad=True, master=stored if w.copy_bytes else "")
+            for w in trained
+        ]  # fmt: skip
+        return exchange_bytes(padded_bytes(weights, self.owners), self.dp)
+
+    def fixed_bytes(self, stage: int) -> int:
+        """What a stage has whatever it runs: inputs, and once for each rank memory in which replicas sum gradients and
+        what libraries take."""
+        return self.input_bytes * (stage == 0) + (self.exchanged_bytes + self.reserve_bytes) * (stage < self.pp)
+
+    def standing_bytes(self, weight: Holding) -> int:
+        """What of a weight is there before a step's last backward."""
+        return weight.num_bytes - weight.gradient_bytes * self.gradients_come
 
     def __post_init__(self) -> None:
         assert self.stages >= 1 and self.microbatches >= 1

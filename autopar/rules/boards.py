@@ -1,4 +1,4 @@
-"""What the collectives of programs take of the boards of `autopar.runtime.symmetric_axis`.
+"""What collectives take of the boards that the ranks of an axis write into and read of each other.
 
 | collective | on each board, of a whole tensor |
 |---|---|
@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
-from autopar.ir import DTYPE_BYTES, Op, Program
+from autopar.ir import DTYPE_BYTES, Op
 from autopar.rules.convert import SENDS, Kind, Step
 
 # Elements on each board, by those of the whole tensor and the number of ranks.
@@ -41,12 +41,11 @@ TAKEN: Mapping[Kind, Callable[[int, int], int]] = {
 MAKE_A_PART = ("reduce_scatter", "all_to_all", "shard")
 
 
-def board_bytes(program: Program, axis: str, ranks: int) -> Iterator[int]:
-    """For each operation of a program that communicates over an axis: how much of a board it takes, byte."""
-    for op in program.ops:
-        namespace, name, *_ = op.target.split(".")
-        if namespace == "autopar" and name in SENDS and axis in op.args:
-            yield from taken(Step(name, op.args[1:]), op, ranks)
+def board_bytes(op: Op, axis: str, ranks: int) -> Iterator[int]:
+    """How much of a board an operation takes if it communicates over an axis, forward and backward, byte."""
+    namespace, name, *_ = op.target.split(".")
+    if namespace == "autopar" and name in SENDS and axis in op.args:
+        yield from taken(Step(name, op.args[1:]), op, ranks)
 
 
 def taken(step: Step, op: Op, ranks: int) -> Iterator[int]:

@@ -1,0 +1,19 @@
+"""Sizes of the memory that GPUs of one host write into and read of each other."""
+
+from __future__ import annotations
+
+ALIGNMENT = 256  # byte, of every message
+# Larger buckets pass in pieces. A piece's barriers and sum wait for the matrix products that multiprocessors are at, so
+# buckets of 1.3 GB, those of a model of 7 G parameters, pass whole.
+BOARD_BYTES = 2**31
+SPARE_BYTES = 64  # for each rank: segments are of equal length there
+
+
+def aligned(num_bytes: int) -> int:
+    """The bytes that a message takes up."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def exchange_bytes(largest_bytes: int, ranks: int) -> int:
+    """What replicas that sum their gradients reserve on each, for a largest bucket."""
+    return min(largest_bytes, BOARD_BYTES) + ranks * SPARE_BYTES
