@@ -360,7 +360,8 @@ def read_curve(table: Table) -> Efficiency:
 
 def read_calibration(table: Table) -> Mapping[str, float]:
     """How far the steps of plans that were run were predicted off at most, by the source of their costs."""
-    return {source: table.number(source, "share") for source in BANDS if source in table.data}
+    named = [source for source in BANDS if source in table.data] or BANDS[:1]  # an empty table lacks the first
+    return {source: table.number(source, "share") for source in named}
 
 
 def read_reserve(table: Table) -> int:

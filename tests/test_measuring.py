@@ -236,7 +236,7 @@ def test_measurements_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
             keep(text, Times(1e-3 * program.batch**2, 1e-3 * program.batch**2, 0.0))
 
     monkeypatch.setattr(Timekeeper, "run", run)
-    found = {cost: autopar.plan(vit(), 2, images(1024), dp=2, cost=cost) for cost in ("analytic", "measured")}
+    found = {cost: autopar.plan(vit(), 2, images(4096), dp=2, cost=cost) for cost in ("analytic", "measured")}
     sizes = {cost: found[cost].microbatch_size for cost in found}
     assert sizes["measured"] < sizes["analytic"]
     seconds = found["measured"].stages[0].forward_seconds

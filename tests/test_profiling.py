@@ -337,7 +337,7 @@ bandwidth = { value = 50, unit = "GB/s", error = 0.3, date = 2026-11-20, source 
 latency = { value = 35, unit = "us", error = 0.5, date = 2026-11-20, source = "assumption: more than inside" }
 
 [calibration]
-step = { value = 7, unit = "%", error = 0.0, date = 2026-11-21, source = "measured: autopar bench --calibrate" }
+analytic = { value = 7, unit = "%", error = 0.0, date = 2026-11-21, source = "measured: autopar bench --calibrate" }
 """
 
 
@@ -355,10 +355,10 @@ def test_what_is_not_measured_is_kept(faked: list[list[str]], tmp_path: Path) ->
     assert tomllib.loads(path.read_text())["network"] == tomllib.loads(CARRIED)["network"]
     assert run("-o", "m.toml", "--anyway", "--name", "mine")[0] == 0
     assert load_hardware(path).name == "mine"
-    path.write_text(path.read_text().replace("[calibration]\nstep", "[calibration]\nstp"))
+    path.write_text(path.read_text().replace("[calibration]\nanalytic", "[calibration]\nstp"))
     measured = len(faked)
     code, out = run("-o", "m.toml")
-    assert code == 2 and "calibration.step is missing" in out and len(faked) == measured
+    assert code == 2 and "calibration.analytic is missing" in out and len(faked) == measured
 
 
 def test_a_file_of_another_type_of_device_leaves_nothing(faked: list[list[str]], tmp_path: Path) -> None:
