@@ -10,6 +10,7 @@ import math
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from os import PathLike
 from pathlib import Path
 from typing import Literal, TypeVar, get_args
@@ -96,7 +97,8 @@ class Hardware:
     ``collective``. ``error`` is the band of every time predicted from the numbers, relative, and ``measured_error``
     that of plans whose operations were timed: what plans that were run were off at most (``[calibration]``), or else
     the largest error among all numbers. ``reserve_bytes`` of a device's memory are taken by libraries for every rank,
-    such as workspaces of matrix products.
+    such as workspaces of matrix products. What replicas sum and gather travels beside compute and makes a step
+    longer nevertheless: by a second for each ``replica_bytes_per_second``.
     """
 
     name: str
@@ -120,6 +122,7 @@ class Hardware:
     dtype_efficiency: Mapping[tuple[str, str], Efficiency] = field(default_factory=dict)
     group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
     reserve_bytes: int = 0
+    replica_bytes_per_second: float = inf
     way: Way = "plain"
 
     def running(self, way: Way) -> Hardware:
@@ -315,6 +318,7 @@ def read_hardware(file: Table) -> Hardware:
             for dtype in DTYPES
             if dtype in table.data
         },
+        replica_bytes_per_second=whole(read_replicas, file.table("replicas")) if "replicas" in file.data else inf,
         reserve_bytes=whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
         group_collective=read_groups(collective) if collective is not None else {},
         # last: of all numbers read above
@@ -367,6 +371,11 @@ def read_calibration(table: Table) -> Mapping[str, float]:
 def read_reserve(table: Table) -> int:
     """What libraries take of a device's memory."""
     return int(table.number("memory", "bytes"))
+
+
+def read_replicas(table: Table) -> float:
+    """Bytes of gradients and weights that replicas exchange beside compute while a step gets a second longer."""
+    return table.number("bandwidth", "bytes per second")
 
 
 def read_link(table: Table) -> Link:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,13 @@ def test_a_plan_says_what_its_stages_hold_and_send(asked: dict[str, Any]) -> Non
     shares = [s.collective_seconds / (s.forward_seconds + s.backward_seconds) for s in plan.stages]
     assert all(0 < share < 0.5 for share in shares) if plan.mesh.tp > 1 else shares == [0.0] * len(shares)
     assert max(s.optimizer_seconds for s in plan.stages) <= plan.prediction.optimizer_seconds
+
+
+def test_what_replicas_exchange_drags_a_step() -> None:
+    """Beside compute it is hidden, and costs time by its bytes nevertheless."""
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    graph = trace(model.to("meta"), (torch.empty(32, 64, device="meta"),), {}, "train", "mlp")
+    machine = replace(load_hardware("h200-nvlink"), replica_bytes_per_second=1e9)
+    for replicas, zero1, num_bytes in ((1, False, 0), (2, True, 8), (4, True, 8), (4, False, 8)):
+        for weight in Costs(graph, machine).unsharded(replicas, zero1, 8).cost.weights:
+            assert weight.drag_seconds == pytest.approx(num_bytes * weight.numel / 1e9)

@@ -336,6 +336,12 @@ CARRIED = """
 bandwidth = { value = 50, unit = "GB/s", error = 0.3, date = 2026-11-20, source = "assumption: a \\"port\\" per GPU" }
 latency = { value = 35, unit = "us", error = 0.5, date = 2026-11-20, source = "assumption: more than inside" }
 
+[reserve]
+memory = { value = 38, unit = "MB", error = 0.4, date = 2026-11-21, source = "measured: peaks" }
+
+[replicas]
+bandwidth = { value = 276, unit = "GB/s", error = 0.2, date = 2026-11-21, source = "measured: steps" }
+
 [calibration]
 analytic = { value = 7, unit = "%", error = 0.0, date = 2026-11-21, source = "measured: autopar bench --calibrate" }
 """
@@ -347,10 +353,11 @@ def test_what_is_not_measured_is_kept(faked: list[list[str]], tmp_path: Path) ->
     path.write_text(shipped.replace('"loopback"', '"my wire"') + CARRIED)
     before = load_hardware(path)
     code, out = run("-o", "m.toml", "--anyway")
-    assert code == 0 and "kept as it was: [network], [calibration]" in out
+    assert code == 0 and "kept as it was: [reserve], [replicas], [network], [calibration]" in out
     after = load_hardware(path)
     assert (after.name, after.link_name, after.devices_per_node) == ("cpu-generic", "my wire", 64)
     assert (after.network, after.error) == (before.network, 0.07)
+    assert (after.reserve_bytes, after.replica_bytes_per_second) == (38_000_000, 276e9)
     assert after.device != before.device and tomllib.loads(path.read_text())["raw"]["devices"] == 2
     assert tomllib.loads(path.read_text())["network"] == tomllib.loads(CARRIED)["network"]
     assert run("-o", "m.toml", "--anyway", "--name", "mine")[0] == 0

@@ -512,13 +512,21 @@ def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> N
 
 
 @pytest.mark.parametrize(
-    ("backward", "reduce", "mebibytes", "exposed"),
-    [(50, 40, 100, 10), (50, 40, 10, 40), (30, 40, 200, 10), (30, 40, 100, 10), (10, 40, 1000, 30), (10, 0, 100, 0)],
+    ("backward", "reduce", "mebibytes", "drag", "exposed"),
+    [
+        (50, 40, 100, 0, 10),
+        (50, 40, 10, 0, 40),
+        (30, 40, 200, 0, 10),
+        (30, 40, 100, 0, 10),
+        (10, 40, 1000, 0, 30),
+        (10, 0, 100, 0, 0),
+        (50, 40, 100, 68, 78),
+    ],
 )
-def test_a_reduction_is_hidden_by_the_last_backward_but_for_its_last_bucket(
-    backward: float, reduce: float, mebibytes: int, exposed: float
+def test_a_reduction_is_hidden_by_the_last_backward_but_for_its_last_bucket_and_what_it_drags(
+    backward: float, reduce: float, mebibytes: int, drag: float, exposed: float
 ) -> None:
-    stage = StageCost(0.0, backward, 0.0, 0.0, 0.0, 0.0, reduce, mebibytes * 2**18, 0, 0, 0, 0, 1)
+    stage = StageCost(0.0, backward, 0.0, 0.0, 0.0, 0.0, reduce, drag, mebibytes * 2**18, 0, 0, 0, 0, 1)
     assert RankCost((stage,)).exposed_seconds == exposed
 
 

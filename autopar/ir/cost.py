@@ -80,10 +80,11 @@ class Holding:
     As a weight: a rank's part of its value, gradient and optimizer state. As a saved activation: one storage that
     several groups keep for their backward, per microbatch. ``reduce_seconds`` sum its gradient over the data-parallel
     replicas, which the last backward can hide, and gather it under ZeRO-1, which the first forward can;
-    ``optimizer_seconds`` are the update and what else nothing hides, such as summing a gradient over shards.
-    ``gradient_bytes`` of ``num_bytes`` are the gradient; a backward first leaves ``left_bytes`` of it, in the precision
-    in which programs read the weight and none where its operation adds to the gradient itself. ``copy_bytes`` are those
-    of the copy that programs read, if they do. ``packed_bytes`` of gradient are packed to be summed over shards.
+    ``drag_seconds`` are what that slows these nevertheless. ``optimizer_seconds`` are the update and what else nothing
+    hides, such as summing a gradient over shards. ``gradient_bytes`` of ``num_bytes`` are the gradient; a backward
+    first leaves ``left_bytes`` of it, in the precision in which programs read the weight and none where its operation
+    adds to the gradient itself. ``copy_bytes`` are those of the copy that programs read, if they do. ``packed_bytes``
+    of gradient are packed to be summed over shards.
     """
 
     name: str
@@ -92,6 +93,7 @@ class Holding:
     numel: int = 0
     optimizer_seconds: float = 0.0
     reduce_seconds: float = 0.0
+    drag_seconds: float = 0.0
     gradient_bytes: int = 0
     left_bytes: int = 0
     copy_bytes: int = 0

@@ -42,6 +42,7 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
     parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
     trained = weight.kind == "parameter" and weight.requires_grad
     stored = weight.stored_bytes
+    exchanged = trained and sharing.dp > 1
     return Holding(
         name=weight.name,
         num_bytes=(weight_bytes(weight, sharing) if trained else weight.copy_bytes + stored)
@@ -50,6 +51,7 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
         reduce_seconds=reduce_seconds(weight, sharing, hardware) if trained else 0.0,
+        drag_seconds=exchanged_bytes(weight, sharing) / hardware.replica_bytes_per_second if exchanged else 0.0,
         gradient_bytes=stored if trained else 0,
         left_bytes=(weight.copy_bytes or stored) if trained and not adds else 0,
         copy_bytes=weight.copy_bytes,
@@ -106,6 +108,11 @@ def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> floa
         return bucket_share("all-reduce", weight.stored_bytes, hardware, ranks, stride)
     scatter = bucket_share("reduce-scatter", weight.stored_bytes, hardware, ranks, stride)
     return scatter + bucket_share("all-gather", weight.num_bytes, hardware, ranks, stride)
+
+
+def exchanged_bytes(weight: Weight, sharing: Sharing) -> int:
+    """What replicas sum of a weight and gather of it."""
+    return weight.stored_bytes + (weight.num_bytes if sharing.zero1 else weight.stored_bytes)
 
 
 def bucket_share(kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int, stride: int = 1) -> float:

@@ -28,6 +28,7 @@ class StageCost:
     transfer_seconds: float
     optimizer_seconds: float
     reduce_seconds: float
+    drag_seconds: float
     num_reduced: int
     weight_bytes: int
     saved_bytes: int
@@ -88,7 +89,8 @@ class RankCost:
     @property
     def exposed_seconds(self) -> float:
         """What of the reduction is left when the last backward ends: what is longer than it, at least the last bucket.
-        Under ZeRO-1 also what is left of gathering weights when a forward needs them.
+        Under ZeRO-1 also what is left of gathering weights when a forward needs them. To this comes by what the rest
+        slows the compute beside it.
 
         Error: gathering is compared with the backward, which is longer than the forward; a rank before the last one
         waits for others' backwards at the end of a step, and that they hide its reduction too is not counted.
@@ -97,7 +99,8 @@ class RankCost:
             sum(getattr(c, name) for c in self.stages) for name in ("reduce_seconds", "backward_seconds")
         )
         buckets = max(1, round(sum(c.num_reduced for c in self.stages) * GRADIENT_BYTES / BUCKET_BYTES))
-        return max(reduce_seconds - backward_seconds, reduce_seconds / buckets)
+        drag = sum(c.drag_seconds for c in self.stages)
+        return max(reduce_seconds - backward_seconds, reduce_seconds / buckets) + drag
 
 
 def one_way_seconds(num_bytes: int, link: Link) -> float:
@@ -214,6 +217,7 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
             reduce_seconds=sum(w.reduce_seconds for w in held[s]),
+            drag_seconds=sum(w.drag_seconds for w in held[s]),
             num_reduced=reduced[s],
             weight_bytes=sum(map(problem.standing_bytes, held[s])),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],
