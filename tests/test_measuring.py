@@ -19,8 +19,10 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import autopar
+from autopar.api import example_call
 from autopar.batching import as_call
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError, WorkerError
+from autopar.explain import Question, Rebuilt, answers
 from autopar.hardware import Link, load_hardware
 from autopar.ir import Graph
 from autopar.lowering import lowered
@@ -32,6 +34,7 @@ from autopar.measuring.timekeeper import Timekeeper, timekeeper_for
 from autopar.measuring.timing import Running, times_of
 from autopar.pricing import Configuration, Costs, apply
 from autopar.profile import factors_of, op_facts
+from autopar.zoo import ModelSource
 
 CPU = load_hardware("cpu-generic")
 ONE = torch.device("cpu")
@@ -337,3 +340,21 @@ def test_ranks_of_a_launcher_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UsageError, match=r"torchrun's processes would each measure.*--cost measured -o plan\.json"):
         timekeeper_for("measured", CPU, 2, None)
     assert timekeeper_for("auto", CPU, 2, None) is None
+
+
+# -- what else reads plans -------------------------------------------------------------------------------------------
+
+
+def test_explain_compares_prices_of_one_kind(timed: list[str], folder: Path) -> None:
+    """A question about a measured plan is answered by measurements, or the answer says that it is not."""
+    source = ModelSource("test_vit")
+    found = autopar.plan(source, 2, batch_size=16, cost="measured", dp=2)
+    call = example_call(source.build("meta"), None, 16, None)
+    rebuilt = Rebuilt(source.name, {}, source.build("meta"), {}, call, CPU, "cpu-generic")
+    questions = [Question("dp=2", {"dp": 2}), Question("tp=2", {"tp": 2})]
+    same, unknown = answers(found, rebuilt, questions)
+    assert "that is the plan in the file" in same.text
+    assert "by the cost model, which does not compare with the file's: there operations were timed" in unknown.text
+    analytic = autopar.plan(source, 2, batch_size=16, cost="analytic", dp=2)
+    (alike,) = answers(analytic, rebuilt, questions[:1])
+    assert "that is the plan in the file" in alike.text

@@ -109,7 +109,9 @@ def test_the_parts_of_a_step_add_up(name: str) -> None:
         assert position.busy_seconds + step.waiting_seconds(position) == pytest.approx(step.step_seconds)
         assert all(before.end_seconds <= after.start_seconds for before, after in pairwise(position.spans))
         assert position.memory is not None and position.memory.num_bytes[-1] == sum(
-            stage.memory.weight_bytes for s in position.stages if (stage := plan.stages[s]).memory is not None
+            memory.weight_bytes + memory.buffer_bytes
+            for s in position.stages
+            if (memory := plan.stages[s].memory) is not None
         )
         assert (position.collective_seconds > 0) == (plan.mesh.tp > 1)
         assert (position.reduce_seconds > 0) == (plan.mesh.dp > 1)

@@ -92,7 +92,10 @@ def asked_of(plan: Plan, hardware: Hardware, question: Question) -> Mapping[str,
     The schedule is the one that `autopar.plan` takes by default, or any where the plan has several chunks a rank or
     these are asked for.
     """
-    fixed: dict[str, Any] = {"precision": plan.precision}
+    # Prices of one kind compare; nothing is measured to answer.
+    fixed: dict[str, Any] = {
+        "precision": plan.precision, "cost": "auto" if plan.hardware.cost == "measured" else "analytic"
+    }  # fmt: skip
     if plan.hardware.memory_bytes != hardware.memory_bytes:
         fixed["memory"] = plan.hardware.memory_bytes
     if plan.chunks > 1 or question.constraints.get("chunks", 1) > 1:
@@ -135,6 +138,14 @@ def answer(plan: Plan, rebuilt: Rebuilt, asked: str, given: Mapping[str, Any]) -
         return Answer(asked, str(error))
     breakdown, before = breakdown_of(found), breakdown_of(plan)
     seconds = breakdown.step_seconds
+    if found.hardware.cost != plan.hardware.cost:
+        return Answer(
+            asked,
+            f"{text(seconds, TIME)} a step by the cost model, which does not compare with the file's: there operations "
+            "were timed. Time those of this question: autopar plan … --cost measured.",
+            found,
+            breakdown,
+        )
     step, against = f"{text(seconds, TIME)} a step", compared(Alternative(asked, seconds), before.step_seconds)
     if found.decision == plan.decision:
         return Answer(asked, f"{step}: that is the plan in the file.", found, breakdown)

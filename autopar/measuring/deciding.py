@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
+from autopar.errors import MeasuringWarning
 from autopar.ir import Graph, Mesh, Plan
 from autopar.ir.units import plural
 from autopar.measuring.timekeeper import Timekeeper
@@ -44,6 +46,12 @@ def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, r
         if times is None:
             return None
         costs.learn(missing, times)
+    warnings.warn(
+        f"After {MOST_ROUNDS} measurements of {plan.model.name} the search still finds others to make: this plan is "
+        "priced by those that were most like it.",
+        MeasuringWarning,
+        stacklevel=2,
+    )
     return plan
 
 

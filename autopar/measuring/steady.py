@@ -6,9 +6,8 @@ from math import ceil
 
 import torch
 
-from autopar.profiling.clock import REPEATS, Run, Timing, inner_runs, sample, timed, timing_of
+from autopar.profiling.clock import BUSY_SECONDS, REPEATS, Run, Timing, inner_runs, sample, timed, timing_of
 
-WARM_SECONDS = 0.4  # an H200 lowers its clocks within that time
 REPEAT_SECONDS = 0.03
 MOST_CAPTURED = 20  # runs in one graph: more is only memory
 
@@ -28,7 +27,7 @@ def timed_steadily(run: Run, device: torch.device, captured: bool) -> Timing:
     count = min(MOST_CAPTURED, inner_runs(once, device)) if captured else 1
     again = graph_of(run, count) if captured else run
     seconds = sample([again], 3, device)
-    sample([again], ceil(WARM_SECONDS / seconds), device)
+    sample([again], ceil(BUSY_SECONDS / seconds), device)
     inner = max(1, ceil(REPEAT_SECONDS / seconds))
     found = timing_of([sample([again], inner, device) for _ in range(REPEATS)])
     return Timing(found.seconds / count, found.spread)

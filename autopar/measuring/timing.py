@@ -54,7 +54,6 @@ class Running:
     """A piece with weights, inputs and the gradients that come back to it."""
 
     def __init__(self, program: Program, compiled: bool, device: torch.device) -> None:
-        self.device = device
         weights = {w.name: filled_weight(w, device) for w in program.weights}
         trained = {w.name: weights[w.name] for w in program.weights if w.requires_grad}
         assert all(isinstance(p, nn.Parameter) for p in trained.values())
