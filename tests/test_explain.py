@@ -337,7 +337,7 @@ def test_a_limit_that_the_plan_was_made_with_stays(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--why-not", "pt=2"], r"--why-not pt=2: unknown constraint 'pt'. Did you mean tp\? Known: memory, cost, pp, "),
+        (["--why-not", "pt=2"], r"--why-not pt=2: unknown constraint 'pt'. Did you mean tp\? Known: memory, cost, "),
         (["--why-not", "hardware=x"], "unknown constraint 'hardware'"),
         (["--why-not", "tp"], "Cannot read --why-not 'tp'. Write NAME=VALUE"),
         (["--why-not", "tp="], "Cannot read --why-not 'tp='"),
