@@ -142,8 +142,8 @@ def make_plan(
         costs.unlearn()
         found = find()
     else:
-        info = replace(found.hardware, cost="measured")
-        found = replace(found, hardware=info, prediction=replace(found.prediction, error=hardware.measured_error))
+        timed = replace(found.hardware, cost="measured")
+        found = replace(found, hardware=timed, prediction=replace(found.prediction, error=hardware.measured_error))
     warn_of_microbatches(found, options)
     warn_of_unruled(found, graph)
     return replace(found, precision=options.precision or own_precision(graph)), graph

@@ -139,7 +139,7 @@ class Costs:
         """The graph that each rank runs under the picked choices."""
         groups = self.choices(tp, size).groups
         labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.choices[pick].labels)
-        return self.remember(("sharded", tp, labels), apply, self.graph, dict(labels), tp)
+        return self.remember(("sharded", tp, tuple(sorted(labels))), apply, self.graph, dict(labels), tp)
 
     def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """The same in words."""
@@ -163,7 +163,7 @@ class Costs:
         """The graph whose pieces are timed for a sharding; with one rank that of the model."""
         if tp == 1:
             return Sharded({}, {}, self.graph, self.facts, self.segments)
-        return self.remember(("sharded", tp, tuple(labels.items())), apply, self.graph, labels, tp)
+        return self.remember(("sharded", tp, labels_of(labels)), apply, self.graph, labels, tp)
 
     def learn(self, configuration: Configuration, times: Measured) -> None:
         """Price by a measurement from now on."""

@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from autopar.errors import CacheWarning, UsageError
 
 FOLDER_VARIABLE = "AUTOPAR_CACHE"
+SETTING = "setting.txt"
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,8 @@ class Cache:
         path = self.path(name)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write(self.folder / "setting.txt", self.setting + "\n")
+            if not (self.folder / SETTING).exists():
+                write(self.folder / SETTING, self.setting + "\n")
             write(path, json.dumps(asdict(times)))
         except OSError as error:
             raise UsageError(

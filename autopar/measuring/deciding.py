@@ -25,7 +25,7 @@ def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, r
     """The best plan by measured times.
 
     A configuration that has not been measured is priced with the factors of the measured one that is most like it. The
-    chosen one is measured, then the best of each mesh that comes close, and the search runs again with what that says.
+    chosen one is measured, then others that come close, and the search runs again with what that says.
 
     Args:
         costs: of the search, with prices of the cost model alone; they keep what is measured.

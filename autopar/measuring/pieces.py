@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from autopar.codegen import regions_of
@@ -24,7 +25,7 @@ class Piece:
     program: Program
     ops: tuple[str, ...]
 
-    @property
+    @cached_property
     def text(self) -> str:
         """Everything that its time depends on but the device."""
         return repr(self.program)

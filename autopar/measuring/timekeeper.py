@@ -148,6 +148,7 @@ class Timekeeper:
                     time.sleep(POLL_SECONDS)
             finally:
                 end(processes)
+                self.progress(len(texts), len(texts), what)  # also ends what is shown of a failure or Ctrl-C
 
     def fail(self, folders: Sequence[Path], ended: Sequence[int | None], what: str) -> None:
         """Say why there is no measurement; raises WorkerError."""
