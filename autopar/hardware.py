@@ -97,8 +97,9 @@ class Hardware:
     ``collective``. ``error`` is the band of every time predicted from the numbers, relative, and ``measured_error``
     that of plans whose operations were timed: what plans that were run were off at most (``[calibration]``), or else
     the largest error among all numbers. ``reserve_bytes`` of a device's memory are taken by libraries for every rank,
-    such as workspaces of matrix products. What replicas sum and gather travels beside compute and makes a step
-    longer nevertheless: by a second for each ``replica_bytes_per_second``.
+    such as workspaces of matrix products. What travels beside compute makes a step longer nevertheless (``[beside]``):
+    what replicas sum and gather by a second for each ``replica_bytes_per_second``, and collectives beside the products
+    of linear layers by all but a ``hidden_share``.
     """
 
     name: str
@@ -123,6 +124,7 @@ class Hardware:
     group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
     reserve_bytes: int = 0
     replica_bytes_per_second: float = inf
+    hidden_share: float = 0.0
     way: Way = "plain"
 
     def running(self, way: Way) -> Hardware:
@@ -291,6 +293,7 @@ def read_hardware(file: Table) -> Hardware:
     tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
     collective = None if alone and "collective" not in file.data else file.table("collective")
     bands = whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
+    beside = whole(read_beside, file.table("beside")) if "beside" in file.data else {}
     hardware = Hardware(
         name=file.text("name"),
         device=file.text("device"),
@@ -318,7 +321,8 @@ def read_hardware(file: Table) -> Hardware:
             for dtype in DTYPES
             if dtype in table.data
         },
-        replica_bytes_per_second=whole(read_replicas, file.table("replicas")) if "replicas" in file.data else inf,
+        replica_bytes_per_second=beside.get("replicas", inf),
+        hidden_share=beside.get("layers", 0.0),
         reserve_bytes=whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
         group_collective=read_groups(collective) if collective is not None else {},
         # last: of all numbers read above
@@ -373,9 +377,12 @@ def read_reserve(table: Table) -> int:
     return int(table.number("memory", "bytes"))
 
 
-def read_replicas(table: Table) -> float:
-    """Bytes of gradients and weights that replicas exchange beside compute while a step gets a second longer."""
-    return table.number("bandwidth", "bytes per second")
+def read_beside(table: Table) -> Mapping[str, float]:
+    """Bytes of gradients and weights that replicas exchange beside compute while a step gets a second longer, and what
+    is hidden, as a share, of collectives beside the products of linear layers."""
+    units = {"replicas": "bytes per second", "layers": "share"}
+    named = [name for name in units if name in table.data] or ["replicas"]  # an empty table lacks the first
+    return {name: table.number(name, units[name]) for name in named}
 
 
 def read_link(table: Table) -> Link:

@@ -12,6 +12,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -40,6 +41,7 @@ from autopar.bench.left import Failure
 from autopar.bench.parts import blocks, sequence
 from autopar.bench.picture import draw, figure_of
 from autopar.bench.pipelines import cut
+from autopar.bench.planned import allow
 from autopar.bench.processes import Outcome, reason, run_contestant
 from autopar.bench.result import Pipeline, Row, timed_row
 from autopar.bench.sharded import check
@@ -79,6 +81,16 @@ def request(**changes: Any) -> Request:
 def finished() -> Finished:
     """All contestants, in processes over Gloo."""
     return run_bench(request(only=tuple(CONTESTANTS)))
+
+
+def test_the_memory_of_a_plan_is_what_its_gpus_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    total, reserved, shares = 80 * 2**30, 2 * 2**30, []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
+    monkeypatch.setattr("autopar.bench.planned.reserved_bytes", lambda device: reserved)
+    for num_bytes in (22 * 2**30, 2**30, 200 * 2**30):
+        allow(num_bytes, torch.device("cuda", 0))
+    assert shares == [0.25, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("name", CONTESTANTS)

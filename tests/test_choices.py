@@ -22,7 +22,9 @@ from autopar.rules.apply import shard_graph, storage
 from autopar.trace import trace
 
 # Communication is cheap, so that splitting pays even in small models.
-FAST = replace(MACHINE, peak_flops={"float32": 1e9}, memory_bytes_per_second=1e10, collective=Link(1e-6, 1e9))
+FAST = replace(
+    MACHINE, peak_flops={"float32": 1e9}, memory_bytes_per_second=1e10, collective=Link(1e-6, 1e9), hidden_share=0.6
+)
 BATCH = 4
 
 MODELS = {

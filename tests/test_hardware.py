@@ -51,7 +51,7 @@ def numbers(table: dict, path: str = ""):
 
 
 def test_the_shipped_machines():
-    assert hardware_names() == ("a100-nvlink", "cpu-generic", "h100-nvlink", "h200-nvlink", "rtx4090-pcie")
+    assert hardware_names() == ("a100-nvlink", "cpu", "cpu-generic", "h100-nvlink", "h200-nvlink", "rtx4090-pcie")
 
 
 @pytest.mark.parametrize("name", hardware_names())
@@ -163,7 +163,9 @@ def test_measured_collectives_reproduce_their_measurements():
 
 
 def test_unknown_name_offers_near_matches():
-    with pytest.raises(HardwareError, match=r"'h200'\. Did you mean h200-nvlink.* There are a100-nvlink, cpu-generic"):
+    with pytest.raises(
+        HardwareError, match=r"'h200'\. Did you mean h200-nvlink.* There are a100-nvlink, cpu, cpu-generic"
+    ):
         load_hardware("h200")
 
 

@@ -440,3 +440,19 @@ def test_a_rank_may_close_after_its_own_failure_and_the_end_of_the_store(
     assert (done.returncode, "closed" in done.stdout) == ((1, False) if said else (0, True)), done.stderr
     assert said is None or said in done.stderr
     assert len(done.stderr.splitlines()) < 100  # torch tells each lost connection at length
+
+
+UNCLOSED = """
+import torch.distributed as dist
+from autopar.runtime import alarm
+
+alarm.POLL_SECONDS = 0.0  # nearly always in the store, whose threads outlive Python's
+served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+alarms = [alarm.Alarm(served, "rank 0", lambda: False) for _ in range(4)]
+"""
+
+
+def test_a_process_that_does_not_close_its_alarm_ends_as_any_other() -> None:
+    command = [sys.executable, "-c", UNCLOSED]
+    done = [subprocess.run(command, capture_output=True, text=True, timeout=60) for _ in range(3)]
+    assert [(run.returncode, run.stderr) for run in done] == [(0, "")] * 3

@@ -255,6 +255,12 @@ def test_a_damaged_cache_is_measured_again(timed: list[str], folder: Path) -> No
     assert len(timed) == 2
 
 
+def test_of_processes_at_the_same_time_the_slowest_counts() -> None:
+    fast, slow = Times(1.0, 3.0, 0.2), Times(2.0, 2.5, 0.1)
+    assert making.joined([fast, slow]) == making.joined([slow, fast]) == slow
+    assert making.joined([fast, None]) is None
+
+
 def test_unsteady_times_are_said_and_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
         for text in programs:

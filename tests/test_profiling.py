@@ -37,6 +37,7 @@ from autopar.profiling import (
     Raw,
     Setting,
     cases,
+    clock,
     cost_model_text,
     fit,
     keep,
@@ -191,6 +192,25 @@ def check_refit(path: Path) -> None:
         assert entry["error"] == pytest.approx(constant.error, rel=1e-2), constant.path
 
 
+def test_ranks_that_communicate_run_equally_often_whatever_their_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for seconds in (1e-6, 10.0):  # of a run, as two ranks find it
+        runs: list[None] = []
+        monkeypatch.setattr(clock, "once_seconds", lambda run, device, seconds=seconds: seconds)
+        clock.timed_rows([lambda runs=runs: runs.append(None)], torch.device("cpu"), inner=3)
+        counts.append(len(runs))
+    assert counts == [3 * clock.REPEATS] * 2
+
+
+def test_long_runs_are_timed_seldom_and_short_ones_on_all_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seconds, expected in ((1.0, {0}), (1e-3, {0, 1, 2})):
+        touched: list[int] = []
+        monkeypatch.setattr(clock, "once_seconds", lambda run, device, seconds=seconds: seconds)
+        clock.timed([lambda k=k, touched=touched: touched.append(k) for k in range(3)], torch.device("cpu"))
+        assert set(touched) == expected
+        assert len(touched) == (1 + clock.FEW_REPEATS if seconds == 1.0 else 3 + 4 * clock.REPEATS)
+
+
 def test_every_measured_file_refits_to_its_constants(made: Path) -> None:
     for path in (made, *measured_files()):
         check_refit(path)
@@ -339,8 +359,9 @@ latency = { value = 35, unit = "us", error = 0.5, date = 2026-11-20, source = "a
 [reserve]
 memory = { value = 38, unit = "MB", error = 0.4, date = 2026-11-21, source = "measured: peaks" }
 
-[replicas]
-bandwidth = { value = 276, unit = "GB/s", error = 0.2, date = 2026-11-21, source = "measured: steps" }
+[beside]
+replicas = { value = 276, unit = "GB/s", error = 0.2, date = 2026-11-21, source = "measured: steps" }
+layers = { value = 57, unit = "%", error = 0.2, date = 2026-11-23, source = "measured: a step" }
 
 [calibration]
 analytic = { value = 7, unit = "%", error = 0.0, date = 2026-11-21, source = "measured: autopar bench --calibrate" }
@@ -353,11 +374,11 @@ def test_what_is_not_measured_is_kept(faked: list[list[str]], tmp_path: Path) ->
     path.write_text(shipped.replace('"loopback"', '"my wire"') + CARRIED)
     before = load_hardware(path)
     code, out = run("-o", "m.toml", "--anyway")
-    assert code == 0 and "kept as it was: [reserve], [replicas], [network], [calibration]" in out
+    assert code == 0 and "kept as it was: [reserve], [beside], [network], [calibration]" in out
     after = load_hardware(path)
     assert (after.name, after.link_name, after.devices_per_node) == ("cpu-generic", "my wire", 64)
     assert (after.network, after.error) == (before.network, 0.07)
-    assert (after.reserve_bytes, after.replica_bytes_per_second) == (38_000_000, 276e9)
+    assert (after.reserve_bytes, after.replica_bytes_per_second, after.hidden_share) == (38_000_000, 276e9, 57 * 1e-2)
     assert after.device != before.device and tomllib.loads(path.read_text())["raw"]["devices"] == 2
     assert tomllib.loads(path.read_text())["network"] == tomllib.loads(CARRIED)["network"]
     assert run("-o", "m.toml", "--anyway", "--name", "mine")[0] == 0

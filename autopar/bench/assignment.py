@@ -29,6 +29,7 @@ class Assignment:
         plan: file of the plan of contestants that run one.
         tp: ranks of a tensor-parallel group.
         run_settings: keyword arguments of `autopar.parallelize`.
+        memory_bytes: what of a GPU contestants that run a plan get, where the plan was made for less than all of it.
     """
 
     contestant: str
@@ -48,6 +49,7 @@ class Assignment:
     plan: str | None = None
     tp: int = 1
     run_settings: Mapping[str, Any] = field(default_factory=dict)
+    memory_bytes: int | None = None
 
     @property
     def batch(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from autopar.api import parallelize
 from autopar.bench.assignment import Assignment, Seat, adamw_options, built_model, images_and_labels
 from autopar.bench.training import Ready, Share, mean_loss
+from autopar.runtime.symmetric import reserved_bytes
 
 
 def planned(told: Assignment, seat: Seat) -> Ready:
@@ -27,6 +28,8 @@ def planned(told: Assignment, seat: Seat) -> Ready:
         **told.run_settings,
     )
     del model
+    if told.memory_bytes is not None and seat.device.type == "cuda":
+        allow(told.memory_bytes, seat.device)
     size = told.batch // pm.data_size
     images, labels = images_and_labels(told, seat, slice(pm.data_rank * size, (pm.data_rank + 1) * size))
     x = images if pm.needs_inputs else images.to("meta")
@@ -39,3 +42,10 @@ def planned(told: Assignment, seat: Seat) -> Ready:
 
     on_cpu = seat.device.type == "cpu"
     return Ready(step, pm.close, pm.stats, (lambda: pm.measure_memory(x, y)) if on_cpu else None)
+
+
+def allow(num_bytes: int, device: torch.device) -> None:
+    """Let the process have so much of a GPU: what peers reach is there already, the allocator gets the rest."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = (num_bytes - reserved_bytes(device)) / total
+    torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), device)

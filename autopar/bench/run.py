@@ -157,6 +157,7 @@ class Bench:
         self.batch_statistics = any(name.endswith("running_mean") for name, _ in model.named_buffers())
         progress(f"planning over {plural(request.devices, 'device')}")
         constraints = dict(request.constraints)
+        self.memory_bytes = Options.of(constraints).memory if machine.device_type == "cuda" else None
         if machine.device_type == "cpu" and not {"memory", "hardware"} & constraints.keys():
             constraints["memory"] = psutil.virtual_memory().total // request.devices
         self.constraints = constraints
@@ -279,6 +280,7 @@ class Bench:
             plan=str(path) if found is not None else None,
             tp=tensor_ranks(self.field),
             run_settings={k: v for k, v in self.constraints.items() if k in RUN_SETTINGS},
+            memory_bytes=None if contestant.single else self.memory_bytes,
         )
         threads = self.machine.num_threads if self.machine.device_type == "cpu" else None
         outcome = run_contestant(told, blank["devices"], threads, request.limit_seconds)

@@ -29,7 +29,7 @@ def profile(
             "-o",
             "--output",
             help="Write the cost model to this TOML file. Of one that is there, name, link_name, devices_per_node, "
-            "[network] and [calibration] are kept.",
+            "[network], [reserve], [beside] and [calibration] are kept.",
             metavar="FILE",
         ),
     ] = DEFAULT_FILE,

@@ -14,6 +14,7 @@ from autopar.ir.plan import BlockSharding, Collective, Plan
 from autopar.ir.text import plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, percent, text
 
+HIDES = 0.99  # below this share of their time, something of collectives is hidden
 MAX_BLOCKS = 12  # distinct blocks that are listed; few models have more kinds
 NAME_CELLS, MODULE_CELLS = 24, 28
 
@@ -73,7 +74,9 @@ def collective_table(plan: Plan) -> Table:
                 name = ""
     total = sum(b.count * c.seconds for b in plan.blocks for c in b.collectives)
     whole = sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
-    share = f", {percent(total / whole, 0)} of its time" if whole else ""
+    exposed = sum(s.collective_seconds for s in plan.stages)
+    hidden = f"; {text(total - exposed, TIME)} beside linear layers, the rest" if exposed < HIDES * total else ","
+    share = f"{hidden} {percent(exposed / whole, 0)} of its time" if whole else ""
     table.add_row("all", "", f"of one microbatch{share}", text(total, TIME))
     return table
 

@@ -7,9 +7,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -175,11 +173,12 @@ def lines(path: Path) -> list[Times | None]:
 
 
 def joined(found: Sequence[Times | None]) -> Times | None:
-    """What several processes measured at the same time; nothing where one had no room."""
+    """What several processes measured at the same time, of the slowest, as a step waits for that; nothing where one had
+    no room."""
     times = [t for t in found if t is not None]
     if len(times) < len(found):
         return None
-    return Times(*(fmean(asdict(t)[key] for t in times) for key in asdict(times[0])))
+    return max(times, key=lambda t: t.forward_seconds + t.backward_seconds)
 
 
 def timekeeper_for(asked: CostSource, hardware: Hardware, devices: int, backend: str | None) -> Timekeeper | None:

@@ -21,6 +21,7 @@ import torch
 from autopar.measuring.task import PIECES, TIMES, Task
 from autopar.measuring.timing import times_of
 from autopar.profiling.worker import leave_with_parent
+from autopar.runtime.heap import keep_freed_memory
 
 NEW_LINE = "\n"
 
@@ -44,8 +45,9 @@ def measure(task: Task, times: Path) -> None:
     """A line of JSON for each piece: its times, or null where memory does not suffice."""
     device = torch.device(task.device_type)
     task.settings.apply()
-    if task.threads:
+    if device.type == "cpu":
         torch.set_num_threads(task.threads)
+        keep_freed_memory()  # as ranks do
     for program, ranks in task.pieces:
         print(f"{len(program.ops)} operations of {program.batch} samples", flush=True)
         try:

@@ -4,7 +4,8 @@ from autopar.profile.choices import choice_graph, with_replicas
 from autopar.profile.describe import blocks, limits
 from autopar.profile.facts import Facts, OpFacts, op_facts
 from autopar.profile.holding import Sharing
-from autopar.profile.price import NO_FACTORS, Factors, Measured, factors_of, price, reweighted
+from autopar.profile.operations import NO_FACTORS, Factors, Measured, factors_of
+from autopar.profile.price import price, reweighted
 from autopar.profile.segments import segmented, segments
 
 __all__ = [

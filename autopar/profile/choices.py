@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.hardware import Hardware
-from autopar.ir import REPLICATED, Choice, ChoiceGraph, ChoiceGroup, Conversion, Graph, Layout, pattern_of, refs
-from autopar.profile.collectives import conversion
+from autopar.ir import REPLICATED, TP, Choice, ChoiceGraph, ChoiceGroup, Conversion, Graph, Layout, pattern_of, refs
+from autopar.profile.beside import left_over, products_of
+from autopar.profile.collectives import step_seconds, total
 from autopar.profile.digits import digits
 from autopar.profile.facts import Facts
 from autopar.profile.follow import Interface, Setting, candidates, follow, keeps_state, targets
 from autopar.profile.groups import Members, group_ops
 from autopar.profile.holding import Sharing, held_part
-from autopar.profile.price import LOSS, NO_FACTORS, Factors, Pricing, op_costs
+from autopar.profile.operations import NO_FACTORS, UNMEASURED, Factors, Pricing, op_costs, part_cost
+from autopar.profile.price import LOSS
 from autopar.profile.rulebook import RuleBook
 from autopar.profile.run_cost import Costing, Owners, owners
+from autopar.rules.convert import steps
+from autopar.rules.joined import before_layer, is_layer
 
 MOST_CHOICES = 8
 
@@ -70,7 +75,7 @@ def choice_graph(
         listed.append(ChoiceGroup(members.anchor.name, kind.number, side.reads, side.makes, side.weights, renamed))
     listed.append(loss_group(graph, len(numbers)))
     made = {name: round(pricing.num_bytes(name)) for side in sides for name in side.makes}
-    return ChoiceGraph(tuple(listed), made, conversions(listed, pricing, book))
+    return ChoiceGraph(tuple(listed), made, conversions(listed, pricing, setting))
 
 
 def with_replicas(choices: ChoiceGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> ChoiceGraph:
@@ -132,26 +137,61 @@ def loss_group(graph: Graph, kind: int) -> ChoiceGroup:
 
 
 def conversions(
-    groups: Sequence[ChoiceGroup], pricing: Pricing, book: RuleBook
+    groups: Sequence[ChoiceGroup], pricing: Pricing, setting: Setting
 ) -> Mapping[tuple[str, Layout, Layout], Conversion]:
     """Every conversion between two layouts that can occur."""
+    book, layers = setting.book, dict(lone_layers(pricing, setting.factors))
     gives: dict[str, set[Layout]] = {}
     known: dict[tuple, Conversion] = {}
     found: dict[tuple[str, Layout, Layout], Conversion] = {}
     for group in groups:
         for i, name in enumerate(group.reads):
-            num_bytes, trained = pricing.num_bytes(name), name in book.trained
+            num_bytes, trained, layer = pricing.num_bytes(name), name in book.trained, layers.get(name)
             for read in dict.fromkeys(choice.takes[i] for choice in group.choices):
                 for made in gives[name]:
                     if made == read:
                         continue
-                    key = (made, read, num_bytes, trained)
+                    key = (made, read, num_bytes, trained, layer)
                     if key not in known:
-                        known[key] = conversion(made, read, num_bytes, trained, pricing.hardware, book.ranks)
+                        known[key] = conversion(made, read, num_bytes, trained, layer, pricing)
                     found[name, made, read] = known[key]
         for i, name in enumerate(group.makes):
             gives[name] = {choice.gives[i] for choice in group.choices}
     return found
+
+
+def conversion(
+    made: Layout, read: Layout, num_bytes: float, trained: bool, layer: Conversion | None, pricing: Pricing
+) -> Conversion:
+    """Time to bring a tensor from one layout into another and its gradient back.
+
+    Args:
+        num_bytes: of the whole tensor.
+        trained: whether a gradient comes back.
+        layer: the products of a linear layer that alone reads it, if one does.
+    """
+    *first, last = steps(made, read, TP, pricing.ranks)
+    parts = [step_seconds(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
+    operator = before_layer(last, trained)
+    if operator is not None and layer is not None:
+        parts[-1] = left_over(operator, layer, parts[-1], pricing)
+    return total(parts)
+
+
+def lone_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, Conversion]]:
+    """Values that a linear layer alone reads, and its products if it is split by its outputs, as in those of
+    `autopar.rules.joined`."""
+    graph = pricing.graph
+    readers = Counter([*(name for op in graph.ops for name in op.reads), *refs(graph.outputs)])
+    for op in graph.ops:
+        if is_layer(op) and readers[op.reads[0]] == 1:
+            whole = op.reads[0]
+
+            def num_bytes(name: str, whole: str = whole) -> float:
+                return pricing.num_bytes(name) / (1 if name == whole else pricing.ranks)
+
+            cost = part_cost(op, pricing, num_bytes, pricing.ranks).times(factors.get(op.name, UNMEASURED))
+            yield whole, products_of(op, cost, pricing.facts)
 
 
 # -- choices of one group ------------------------------------------------------------------------------------------

@@ -5,35 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.hardware import Hardware
-from autopar.ir import TP, Conversion, Layout, Op
-from autopar.rules.convert import Step, steps
-
-PREFIX, SUFFIX = "autopar.", ".default"
-FREE = Conversion(0.0, 0.0)
+from autopar.ir import Conversion, Op
+from autopar.rules.convert import Step
 
 
 def is_collective(op: Op) -> bool:
     """Whether sharding has put an operation into the graph."""
     return bool(op.home)
-
-
-def step_of(op: Op) -> Step:
-    """The conversion step that an inserted operation runs."""
-    return Step(op.target.removeprefix(PREFIX).removesuffix(SUFFIX), op.args[1:])
-
-
-def conversion(
-    made: Layout, read: Layout, num_bytes: float, trained: bool, hardware: Hardware, ranks: int
-) -> Conversion:
-    """Time to bring a tensor from one layout into another and its gradient back.
-
-    Args:
-        num_bytes: of the whole tensor.
-        trained: whether a gradient comes back.
-    """
-    if made == read:
-        return FREE
-    return total(step_seconds(step, num_bytes, trained, hardware, ranks) for step in steps(made, read, TP, ranks))
 
 
 def total(parts: Iterable[Conversion]) -> Conversion:

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.hardware import Hardware
 from autopar.ir import BlockSharding, Collective, Graph, Layout, Op, Value, pattern_of
-from autopar.profile.collectives import is_collective, step_of, step_seconds, whole_bytes
+from autopar.profile.collectives import is_collective, step_seconds, whole_bytes
 from autopar.profile.facts import Facts
 from autopar.profile.groups import origins
-from autopar.profile.price import Pricing
+from autopar.profile.operations import Pricing
 from autopar.profile.rulebook import RuleBook
+from autopar.rules.convert import step_of
 from autopar.rules.rule import Rule, has
 from autopar.rules.samples import sample_dims
 
@@ -96,7 +97,8 @@ def blocks(
     book = RuleBook(graph, facts, ranks)
     pricing = Pricing(local, facts, hardware, batch, ranks)
     parts = {op.name: op for op in local.ops}
-    reduced = {op.home: REDUCTIONS[step_of(op).name] for op in local.ops if op.home and step_of(op).name in REDUCTIONS}
+    ways = [(op.home, step_of(op)) for op in local.ops if op.home]
+    reduced = {home: REDUCTIONS[step.name] for home, step in ways if step is not None and step.name in REDUCTIONS}
     samples = sample_dims(graph, book.rule)
     rows: dict[str, dict[str, str]] = {}
     block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
@@ -190,6 +192,7 @@ def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout]
 def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
     """What an inserted operation sends, in each direction."""
     step, made = step_of(op), op.outputs[0]
+    assert step is not None, f"{op.name}: {op.target} sends nothing"
     num_bytes = whole_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
     seconds = step_seconds(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)
     where = pattern_of(op.home)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from autopar.ir import REPLICATED, TP, Layout, Op
 from autopar.profile.digits import Digits, allowed, depends_on_batch
 from autopar.profile.groups import Members
-from autopar.profile.price import Factors
+from autopar.profile.operations import Factors
 from autopar.profile.rulebook import RuleBook
 from autopar.rules.assign import in_gradient, kept, replicated
 from autopar.rules.rule import Strategy, letter_and_parts

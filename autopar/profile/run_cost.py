@@ -14,12 +14,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.ir import REPLICATED, TP, Choice, Conversion, Holding, Layout, Op
+from autopar.profile.beside import left_over, products_of
 from autopar.profile.collectives import step_seconds, total
 from autopar.profile.follow import Interface, Run, Setting
 from autopar.profile.groups import Members
 from autopar.profile.holding import Sharing, held_part
-from autopar.profile.price import UNMEASURED, OpCost, Pricing, part_cost
-from autopar.rules.convert import steps
+from autopar.profile.operations import UNMEASURED, OpCost, Pricing, part_cost
+from autopar.rules.convert import Step, steps
+from autopar.rules.joined import behind_layer, is_layer
 
 
 @dataclass(frozen=True)
@@ -187,13 +189,20 @@ class Costing:
 
     def converted(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[Conversion]:
         """Each step once that leads from one layout into those wanted."""
-        taken = set()
+        taken: dict[Layout, Step] = {}
         for layout in wanted:
             way = steps(made, layout, TP, self.ranks)
             for step in way:
-                reached = layout if step is way[-1] else REPLICATED
-                if reached not in taken:
-                    taken.add(reached)
-                    trained = name in self.setting.book.trained
-                    num_bytes = self.pricing.num_bytes(name)
-                    yield step_seconds(step, num_bytes, trained, self.pricing.hardware, self.ranks)
+                taken.setdefault(layout if step is way[-1] else REPLICATED, step)
+        trained, num_bytes = name in self.setting.book.trained, self.pricing.num_bytes(name)
+        for step in taken.values():
+            seconds = step_seconds(step, num_bytes, trained, self.pricing.hardware, self.ranks)
+            yield self.beside_layer(name, step, seconds) if len(taken) == 1 else seconds
+
+    def beside_layer(self, name: str, step: Step, seconds: Conversion) -> Conversion:
+        """What is left of a step that alone reads a value, beside the linear layer that makes it."""
+        op = next((op for op in self.members.ops if any(v.name == name for v in op.outputs)), None)
+        operator = behind_layer(step)
+        if operator is None or op is None or not is_layer(op):
+            return seconds
+        return left_over(operator, products_of(op, self.op_cost(op), self.pricing.facts), seconds, self.pricing)

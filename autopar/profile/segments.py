@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from autopar.hardware import Hardware
 from autopar.ir import CostGraph, Graph, Ref
 from autopar.profile.facts import Facts, roots
-from autopar.profile.price import Pricing
+from autopar.profile.operations import Pricing
 
 Matrix = NDArray[np.int64]
 

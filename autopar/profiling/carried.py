@@ -11,9 +11,9 @@ from typing import Any
 
 from autopar.cost_file import Table
 from autopar.errors import HardwareError
-from autopar.hardware import read_calibration, read_link, read_replicas, read_reserve, whole
+from autopar.hardware import read_beside, read_calibration, read_link, read_reserve, whole
 
-READERS = {"reserve": read_reserve, "replicas": read_replicas, "network": read_link, "calibration": read_calibration}
+READERS = {"reserve": read_reserve, "beside": read_beside, "network": read_link, "calibration": read_calibration}
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 Run = Callable[[], object]
 SAMPLE_SECONDS = {"cpu": 4e-3, "cuda": 2e-3}  # of one repeat, so that the clock's own steps do not count
 REPEATS, FEW_REPEATS = 9, 5
-LONG_SECONDS = 0.15  # of one repeat: fewer of these
+LONG_SECONDS = 0.15  # of one run: fewer repeats of these
 MOST_INNER = 2000
 # A GPU that computes for longer than this reaches its power limit and lowers its clock, as it does in training: of
 # kernels that compute as much as this, what counts is the time after it.
@@ -48,23 +48,19 @@ def inner_runs(seconds: float, device: torch.device) -> int:
     return min(MOST_INNER, max(1, ceil(SAMPLE_SECONDS[device.type] / max(seconds, 1e-9))))
 
 
-def repeats_for(seconds: float) -> int:
-    """How many repeats of this length to take."""
-    return FEW_REPEATS if seconds > LONG_SECONDS else REPEATS
-
-
-def timed(runs: Sequence[Run], device: torch.device, inner: int | None = None) -> Timing:
-    """Time of one of several equal runs on data of their own, launched as any Python launches them.
-
-    Args:
-        inner: runs in a repeat; chosen where not given.
-    """
-    for run in runs:
+def timed(runs: Sequence[Run], device: torch.device) -> Timing:
+    """Time of one of several equal runs on data of their own, launched as any Python launches them."""
+    runs[0]()
+    if once_seconds(runs[0], device) > LONG_SECONDS:  # its data need not be in memory for that
+        return timed_rows(runs[:1], device, 1, FEW_REPEATS)
+    for run in runs[1:]:
         run()
-    seconds = min(once_seconds(runs[0], device) for _ in range(2))
-    inner = inner or inner_runs(seconds, device)
-    samples = [sample(runs, inner, device) for _ in range(repeats_for(seconds * inner))]
-    return timing_of(samples)
+    return timed_rows(runs, device, inner_runs(min(once_seconds(runs[0], device) for _ in range(2)), device))
+
+
+def timed_rows(runs: Sequence[Run], device: torch.device, inner: int, repeats: int = REPEATS) -> Timing:
+    """The same in so many rows of ``inner`` runs: ranks that communicate have to run equally often."""
+    return timing_of([sample(runs, inner, device) for _ in range(repeats)])
 
 
 def sample(runs: Sequence[Run], inner: int, device: torch.device) -> float:

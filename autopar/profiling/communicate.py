@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.collectives import Communicator
 from autopar.profiling.cases import Case
-from autopar.profiling.clock import Run, Timing, inner_runs, sample, timed, timed_captured
+from autopar.profiling.clock import Run, Timing, inner_runs, sample, timed_captured, timed_rows
 from autopar.profiling.points import Part
 from autopar.runtime.axes import GroupCommunicator
 from autopar.runtime.symmetric import neighbours, reach_each_other
@@ -22,6 +22,7 @@ from autopar.runtime.symmetric_axis import SymmetricBoards, SymmetricCommunicato
 
 TIMEOUT = timedelta(minutes=5)
 ROW = 4  # runs that tell how many make a repeat
+WAKING = {"cpu": 10, "cuda": 1}  # times longer repeats than of kernels: threads that wait for sockets wake irregularly
 CONTROL = "gloo"  # of meetings and results: waits on the host and leaves GPUs alone
 
 
@@ -66,11 +67,11 @@ def communication(case: Case, seat: Seat) -> Timing | None:
     for _ in range(2):
         run()
     # All ranks of the group take as many, though their clocks differ.
-    inner = inner_runs(max(seat.gathered(sample([run], ROW, seat.device))), seat.device)
+    inner = WAKING[seat.device.type] * inner_runs(max(seat.gathered(sample([run], ROW, seat.device))), seat.device)
     if not taking_part:
         return None
     in_graph = seat.device.type == "cuda"
-    found = timed_captured([run], seat.device, inner) if in_graph else timed([run], seat.device, inner)
+    found = timed_captured([run], seat.device, inner) if in_graph else timed_rows([run], seat.device, inner)
     return Timing(found.seconds / 2, found.spread) if case.kind == "point-to-point" else found
 
 

@@ -26,6 +26,7 @@ from autopar.profiling.kept import append
 from autopar.profiling.kernels import work_of
 from autopar.profiling.launch import launch
 from autopar.profiling.points import Part, Point
+from autopar.runtime.heap import keep_freed_memory
 
 NEW_LINE = "\n"
 
@@ -49,6 +50,8 @@ def measure_all(folder: Path) -> None:
     """Everything that is asked for."""
     told = Assignment.read(folder)
     seat = taken_seat(told.device_type)
+    if seat.device.type == "cpu":
+        keep_freed_memory()  # as ranks do
     capacity = capacity_bytes(seat)  # before anything else has taken memory
     dist.init_process_group(CONTROL, timeout=TIMEOUT)
     torch.manual_seed(seat.rank)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 from autopar.ir import DTYPE_BYTES, Op
-from autopar.rules.convert import SENDS, Kind, Step
+from autopar.rules.convert import Kind, Step, step_of
 
 # Elements on each board, by those of the whole tensor and the number of ranks.
 TAKEN: Mapping[Kind, Callable[[int, int], int]] = {
@@ -43,9 +43,9 @@ MAKE_A_PART = ("reduce_scatter", "all_to_all", "shard")
 
 def board_bytes(op: Op, axis: str, ranks: int) -> Iterator[int]:
     """How much of a board an operation takes if it communicates over an axis, forward and backward, byte."""
-    namespace, name, *_ = op.target.split(".")
-    if namespace == "autopar" and name in SENDS and axis in op.args:
-        yield from taken(Step(name, op.args[1:]), op, ranks)
+    step = step_of(op)
+    if step is not None and axis in step.args:
+        yield from taken(step, op, ranks)
 
 
 def taken(step: Step, op: Op, ranks: int) -> Iterator[int]:

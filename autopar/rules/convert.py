@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from autopar.ir import REPLICATED, Layout, Split, broadcast_layout, partial_layout
+from autopar.ir import REPLICATED, Layout, Op, Split, broadcast_layout, partial_layout
 
 Kind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 
@@ -40,6 +40,12 @@ class Step:
     def backward(self) -> Kind | None:
         """What it communicates for the gradient; None for nothing."""
         return SENDS[self.name][2 if self.args[-1] is True else 1]
+
+
+def step_of(op: Op) -> Step | None:
+    """The step that an operation is; None of others than conversions."""
+    namespace, name, *_ = op.target.split(".")
+    return Step(name, op.args[1:]) if namespace == "autopar" and name in SENDS else None
 
 
 def steps(made: Layout, read: Layout, axis: str, ranks: int) -> tuple[Step, ...]:

@@ -6,6 +6,7 @@ until the run's timeout. So a rank that fails writes the reason into the store w
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
 import os
 import sys
@@ -53,7 +54,10 @@ class Alarm:
         self.calls = 0  # begun and ended ones: odd during a call
         self.failed = False
         self.closed = threading.Event()
-        threading.Thread(target=self.listen, daemon=True).start()
+        self.thread = threading.Thread(target=self.listen, daemon=True)
+        self.thread.start()
+        # A thread that returns from the store into an interpreter that has ended aborts the process.
+        atexit.register(self.close)
 
     @contextmanager
     def guarding(self, command: str) -> Iterator[None]:
@@ -103,8 +107,10 @@ class Alarm:
                 os._exit(1)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, also to a store that does not answer."""
         self.closed.set()
+        self.thread.join(GRACE_SECONDS)
+        atexit.unregister(self.close)
 
 
 def leave(failed: ref[Rank]) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.axes import axis_ranks, connect, unregister
+from autopar.runtime.heap import keep_freed_memory
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 from autopar.runtime.transport import ProcessGroupTransport
@@ -45,6 +46,8 @@ def connected_rank(
         opened: closes what was opened here, also after an error.
     """
     device = torch.device(spec.device)
+    if device.type == "cpu":
+        keep_freed_memory()
     axes = connect(spec.mesh, spec.rank, device.type, timeout_seconds)
     opened.callback(axes.close)
     on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]

@@ -57,7 +57,7 @@ class Priced:
     @property
     def collective_seconds(self) -> float:
         """What of it tensor-parallel collectives take."""
-        return sum(block.count * sum(c.seconds for c in block.collectives) for block in self.blocks)
+        return sum(g.forward_collective_seconds + g.backward_collective_seconds for g in self.cost.groups)
 
 
 class Costs(Protocol):

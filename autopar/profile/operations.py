@@ -1,0 +1,200 @@
+"""Seconds and bytes of single operations on one machine at one batch size, priced or measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from types import MappingProxyType
+
+from autopar.hardware import Hardware, Kind
+from autopar.ir import TP, Graph, Op, Ref
+from autopar.operators import named_arguments
+from autopar.profile.collectives import is_collective, step_seconds, whole_bytes
+from autopar.profile.facts import ATTENTION, Facts, OpFacts, roots
+from autopar.profile.groups import fed_by_inputs
+from autopar.rules.boards import board_bytes
+from autopar.rules.convert import step_of
+
+# A complex product is a few real ones of this precision.
+REAL_PART = {"complex64": "float32", "complex128": "float64"}
+
+
+@dataclass(frozen=True)
+class Factor:
+    """What an operation takes, measured with those that it was compiled with, as a multiple of its price."""
+
+    forward: float = 1.0
+    backward: float = 1.0
+
+
+UNMEASURED = Factor()
+Factors = Mapping[str, Factor]  # by operation
+NO_FACTORS: Factors = MappingProxyType({})
+Measured = Iterable[tuple[tuple[str, ...], float, float]]
+
+
+@dataclass(frozen=True)
+class OpCost:
+    """One operation at the priced batch: seconds, forward FLOPs, and the bytes that only it needs while it runs."""
+
+    forward_seconds: float
+    backward_seconds: float
+    flops: float
+    transient_bytes: int
+    board_bytes: int = 0
+
+    def times(self, factor: Factor) -> OpCost:
+        """What a measurement makes of it."""
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds * factor.forward,
+            backward_seconds=self.backward_seconds * factor.backward,
+        )
+
+
+@dataclass(frozen=True)
+class Pricing:
+    """What is being priced; sizes at that batch are asked from here."""
+
+    graph: Graph
+    facts: Facts
+    hardware: Hardware
+    batch: int
+    ranks: int = 1
+
+    @cached_property
+    def fed(self) -> frozenset[str]:
+        return fed_by_inputs(self.graph)
+
+    def scaled(self, amount: float, name: str) -> float:
+        """An amount of a value or an operation: it grows with the batch if it depends on a graph input."""
+        return amount * self.batch / self.graph.batch if name in self.fed else amount
+
+    def num_bytes(self, name: str) -> int:
+        """Size of a value or weight at the priced batch, byte."""
+        if name in self.graph.weight:
+            return self.graph.weight[name].num_bytes
+        return round(self.scaled(self.graph.values[name].num_bytes, name))
+
+    @cached_property
+    def root(self) -> Mapping[str, str]:
+        return roots(self.graph, self.facts)
+
+
+def kind_of(op: Op, graph: Graph, flops: float) -> Kind:
+    """Which efficiency curve an operation follows."""
+    if op.target == ATTENTION:
+        return "attention"
+    if flops <= 0:
+        return "memory"
+    if "conv" not in op.target:
+        return "matmul"
+    return "depthwise" if is_depthwise(op, graph) else "convolution"
+
+
+def is_depthwise(op: Op, graph: Graph) -> bool:
+    """Whether a convolution has one channel in each of its groups."""
+    arguments = named_arguments(op)
+    weight = arguments["weight"]
+    assert isinstance(weight, Ref), f"{op.name}: a convolution with a constant"
+    shape = graph.weight[weight.name].shape if weight.name in graph.weight else graph.values[weight.name].shape
+    return arguments["groups"] > 1 and shape[1] == 1
+
+
+def num_products(kind: Kind, facts: OpFacts) -> int:
+    """How many equal kernels a backward is: a product for each gradient; attention has one kernel for all of its."""
+    if kind in ("attention", "memory"):
+        return 1
+    return max(1, round(facts.backward_flops / facts.forward_flops))
+
+
+def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
+    """The cost of every operation by name; those that differ in names alone are priced once."""
+    graph, fed, known = pricing.graph, pricing.fed, dict[tuple, OpCost]()
+    costs: dict[str, OpCost] = {}
+    for op in graph.ops:
+        sources = tuple((name in graph.weight, name in fed) for name in op.reads)
+        arriving = tuple(v.requires_grad for v in op.outputs)
+        # Equal operations have one object for their facts.
+        key = (id(pricing.facts.ops[op.name]), op.name in fed, sources, arriving)
+        if key not in known:
+            known[key] = op_cost(op, pricing)
+        costs[op.name] = known[key]
+    return costs
+
+
+def op_cost(op: Op, pricing: Pricing) -> OpCost:
+    """Seconds of one operation; 0 for views, whose backward may still copy (a slice's fills a whole tensor)."""
+    return collective_cost(op, pricing) if is_collective(op) else part_cost(op, pricing, pricing.num_bytes)
+
+
+def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: int = 1) -> OpCost:
+    """Seconds of a rank's part of an operation, by the cost model alone.
+
+    Args:
+        num_bytes: what a rank has of a value or weight.
+        parts: how many ranks divide its arithmetic.
+    """
+    facts = pricing.facts.ops[op.name]
+    flops = pricing.scaled(facts.forward_flops, op.name) / parts
+    backward_flops = pricing.scaled(facts.backward_flops, op.name) / parts
+    operands = sum(map(num_bytes, op.reads))
+    outputs = sum(num_bytes(v.name) for v in op.outputs)
+    dtype = compute_dtype(op, pricing.graph)
+    kind = kind_of(op, pricing.graph, facts.forward_flops)
+    forward = pricing.hardware.op_seconds(kind, flops, operands + outputs, dtype) if facts.moves_data else 0.0
+    arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
+    written = sum(num_bytes(op.reads[i]) for i in facts.gradients)
+    kept = sum(num_bytes(op.reads[i]) for i in facts.saved_operands)
+    kept += pricing.scaled(facts.saved_bytes, op.name) / parts
+    kept += sum(num_bytes(op.outputs[j].name) for j in facts.saved_outputs)
+    backward = 0.0
+    if facts.gradients:
+        products, moved = num_products(kind, facts), arriving + written + kept
+        backward = products * pricing.hardware.op_seconds(
+            kind, backward_flops / products, moved / products, dtype, backward=True
+        )
+    activations = sum(num_bytes(r) for r in op.reads if r not in pricing.graph.weight)
+    forward_set = round(activations + outputs) if facts.moves_data else 0
+    working_set = max(forward_set, round(arriving + written) if facts.gradients else 0)
+    return OpCost(forward, backward, flops, working_set)
+
+
+def factors_of(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int, measured: Measured) -> Factors:
+    """How the operations of a graph that were measured compare with their prices; collectives stay as they are priced.
+
+    Args:
+        measured: operations that were run together, and their forward and backward seconds.
+    """
+    costs = op_costs(Pricing(graph, facts, hardware, batch, ranks))
+    moved = {op.name for op in graph.ops if is_collective(op)}
+    factors: dict[str, Factor] = {}
+    for names, forward, backward in measured:
+        own = [name for name in names if name not in moved]
+        priced = [sum(costs[n].forward_seconds for n in own), sum(costs[n].backward_seconds for n in own)]
+        found = Factor(*(seconds / price if price else 1.0 for seconds, price in zip((forward, backward), priced)))
+        factors |= dict.fromkeys(own, found)
+    return factors
+
+
+def collective_cost(op: Op, pricing: Pricing) -> OpCost:
+    """Seconds of an operation that sharding has inserted; backward only where a gradient comes back."""
+    source, made = pricing.num_bytes(op.reads[0]), pricing.num_bytes(op.outputs[0].name)
+    step, trained = step_of(op), pricing.facts.ops[op.name].outputs[0].requires_grad
+    assert step is not None, f"{op.name}: {op.target} has no price"
+    whole = whole_bytes(step, source, made, pricing.ranks)
+    time = step_seconds(step, whole, trained, pricing.hardware, pricing.ranks)
+    taken = max(board_bytes(op, TP, pricing.ranks), default=0)
+    return OpCost(
+        time.forward_seconds, time.backward_seconds, 0.0, source + made, round(pricing.scaled(taken, op.name))
+    )
+
+
+def compute_dtype(op: Op, graph: Graph) -> str:
+    """The precision that an operation computes in: that of its first output or, writing in place, first operand."""
+    if op.outputs:
+        dtype = op.outputs[0].dtype
+    else:
+        dtype = graph.weight[op.reads[0]].dtype if op.reads[0] in graph.weight else graph.values[op.reads[0]].dtype
+    return REAL_PART.get(dtype, dtype)
