@@ -30,7 +30,7 @@ demo: $(VENV)/train.stamp
 	  --overwrite
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=20
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check
