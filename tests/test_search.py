@@ -433,7 +433,9 @@ class Splittable:
         extra = self.overhead * (memory_level + 1) * (tp > 1)
         groups = tuple(
             replace(g, forward_seconds=(1 + extra) * g.forward_seconds / tp,
-                    backward_seconds=(1 + extra) * g.backward_seconds / tp, saved_bytes=g.saved_bytes // tp)
+                    backward_seconds=(1 + extra) * g.backward_seconds / tp,
+                    forward_collective_seconds=extra * g.forward_seconds / tp,
+                    backward_collective_seconds=extra * g.backward_seconds / tp, saved_bytes=g.saved_bytes // tp)
             for g in whole.groups
         )  # fmt: skip
         share = tp * 2**memory_level * (2 if zero1 else 1)
