@@ -302,12 +302,13 @@ def test_a_good_assignment_costs_what_its_graph_costs(name: str, ranks: int):
     assert found.seconds < sum(g.seconds for g in case(name, ranks).whole.groups)
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_collectives_beside_linear_layers_cost_what_they_cost_in_its_graph(name: str):
+def test_collectives_beside_linear_layers_cost_what_they_cost_in_its_graph(name: str, ranks: int):
     """Layouts change more often then, and what a layer keeps of an input that is gathered for it is in no choice."""
-    found = case_of(graph_of(name), 2, hardware=HIDING).descended()
+    found = case_of(graph_of(name), ranks, hardware=HIDING).descended()
     check_cost(found, seconds_error=0.001, saved_error=0.11)
-    assert found.seconds < Sharded(case(name), found.picks).seconds
+    assert found.seconds < Sharded(case(name, ranks), found.picks).seconds
 
 
 @pytest.mark.parametrize("name", MODELS)
