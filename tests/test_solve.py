@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import product
 
@@ -468,6 +470,25 @@ def test_pins_against_shared_state() -> None:
         "Pins contradict each other: blocks.0.qkv is pinned to stage 0 and blocks.0.attend to stage 1, but they update "
         "the same state and must share a stage. Pin both to one stage."
     )
+
+
+SOLVING = """
+import pulp
+from autopar.solve.solver import run
+
+for cat in ("Binary", "Continuous"):
+    x = [pulp.LpVariable(f"x{i}", lowBound=0, upBound=1, cat=cat) for i in range(4)]
+    lp = pulp.LpProblem("knapsack", pulp.LpMinimize)
+    lp += pulp.lpSum((i + 1) * v for i, v in enumerate(x))
+    lp += pulp.lpSum(x) >= 1.5
+    assert run(lp, "HiGHS", gap=0.0, time_limit_seconds=5.0).found
+"""
+
+
+def test_the_solver_says_nothing() -> None:
+    """In a process of its own, for a banner is written once in each."""
+    solved = subprocess.run([sys.executable, "-c", SOLVING], capture_output=True, text=True, timeout=120)
+    assert (solved.returncode, solved.stdout, solved.stderr) == (0, "", "")
 
 
 def test_cbc_stands_in_where_highs_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,9 @@ def run(lp: pulp.LpProblem, solver: SolverName, gap: float, time_limit_seconds: 
     the gap it was given, and that is the bound; when it runs out of time it proves nothing and the bound is zero.
     """
     if solver == "HiGHS":
-        lp.solve(pulp.HiGHS(msg=False, gapRel=gap, timeLimit=time_limit_seconds))
+        from autopar.solve.highs import SilentHiGHS
+
+        lp.solve(SilentHiGHS(gap, time_limit_seconds))
         assert lp.solverModel is not None
         info = lp.solverModel.getInfo()
         found = info.primal_solution_status == HIGHS_FEASIBLE
