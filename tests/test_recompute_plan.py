@@ -65,7 +65,8 @@ def with_flags(problem: CutProblem, stage_of: tuple[int, ...], flags: tuple[bool
         replace(g, saved_bytes=g.kept_bytes, transient_bytes=g.transient_bytes + g.segment_bytes)
         for g in problem.cost.groups
     )
-    again = replace(problem, cost=replace(problem.cost, groups=groups, saved=()))
+    flows = tuple(replace(flow, saved_by=()) for flow in problem.cost.flows)
+    again = replace(problem, cost=replace(problem.cost, groups=groups, flows=flows, saved=()))
     return [again if flag else problem for flag in flags]
 
 

@@ -256,7 +256,7 @@ def add_memory(
             + pulp.lpSum(alive * holding.num_bytes * q for holding, q in keeps)
             - pulp.lpSum(alive * num_bytes * both for num_bytes, both in saved_again(program, s, crossing, redone))
             + received_bytes(program, s, crossing)
-            + pulp.lpSum(alive * num_bytes * x for num_bytes, x in sent(program, s, crossing))
+            + pulp.lpSum(alive * num_bytes * x for num_bytes, x in sent(program, s, crossing, again[s]))
             + working
             + program.problem.fixed_bytes(s) / program.num_bytes * program.one
             - limit
@@ -280,13 +280,18 @@ def saved_again(
     return found
 
 
-def sent(program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]]) -> Iterator[tuple[int, Expr]]:
+def sent(
+    program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]], again: Again
+) -> Iterator[tuple[int, Expr]]:
     """Flows, in bytes, that a stage may send, each with o[f, s] >= x[f, s] − y[g, s], g being the first group that
-    saves it: where that is on a stage up to this one, it is among what is saved."""
+    saves it: where that is on a stage up to this one, it is among what is saved. A stage that recomputes saves none:
+    o[f, s] >= x[f, s] + r[s] − 1."""
     for number, (flow, crosses) in enumerate(crossing[stage] if stage < program.problem.stages - 1 else ()):
         if flow.saved_by:
             alone = program.variable(f"o_{number}_{stage}", 1)
             program.require(crosses - program.upto(flow.saved_by[0], stage) - alone)
+            if again.groups:
+                program.require(crosses + again.stage - program.one - alone)
             yield flow.num_bytes, alone
         else:
             yield flow.num_bytes, crosses
