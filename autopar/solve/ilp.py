@@ -211,7 +211,8 @@ def may_overflow(program: Program, stage: int) -> bool:
     alive = sum(g.saved_bytes for g in groups) + sum(a.num_bytes for a in cost.saved if here & {*a.groups})
     alive += sum(flow.num_bytes for flow in cost.flows) if stage else 0
     alive += sum(flow.num_bytes for flow in cost.flows)  # sent
-    most = weights + problem.in_flight[stage] * alive + max((g.transient_bytes for g in groups), default=0)
+    working = max((max(g.transient_bytes, g.workspace_bytes) for g in groups), default=0)
+    most = weights + problem.in_flight[stage] * alive + working
     most += problem.fixed_bytes(stage) + 2 * problem.places * sum(flow.num_bytes for flow in cost.flows)
     return most > problem.capacity_bytes
 
