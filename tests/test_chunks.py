@@ -122,7 +122,8 @@ def test_auto_takes_chunks_where_transfers_are_fast_and_1f1b_where_they_are_not(
     times = {a.label: a.step_seconds for a in plan.alternatives}
     others = [times["interleaved, 3 chunks a rank"], times["interleaved, 2 chunks a rank"], times["1f1b"]]
     assert min(t for t in others if t) >= plan.prediction.step_seconds * (1 - 1e-9)
-    assert times["1f1b"] == pytest.approx((2 + 1) * 48e-3 + 8e-3)
+    # 9 groups, then 7: the second stage is done with both microbatches 12 ms earlier than with 8, the first adds 6 ms.
+    assert times["1f1b"] == pytest.approx((2 + 1) * 48e-3 - 6e-3 + 8e-3)
     slow = plan_for(graph, AUTO, replace(MACHINE, link=Link(60e-3, 1e15)))
     assert (slow.schedule, slow.chunks) == ("1f1b", 1)
     assert slow.prediction.step_seconds < min(

@@ -123,6 +123,7 @@ def test_the_certificate_is_the_distance_from_the_optimum(
     assume(best is not None)
     assert best is not None
     plan, graph = planned(problem.graph, constraints)
+    assume(not plan.solver.moved_share)
     cost = cost_of(plan, graph, problem)
     assert plan.solver.method == ("joint" if problem.stages > 1 else "shardings")
     assert plan.solver.gap == pytest.approx((cost - best) / cost, abs=1.1e-3)
@@ -132,12 +133,14 @@ def test_the_certificate_is_the_distance_from_the_optimum(
 @given(questions(st.just(1)))
 @settings(max_examples=60, deadline=None)
 def test_the_plan_is_the_best_over_choices_and_cuts(asked: tuple[Constraints, JointProblem]) -> None:
-    """With one microbatch the formula is the simulated step; each value has one reader, so that prices are exact."""
+    """With one microbatch the formula is the simulated step, but where messages overlap and cuts were moved therefore;
+    each value has one reader, so that prices are exact."""
     constraints, problem = asked
     assume(all(len(wire.readings) == 1 for wire in wires(problem.graph)))
     best = brute_force(problem)
     assume(best is not None)
     plan, graph = planned(problem.graph, constraints)
+    assume(not plan.solver.moved_share)
     assert cost_of(plan, graph, problem) == pytest.approx(best, rel=1.1e-3)
 
 

@@ -40,7 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
     "shards": {"devices": 4, "pp": 2, "tp": 2, "microbatches": 4},
     "all axes": {"devices": 8, "pp": 2, "tp": 2, "dp": 2, "microbatches": 3, "batch_size": 22},
     "recomputing": {"devices": 2, "pp": 2, "microbatches": 4, "recompute": "all"},
-    "skips": {"devices": 3, "pp": 3, "microbatches": 4, "pins": {"down1": 0, "down2": 1, "merge": 2}},
+    "skips": {"devices": 3, "pp": 3, "microbatches": 4, "pins": {"down1": 0, "down2": 1, "cat": 2}},
 }
 
 

@@ -162,7 +162,8 @@ class BlockSharding:
 class SolverInfo:
     """How the plan was found. ``gap`` is certified: (found − bound) / found of the solver's own model.
 
-    ``method`` says what was solved for: cuts alone, shardings and then cuts, or both at once.
+    ``method`` says what was solved for: cuts alone, shardings and then cuts, or both at once. ``moved_share`` is by how
+    much of it the simulated step became shorter when cuts were moved after that.
     """
 
     name: str
@@ -171,6 +172,7 @@ class SolverInfo:
     seconds: float
     balance: Balance = "time"
     method: str = "cuts"
+    moved_share: float = 0.0
 
 
 @with_config(STRICT)

@@ -137,7 +137,8 @@ def footer(plan: Plan) -> Table:
             "solver",
             f"{solver.name}: {solver.status}, certified gap {percent(solver.gap, 2)}, {solver.seconds:,.2f} s, "
             + (f"{solver.method}, " if plan.mesh.tp > 1 else "")
-            + f"balancing {solver.balance}",
+            + f"balancing {solver.balance}"
+            + (f"; then cuts moved: {percent(solver.moved_share, 1)} shorter" if solver.moved_share else ""),
         )
     )
     if plan.exceptions:

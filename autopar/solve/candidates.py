@@ -55,7 +55,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A point with its sharding and the best contiguous cuts, or how many bytes the fullest stage needs at least."""
+    """A point with its sharding and the contiguous cuts that simulate fastest, or what the fullest stage needs at
+    least, in bytes."""
 
     point: Point
     problem: CutProblem
@@ -297,7 +298,7 @@ def judged(
         units = units or least_memory_cuts(merged.problem)
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return Candidate(point, problem, priced, None, None, note)
-    if problem.chunks > 1:
+    if problem.stages > 1:
         units = polished(setting, replace(merged.problem, capacity_bytes=limit), units)
     stage_of = merged.expand(units)
     return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))

@@ -31,6 +31,7 @@ from autopar.solve.cuts import SOLVER_TOLERANCE, solve_cuts
 from autopar.solve.evaluate import fullest_bytes, stage_costs
 from autopar.solve.merge import merge
 from autopar.solve.meshes import Meshes, divisors, in_the_way, nearest, no_mesh, possible_meshes
+from autopar.solve.polish import simulated_faster
 from autopar.solve.problem import Costs, CutProblem, Cuts, Priced, update_seconds
 from autopar.solve.reasons import bound_by
 
@@ -125,8 +126,11 @@ def search(
         raise InfeasibleError(f"{error}{which}{remedies}") from error
     again = any(c.recomputed for c in stage_costs(decision.problem, decision.stage_of))
     plain = chosen.problem.chunks == 1 and constraints.balance == "time" and not again
-    if refine is not None and chosen.problem.tp > 1 and plain:
-        decision, solver = refined(setting, decision, solver, refine)
+    found = refine(decision) if refine is not None and chosen.problem.tp > 1 and plain else None
+    known = () if chosen.stage_of is None else (chosen.stage_of,)
+    decision, solver = simulated(setting, decision, solver, *known)
+    if found is not None:
+        decision, solver = refined(setting, decision, solver, found)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
     return make_plan(
         setting, decision, solver, alternatives(setting, floors, explored.by_mesh, explored.refused, decision),
@@ -366,19 +370,28 @@ def certified(floors: Floors, decision: Decision, cuts: Cuts) -> SolverInfo:
     return replace(solver, gap=gap, status=solver.status if closed else f"{solver.status} for the cuts")
 
 
-def refined(setting: Setting, decision: Decision, solver: SolverInfo, refine: Refine) -> tuple[Decision, SolverInfo]:
-    """What was found together where that fits and its step is shorter; the decision otherwise. With what is proven."""
-    found = refine(decision)
-    if found is None:
+def simulated(
+    setting: Setting, decision: Decision, solver: SolverInfo, *known: tuple[int, ...]
+) -> tuple[Decision, SolverInfo]:
+    """The decision with cuts that simulate faster, where there are such; what is proven is of the first ones."""
+    if decision.problem.chunks > 1 or (other := simulated_faster(setting, decision, *known)) is None:
         return decision, solver
+    before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
+    return other, replace(solver, moved_share=1 - after / before)
+
+
+def refined(setting: Setting, decision: Decision, solver: SolverInfo, found: Refined) -> tuple[Decision, SolverInfo]:
+    """What was found together where that fits and its step is shorter; the decision otherwise. With what is proven."""
     problem = replace(decision.problem, cost=found.priced.cost)
     other = replace(decision, problem=problem, priced=found.priced, stage_of=found.stage_of)
+    other, proven = simulated(setting, other, found.solver, decision.stage_of)
     fullest = fullest_bytes(problem, stage_costs(problem, other.stage_of))
     before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
     fits = fullest <= setting.constraints.capacity_bytes(setting.hardware)
     # A mesh with tensor parallelism is there to use it, however small the model.
     splits = bool(found.priced.strategies) or not decision.priced.strategies
     if fits and splits and after < before:
-        return other, found.solver
+        return other, proven
     closed = found.gap <= problem.gap + SOLVER_TOLERANCE
-    return decision, replace(found.solver, gap=found.gap, status="optimal" if closed else solver.status)
+    status = "optimal" if closed else solver.status
+    return decision, replace(found.solver, gap=found.gap, status=status, moved_share=solver.moved_share)
