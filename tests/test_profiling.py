@@ -30,12 +30,14 @@ from autopar.hardware import (
 )
 from autopar.machine import Machine
 from autopar.options import Options
+from autopar.profile.beside import HIDING
 from autopar.profiling import (
     Case,
     Part,
     Point,
     Raw,
     Setting,
+    carried,
     cases,
     clock,
     cost_model_text,
@@ -49,6 +51,7 @@ from autopar.profiling import (
 from autopar.profiling.cases import COLLECTIVES, group_sizes
 from autopar.profiling.communicate import parts_of
 from autopar.profiling.kernels import BUILDERS, work_of
+from autopar.profiling.layers import JOINTS
 
 SETTING = Setting("NVIDIA Toy", "cuda", "2.15", 0, 4, 8)
 MACHINE = replace(
@@ -102,10 +105,28 @@ def point(case: Case, machine: Hardware, way: Way) -> Point:
             here.op_seconds(case.kind, p.flops, p.num_bytes, case.dtype, backward=number > 0)
             for number, p in enumerate(own)
         )
+    elif case.kind == "beside":
+        seconds = layer_seconds(case, here)
     else:
         kind: CollectiveKind = next(k for k in COLLECTIVES if k == case.kind)
         seconds = machine.collective_seconds(kind, total, case.ranks)
     return Point(case.kind, case.name, case.dtype, case.ranks, own, seconds, 0.01)
+
+
+def layer_seconds(case: Case, machine: Hardware) -> float:
+    """A layer and its collective forwards and backwards, of which the joined ones hide a share."""
+    operator, way = case.what.split()
+    product, backward, again, *travels = parts_of(case)
+    assert backward == again
+    forward_seconds = machine.op_seconds("matmul", product.flops, product.num_bytes, case.dtype)
+    backward_seconds = 2 * machine.op_seconds("matmul", backward.flops, backward.num_bytes, case.dtype, backward=True)
+    sent = [
+        machine.collective_seconds(kind, part.num_bytes, case.ranks) if kind else 0.0
+        for kind, part in zip(JOINTS[operator].kinds, travels, strict=True)
+    ]
+    beside = HIDING[operator](case.ranks)
+    hidden = min(sent[0], beside.forward * forward_seconds) + min(sent[1], beside.backward * backward_seconds)
+    return forward_seconds + backward_seconds + sum(sent) - (way == "joined") * machine.hidden_share * hidden
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +179,36 @@ def test_small_points_weigh_less_than_large_ones(points: tuple[Point, ...]) -> N
     path = ("efficiency", "matmul", "float32", "asymptote")
     assert after[path].value == pytest.approx(before[path].value, rel=0.02)
     assert before[path].error_of_all < 0.01 < after[path].error < after[path].error_of_all / 2
+
+
+def test_what_products_hide_of_collectives(points: tuple[Point, ...], made: Path) -> None:
+    assert set(JOINTS) == set(HIDING)
+    assert load_hardware(made).hidden_share == pytest.approx(MACHINE.hidden_share, rel=1e-2)
+
+    def share(joined_in: Callable[[Point], float]) -> float:
+        """With other times of the operators that are both."""
+        changed = [replace(p, value=joined_in(p)) if "joined" in p.name.split() else p for p in points]
+        return next(c.value for c in fit(changed, SETTING) if c.path == ("beside", "layers"))
+
+    assert share(lambda p: 2 * p.value) == 0 and share(lambda p: p.value / 2) == 1
+    alone = [p for p in points if "joined" not in p.name.split()]
+    with pytest.raises(UsageError, match=r"needs beside gathered_linear joined bfloat16 .*, of which .* --only beside"):
+        fit(alone, SETTING)
+    without = fit([p for p in points if p.kind != "beside"], SETTING)
+    assert not any(c.path[0] == "beside" for c in without)
+
+
+def test_a_measured_number_takes_the_place_of_a_kept_one(points: tuple[Point, ...], tmp_path: Path) -> None:
+    path = tmp_path / "m.toml"
+    path.write_text((cost_model_dir() / "h200-nvlink.toml").read_text().replace("value = 0.57", "value = 0.11"))
+    before, constants = load_hardware(path), fit(points, SETTING)
+    assert before.hidden_share == 0.11
+    kept = carried(path, "cuda").without({c.path for c in constants})
+    assert set(kept.tables["beside"]) == {"replicas"}
+    path.write_text(cost_model_text("toy", Raw(SETTING, points), constants, date(2026, 11, 22), kept))
+    after = load_hardware(path)
+    assert after.hidden_share == pytest.approx(MACHINE.hidden_share, rel=1e-2)
+    assert after.replica_bytes_per_second == before.replica_bytes_per_second
 
 
 def test_layer_norms_leave_the_bandwidth_as_it_is(points: tuple[Point, ...]) -> None:
@@ -267,6 +318,7 @@ SMALL = (
     Case("optimizer", "", "float32", (1024,)),
     Case("point-to-point", "", "", (64,), 2),
     *(Case(kind, "", "", (64,), 2) for kind in COLLECTIVES),
+    *(Case("beside", f"{name} {way}", "bfloat16", (8, 4, 8), 2) for name in HIDING for way in ("apart", "joined")),
 )
 
 
@@ -374,7 +426,7 @@ def test_what_is_not_measured_is_kept(faked: list[list[str]], tmp_path: Path) ->
     path.write_text(shipped.replace('"loopback"', '"my wire"') + CARRIED)
     before = load_hardware(path)
     code, out = run("-o", "m.toml", "--anyway")
-    assert code == 0 and "kept as it was: [reserve], [beside], [network], [calibration]" in out
+    assert code == 0 and "kept as they were: [reserve] memory, [beside] replicas and layers" in out
     after = load_hardware(path)
     assert (after.name, after.link_name, after.devices_per_node) == ("cpu-generic", "my wire", 64)
     assert (after.network, after.error) == (before.network, 0.07)

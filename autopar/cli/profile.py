@@ -29,7 +29,7 @@ def profile(
             "-o",
             "--output",
             help="Write the cost model to this TOML file. Of one that is there, name, link_name, devices_per_node, "
-            "[network], [reserve], [beside] and [calibration] are kept.",
+            "and [network], [reserve], [beside] and [calibration] are kept but for what was measured.",
             metavar="FILE",
         ),
     ] = DEFAULT_FILE,
@@ -47,7 +47,7 @@ def profile(
         list[str] | None,
         typer.Option(
             help="Measure these again and keep the rest of FILE: capacity, launch, matmul, attention, convolution, "
-            "depthwise, memory, optimizer, point-to-point, all-reduce, all-gather, reduce-scatter, all-to-all.",
+            "depthwise, memory, optimizer, point-to-point, all-reduce, all-gather, reduce-scatter, all-to-all, beside.",
             metavar="KIND,…",
         ),
     ] = None,
@@ -105,6 +105,7 @@ def profile(
         )
         return
     constants = fit(raw.points, setting)
+    kept = kept.without({constant.path for constant in constants})
     if not anyway:
         refuse_spread(raw, part)
     text = cost_model_text(name or kept.name or output.stem, raw, constants, datetime.date.today(), kept)
@@ -113,7 +114,8 @@ def profile(
     part.unlink()
     show([constants_table(constants)])
     if kept.tables:
-        typer.echo(f"kept as it was: {', '.join(f'[{table}]' for table in kept.tables)}")
+        left = (f"[{table}] {' and '.join(numbers)}" for table, numbers in kept.tables.items())
+        typer.echo(f"kept as they were: {', '.join(left)}")
     typer.echo(f"\nsaved to {output}; plan with it: autopar plan MODEL --devices {devices} --hardware {output}")
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ class Carried:
     devices_per_node: int = 1
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    @property
-    def lines(self) -> list[str]:
-        """The tables as TOML."""
-        lines: list[str] = []
-        for name, numbers in self.tables.items():
-            lines += ["", f"[{name}]", *(f"{key} = {inline(entry)}" for key, entry in numbers.items())]
-        return lines
+    def without(self, measured: Collection[tuple[str, ...]]) -> Carried:
+        """What is left of it where some numbers were measured, by table and name."""
+        left = {
+            table: {key: entry for key, entry in numbers.items() if (table, key) not in measured}
+            for table, numbers in self.tables.items()
+        }
+        return replace(self, tables={table: numbers for table, numbers in left.items() if numbers})
 
 
 def carried(path: Path, device_type: str) -> Carried:
@@ -56,7 +56,7 @@ def carried(path: Path, device_type: str) -> Carried:
     return Carried(file.text("name"), file.text("link_name"), devices_per_node, {name: data[name] for name in names})
 
 
-def inline(entry: Mapping[str, Any]) -> str:
+def number_text(entry: Mapping[str, Any]) -> str:
     """A number with what is said of it; a date is written bare."""
     texts = (
         f"{key} = {json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float) else value}"

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import get_args
 
 from autopar.hardware import COMPUTE_KINDS, CollectiveKind, Way
+from autopar.profile.beside import HIDING
 from autopar.profiling.points import PointKind
 
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # What --only takes, in the order of measuring.
 KINDS: tuple[PointKind, ...] = (
-    "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES,
+    "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES, "beside",
 )  # fmt: skip
 KIB, MIB = 2**10, 2**20
+APART, JOINED = "apart", "joined"  # a layer and its collective: one after the other, and as one operator
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,7 @@ class Sizes:
         memory: elements.
         optimizer: parameters, in 16 tensors.
         message: bytes.
+        beside: tokens, features in and out of whole layers that ranks share.
     """
 
     dtypes: tuple[str, ...]
@@ -66,6 +70,7 @@ class Sizes:
     memory_dtypes: tuple[str, ...]
     optimizer: tuple[int, ...]
     message: tuple[int, ...]
+    beside: tuple[tuple[int, int, int], ...] = ()
 
 
 CPU = Sizes(
@@ -112,6 +117,7 @@ CUDA = Sizes(
     memory_dtypes=("float32", "bfloat16"),
     optimizer=(4 * MIB, 32 * MIB, 256 * MIB),
     message=(KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB),
+    beside=((6304, 768, 3072), (25216, 1024, 4096)),
 )  # fmt: skip
 SIZES = {"cpu": CPU, "cuda": CUDA}
 ELEMENTWISE = ("add", "gelu", "layer_norm")
@@ -147,6 +153,8 @@ def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
     for kind in COLLECTIVES:
         for ranks in group_sizes(devices):
             yield from (Case(kind, "", "", (size,), ranks) for size in sizes.message)
+    for operator, way, ranks in product(HIDING, (APART, JOINED), group_sizes(devices)):
+        yield from (Case("beside", f"{operator} {way}", "bfloat16", shape, ranks) for shape in sizes.beside)
 
 
 def group_sizes(devices: int) -> tuple[int, ...]:

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.collectives import Communicator
+from autopar.collectives import Communicator, register
 from autopar.profiling.cases import Case
 from autopar.profiling.clock import Run, Timing, inner_runs, sample, timed_captured, timed_rows
+from autopar.profiling.layers import board_bytes, both_ways, layer_parts
 from autopar.profiling.points import Part
 from autopar.runtime.axes import GroupCommunicator
 from autopar.runtime.symmetric import neighbours, reach_each_other
@@ -53,16 +54,22 @@ class Seat:
             found = GroupCommunicator("measured", members, self.rank, group)
             near = cuda and reach_each_other(neighbours(self.device, self.world, None)[:ranks])
             self.communicators[ranks] = found.symmetric(self.device) if near else found
+            register(axis_of(ranks), self.communicators[ranks])
         return self.communicators[ranks]
 
 
+def axis_of(ranks: int) -> str:
+    """What the operators call the first so many ranks."""
+    return f"measured.{ranks}"
+
+
 def communication(case: Case, seat: Seat) -> Timing | None:
-    """Time of a message or a collective, on GPUs in a CUDA graph as in training steps: launched one by one, small ones
-    take the host's time. None on ranks that have no part in it, which wait for the others.
+    """Time of a message, a collective, or a layer with one, on GPUs in a CUDA graph as in training steps: launched one
+    by one, small ones take the host's time. None on ranks that have no part in it, which wait for the others.
     """
     communicator, taking_part = seat.communicator(case.ranks), seat.rank < case.ranks
     if taking_part:
-        communicator.reserve(case.ranks * case.sizes[0])
+        communicator.reserve(board_bytes(case) if case.kind == "beside" else case.ranks * case.sizes[0])
     run: Run = RUNS[case.kind](case, seat, communicator) if taking_part else lambda: None
     for _ in range(2):
         run()
@@ -77,6 +84,8 @@ def communication(case: Case, seat: Seat) -> Timing | None:
 
 def parts_of(case: Case) -> tuple[Part, ...]:
     """The bytes of the whole tensor on one rank, as `autopar.hardware.Hardware.collective_seconds` counts them."""
+    if case.kind == "beside":
+        return layer_parts(case)
     return (Part(0.0, float(case.sizes[0])),)
 
 
@@ -134,7 +143,11 @@ def all_to_all(case: Case, seat: Seat, communicator: Communicator) -> Run:
     return lambda: communicator.all_to_all(whole)
 
 
+def layer(case: Case, seat: Seat, communicator: Communicator) -> Run:
+    return both_ways(case, axis_of(communicator.ranks), seat.device)
+
+
 RUNS: Mapping[str, Callable[[Case, Seat, Any], Run]] = {
     "point-to-point": to_and_fro, "all-reduce": all_reduce, "all-gather": all_gather,
-    "reduce-scatter": reduce_scatter, "all-to-all": all_to_all,
+    "reduce-scatter": reduce_scatter, "all-to-all": all_to_all, "beside": layer,
 }  # fmt: skip

@@ -12,18 +12,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autopar.errors import UsageError
 from autopar.hardware import COMPUTE_KINDS, DTYPES, ring_share
-from autopar.profiling.cases import COLLECTIVES
+from autopar.profile.beside import HIDING
+from autopar.profiling.cases import APART, COLLECTIVES, JOINED
 from autopar.profiling.curves import (
     LEAST_ERROR,
     UNKNOWN_ERROR,
+    Curve,
     Device,
     Errors,
     Fitted,
     compute_curve,
     traffic_curve,
 )
+from autopar.profiling.layers import JOINTS
 from autopar.profiling.least_squares import Row, coefficients
 from autopar.profiling.points import Point, Setting
 
@@ -73,6 +78,7 @@ def fit(points: Sequence[Point], setting: Setting) -> tuple[Constant, ...]:
         rows = [Row((1, p.num_bytes), 0, p.value) for p in needed(points, "point-to-point")]
         constants += link_constants(("link",), "point-to-point", rows)
         constants += collective_constants(points)
+        constants += beside_constants(points, Device(own_launch, traffic.curve), constants)
     return tuple(constants)
 
 
@@ -242,3 +248,52 @@ def link_constants(path: tuple[str, ...], kind: str, rows: Sequence[Row]) -> lis
         fitted((*path, "latency"), latency, "seconds", errors),
         fitted((*path, "bandwidth"), 1 / per_byte, "bytes per second", errors),
     ]
+
+
+def beside_constants(points: Sequence[Point], device: Device, known: Sequence[Constant]) -> list[Constant]:
+    """What is hidden of collectives beside the products of linear layers, as a share of what is long enough to be:
+    Σ hidden · hideable / Σ hideable², at least 0 and at most 1. Nothing where no such layers were measured.
+
+    Args:
+        known: constants of collectives.
+    """
+    values = {c.path: c.value for c in known}
+    pairs = [(p, joined_with(p, points)) for p in points if p.kind == "beside" and APART in p.name.split()]
+    if not pairs:
+        return []
+    curve = compute_curve("matmul", needed(points, "matmul", pairs[0][0].dtype), device, hides_traffic=True).curve
+    hideable = np.array([hideable_seconds(apart, device, curve, values) for apart, _ in pairs])
+    apart, joined = (np.array([p.value for p in column]) for column in zip(*pairs, strict=True))
+    share = float(np.clip(hideable @ (apart - joined) / (hideable @ hideable), 0, 1))
+    relative = abs((apart - share * hideable) / joined - 1)
+    errors = Errors(tuple(relative.tolist()), (True,) * len(pairs), 1)
+    return [fitted(("beside", "layers"), share, "share", errors)]
+
+
+def joined_with(apart: Point, points: Sequence[Point]) -> Point:
+    """The point of the operator that is both.
+
+    Raises:
+        UsageError: it was not measured.
+    """
+    name = apart.name.replace(APART, JOINED)
+    found = next((p for p in points if p.name == name), None)
+    if found is None:
+        raise UsageError(f"A cost model needs {name}, of which there is no measurement. Use --only beside.")
+    return found
+
+
+def hideable_seconds(point: Point, device: Device, curve: Curve, values: Mapping[tuple[str, ...], float]) -> float:
+    """How much of a layer's collectives its products are long enough to hide, forwards and backwards."""
+    operator = point.name.split()[1]
+    beside, kinds = HIDING[operator](point.ranks), JOINTS[operator].kinds
+    forward, *backward = (device.seconds(part, curve) for part in point.parts[:3])
+    travels = (
+        values["collective", kind, str(point.ranks), "latency"]
+        + ring_share(kind, point.ranks) * part.num_bytes / values["collective", kind, str(point.ranks), "bandwidth"]
+        if kind is not None
+        else 0.0
+        for kind, part in zip(kinds, point.parts[3:], strict=True)
+    )
+    products = beside.forward * forward, beside.backward * sum(backward)
+    return sum(map(min, products, travels))

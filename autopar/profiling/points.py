@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from autopar.hardware import CollectiveKind, Kind
 
-PointKind = Literal["launch", "optimizer", "capacity", "point-to-point"] | Kind | CollectiveKind
+PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "beside"] | Kind | CollectiveKind
 STEADY_SPREAD = 0.25  # more than this between the quartiles of the repeats, and something else was using the machine
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from autopar.cost_file import UNITS
 from autopar.errors import HardwareError
 from autopar.ir.units import plural
-from autopar.profiling.carried import Carried
+from autopar.profiling.carried import Carried, number_text
 from autopar.profiling.fit import Constant, fit
 from autopar.profiling.points import Point, Setting, point_data, point_from
 
@@ -44,7 +44,7 @@ def cost_model_text(
     """The file.
 
     Args:
-        kept: of the file that it replaces; a part of a node's devices may have been measured.
+        kept: of the file that it replaces, without what was measured; a part of a node's devices may have been.
     """
     setting = raw.setting
     alone = setting.devices == 1
@@ -55,20 +55,21 @@ def cost_model_text(
         "devices_per_node": 1 if alone else max(kept.devices_per_node, setting.node_devices),
     }  # fmt: skip
     lines = [NOTE, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())]
-    table: tuple[str, ...] = ()
+    tables: dict[str, dict[str, str]] = {}
     for constant in sorted(constants, key=lambda c: TABLES.index(c.path[0])):
-        if constant.path[:-1] != table:
-            table = constant.path[:-1]
-            lines += ["", f"[{'.'.join(table)}]"]
-        lines.append(f"{constant.path[-1]} = {entry(constant, setting, day)}")
-    lines += kept.lines
+        *table, key = constant.path
+        tables.setdefault(".".join(table), {})[key] = entry(constant, setting, day)
+    for table, numbers in kept.tables.items():
+        tables.setdefault(table, {}).update((key, number_text(number)) for key, number in numbers.items())
+    for table, entries in tables.items():
+        lines += ["", f"[{table}]", *(f"{key} = {text}" for key, text in entries.items())]
     lines += ["", "# What the constants were fitted from: seconds of operations with their FLOPs and bytes.", "[raw]"]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(setting).items()]
     lines += ["points = [", *(f"  {inline(point)}," for point in raw.points), "]", ""]
     return "\n".join(lines)
 
 
-TABLES = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective")
+TABLES = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective", "beside")
 
 
 def device_text(setting: Setting) -> str:
