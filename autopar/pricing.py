@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from math import log2
 from typing import Any
@@ -27,7 +27,7 @@ from autopar.profile import (
     segments,
 )
 from autopar.rules.apply import shard_graph, storage
-from autopar.solve import Priced, Shardings, pareto
+from autopar.solve import Priced, Shardings, pareto, work_bound_seconds
 
 # Microbatches whose activations count when a sharding is chosen for its memory; how many there are is only known per
 # stage, later.
@@ -85,21 +85,24 @@ class Costs:
         found = self.sharding(tp, size, microbatches, memory_level)
         if found is None:
             return None
-        priced = self.picked(found.picks, tp, dp, zero1, size)
-        return replace(priced, bound_seconds=found.bound_seconds)
+        return self.picked(found.picks, tp, dp, zero1, size)
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        """What no sharding of one microbatch beats; see `autopar.solve.Costs`."""
+        if tp == 1:
+            return sum(group.seconds for group in self.whole(size).groups)
+        return self.remember(("bound", tp, size), work_bound_seconds, self.choices(tp, size))
 
     def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
         """The model on one device per stage and replica."""
-        cost = reweighted(self.whole(size), self.graph, Sharing(1, dp, zero1), self.hardware)
-        return Priced(cost, bound_seconds=sum(group.seconds for group in cost.groups))
+        return Priced(reweighted(self.whole(size), self.graph, Sharing(1, dp, zero1), self.hardware))
 
     def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
-        """The model under the picked choices, of which nothing is proven."""
+        """The model under the picked choices."""
         sharded = self.sharded(tp, size, picks)
         sharing = Sharing(tp, dp, zero1, sharded.storage)
         return Priced(
             cost=reweighted(self.local(sharded, tp, size), sharded.graph, sharing, self.hardware),
-            bound_seconds=0.0,
             strategies=sharded.strategies,
             storage=sharded.storage,
             picks=picks,
@@ -132,7 +135,8 @@ class Costs:
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
-        found = pareto(self.choices(tp, size), microbatches, min(microbatches, IN_FLIGHT))  # nothing is solved yet
+        graph, bound = self.choices(tp, size), self.bound_seconds(tp, size)
+        found = pareto(graph, microbatches, min(microbatches, IN_FLIGHT), bound_seconds=bound)  # solves as it is read
         return self.remember(("shardings", tp, size, microbatches), Solutions, found).at(memory_level)
 
     def sharded(self, tp: int, size: int, picks: tuple[int, ...]) -> Sharded:

@@ -43,8 +43,10 @@ class ChoicePrices:
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
         if memory_level:
             return None
-        fastest = solve_shardings(self.choice_graph, microbatches)
-        return replace(self.picked(fastest.picks, tp, dp, zero1, size), bound_seconds=fastest.bound_seconds)
+        return self.picked(solve_shardings(self.choice_graph, microbatches).picks, tp, dp, zero1, size)
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        return solve_shardings(self.choice_graph, 1).bound_seconds
 
     def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
         groups, value_bytes = self.choice_graph.groups, self.choice_graph.value_bytes
@@ -66,7 +68,7 @@ class ChoicePrices:
             tuple(Holding(g.name, 0, (i,), 0, c.step_seconds) for i, (g, c) in enumerate(zip(groups, chosen))),
         )
         labels = {group.name: str(k) for group, k in zip(groups[:-1], picks)}
-        return Priced(cost, 0.0, strategies=labels, picks=picks)
+        return Priced(cost, strategies=labels, picks=picks)
 
 
 def graph_of(choices: ChoiceGraph) -> Graph:

@@ -132,11 +132,13 @@ class Unsharded:
 
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
         cost = self.cost_at(size)
-        seconds = sum(g.seconds for g in cost.groups)
-        return Priced(cost, seconds, notes=("attention has 3 heads", "197 tokens")) if memory_level == 0 else None
+        return Priced(cost, notes=("attention has 3 heads", "197 tokens")) if memory_level == 0 else None
 
     def floor_seconds(self, tp: int, size: int) -> float:
         return sum(g.seconds for g in self.cost_at(size).groups) / tp
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups)
 
 
 def pipeline(cost_at: Callable[[int], CostGraph], graph: Graph, hardware: Hardware, asked: Constraints) -> Plan:
@@ -454,7 +456,7 @@ class Splittable:
             return None
         whole = self.cost_at(size)
         if tp > 1 and tp not in self.able:
-            return Priced(whole, sum(g.seconds for g in whole.groups), notes=("attention has 4 heads", "197 tokens"))
+            return Priced(whole, notes=("attention has 4 heads", "197 tokens"))
         extra = self.overhead * (memory_level + 1) * (tp > 1)
         groups = tuple(
             replace(g, forward_seconds=(1 + extra) * g.forward_seconds / tp,
@@ -474,7 +476,6 @@ class Splittable:
         collectives = tuple(Collective("fc", "all-reduce", way, 2**20, half) for way in ("forward", "backward"))
         return Priced(
             cost=replace(whole, groups=groups, weights=weights),
-            bound_seconds=sum(g.seconds for g in whole.groups) / tp,
             strategies={whole.groups[0].name: "n"} if tp > 1 else {},
             storage={whole.weights[0].name: Layout.parse("tp:0")} if tp > 1 else {},
             blocks=(BlockSharding("blocks.*", 1, {"attn": f"rows / {tp}"}, collectives),) if tp > 1 else (),
@@ -482,6 +483,9 @@ class Splittable:
 
     def floor_seconds(self, tp: int, size: int) -> float:
         return sum(g.seconds for g in self.cost_at(size).groups) / tp
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups) / (tp if tp == 1 or tp in self.able else 1)
 
 
 def meshed(asked: Constraints, hardware: Hardware = MACHINE, depth: int = 4, memory: Mapping[str, float] = {},

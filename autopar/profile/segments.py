@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -178,10 +179,10 @@ def interval_bytes(
 
     def add(corners: Matrix, num_bytes: int, made: int, low: int, high: int) -> None:
         """For segments that begin up to ``made`` and end at a place from ``low`` to below ``high``."""
-        begins = int(np.searchsorted(places, made, side="right"))
-        for end, sign in ((low, 1), (high, -1)):
-            corners[int(np.searchsorted(places, end)), 0] += sign * num_bytes
-            corners[int(np.searchsorted(places, end)), begins] -= sign * num_bytes
+        begins = bisect_right(places, made)
+        for end, sign in ((bisect_left(places, low), 1), (bisect_left(places, high), -1)):
+            corners[end, 0] += sign * num_bytes
+            corners[end, begins] -= sign * num_bytes
 
     beyond = len(graph.ops) + 1
     for life in alive.values():

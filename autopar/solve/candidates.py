@@ -109,11 +109,11 @@ class Floors:
         total = self.proven.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
         return pipeline_floor(self.setting, point, total, 0.0)
 
-    def learn(self, point: Point) -> None:
-        """Keep what the prices of a point prove: those of its fastest sharding, others trade time for memory."""
-        key, priced = (point.mesh.tp, size_of(self.setting, point)), price_of(self.setting, point, 0)
-        if priced is not None:
-            self.proven[key] = max(self.proven.get(key, 0.0), priced.bound_seconds)
+    def learn(self, point: Point) -> float:
+        """`seconds` once more is proven: the shortest time of one microbatch over all shardings."""
+        tp, size = key = point.mesh.tp, size_of(self.setting, point)
+        self.proven[key] = self.setting.costs.bound_seconds(tp, size)
+        return self.seconds(point)
 
 
 def size_of(setting: Setting, point: Point) -> int:
@@ -265,8 +265,9 @@ def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: f
     the smaller ones.
     """
     best: Candidate | None = None
+    if floors.learn(point) >= ceiling_seconds:
+        return None
     for priced in shardings_of(setting, point):
-        floors.learn(point)
         known = best.seconds if best is not None else float("inf")
         if step_floor(setting, point, priced) >= min(ceiling_seconds, known):
             return best if known < float("inf") else None

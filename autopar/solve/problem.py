@@ -37,12 +37,10 @@ class Priced:
 
     ``strategies`` maps operations, ``storage`` weights, to how they are split; ``blocks`` says it to people. ``picks``
     are the choices of the groups that this came from.
-    ``bound_seconds`` is a proven lower bound of what one microbatch takes under any sharding over as many ranks (asked
-    of the fastest sharding only). ``notes`` say what limits the ranks, such as ``attention has 3 heads``.
+    ``notes`` say what limits the ranks, such as ``attention has 3 heads``.
     """
 
     cost: CostGraph
-    bound_seconds: float
     strategies: Mapping[str, str] = field(default_factory=dict)
     storage: Mapping[str, Layout] = field(default_factory=dict)
     picks: tuple[int, ...] = ()
@@ -75,6 +73,10 @@ class Costs(Protocol):
 
     def floor_seconds(self, tp: int, size: int) -> float:
         """A lower bound, quickly known, of what one microbatch takes on all stages of ``tp`` ranks."""
+        ...
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        """A proven one over all shardings, which takes longer to know and less than `priced`."""
         ...
 
 

@@ -47,8 +47,8 @@ class Effort:
     """Which solver, and when it may stop."""
 
     solver: SolverName
-    time_limit_seconds: float
-    gap: float
+    time_limit_seconds: float = 10.0
+    gap: float = 1e-6
 
 
 @dataclass(frozen=True)
@@ -108,14 +108,18 @@ def pareto(
     solver: SolverName | None = None,
     time_limit_seconds: float = 10.0,
     gap: float = 1e-6,
+    bound_seconds: float | None = None,
 ) -> Iterator[Shardings]:
     """Shardings from the fastest to the one with the least memory, each found when it is asked for.
 
     Memory is given a rising price; a sharding that needs no less memory than the one before is left out. Only
     shardings that are best at some price can appear: not every trade, but the ends and a few between.
+
+    Args:
+        bound_seconds: of `work_bound_seconds`, where that is known.
     """
     effort = Effort(solver or default_solver(), time_limit_seconds, gap)
-    bound = work_bound_seconds(graph, effort)
+    bound = work_bound_seconds(graph, effort) if bound_seconds is None else bound_seconds
     last = _priced(graph, microbatches, Prices(microbatches, 0.0, in_flight), effort, bound)
     yield last
     unit = last.objective_seconds / last.memory_bytes if last.memory_bytes else 0.0
@@ -127,9 +131,9 @@ def pareto(
             last = found
 
 
-def work_bound_seconds(graph: ChoiceGraph, effort: Effort) -> float:
+def work_bound_seconds(graph: ChoiceGraph, effort: Effort | None = None) -> float:
     """A proven lower bound of compute and conversions of one microbatch, whatever the sharding costs once a step."""
-    return _search(graph, Prices(float("inf")), effort).bound_seconds
+    return _search(graph, Prices(float("inf")), effort or Effort(default_solver())).bound_seconds
 
 
 def lower_bound_seconds(graph: ChoiceGraph, shardings: Shardings, stages: int, microbatches: int) -> float:
