@@ -126,10 +126,11 @@ class Hardware:
     replica_bytes_per_second: float = inf
     hidden_share: float = 0.0
     way: Way = "plain"
+    compiled: bool = False
 
-    def running(self, way: Way) -> Hardware:
-        """The machine as it runs programs in another way."""
-        return replace(self, way=way)
+    def running(self, way: Way, compiled: bool = False) -> Hardware:
+        """The machine as it runs programs in another way, through torch.compile or not."""
+        return replace(self, way=way, compiled=compiled)
 
     @property
     def launch_seconds(self) -> float:

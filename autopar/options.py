@@ -135,8 +135,11 @@ class Options:
         """How programs run on devices of this type, which decides what launching an operation takes."""
         if device_type == "cuda" and self.cuda_graph is not False:
             return "captured"
-        compiled = device_type == "cuda" if self.compile is None else self.compile
-        return "compiled" if compiled else "plain"
+        return "compiled" if self.compiles(device_type) else "plain"
+
+    def compiles(self, device_type: str) -> bool:
+        """Whether programs run through torch.compile on devices of this type."""
+        return device_type == "cuda" if self.compile is None else self.compile
 
     def norm_limit(self, optimizer: Any) -> float | None:
         """What to clip the norm of all gradients to, for an optimizer that may have a limit of its own.

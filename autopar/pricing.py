@@ -18,6 +18,7 @@ from autopar.profile import (
     Sharing,
     blocks,
     choice_graph,
+    compiled_facts,
     factors_of,
     limits,
     op_facts,
@@ -69,8 +70,7 @@ class Costs:
     def __init__(self, graph: Graph, hardware: Hardware) -> None:
         self.graph, self.hardware = graph, hardware
         self.factors: dict[Configuration, Factors] = {}
-        self.facts = op_facts(graph)
-        self.segments = segments(graph, self.facts)
+        self.facts, self.segments = facts_and_segments(graph, hardware)
         self.known: dict[tuple, Any] = {}
 
     def floor_seconds(self, tp: int, size: int) -> float:
@@ -143,12 +143,17 @@ class Costs:
         """The graph that each rank runs under the picked choices."""
         groups = self.choices(tp, size).groups
         labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.choices[pick].labels)
-        return self.remember(("sharded", tp, tuple(sorted(labels))), apply, self.graph, dict(labels), tp)
+        return self.applied(dict(labels), tp)
 
     def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """The same in words."""
         own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
         return self.remember(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
+
+    def applied(self, labels: Mapping[str, str], tp: int) -> Sharded:
+        """The graph that each rank runs under the labels."""
+        key = ("sharded", tp, labels_of(labels))
+        return self.remember(key, apply, self.graph, labels, tp, self.hardware)
 
     def remember(self, key: tuple, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """What ``make`` returned when it was first called for a key."""
@@ -167,7 +172,7 @@ class Costs:
         """The graph whose pieces are timed for a sharding; with one rank that of the model."""
         if tp == 1:
             return Sharded({}, {}, self.graph, self.facts, self.segments)
-        return self.remember(("sharded", tp, labels_of(labels)), apply, self.graph, labels, tp)
+        return self.applied(labels, tp)
 
     def learn(self, configuration: Configuration, times: Measured) -> None:
         """Price by a measurement from now on."""
@@ -199,14 +204,19 @@ class Solutions:
         return self.found[number] if number < len(self.found) else None
 
 
-def apply(graph: Graph, labels: Mapping[str, str], tp: int) -> Sharded:
+def apply(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) -> Sharded:
     """A model sharded by its operations' labels, as if all of it were on one stage."""
     ranks = {TP: tp}
     stored = storage(graph, labels, ranks)
     local = shard_graph(graph, labels, stored, ranks, dict.fromkeys((op.name for op in graph.ops), 0))
     strategies = labels if any(labels.values()) else {}
-    facts = op_facts(local)
-    return Sharded(strategies, stored, local, facts, segments(local, facts))
+    return Sharded(strategies, stored, local, *facts_and_segments(local, hardware))
+
+
+def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[Facts, tuple[int, ...]]:
+    """The facts of a graph as the machine runs it, and where segments begin, which compiling does not change."""
+    facts = op_facts(graph, hardware.device_type)
+    return compiled_facts(graph, facts) if hardware.compiled else facts, segments(graph, facts)
 
 
 def priced_with_segments(

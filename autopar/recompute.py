@@ -17,7 +17,7 @@ def recomputing(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[
     recomputes = any(stage.recompute == "all" for stage in plan.stages)
     if not recomputes or graph.mode == "eval":  # only a backward needs segments
         return tuple(programs)
-    begins = segments(graph, op_facts(graph))
+    begins = segments(graph, op_facts(graph, plan.hardware.device_type))
     place = {op.name: i for i, op in enumerate(graph.ops)}
     return tuple(
         replace(program, segments=own_segments([place[op.name] for op in program.ops], begins))

@@ -33,6 +33,7 @@ from autopar.schedule import generate, replayed_seconds
 from autopar.solve import Constraints
 from autopar.solve.assemble import Setting
 from autopar.solve.candidates import MOST_CHUNKS, Pipeline, Point, pipeline_floor, pipelines_of, points_of
+from autopar.solve.constraints import memory_for
 from autopar.solve.problem import slowest_count
 
 FREE = replace(MACHINE, link=Link(0.0, 1e15))
@@ -148,7 +149,7 @@ def test_auto_overlaps_where_transfers_cost_and_memory_allows() -> None:
     # Of each number of chunks the faster schedule has a row, and the chosen one is no row.
     assert sorted(label.split()[1] for label in labels if "chunks" in label) == ["2", "3", "4", "5", "6"]
 
-    plain = plan_for(graph, replace(AUTO, memory_bytes=peaks["interleaved"]), slow, saved=0.5)
+    plain = plan_for(graph, replace(AUTO, memory_bytes=memory_for(peaks["interleaved"])), slow, saved=0.5)
     assert (plain.schedule, plain.prediction.step_seconds) == ("interleaved", steps["interleaved"])
     row = next(a for a in plain.alternatives if a.label == f"interleaved-overlap, {plain.chunks} chunks a rank")
     assert row.step_seconds is None and row.note.startswith("does not fit: ")
@@ -250,7 +251,7 @@ def test_larger_microbatches_are_tried_where_smaller_ones_do_not_fit() -> None:
     limit = max(six.prediction.peak_bytes)
     assert limit < max(seven.prediction.peak_bytes)
     assert plan_with().microbatches == 7
-    assert plan_with(memory_bytes=limit).microbatches == 6
+    assert plan_with(memory_bytes=memory_for(limit)).microbatches == 6
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)
@@ -278,7 +279,7 @@ def test_chunks_are_as_many_as_fit() -> None:
         plan = plan_for(graph, replace(several, chunks=chunks), FREE, saved=0.5)
         peaks[chunks], steps[chunks] = max(plan.prediction.peak_bytes), plan.prediction.step_seconds
     assert peaks[1] < peaks[4] and steps[4] < steps[1]
-    capped = plan_for(graph, replace(several, memory_bytes=peaks[1]), FREE, saved=0.5)
+    capped = plan_for(graph, replace(several, memory_bytes=memory_for(peaks[1])), FREE, saved=0.5)
     assert max(capped.prediction.peak_bytes) <= peaks[1]
     assert steps[4] < capped.prediction.step_seconds < steps[1]
     remedies = {'Use more devices, or schedule="1f1b", or': several}

@@ -15,9 +15,9 @@ from zoo import Tied, UNet, resnet18, tiny_vit
 import autopar
 from autopar.codegen import compiled, graph_module, split
 from autopar.codegen.compiled import SPLIT_SIZE, norm_options
-from autopar.codegen.regions import SMALLEST, region_starts
 from autopar.codegen.segments import divided
 from autopar.ir import Graph
+from autopar.regions import SMALLEST, region_starts
 from autopar.trace import trace, weight_tensors
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)

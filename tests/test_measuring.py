@@ -123,7 +123,7 @@ def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
     free = replace(CPU, collective=Link(0.0, 1e15))
     priced = Costs(graph, free).priced(2, 1, False, 4, 1, 0)
     assert priced is not None
-    split = apply(graph, priced.strategies, 2).graph
+    split = apply(graph, priced.strategies, 2, free).graph
     assert any("autopar." in op.target for op in split.ops)
     for number, local in ((1, graph), (2, split)):
         piece = max(pieces_of(local), key=lambda piece: len(piece.ops))

@@ -41,7 +41,7 @@ def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
     costs = Costs(graph, load_hardware("h200-nvlink"))
     labels = {op.name: MEGATRON.get(op.name.split(".", 2)[-1], "") for op in graph.ops}
     inside = {name for name in labels if ".attn." in name or ".mlp." in name}
-    by_hand = apply(graph, {n: label for n, label in labels.items() if label or n not in inside}, tp)
+    by_hand = apply(graph, {n: label for n, label in labels.items() if label or n not in inside}, tp, costs.hardware)
     collectives = Counter(op.target for op in by_hand.graph.ops if op.home)
     masked = {"autopar.first_rank.default": 6}  # the biases behind sums, which one rank adds
     assert collectives == {"autopar.all_reduce.default": 6, "autopar.sum_gradient.default": 6} | masked

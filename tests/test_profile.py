@@ -10,7 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import TraceError
 from autopar.ir import CostGraph, Graph, LocalDevice, Value
+from autopar.operators import operand_of
 from autopar.profile import op_facts, price
+from autopar.profile.facts import copied_mask_bytes, has_fused_kernel
 from autopar.trace import trace
 
 
@@ -130,6 +132,31 @@ def test_attention_without_a_fused_kernel_saves_its_matrix(kwargs: dict[str, Any
     facts = op_facts(attention(**kwargs)).ops["y"]
     assert facts.saved_bytes >= 2 * 3 * 5 * 7 * 4
     assert facts.forward_flops == 2 * 2 * 3 * 5 * 7 * 8
+
+
+def test_on_gpus_attention_with_a_trained_mask_is_one_kernel():
+    """Its rows of 7 do not begin where the kernel can read them: it keeps a copy with rows of 8."""
+    facts = op_facts(attention(attn_mask="%mask"), "cuda").ops["y"]
+    assert (facts.saved_operands, facts.saved_outputs) == ((0, 1, 2), (0,))
+    assert facts.saved_bytes == 2 * 3 * 5 * 4 + 5 * 8 * 4
+    assert (facts.backward_flops, facts.gradients) == (5 * 2 * 3 * 5 * 7 * 8, (0, 1, 2, 3))
+
+
+@pytest.mark.parametrize(
+    ("mask", "copied"),
+    [
+        (value("mask", 5, 8), 0), (value("mask", 5, 7), 5 * 8 * 4), (value("mask", 5, 8, dtype="bool"), 5 * 8 * 4),
+        (value("mask", 5, 7, dtype="bool"), 5 * 8 * 4), (Value("mask", (5, 8), "float32", (1, 5), False), 5 * 16 * 4),
+    ],
+)  # fmt: skip
+def test_the_copy_that_a_gpus_kernel_reads_of_a_mask(mask: Value, copied: int):
+    assert copied_mask_bytes(operand_of(mask), operand_of(value("q", 2, 3, 5, 4))) == copied
+
+
+def test_gpus_have_no_kernel_for_attention_in_float64():
+    op_ = attention().ops[0]
+    wide = tuple(operand_of(value(name, 2, 3, 5, 4, dtype="float64")) for name in "qkv")
+    assert not has_fused_kernel(op_, wide, "cuda") and has_fused_kernel(op_, wide, "cpu")
 
 
 def test_equal_operations_are_run_once():

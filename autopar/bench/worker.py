@@ -29,8 +29,9 @@ from autopar.bench.pipelines import pipelined
 from autopar.bench.planned import planned
 from autopar.bench.sharded import tensor_parallel
 from autopar.bench.training import Ready
-from autopar.errors import UsageError
+from autopar.errors import DeviceMemoryError, UsageError
 from autopar.runtime.memory import peak_resident_bytes, resident_bytes, restart_peak
+from autopar.runtime.memory_error import lack_of_memory
 from autopar.runtime.symmetric import reserved_bytes
 
 BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
@@ -56,11 +57,11 @@ def main(folder: Path) -> int:
         left = failed("expressible", str(error))
     except UsageError as error:
         left = failed("usage", first_line(error))
-    except torch.OutOfMemoryError as error:
-        left = failed("memory", first_line(error))
     except Exception as error:
         traceback.print_exc()
-        left = failed(type(error).__name__, first_line(error))
+        lack = lack_of_memory(error)
+        reason = error if lack is None or isinstance(error, DeviceMemoryError) else lack
+        left = failed(type(error).__name__ if lack is None else "memory", first_line(reason))
     left.write(target)
     sys.stdout.flush()
     # What a group or a compiler left running may keep an ordinary exit waiting for ever.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from autopar.codegen.overlap import overlapped
-from autopar.codegen.regions import writes_into_value
 from autopar.ir import Op, Program, Ref, unused_name
 from autopar.operators import named_arguments, operand_of, passes_on, signature
+from autopar.regions import writes_into_value
 from autopar.rules.joined import is_layer
 
 Sums = Callable[[str], Tensor | None]  # by a weight's name

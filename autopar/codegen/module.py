@@ -16,10 +16,10 @@ from autopar.codegen.accumulate import Sums, accumulating, no_sums
 from autopar.codegen.compiled import compiled_region
 from autopar.codegen.overlap import overlapped
 from autopar.codegen.patches import with_patch_products
-from autopar.codegen.regions import region_starts, writes_into_value
 from autopar.codegen.segments import Recomputed, Segment, call, divided, segments_of, source_of
 from autopar.ir import LocalDevice, Op, Program, Ref, unused_name
 from autopar.operators import operator
+from autopar.regions import region_starts, writes_into_value
 
 # What the code of an fx.GraphModule means by these names an argument must not hide.
 RESERVED = ("self", "torch", "device", "inf", "nan")

@@ -195,6 +195,7 @@ class HardwareInfo:
     link: str
     memory_bytes: int
     cost: PriceSource = "analytic"
+    device_type: str = "cpu"
 
 
 @with_config(STRICT)

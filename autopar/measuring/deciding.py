@@ -75,7 +75,7 @@ def measured(costs: Costs, wanted: Configuration, timekeeper: Timekeeper, retrac
 
     def at_size() -> Graph:
         again = retrace(wanted.size)
-        return again if wanted.tp == 1 else apply(again, labels, wanted.tp).graph
+        return again if wanted.tp == 1 else apply(again, labels, wanted.tp, costs.hardware).graph
 
     sharded = f", split over {wanted.tp} ranks" if wanted.tp > 1 else ""
     what = f"{costs.graph.model} with {plural(wanted.size, 'sample')}{sharded}"

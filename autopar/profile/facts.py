@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import TraceError
-from autopar.ir import Graph, Op, Ref
+from autopar.ir import DTYPE_BYTES, Graph, Op, Ref
 from autopar.operators import (
     Operand,
     meta_tensor,
@@ -28,6 +28,7 @@ from autopar.operators import (
 )
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
+MASK_ALIGNMENT = 8  # elements
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class OpFacts:
     aliases: tuple[tuple[int, int], ...]
     outputs: tuple[Operand, ...]
 
+    def saved_names(self, op: Op) -> list[str]:
+        """The values that an operation with these facts saves for its backward."""
+        return [op.reads[i] for i in self.saved_operands] + [op.outputs[j].name for j in self.saved_outputs]
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -58,8 +63,8 @@ class Facts:
     ops: Mapping[str, OpFacts]
 
 
-def op_facts(graph: Graph) -> Facts:
-    """The facts of every operation of a graph.
+def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
+    """The facts of every operation of a graph, as such a device runs it.
 
     Strides and requires_grad are followed from operation to operation instead of read from the trace. Real attention
     kernels lay their output out like their query, meta tensors do not, and whether the reshape behind them copies
@@ -75,7 +80,7 @@ def op_facts(graph: Graph) -> Facts:
         read = tuple(operands[name] for name in op.reads)
         alike = signature(op, read)
         if alike not in known:
-            known[alike] = facts_of(op, read)
+            known[alike] = facts_of(op, read, device_type)
         ops[op.name] = known[alike]
         operands |= {value.name: made for value, made in zip(op.outputs, known[alike].outputs)}
     return Facts(ops)
@@ -91,10 +96,10 @@ def roots(graph: Graph, facts: Facts) -> Mapping[str, str]:
     return root
 
 
-def facts_of(op: Op, read: tuple[Operand, ...]) -> OpFacts:
+def facts_of(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFacts:
     """The facts of one operation; raises TraceError where torch cannot run it on meta tensors."""
-    if op.target == ATTENTION and has_fused_kernel(op, read):
-        return attention_facts(op, read)
+    if op.target == ATTENTION and has_fused_kernel(op, read, device_type):
+        return attention_facts(op, read, device_type)
     try:
         return run_on_meta(op, read)
     except RuntimeError as error:  # NotImplementedError is one
@@ -203,43 +208,68 @@ def positions(memories: Sequence[torch.UntypedStorage], others: Sequence[torch.U
 # -- attention ---------------------------------------------------------------------------------------------------
 
 
-def has_fused_kernel(op: Op, read: tuple[Operand, ...]) -> bool:
-    """Whether real devices run this attention in one kernel that never stores the attention matrix.
+def has_fused_kernel(op: Op, read: tuple[Operand, ...], device_type: str) -> bool:
+    """Whether a device runs this attention in one kernel that never stores the attention matrix.
 
-    They fall back to separate operations, which the meta run shows truly, for three-dimensional queries, and on CPU
-    for attention dropout and for a mask that needs a gradient.
+    It falls back to separate operations, which the meta run shows truly, for three-dimensional queries and dropout, on
+    CPU for a mask that needs a gradient, and on a GPU for float64.
     """
-    bound = named_arguments(op)
-    mask = bound["attn_mask"]
-    trained_mask = isinstance(mask, Ref) and read[op.reads.index(mask.name)].requires_grad
-    return len(read[0].shape) == 4 and not bound["dropout_p"] and not trained_mask
+    mask = mask_number(op)
+    if (read[0].dtype == "float64") if device_type == "cuda" else (mask is not None and read[mask].requires_grad):
+        return False
+    return len(read[0].shape) == 4 and not named_arguments(op)["dropout_p"]
 
 
-def attention_facts(op: Op, read: tuple[Operand, ...]) -> OpFacts:
+def mask_number(op: Op) -> int | None:
+    """Which operand of an attention is its mask."""
+    mask = named_arguments(op)["attn_mask"]
+    return op.reads.index(mask.name) if isinstance(mask, Ref) else None
+
+
+def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFacts:
     """Facts of flash-like attention.
 
     Meta tensors take the path of separate operations, which saves the whole attention matrix, while the kernels of
     real devices save query, key, value, output and one log-sum-exp per query and compute the matrix again in their
-    backward: five matmuls where the forward has two, hence 2.5 times its FLOPs.
+    backward: five matmuls where the forward has two, hence 2.5 times its FLOPs. Of a mask with rows that do not begin
+    where a GPU's kernel can read them, a copy with longer rows is saved in its place.
 
-    Source: Dao et al. 2022, FlashAttention, algorithm 4; the convention of torch.utils.flop_counter.
+    Source: Dao et al. 2022, FlashAttention, algorithm 4; the convention of torch.utils.flop_counter; torch's
+    sdp_utils.
     """
     bound = named_arguments(op)
     query, key, value = (read[op.reads.index(bound[n].name)] for n in ("query", "key", "value"))
     flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     trained = any(o.requires_grad for o in read)
     shape = (*query.shape[:-1], value.shape[-1])
+    mask = mask_number(op)
+    copied = 0 if mask is None or device_type == "cpu" else copied_mask_bytes(read[mask], query)
+    saved = tuple(i for i in range(len(read)) if i != mask or not copied)
     return OpFacts(
         forward_flops=flops,
         backward_flops=flops * 5 // 2 if trained else 0,
         moves_data=True,
         gradients=tuple(i for i, o in enumerate(read) if o.requires_grad) if trained else (),
-        saved_operands=tuple(range(len(read))) if trained else (),
+        saved_operands=saved if trained else (),
         saved_outputs=(0,) if trained else (),
-        saved_bytes=4 * prod(query.shape[:-1]) if trained else 0,
+        saved_bytes=4 * prod(query.shape[:-1]) + copied if trained else 0,
         aliases=(),
         outputs=(Operand(shape, query.dtype, laid_out_like(query, shape), trained),),
     )
+
+
+def copied_mask_bytes(mask: Operand, query: Operand) -> int:
+    """Bytes of the copy that a GPU's kernel reads in place of a mask, if it needs one: rows begin at multiples of
+    `MASK_ALIGNMENT`, and booleans become numbers of the query's dtype.
+
+    Source: preprocess_mask and convert_boolean_attn_mask in torch's aten/src/ATen/native/transformers/attention.cpp.
+    """
+    aligned = mask.stride[-1] == 1 and not any(stride % MASK_ALIGNMENT for stride in mask.stride[:-1])
+    if aligned and mask.dtype != "bool":
+        return 0
+    row = mask.shape[-1]
+    length = row if aligned else (row // MASK_ALIGNMENT + 1) * MASK_ALIGNMENT
+    return prod(mask.shape[:-1]) * length * DTYPE_BYTES[query.dtype]
 
 
 def laid_out_like(operand: Operand, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -146,9 +146,7 @@ def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts
     forward = pricing.hardware.op_seconds(kind, flops, operands + outputs, dtype) if facts.moves_data else 0.0
     arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
     written = sum(num_bytes(op.reads[i]) for i in facts.gradients)
-    kept = sum(num_bytes(op.reads[i]) for i in facts.saved_operands)
-    kept += pricing.scaled(facts.saved_bytes, op.name) / parts
-    kept += sum(num_bytes(op.outputs[j].name) for j in facts.saved_outputs)
+    kept = pricing.scaled(facts.saved_bytes, op.name) / parts + sum(map(num_bytes, facts.saved_names(op)))
     backward = 0.0
     if facts.gradients:
         products, moved = num_products(kind, facts), arriving + written + kept

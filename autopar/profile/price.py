@@ -184,7 +184,7 @@ def savers(pricing: Pricing, group_of: Mapping[str, int]) -> Mapping[str, set[in
     found: defaultdict[str, set[int]] = defaultdict(set)
     for op in pricing.graph.ops:
         facts = pricing.facts.ops[op.name]
-        for name in [op.reads[i] for i in facts.saved_operands] + [op.outputs[j].name for j in facts.saved_outputs]:
+        for name in facts.saved_names(op):
             storage = pricing.root.get(name, name)
             if storage not in pricing.graph.weight:
                 found[storage].add(group_of[op.name])

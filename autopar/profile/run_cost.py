@@ -66,9 +66,7 @@ def owners(groups: Sequence[Members], pricing: Pricing) -> Owners:
 
 def saved_by(op: Op, pricing: Pricing) -> Iterator[tuple[str, str]]:
     """(storage, tensor) of each activation that an operation saves for its backward."""
-    facts = pricing.facts.ops[op.name]
-    names = [op.reads[i] for i in facts.saved_operands] + [op.outputs[j].name for j in facts.saved_outputs]
-    for name in names:
+    for name in pricing.facts.ops[op.name].saved_names(op):
         root = pricing.root.get(name, name)
         if root not in pricing.graph.weight:
             yield root, name

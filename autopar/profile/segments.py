@@ -126,8 +126,7 @@ def lifetimes(graph: Graph, facts: Facts) -> Mapping[str, Lifetime]:
         own = facts.ops[op.name]
         for name in op.reads:
             last[root.get(name, name)] = i
-        kept = [op.reads[k] for k in own.saved_operands] + [op.outputs[k].name for k in own.saved_outputs]
-        for name in kept:
+        for name in own.saved_names(op):
             saved.setdefault(root.get(name, name), i)
     values = graph.values
     return {name: Lifetime(values[name].num_bytes, i, last[name], saved.get(name)) for name, i in made.items()}

@@ -11,6 +11,22 @@ from autopar.runtime.rank import Rank
 from autopar.runtime.spec import rank_text
 
 
+def lack_of_memory(error: BaseException) -> torch.OutOfMemoryError | None:
+    """The lack of a device's memory that an error is or came up in.
+
+    A compiled region that runs out of memory may raise torch.compile's own error instead: that it cannot trace the
+    generator which the other one passes through.
+    """
+    seen = set[int]()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        if isinstance(behind, torch.OutOfMemoryError):
+            return behind
+        seen.add(id(behind))
+        behind = behind.__cause__ or behind.__context__
+    return None
+
+
 def out_of_memory(rank: Rank, command: str, error: torch.OutOfMemoryError) -> DeviceMemoryError:
     """Which rank ran out of memory in which part of the model, how much it had used and how much was expected.
 

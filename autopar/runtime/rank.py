@@ -16,6 +16,7 @@ from autopar.errors import CheckpointError
 from autopar.ir import REPLICATED, Header, Mode, Program
 from autopar.pytree import leaves
 from autopar.rules.boards import board_bytes
+from autopar.runtime.allocator import let_segments_grow
 from autopar.runtime.answers import Answers
 from autopar.runtime.contents import OptionChange
 from autopar.runtime.copies import Copies
@@ -55,6 +56,8 @@ class Rank:
         Args:
             axes: for each mesh axis the key of its communicator in `autopar.collectives`.
         """
+        if torch.device(spec.device).type == "cuda":
+            let_segments_grow()
         self.spec, self.axes = spec, axes
         self.transport = self.answers = Answers(transport)
         self.place, self.mesh = spec.place, spec.mesh

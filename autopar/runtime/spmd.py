@@ -22,7 +22,7 @@ from autopar.pytree import tree_map
 from autopar.runtime.alarm import Alarm, leave
 from autopar.runtime.connect import connected_rank, init_process_group
 from autopar.runtime.launch import launched, launcher_store
-from autopar.runtime.memory_error import out_of_memory
+from autopar.runtime.memory_error import lack_of_memory, out_of_memory
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 from autopar.runtime.transport import Hub, LocalTransport, TransportError, started
@@ -319,9 +319,9 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
         # Not in the caller's inference mode: what a rank makes at its first use must serve for training too.
         with rank.active(), torch.inference_mode(False):
             return getattr(rank, name)(*arguments)
-    except torch.OutOfMemoryError as error:
-        raise out_of_memory(rank, name, error) from error
     except Exception as error:
+        if (lack := lack_of_memory(error)) is not None:
+            raise out_of_memory(rank, name, lack) from error
         action = rank.running.current if rank.running else None
         error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))
         raise

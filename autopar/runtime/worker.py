@@ -22,7 +22,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.runtime.connect import connected_rank, init_process_group
 from autopar.runtime.memory import restart_peak
-from autopar.runtime.memory_error import out_of_memory
+from autopar.runtime.memory_error import lack_of_memory, out_of_memory
 from autopar.runtime.rank import Rank
 from autopar.runtime.reading import settled
 from autopar.runtime.settings import TorchSettings
@@ -100,13 +100,12 @@ class Worker:
         """Carry out one command; whether it went well, and its result or failure."""
         try:
             return True, self.result(name, arguments)
-        except torch.OutOfMemoryError as error:
-            if self.rank is None:
-                return False, failure(self.number, None, error)
-            called = arguments[1] if name == "begin" else name
-            return False, failure(self.number, self.rank, out_of_memory(self.rank, called, error))
         except Exception as error:
-            return False, failure(self.number, self.rank, error)
+            lack = lack_of_memory(error)
+            if lack is None or self.rank is None:
+                return False, failure(self.number, self.rank, error)
+            called = arguments[1] if name == "begin" else name
+            return False, failure(self.number, self.rank, out_of_memory(self.rank, called, lack))
 
     def result(self, name: str, arguments: tuple) -> Any:
         """What a command returns: one of the rank's, or of this class's own.

@@ -129,7 +129,11 @@ def make_plan(
         ),
         solver=solver,
         hardware=HardwareInfo(
-            setting.hardware.name, setting.hardware.device, setting.hardware.link_name, setting.hardware.memory_bytes
+            name=setting.hardware.name,
+            device=setting.hardware.device,
+            link=setting.hardware.link_name,
+            memory_bytes=setting.hardware.memory_bytes,
+            device_type=setting.hardware.device_type,
         ),
         exceptions=found.exceptions,
         shardings=compressed(storage, [w.name for w in setting.graph.weights]),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import ceil
 
 from autopar.errors import UsageError
 from autopar.hardware import Hardware, Link
 from autopar.ir import INTERLEAVED, AskedSchedule, Balance, CostGraph, Graph, Mesh, Recompute, inside, microbatch_sizes
 
-# Left to the device's context, the allocator's fragments and the collectives' buffers.
-USABLE_MEMORY = 0.95
+# The rest is left to the device's context, the allocator's fragments and the buffers of collectives.
+USABLE_MEMORY = 0.97
 _INTERLEAVED = tuple(f'"{name}"' for name in INTERLEAVED)
 
 
@@ -20,12 +21,13 @@ class Constraints:
     """What is given; None leaves it to the search.
 
     ``batch`` is the global batch in samples, ``microbatches`` counts per data-parallel replica, ``microbatch_size`` is
-    the most samples of a microbatch, ``memory_bytes`` a device's (0.95 of the machine's by default). ``pins`` fixes
-    operations or whole modules, by name, to stages. ``recompute``: no stage recomputes its activations in the backward,
-    all do, or those that do not fit otherwise. ``least_samples`` is how few samples a microbatch may have where
-    their number is left to the search. ``schedule`` "auto" is the fastest of 1f1b, interleaved and interleaved-overlap
-    (gpipe takes as long as 1f1b and keeps more). ``chunks`` are the stages of a rank, of which only the interleaved
-    ones have several; pins name stages, so with pins and no ``chunks`` there is one.
+    the most samples of a microbatch, ``memory_bytes`` a device's (the machine's by default), of which a plan uses
+    `USABLE_MEMORY` at most. ``pins`` fixes operations or whole modules, by name, to stages. ``recompute``: no stage
+    recomputes its activations in the backward, all do, or those that do not fit otherwise. ``least_samples`` is how few
+    samples a microbatch may have where their number is left to the search. ``schedule`` "auto" is the fastest of 1f1b,
+    interleaved and interleaved-overlap (gpipe takes as long as 1f1b and keeps more). ``chunks`` are the stages of a
+    rank, of which only the interleaved ones have several; pins name stages, so with pins and no ``chunks`` there is
+    one.
 
     Raises:
         UsageError: a number is out of range, or two of them contradict each other.
@@ -88,7 +90,12 @@ class Constraints:
 
     def capacity_bytes(self, hardware: Hardware) -> int:
         """Memory that a stage may use."""
-        return self.memory_bytes or int(USABLE_MEMORY * hardware.memory_bytes)
+        return int(USABLE_MEMORY * (self.memory_bytes or hardware.memory_bytes))
+
+
+def memory_for(num_bytes: int) -> int:
+    """The memory of a device in which a plan may use so many bytes."""
+    return ceil(num_bytes / USABLE_MEMORY)
 
 
 def microbatch_candidates(constraints: Constraints, dp: int) -> tuple[int, ...]:

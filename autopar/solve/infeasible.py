@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir import Group
-from autopar.ir.units import BYTES, plural, text
+from autopar.ir.units import BYTES, percent, plural, text
 from autopar.schedule import may_overlap
+from autopar.solve.constraints import USABLE_MEMORY, memory_for
 from autopar.solve.contiguous import least_memory_cuts
 from autopar.solve.evaluate import fullest_bytes, rank_costs, stage_costs
 from autopar.solve.ilp import memory_program
@@ -117,15 +118,16 @@ def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
         remedies.append('schedule="1f1b"')
     if problem.cost.batch > 1 and sum(c.weight_bytes for c in ranks[position].stages) <= capacity:
         remedies.append(f"more (smaller) microbatches than {problem.microbatches}")
-    remedies.append(f'devices with memory="{memory_argument(need)}" (--memory {memory_argument(need)})')
+    least = memory_for(need)
+    remedies.append(f'devices with memory="{memory_argument(least)}" (--memory {memory_argument(least)})')
     stages = f"these {problem.stages} stages" if problem.stages > 1 else "one stage"
     numbers = problem.mesh.ranks(position)
     have = f"rank {numbers[0]} has" if len(numbers) == 1 else f"ranks {numbers[0]}–{numbers[-1]} have"
     needs = f"stages {' and '.join(map(str, own))} need" if problem.chunks > 1 else f"stage {position} needs"
     return (
-        f"No plan fits: {needs} {text(need, BYTES)}, {have} {text(capacity, BYTES)}. "
-        f"Largest: {largest}. "
-        f"The smallest memory that holds {stages} is {text(need, BYTES)} per device. Use {', or '.join(remedies)}."
+        f"No plan fits: {needs} {text(need, BYTES)}, {have} {text(capacity, BYTES)} ({percent(USABLE_MEMORY, 0)} of "
+        f"{text(memory_for(capacity), BYTES)}). Largest: {largest}. "
+        f"The smallest memory that holds {stages} is {text(least, BYTES)} per device. Use {', or '.join(remedies)}."
     )
 
 
