@@ -18,6 +18,7 @@ from autopar.hardware import cost_model_dir
 from autopar.ir import Weight
 from autopar.runtime import Parameters
 from autopar.runtime.optimizer_state import kept_bytes, state_bytes
+from autopar.solve.constraints import memory_for
 from autopar.train import timm_optimizer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -108,7 +109,8 @@ def test_a_plan_for_less_state_fits_into_less_memory() -> None:
     asked: dict[str, Any] = {"hardware": "h200-nvlink", "microbatches": 1, "batch_size": 8, "recompute": "none"}
     lean = autopar.plan("vit_tiny_patch16_224", 1, optimizer=SGD, **asked)
     need, params = lean.prediction.peak_bytes[0], lean.model.num_params
+    memory = memory_for(need)
     assert autopar.plan("vit_tiny_patch16_224", 1, **asked).prediction.peak_bytes[0] == need + 8 * params
     with pytest.raises(InfeasibleError):
-        autopar.plan("vit_tiny_patch16_224", 1, **asked, memory=need)
-    assert autopar.plan("vit_tiny_patch16_224", 1, optimizer=SGD, **asked, memory=need).prediction == lean.prediction
+        autopar.plan("vit_tiny_patch16_224", 1, **asked, memory=memory)
+    assert autopar.plan("vit_tiny_patch16_224", 1, optimizer=SGD, **asked, memory=memory).prediction == lean.prediction
