@@ -164,10 +164,9 @@ def full(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 def hides_that_it_is_full(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """As torch.compile does where memory runs out in what it has compiled as a whole."""
     try:
-        full(output, target)
+        return full(output, target)
     except torch.OutOfMemoryError:
         raise RuntimeError("Attempt to trace generator") from None
-    return output.sum()
 
 
 OUT_OF_MEMORY = (

@@ -590,8 +590,7 @@ def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
         "No plan fits: stage 0 needs 32.4 GiB, ranks 0–3 have 9.70 GiB (97 % of 10.0 GiB). Largest: weights with "
         "gradients and optimizer state (32.0 GiB). The smallest memory that holds one stage is 33.4 GiB per device. "
         'Use more devices, or devices with memory="34GiB" (--memory 34GiB). Of all meshes pp 1 × tp 4 × dp 1 needs '
-        "least. With 16 devices "
-        "it fits."
+        "least. With 16 devices it fits."
     )
 
 

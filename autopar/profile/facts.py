@@ -234,8 +234,7 @@ def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFa
     backward: five matmuls where the forward has two, hence 2.5 times its FLOPs. Of a mask with rows that do not begin
     where a GPU's kernel can read them, a copy with longer rows is saved in its place.
 
-    Source: Dao et al. 2022, FlashAttention, algorithm 4; the convention of torch.utils.flop_counter; torch's
-    sdp_utils.
+    Source: Dao et al. 2022, FlashAttention, algorithm 4; the convention of torch.utils.flop_counter.
     """
     bound = named_arguments(op)
     query, key, value = (read[op.reads.index(bound[n].name)] for n in ("query", "key", "value"))

@@ -52,7 +52,7 @@ def segments(graph: Graph, facts: Facts) -> tuple[int, ...]:
     A segment keeps what it reads from before; while it runs again, everything comes back that its operations save. The
     first stage of a 1F1B pipeline has as many microbatches in flight as there are stages, so it keeps what one
     microbatch keeps on all of them: hence kept bytes of the whole model + saved bytes of the largest segment. So the
-    choice depends on the graph alone, and all ranks that run the same graph choose alike.
+    choice depends on the graph and its facts alone, and all ranks that run the same graph choose alike.
 
     Segments begin where few bytes are alive: where neither neighbouring position has fewer. Operations that update the
     same memory in place share a segment; those up to the last one that writes into an input belong to none.
