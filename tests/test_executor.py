@@ -23,7 +23,7 @@ from autopar.codegen import graph_module
 from autopar.ir import Program, Value
 from autopar.pytree import leaves
 from autopar.runtime import memory
-from autopar.runtime.executor import inverse, memory_order
+from autopar.runtime.executor import inverse
 from autopar.runtime.settle import settled
 from autopar.runtime.transport import LocalTransport, Receipt
 from autopar.schedule import Action, generate, max_in_flight
@@ -371,12 +371,12 @@ def test_a_cut_keeps_the_memory_format() -> None:
     def value(*shape: int, stride: tuple[int, ...]) -> Value:
         return Value("v", shape, "float32", stride)
 
-    assert memory_order(value(2, 3, 4, 5, stride=(60, 20, 5, 1))) == [0, 1, 2, 3]
-    assert memory_order(value(2, 3, 4, 5, stride=(60, 1, 15, 3))) == [0, 2, 3, 1]  # channels_last
-    assert memory_order(value(2, 3, stride=(1, 2))) == [1, 0]
-    assert memory_order(value(2, 4, 32, 784, stride=(301056, 32, 1, 384))) == [0, 3, 1, 2]  # a slice of a fused qkv
-    assert memory_order(value(2, 3, stride=(0, 1))) == [0, 1]  # expanded
-    assert memory_order(value(stride=())) == []
+    assert value(2, 3, 4, 5, stride=(60, 20, 5, 1)).memory_order == (0, 1, 2, 3)
+    assert value(2, 3, 4, 5, stride=(60, 1, 15, 3)).memory_order == (0, 2, 3, 1)  # channels_last
+    assert value(2, 3, stride=(1, 2)).memory_order == (1, 0)
+    assert value(2, 4, 32, 784, stride=(301056, 32, 1, 384)).memory_order == (0, 3, 1, 2)  # a slice of a fused qkv
+    assert value(2, 3, stride=(0, 1)).memory_order == (0, 1)  # expanded
+    assert value(stride=()).memory_order == ()
     assert inverse([0, 2, 3, 1]) == [0, 3, 1, 2]
 
     seen: list[tuple[int, ...]] = []

@@ -20,6 +20,7 @@ from handmade import plan_by_hand
 from test_faults import FAULT_SECONDS, alive, mlp, wait_for, workers
 from test_torchrun import torchrun
 from torch import nn
+from torch._dynamo.exc import Unsupported
 
 import autopar
 from autopar import DeviceMemoryError, NonFiniteLossWarning, StepResult, UsageError, WorkerError
@@ -166,7 +167,15 @@ def hides_that_it_is_full(output: torch.Tensor, target: torch.Tensor) -> torch.T
     try:
         return full(output, target)
     except torch.OutOfMemoryError:
-        raise RuntimeError("Attempt to trace generator") from None
+        raise Unsupported("Attempt to trace generator") from None
+
+
+def gives_up(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """A loss that has its own answer to a lack of memory."""
+    try:
+        return full(output, target)
+    except torch.OutOfMemoryError:
+        raise ValueError("no room for the large loss") from None
 
 
 OUT_OF_MEMORY = (
@@ -193,6 +202,15 @@ def test_out_of_memory_in_this_process(loss_fn: Any) -> None:
     with pytest.raises(DeviceMemoryError, match=rf"^Rank 0 \(stage 0\) {expected}"):
         pm.train_step(X, Y)
     with pytest.raises(UsageError, match="was closed: DeviceMemoryError during train_step"):
+        pm.train_step(X, Y)
+
+
+def test_what_is_raised_while_handling_a_lack_of_memory_is_an_error_of_its_own() -> None:
+    with pytest.raises(WorkerError, match="ValueError: no room for the large loss"):
+        start(gives_up, False).train_step(X, Y)
+    plan = plan_by_hand(mlp(), X, 3, [])
+    pm = autopar.parallelize(mlp(), 1, X, loss_fn=gives_up, optimizer=ADAMW, plan=plan)
+    with pytest.raises(ValueError, match="no room for the large loss"):
         pm.train_step(X, Y)
 
 

@@ -15,7 +15,9 @@ from autopar.ir.graph import (
     Value,
     Weight,
     contiguous,
+    dense,
     dtype_name,
+    memory_order,
     refs,
     renamed,
 )
@@ -66,6 +68,7 @@ __all__ = [
     "Holding", "InputInfo", "Layout", "LocalDevice", "Mesh", "Message", "Mode", "ModelInfo", "Op", "Place", "Plan",
     "Precision", "Prediction", "PriceSource", "Program", "Recompute", "Ref", "SavedWeight", "ScheduleName",
     "SolverInfo", "Split", "Stage", "StageMemory", "Value", "Weight", "broadcast_layout", "compressed", "contiguous",
-    "dtype_name", "input_names", "inside", "look_up", "microbatch_factors", "microbatch_size", "microbatch_sizes",
-    "partial_layout", "pattern_of", "refs", "renamed", "split_layout", "unlike_asked", "unused_name",
+    "dense", "dtype_name", "input_names", "inside", "look_up", "memory_order", "microbatch_factors", "microbatch_size",
+    "microbatch_sizes", "partial_layout", "pattern_of", "refs", "renamed", "split_layout", "unlike_asked",
+    "unused_name",
 ]  # fmt: skip

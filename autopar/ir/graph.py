@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
@@ -26,7 +26,21 @@ def dtype_name(dtype: object) -> str:
 
 def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a dense tensor in row-major order."""
-    return tuple(prod(shape[i + 1 :]) for i in range(len(shape)))
+    return dense(shape, range(len(shape)))
+
+
+def dense(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor with its dims in an order in memory, from the outermost to the innermost."""
+    position = {dim: i for i, dim in enumerate(order)}
+    return tuple(prod(shape[d] for d in order[position[dim] + 1 :]) for dim in range(len(shape)))
+
+
+def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
+    """A tensor's dims from the outermost in memory to the innermost; the plain order for an expanded tensor."""
+    dims = tuple(range(len(shape)))
+    if any(size != 1 and step == 0 for size, step in zip(shape, stride)):
+        return dims
+    return tuple(sorted(dims, key=lambda dim: -stride[dim]))
 
 
 @dataclass(frozen=True)
@@ -59,6 +73,11 @@ class Value:
         """Size of the dense tensor, byte."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
+    @property
+    def memory_order(self) -> tuple[int, ...]:
+        """Its dims from the outermost in memory to the innermost."""
+        return memory_order(self.shape, self.stride)
+
 
 @dataclass(frozen=True)
 class Weight:
@@ -68,7 +87,8 @@ class Weight:
     is a tensor that the trace found in the model's code; it is in no state dict. ``dtype`` is what programs read;
     ``master`` the dtype in which the tensor is stored and optimised, where that is another one: programs then read a
     copy of it. ``state_bytes`` of an optimizer are kept for each element of a trained parameter, and
-    ``average_bytes`` of a moving average for each element of any weight.
+    ``average_bytes`` of a moving average for each element of any weight. ``order`` has the dims from the outermost in
+    memory to the innermost; none where they are in order.
     """
 
     name: str
@@ -80,6 +100,7 @@ class Weight:
     master: str = ""
     state_bytes: float = ADAM_STATE_BYTES
     average_bytes: float = 0.0
+    order: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -108,7 +129,8 @@ class Weight:
     @property
     def value(self) -> Value:
         """What an operation reads."""
-        return Value(self.name, self.shape, self.dtype, contiguous(self.shape), self.requires_grad)
+        stride = dense(self.shape, self.order or range(len(self.shape)))
+        return Value(self.name, self.shape, self.dtype, stride, self.requires_grad)
 
 
 def refs(tree: Any) -> Iterator[str]:

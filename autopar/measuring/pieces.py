@@ -72,7 +72,9 @@ def anonymous(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[str, ...
 
 def weight(found: Weight, name: str) -> Weight:
     """A weight as a piece knows it."""
-    return Weight(name, found.kind, found.shape, found.dtype, found.requires_grad, master=found.master)
+    return Weight(
+        name, found.kind, found.shape, found.dtype, found.requires_grad, master=found.master, order=found.order
+    )
 
 
 def plain(argument: Any, op: Op) -> Any:

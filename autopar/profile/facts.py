@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import TraceError
-from autopar.ir import DTYPE_BYTES, Graph, Op, Ref
+from autopar.ir import DTYPE_BYTES, Graph, Op, Ref, dense, memory_order
 from autopar.operators import (
     Operand,
     meta_tensor,
@@ -253,7 +253,7 @@ def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFa
         saved_outputs=(0,) if trained else (),
         saved_bytes=4 * prod(query.shape[:-1]) + copied if trained else 0,
         aliases=(),
-        outputs=(Operand(shape, query.dtype, laid_out_like(query, shape), trained),),
+        outputs=(Operand(shape, query.dtype, dense(shape, memory_order(query.shape, query.stride)), trained),),
     )
 
 
@@ -269,12 +269,3 @@ def copied_mask_bytes(mask: Operand, query: Operand) -> int:
     row = mask.shape[-1]
     length = row if aligned else (row // MASK_ALIGNMENT + 1) * MASK_ALIGNMENT
     return prod(mask.shape[:-1]) * length * DTYPE_BYTES[query.dtype]
-
-
-def laid_out_like(operand: Operand, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor of ``shape`` with its dims in the operand's order in memory."""
-    order = sorted(range(len(shape)), key=lambda dim: -operand.stride[dim])
-    strides = [0] * len(shape)
-    for position, dim in enumerate(order):
-        strides[dim] = prod(shape[d] for d in order[position + 1 :])
-    return tuple(strides)

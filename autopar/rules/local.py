@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
-from autopar.ir import Layout, Op, Value
+from autopar.ir import Layout, Op, Value, dense
 from autopar.rules.call import Shape, argument
 from autopar.rules.find import key_of
 from autopar.rules.rule import Rule, Strategy, letter_and_parts
@@ -45,16 +44,7 @@ def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int) -> Op:
 
 def local_value(value: Value, shape: Shape) -> Value:
     """The value of one rank: dense, its dims in memory in the order of the whole value's."""
-    return value if shape == value.shape else replace(value, shape=shape, stride=dense(shape, value))
-
-
-def dense(shape: Shape, whole: Value) -> tuple[int, ...]:
-    """Strides of a dense tensor with its dims ordered as in the whole value, row-major where that was expanded."""
-    rank = len(shape)
-    expanded = any(stride == 0 and size > 1 for stride, size in zip(whole.stride, whole.shape))
-    order = list(range(rank)) if expanded else sorted(range(rank), key=lambda dim: -whole.stride[dim])
-    position = {dim: i for i, dim in enumerate(order)}
-    return tuple(prod(shape[d] for d in order[position[dim] + 1 :]) for dim in range(rank))
+    return value if shape == value.shape else replace(value, shape=shape, stride=dense(shape, value.memory_order))
 
 
 def as_it_is(part: Part) -> Op:

@@ -250,7 +250,7 @@ class BoundStep:
         """What posts the receives of values, or of their gradients, one per edge."""
         calls: list[Callable[[], Receipt]] = []
         for k, e in self.numbered(edges):
-            shape, dtype = [e.value.shape[d] for d in memory_order(e.value)], getattr(torch, e.value.dtype)
+            shape, dtype = [e.value.shape[d] for d in e.value.memory_order], getattr(torch, e.value.dtype)
             src, dst = (e.src, e.dst) if action.kind == "F" else (e.dst, e.src)
             tag = self.tag(k, action.microbatch, src, dst)
             receive = partial(self.mail.receive, shape, dtype, self.rank_of(src), tag, self.lane(src, dst))
@@ -282,11 +282,13 @@ class BoundStep:
         program, module, i = chunk.program, chunk.module, action.microbatch
         inputs = self.input_places[i][action.chunk // len(self.ranks)]
         place = {name: k for k, name in enumerate(program.results)}
+        # Without gaps and in their order in memory: a cut changes neither the memory format (channels_last stays fast)
+        # nor the kernels chosen after it, and with them the last bits of the result.
         sends = [
-            (place[e.value.name], memory_order(e.value), e.src, e.dst, self.tag(k, i, e.src, e.dst))
+            (place[e.value.name], e.value.memory_order, e.src, e.dst, self.tag(k, i, e.src, e.dst))
             for k, e in self.numbered(program.sends)
         ]
-        orders = [inverse(memory_order(e.value)) for e in program.receives]
+        orders = [inverse(e.value.memory_order) for e in program.receives]
         tracked = [e.value.requires_grad for e in program.receives]
         roots = [place[v.name] for v in unique_values(program.sends) if v.requires_grad]
 
@@ -338,10 +340,10 @@ class BoundStep:
         values = [v for v in unique_values(program.sends) if v.requires_grad]
         position = {v.name: k for k, v in enumerate(values)}
         edges_out = [e for e in program.sends if e.value.requires_grad]
-        readers = [(position[e.value.name], inverse(memory_order(e.value)), e.dst) for e in edges_out]
+        readers = [(position[e.value.name], inverse(e.value.memory_order), e.dst) for e in edges_out]
         peers = list(Counter(e.dst for e in edges_out))
         tracked = [e for e in program.receives if e.value.requires_grad]
-        back = [(memory_order(e.value), e.src, self.tag(k, i, stage, e.src)) for k, e in self.numbered(tracked)]
+        back = [(e.value.memory_order, e.src, self.tag(k, i, stage, e.src)) for k, e in self.numbered(tracked)]
 
         def backward(received: list[torch.Tensor]) -> None:
             inputs, edges = self.held.pop(forward)
@@ -385,18 +387,6 @@ def input_places(programs: Sequence[Program]) -> list[list[int]]:
 def gradient_edge(tensor: torch.Tensor) -> Any:
     """Where a tensor's gradient enters its graph; None for one that has no graph after all."""
     return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def memory_order(value: Value) -> list[int]:
-    """A tensor's dims from the outermost in memory to the innermost; the plain order for an expanded tensor.
-
-    Tensors travel in this order, without gaps, so that a cut changes neither the memory format (channels_last stays
-    fast) nor the kernels chosen after it, and with them the last bits of the result.
-    """
-    dims = list(range(len(value.shape)))
-    if any(size != 1 and stride == 0 for size, stride in zip(value.shape, value.stride)):
-        return dims
-    return sorted(dims, key=lambda d: value.stride[d], reverse=True)
 
 
 def inverse(order: Sequence[int]) -> list[int]:

@@ -12,10 +12,10 @@ from autopar.runtime.spec import rank_text
 
 
 def lack_of_memory(error: BaseException) -> torch.OutOfMemoryError | None:
-    """The lack of a device's memory that an error is or came up in.
+    """The lack of a device's memory that an error is, was caused by, or as torch.compile's own error came up in.
 
-    A compiled region that runs out of memory may raise torch.compile's own error instead: that it cannot trace the
-    generator which the other one passes through.
+    A compiled region that runs out of memory may raise that it cannot trace the generator which the lack passes
+    through. What other code raises while it handles a lack of memory is an error of its own.
     """
     seen = set[int]()
     behind: BaseException | None = error
@@ -23,7 +23,8 @@ def lack_of_memory(error: BaseException) -> torch.OutOfMemoryError | None:
         if isinstance(behind, torch.OutOfMemoryError):
             return behind
         seen.add(id(behind))
-        behind = behind.__cause__ or behind.__context__
+        of_compiler = type(behind).__module__.startswith("torch._dynamo.")
+        behind = behind.__cause__ or (behind.__context__ if of_compiler else None)
     return None
 
 

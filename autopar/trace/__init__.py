@@ -14,6 +14,7 @@ from autopar.errors import TraceError
 from autopar.ir import Graph, Mode, Op, Ref, Value, Weight, dtype_name, refs, unused_name
 from autopar.trace.convert import Converter, value_from
 from autopar.trace.export import ADVICE, export
+from autopar.trace.fake import own_tensor
 from autopar.trace.hooks import check_hooks
 from autopar.trace.masks import without_idle_masks
 
@@ -40,7 +41,7 @@ def trace(
         TraceError: torch.export refuses the model, or its graph holds something that cannot be split.
     """
     program = export(model, tuple(args), dict(kwargs or {}), mode)
-    constants = {k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
+    constants = {k: own_tensor(v) for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
     known_as = aliases(model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     weights: dict[str, Weight] = {}
@@ -108,13 +109,15 @@ def weight_of(
     kind: InputKind, target: str, val: torch.Tensor, known_as: Mapping[str, tuple[str, ...]], model: nn.Module
 ) -> Weight:
     """The weight behind a placeholder, under the first of its names."""
-    dtype = dtype_name(val.dtype)
+    dtype, order = dtype_name(val.dtype), value_from(target, val).memory_order
+    order = () if order == tuple(range(val.ndim)) else order
     if kind is InputKind.CONSTANT_TENSOR or target not in known_as:
-        return Weight(target, "constant", tuple(val.shape), dtype)
+        return Weight(target, "constant", tuple(val.shape), dtype, order=order)
     names = known_as[target]
     if kind is InputKind.PARAMETER:
-        return Weight(names[0], "parameter", tuple(val.shape), dtype, names=names)
-    return Weight(names[0], "buffer", tuple(val.shape), dtype, names=tuple(n for n in names if is_persistent(model, n)))
+        return Weight(names[0], "parameter", tuple(val.shape), dtype, names=names, order=order)
+    saved = tuple(n for n in names if is_persistent(model, n))
+    return Weight(names[0], "buffer", tuple(val.shape), dtype, names=saved, order=order)
 
 
 def is_persistent(model: nn.Module, name: str) -> bool:

@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from autopar.errors import TraceError
 from autopar.ir import Mode
 from autopar.pytree import leaves, tree_map
+from autopar.trace.fake import as_on_cpu
 from autopar.trace.frames import spot, user_frame
 from autopar.trace.hooks import REMEDY, Seen
 
@@ -35,6 +36,9 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     def on_device(leaf: Any) -> Any:
         return torch.empty_like(leaf, device=device) if isinstance(leaf, torch.Tensor) else leaf
 
+    args, kwargs = tree_map(on_device, (args, kwargs))
+    if device.type == "meta":
+        model, args, kwargs = as_on_cpu(model, args, kwargs)
     training = {module: module.training for module in model.modules()}
     own_backward: set[str] = set()
     hook = model.register_forward_hook(lambda _, __, output: own_backward.update(custom_functions(output)))
@@ -43,7 +47,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
         if model.training != (mode == "train"):  # a model in training mode may keep parts of it in eval mode: frozen
             model.train(mode == "train")
         with torch.enable_grad(), contextlib.redirect_stderr(said), Seen() as seen:
-            program = torch.export.export(model, tree_map(on_device, args), tree_map(on_device, kwargs), strict=False)
+            program = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
     finally:

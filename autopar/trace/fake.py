@@ -1,0 +1,55 @@
+"""Models on the meta device, made to be traced as on a CPU.
+
+On the meta device a convolution makes tensors in the plain memory format; on every real one it follows what it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch 2.11 to 2.15 have no public name for it
+from torch.overrides import TorchFunctionMode
+
+from autopar.copying import copied
+from autopar.pytree import tree_map
+
+
+def as_on_cpu(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """A copy of a model, and its arguments, whose meta tensors claim to be on the CPU; they still have no data."""
+    mode = FakeTensorMode()
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+    parameters: dict[int, Any] = {id(p): nn.Parameter(fake(p), p.requires_grad) for p in model.parameters()}
+    with Copies(fake):
+        copy = copied(model, parameters)
+    return copy, *tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
+
+
+def own_tensor(tensor: Tensor) -> Tensor:
+    """The tensor; the meta tensor behind one that claimed to be on the CPU."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+class Copies(TorchFunctionMode):
+    """Within ``with``, deepcopy has a meta tensor copied by a function: buffers, and what modules just hold."""
+
+    def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.copy = copy
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__deepcopy__ and args[0].is_meta:
+            return self.copy(args[0])
+        return func(*args, **(kwargs or {}))
