@@ -133,8 +133,7 @@ def make_plan(
         hardware = replace(hardware, memory_bytes=options.memory)
     least_samples = LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
     constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
-    device_type = hardware.device_type
-    hardware = hardware.running(options.way(device_type), options.compiles(device_type))
+    hardware = hardware.running(options.way(hardware.device_type))
     costs = Costs(graph, hardware)
     find = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
     keeper = timekeeper_for(options.cost, hardware, devices, options.backend)
@@ -322,7 +321,7 @@ def parallelize(
         seed=seed,
         clip_grad_norm=options.norm_limit(optimizer),
         clip_grad_value=options.clip_grad_value,
-        compiled=options.compiles(machine.device_type),
+        compiled=options.way(machine.device_type).compiled,
         cuda_graph=options.cuda_graph is not False,
         transport=options.transport,
     )

@@ -22,7 +22,7 @@ Kind = Literal["matmul", "attention", "convolution", "depthwise", "memory"]
 COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution", "depthwise")
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
-Way = Literal["plain", "compiled", "captured"]
+LaunchKind = Literal["plain", "compiled", "captured"]
 DEVICE_TYPES = ("cpu", "cuda")
 BANDS = ("analytic", "measured")  # of [calibration]: how far the steps of plans that were run were off, at most
 Read = TypeVar("Read")
@@ -69,8 +69,21 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
+class Way:
+    """How programs run: through torch.compile or not, from a CUDA graph or launched one by one."""
+
+    compiled: bool = False
+    captured: bool = False
+
+    @property
+    def launch(self) -> LaunchKind:
+        """What launching an operation takes."""
+        return "captured" if self.captured else "compiled" if self.compiled else "plain"
+
+
+@dataclass(frozen=True)
 class Launch:
-    """Seconds of an operation beyond its work, by the way in which programs run.
+    """Seconds of an operation beyond its work.
 
     ``plain`` is eager dispatch, ``compiled`` code of torch.compile, and ``captured`` the pause between
     kernels of a CUDA graph.
@@ -82,7 +95,7 @@ class Launch:
 
     def seconds(self, way: Way) -> float:
         """Of one operation."""
-        return {"plain": self.plain, "compiled": self.compiled, "captured": self.captured}[way]
+        return {"plain": self.plain, "compiled": self.compiled, "captured": self.captured}[way.launch]
 
 
 @dataclass(frozen=True)
@@ -125,12 +138,11 @@ class Hardware:
     reserve_bytes: int = 0
     replica_bytes_per_second: float = inf
     hidden_share: float = 0.0
-    way: Way = "plain"
-    compiled: bool = False
+    way: Way = Way()
 
-    def running(self, way: Way, compiled: bool = False) -> Hardware:
-        """The machine as it runs programs in another way, through torch.compile or not."""
-        return replace(self, way=way, compiled=compiled)
+    def running(self, way: Way) -> Hardware:
+        """The machine as it runs programs in another way."""
+        return replace(self, way=way)
 
     @property
     def launch_seconds(self) -> float:
@@ -302,7 +314,7 @@ def read_hardware(file: Table) -> Hardware:
         memory_bytes=int(memory.number("capacity", "bytes")),
         peak_flops={dtype: peaks.number(dtype, "FLOPs per second") for dtype in DTYPES},
         memory_bytes_per_second=memory.number("bandwidth", "bytes per second"),
-        launch=Launch(*(launch.number(way, "seconds", zero=True) for way in get_args(Way))),
+        launch=Launch(*(launch.number(way, "seconds", zero=True) for way in get_args(LaunchKind))),
         efficiency={
             kind: read_efficiency(table)
             for kind, table in tables.items()

@@ -132,14 +132,12 @@ class Options:
                 raise UsageError(f"{name}={value!r} needs GPUs; this run has CPU processes and Gloo. Leave it out.")
 
     def way(self, device_type: str) -> Way:
-        """How programs run on devices of this type, which decides what launching an operation takes."""
-        if device_type == "cuda" and self.cuda_graph is not False:
-            return "captured"
-        return "compiled" if self.compiles(device_type) else "plain"
-
-    def compiles(self, device_type: str) -> bool:
-        """Whether programs run through torch.compile on devices of this type."""
-        return device_type == "cuda" if self.compile is None else self.compile
+        """How programs run on devices of this type."""
+        on_gpu = device_type == "cuda"
+        return Way(
+            compiled=on_gpu if self.compile is None else self.compile,
+            captured=on_gpu and self.cuda_graph is not False,
+        )
 
     def norm_limit(self, optimizer: Any) -> float | None:
         """What to clip the norm of all gradients to, for an optimizer that may have a limit of its own.

@@ -216,7 +216,7 @@ def apply(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) 
 def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[Facts, tuple[int, ...]]:
     """The facts of a graph as the machine runs it, and where segments begin, which compiling does not change."""
     facts = op_facts(graph, hardware.device_type)
-    return compiled_facts(graph, facts) if hardware.compiled else facts, segments(graph, facts)
+    return compiled_facts(graph, facts) if hardware.way.compiled else facts, segments(graph, facts)
 
 
 def priced_with_segments(

@@ -23,7 +23,7 @@ from autopar.api import example_call
 from autopar.batching import as_call
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError, WorkerError
 from autopar.explain import Question, Rebuilt, answers
-from autopar.hardware import Link, load_hardware
+from autopar.hardware import Link, Way, load_hardware
 from autopar.ir import Graph
 from autopar.lowering import lowered
 from autopar.measuring import timekeeper as making
@@ -127,12 +127,12 @@ def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
     assert any("autopar." in op.target for op in split.ops)
     for number, local in ((1, graph), (2, split)):
         piece = max(pieces_of(local), key=lambda piece: len(piece.ops))
-        found = times_of(piece.program, number, "plain", ONE)
+        found = times_of(piece.program, number, Way(), ONE)
         assert found.forward_seconds > 0 and found.backward_seconds > 0
 
 
 def test_a_compiled_piece() -> None:
-    found = times_of(next(iter(pieces_of(traced(2)))).program, 1, "compiled", ONE)
+    found = times_of(next(iter(pieces_of(traced(2)))).program, 1, Way(compiled=True), ONE)
     assert found.forward_seconds > 0
 
 
@@ -156,12 +156,13 @@ def test_factors_make_prices_what_was_measured() -> None:
 
 
 def test_what_was_measured_is_known_in_its_setting_alone(tmp_path: Path) -> None:
-    setting = this_setting("cpu", "plain", 2)
+    setting = this_setting("cpu", Way(), 2)
     cache = Cache(tmp_path, setting.text)
     assert cache.is_empty and cache.get("a") is None
     cache.put("a", Times(1.0, 2.0, 0.1))
     assert Cache(tmp_path, setting.text).get("a") == Times(1.0, 2.0, 0.1)
-    for other in (replace(setting, torch="1.13"), replace(setting, driver="1"), replace(setting, way="compiled")):
+    unlike = {"torch": "1.13"}, {"driver": "1"}, {"way": Way(compiled=True)}, {"way": Way(captured=True)}
+    for other in (replace(setting, **change) for change in unlike):
         assert Cache(tmp_path, other.text).is_empty
     assert f"device: {setting.device}" in (cache.folder / "setting.txt").read_text()
 

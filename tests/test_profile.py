@@ -6,13 +6,17 @@ import pytest
 import timm
 import torch
 from graphs import MACHINE, H, X, buffer, graph, op, parameter, value
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import TraceError
 from autopar.ir import CostGraph, Graph, LocalDevice, Value
+from autopar.hardware import Way
 from autopar.operators import operand_of
 from autopar.profile import op_facts, price
 from autopar.profile.facts import copied_mask_bytes, has_fused_kernel
+from autopar.profile.operations import Pricing
+from autopar.profile.price import added_to
 from autopar.trace import trace
 
 
@@ -241,3 +245,13 @@ def test_groups_of_a_vision_transformer():
         "patch_embed.proj.conv2d", "add", *blocks, "norm.layer_norm", "head.linear", "loss",
     ]  # fmt: skip
     assert sum(h.numel for h in cost.weights) == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_only_compiled_linear_layers_add_to_gradients(compiled: bool, captured: bool) -> None:
+    """Eager ones make a gradient first, in a CUDA graph as outside."""
+    layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2))
+    model = trace(layers, (torch.randn(2, 4),))
+    pricing = Pricing(model, op_facts(model), MACHINE.running(Way(compiled, captured)), 2)
+    assert added_to(pricing) == ({"1.weight", "2.weight"} if compiled else set())

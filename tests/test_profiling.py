@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import get_args
 
 import pytest
 import torch
@@ -88,6 +87,9 @@ def parts(case: Case) -> tuple[Part, ...]:
     return parts_of(case) if case.ranks > 1 else (Part(0.0, 0.0),)
 
 
+CAPTURED = Way(compiled=True, captured=True)
+
+
 def point(case: Case, machine: Hardware, way: Way) -> Point:
     """What the machine would have measured."""
     here, own = machine.running(way), parts(case)
@@ -95,7 +97,7 @@ def point(case: Case, machine: Hardware, way: Way) -> Point:
     if case.kind == "capacity":
         seconds = float(machine.memory_bytes)
     elif case.kind == "launch":
-        seconds = next(machine.launch.seconds(known) for known in get_args(Way) if known == case.what)
+        seconds = getattr(machine.launch, case.what)
     elif case.kind == "optimizer":
         seconds = machine.update_seconds(total)
     elif case.kind == "point-to-point":
@@ -131,7 +133,7 @@ def layer_seconds(case: Case, machine: Hardware) -> float:
 
 @pytest.fixture(scope="module")
 def points() -> tuple[Point, ...]:
-    return tuple(point(case, MACHINE, "captured") for case in cases("cuda", 4))
+    return tuple(point(case, MACHINE, CAPTURED) for case in cases("cuda", 4))
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +150,7 @@ def test_the_file_prices_as_the_machine_that_was_measured(points: tuple[Point, .
     assert (found.launch.plain, found.launch.compiled) == pytest.approx((8e-6, 5e-6))
     for case, measured in zip(cases("cuda", 4), points, strict=True):
         if case.kind != "capacity":
-            assert point(case, found, "captured").value == pytest.approx(measured.value, rel=2e-3), case.name
+            assert point(case, found, CAPTURED).value == pytest.approx(measured.value, rel=2e-3), case.name
 
 
 def test_asymptotes_are_relative_to_the_peak_of_matmuls(points: tuple[Point, ...], made: Path) -> None:
@@ -372,7 +374,7 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     ) -> None:
         runs.append([case.name for case in todo])
         loose = {"memory gelu float32 1024"} if len(runs) == 1 else set()
-        new = [point(case, machine, "plain") for case in todo]
+        new = [point(case, machine, Way()) for case in todo]
         keep(file, setting, [*known, *(replace(p, spread=0.9) if p.name in loose else p for p in new)])
 
     monkeypatch.setattr("autopar.profiling.measure", fake)
@@ -493,12 +495,12 @@ def test_a_cost_model_with_broken_points(faked: list[list[str]], tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "device_type", "way"),
     [
-        (Options(), "cuda", "captured"),
-        (Options(), "cpu", "plain"),
-        (Options(compile=True), "cpu", "compiled"),
-        (Options(cuda_graph=False), "cuda", "compiled"),
-        (Options(cuda_graph=False, compile=False), "cuda", "plain"),
-        (Options(compile=False), "cuda", "captured"),
+        (Options(), "cuda", Way(compiled=True, captured=True)),
+        (Options(), "cpu", Way()),
+        (Options(compile=True), "cpu", Way(compiled=True)),
+        (Options(cuda_graph=False), "cuda", Way(compiled=True)),
+        (Options(cuda_graph=False, compile=False), "cuda", Way()),
+        (Options(compile=False), "cuda", Way(captured=True)),
     ],
 )
 def test_the_way_that_a_run_will_use(options: Options, device_type: str, way: Way) -> None:

@@ -27,7 +27,6 @@ def times_of(program: Program, ranks: int, way: Way, device: torch.device) -> Ti
 
     Args:
         ranks: of the tensor-parallel axis, whose collectives take no time here.
-        way: "plain", "compiled", or compiled and "captured" in a CUDA graph.
     Raises:
         torch.OutOfMemoryError: the device has no room for it.
     Error: data that is in a cache in a step may not be here and the other way round; the rest of a step is not running.
@@ -38,10 +37,10 @@ def times_of(program: Program, ranks: int, way: Way, device: torch.device) -> Ti
     stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
     try:
         with stream:
-            running = Running(program, way != "plain", device)
+            running = Running(program, way.compiled, device)
             try:
-                forward = timed_steadily(running.forward, device, way == "captured")
-                both = timed_steadily(running.both, device, way == "captured") if running.trains else forward
+                forward = timed_steadily(running.forward, device, way.captured)
+                both = timed_steadily(running.both, device, way.captured) if running.trains else forward
             finally:
                 running.gradients.close()
     finally:

@@ -155,7 +155,7 @@ def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], sharing: Shar
 
 def added_to(pricing: Pricing) -> frozenset[str]:
     """Weights to whose gradients compiled linear layers add: those that nothing else reads."""
-    if pricing.hardware.way == "plain":
+    if not pricing.hardware.way.compiled:
         return frozenset()
     reads = Counter(name for op in pricing.graph.ops for name in op.reads)
     layers = (op for op in pricing.graph.ops if op.target == LINEAR and pricing.graph.values[op.reads[0]].requires_grad)

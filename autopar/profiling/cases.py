@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import get_args
 
-from autopar.hardware import COMPUTE_KINDS, CollectiveKind, Way
+from autopar.hardware import COMPUTE_KINDS, CollectiveKind, LaunchKind
 from autopar.profile.beside import HIDING
 from autopar.profiling.points import PointKind
 
@@ -121,7 +121,7 @@ CUDA = Sizes(
 )  # fmt: skip
 SIZES = {"cpu": CPU, "cuda": CUDA}
 ELEMENTWISE = ("add", "gelu", "layer_norm")
-WAYS: tuple[Way, ...] = get_args(Way)
+LAUNCHES: tuple[LaunchKind, ...] = get_args(LaunchKind)
 
 
 def cases(device_type: str, devices: int) -> tuple[Case, ...]:
@@ -132,8 +132,8 @@ def cases(device_type: str, devices: int) -> tuple[Case, ...]:
 def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
     """The same in no order."""
     yield Case("capacity")
-    for way in WAYS:
-        yield Case("launch", way)
+    for kind in LAUNCHES:
+        yield Case("launch", kind)
     for dtype in ("float32", "bfloat16", "float16", "float64"):
         for tokens, read, made in sizes.matmul:
             if dtype not in sizes.slow_dtypes or 2 * tokens * read * made < sizes.slow_flops:
