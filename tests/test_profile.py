@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import TraceError
-from autopar.ir import CostGraph, Graph, LocalDevice, Value
 from autopar.hardware import Way
+from autopar.ir import CostGraph, Graph, LocalDevice, Value
 from autopar.operators import operand_of
 from autopar.profile import op_facts, price
 from autopar.profile.facts import copied_mask_bytes, has_fused_kernel
