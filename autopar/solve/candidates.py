@@ -254,7 +254,7 @@ def input_bytes(setting: Setting, mesh: Mesh) -> int:
     if hardware.device_type != "cuda":
         return 0
     share = setting.constraints.batch / mesh.dp / graph.batch
-    times = 2 if hardware.way == "captured" else 1
+    times = 2 if hardware.way.captured else 1
     return times * round(share * sum(value.num_bytes for value in graph.inputs))
 
 
