@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parent.parent / "autopar"
 
 # A module imports lower layers only; those of layer 4 do not know each other.
 LAYERS = {
-    "errors": 0, "collectives": 0, "patch_convolution": 0, "philox_kernel": 0, "accumulate_kernel": 0,
+    "errors": 0, "copying": 0, "collectives": 0, "patch_convolution": 0, "philox_kernel": 0, "accumulate_kernel": 0,
     "ir": 1, "pytree": 1, "cost_file": 1, "counter_random": 1, "collective_linear": 1, "accumulating_linear": 1,
     "rules": 2, "shards": 2, "operators": 2, "hardware": 2, "schedule": 2,
     "regions": 3,
