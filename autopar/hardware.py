@@ -93,10 +93,6 @@ class Launch:
     compiled: float
     captured: float
 
-    def seconds(self, way: Way) -> float:
-        """Of one operation."""
-        return {"plain": self.plain, "compiled": self.compiled, "captured": self.captured}[way.launch]
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -147,7 +143,7 @@ class Hardware:
     @property
     def launch_seconds(self) -> float:
         """Of an operation beyond its work."""
-        return self.launch.seconds(self.way)
+        return getattr(self.launch, self.way.launch)
 
     def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
         """Time of one operation on one device: its arithmetic or its memory traffic, whichever takes longer, + launch.

@@ -646,3 +646,10 @@ def test_a_meta_model_has_the_memory_formats_of_a_real_one(
     kernels = [w for w in meta.weights if len(w.shape) == 4 and w.kind == "parameter"]
     assert kernels and {w.order == (0, 2, 3, 1) for w in kernels} == {last}
     assert {w.value.stride[1] == 1 for w in kernels if w.shape[2] > 1} == {last}
+
+
+def test_a_meta_model_whose_shapes_are_not_known_yet() -> None:
+    with torch.device("meta"):
+        lazy = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
+    with pytest.raises(TraceError, match="uninitialized parameter"):
+        trace(lazy, (torch.empty(2, 3, device="meta"),))

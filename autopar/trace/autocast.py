@@ -19,6 +19,7 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see what reaches kernels
 
 from autopar.pytree import leaves
+from autopar.trace.fake import without_device
 
 COPY = torch.ops.aten._to_copy.default
 # With views, what leaves numbers as they are: a cast behind one might as well come before it.
@@ -151,10 +152,6 @@ def run(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], c
             made = target(*args, **kwargs)
     recorder.record.results = dtypes_of(made)
     return recorder.record
-
-
-def without_device(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:

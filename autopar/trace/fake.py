@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch 2.11 to 2.15 have no public name for it
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.copying import copied
@@ -27,16 +28,20 @@ def as_on_cpu(
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    parameters: dict[int, Any] = {id(p): nn.Parameter(fake(p), p.requires_grad) for p in model.parameters()}
+    own: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers()) if is_lazy(t)}  # have no shape yet
+    parameters = {id(p): nn.Parameter(fake(p), p.requires_grad) for p in model.parameters() if id(p) not in own}
     with Copies(fake):
-        copy = copied(model, parameters)
+        copy = copied(model, own | parameters)
     return copy, *tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
 
 
 def own_tensor(tensor: Tensor) -> Tensor:
     """The tensor; the meta tensor behind one that claimed to be on the CPU."""
-    if not isinstance(tensor, FakeTensor):
-        return tensor
+    return without_device(tensor) if isinstance(tensor, FakeTensor) else tensor
+
+
+def without_device(tensor: Tensor) -> Tensor:
+    """A meta tensor of the same shape, strides and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
