@@ -297,6 +297,21 @@ def test_why_not_plans_for_the_optimizer_that_is_named(folder: Path) -> None:
     assert code == 2 and "--opt is for --why-not" in error
 
 
+def test_why_not_plans_for_averages_of_weights(folder: Path) -> None:
+    arguments = [f"{name}={value}" for name, value in VIT.kwargs.items()]
+    flags = "--batch", "16", "--devices", "2", "--dp", "2", "--no-zero1", "--hardware", "h200-nvlink", "--model-kwargs"
+    code, _, error = invoke("plan", VIT.name, "--model-ema", "-o", "averaged.json", *flags, *arguments)
+    assert code == 0, error
+    averaged, plain = Plan.load("averaged.json"), planned(VIT.name, 2, ("dp", 2), ("zero1", False))
+    grown = max(averaged.prediction.peak_bytes) - max(plain.prediction.peak_bytes)
+    assert grown == 4 * averaged.model.num_params
+    (answer,) = reported("averaged.json", "--why-not", "dp=2,zero1=false", "--model-ema")["why_not"]
+    assert "that is the plan in the file" in answer["text"]
+    assert answer["plan"]["prediction"]["peak_bytes"] == list(averaged.prediction.peak_bytes)
+    code, _, error = invoke("explain", "averaged.json", "--model-ema")
+    assert code == 2 and "--model-ema is for --why-not" in error
+
+
 def test_a_constrained_plan_that_is_faster_comes_with_its_command(folder: Path) -> None:
     stale = saved(planned(VIT.name, 2, ("pp", 2), ("microbatches", 16)))
     (answer,) = reported(stale, "--why-not", "dp=2")["why_not"]

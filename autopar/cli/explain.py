@@ -43,6 +43,9 @@ def explain(
         str | None,
         typer.Option(help="For --why-not: timm's optimizer that the plan is for; AdamW by default.", metavar="NAME"),
     ] = None,
+    model_ema: Annotated[
+        bool, typer.Option("--model-ema", help="For --why-not: the plan is for a moving average of the weights, too.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON and nothing else.")] = False,
 ) -> None:
     """Say why a plan is as fast as it is, why not another one, and what is different between two."""
@@ -59,7 +62,13 @@ def explain(
     from autopar.ir import Plan
 
     questions = parse_questions(why_not or [])
-    only_for_questions = {"--hardware": hardware, "--model": model, "--model-kwargs": model_kwargs, "--opt": opt}
+    only_for_questions = {
+        "--hardware": hardware,
+        "--model": model,
+        "--model-kwargs": model_kwargs,
+        "--opt": opt,
+        "--model-ema": model_ema or None,
+    }
     for flag, value in only_for_questions.items():
         if value is not None and not questions:
             raise UsageError(f"{flag} is for --why-not, which is not given. Leave it out.")
@@ -70,7 +79,7 @@ def explain(
     found = ()
     if questions:
         kwargs = parse_kwargs(model_kwargs) if model_kwargs is not None else None
-        found = answers(loaded, rebuilt_of(loaded, model, kwargs, hardware, opt), questions)
+        found = answers(loaded, rebuilt_of(loaded, model, kwargs, hardware, opt, model_ema), questions)
     if as_json:
         report = {"plan": str(plan), **asdict(explanation), "why_not": [asdict(a) for a in found]}
         typer.echo(json.dumps(report | {"diff": asdict(changed) if changed is not None else None}, indent=2))

@@ -25,6 +25,9 @@ def plan(
         str | None,
         typer.Option(help="Plan for this optimizer of timm's, such as sgd; AdamW by default.", metavar="NAME"),
     ] = None,
+    model_ema: Annotated[
+        bool, typer.Option("--model-ema", help="Plan for a moving average of the weights beside them.")
+    ] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save it as JSON.", metavar="FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the plan as JSON and nothing else.")] = False,
 ) -> None:
@@ -34,14 +37,16 @@ def plan(
     from autopar.cli.inputs import Input, example, parse_inputs
     from autopar.cli.models import model_source
     from autopar.cli.output import check_writable, save_plan, show_plan
-    from autopar.train import timm_optimizer
+    from autopar.cli.train_flags import EMA_DECAY
+    from autopar.train import timm_average, timm_optimizer
 
     if output is not None:
         check_writable(output)
     source = model_source(model, model_flags, batch or DEFAULT_BATCH)
     inputs = example(parse_inputs(model_flags.inputs, batch), Input.empty)
     optimizer = timm_optimizer(source.build("meta"), opt, None) if opt is not None else None
-    found = autopar.plan(source, devices, inputs, batch_size=batch, optimizer=optimizer, **constraints)
+    ema = timm_average(EMA_DECAY) if model_ema else None
+    found = autopar.plan(source, devices, inputs, batch_size=batch, optimizer=optimizer, ema=ema, **constraints)
     if output is not None:
         save_plan(found, output)
     if as_json:

@@ -10,12 +10,14 @@ import torch
 from torch import nn
 
 from autopar.batching import Call, as_call
+from autopar.cli.train_flags import EMA_DECAY
 from autopar.codegen import source
 from autopar.errors import PlanError, UsageError
 from autopar.explain import Rebuilt, plan_hardware
 from autopar.ir import REPLICATED, Mode, Plan, Program
 from autopar.programs import Programs
 from autopar.runtime import rank_text
+from autopar.train import timm_average
 from autopar.zoo import ModelSource
 
 
@@ -108,7 +110,12 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def rebuilt_of(
-    plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None, hardware: str | None, opt: str | None
+    plan: Plan,
+    name: str | None,
+    kwargs: Mapping[str, Any] | None,
+    hardware: str | None,
+    opt: str | None,
+    model_ema: bool,
 ) -> Rebuilt:
     """All that the plan was made from.
 
@@ -116,6 +123,7 @@ def rebuilt_of(
         name, kwargs: of the model to build, where they are not the plan's own.
         hardware: the plan's cost model, where it is not a shipped one.
         opt: timm's name of the optimizer that the plan is for, AdamW by default.
+        model_ema: whether it is for an average of weights beside them.
     Raises:
         UsageError: no such model.
         HardwareError: the cost model is unknown, or not the plan's.
@@ -133,4 +141,5 @@ def rebuilt_of(
         machine,
         hardware or plan.hardware.name,
         opt,
+        timm_average(EMA_DECAY) if model_ema else None,
     )

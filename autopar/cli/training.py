@@ -62,6 +62,7 @@ from autopar.train import (
     read_run,
     save_weights,
     schedule,
+    timm_average,
     timm_optimizer,
     training_loader,
 )
@@ -221,8 +222,7 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
         "lr_scheduler": schedule(going.sched, asked.epochs, steps, **going.options(asked.epochs)),
     }
     if flags.model_ema:
-        average = needed("timm.utils", "--model-ema").ModelEmaV3
-        arguments["ema"] = partial(average, decay=EMA_DECAY if flags.model_ema_decay is None else flags.model_ema_decay)
+        arguments["ema"] = timm_average(EMA_DECAY if flags.model_ema_decay is None else flags.model_ema_decay)
     return arguments
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,8 @@ class Question:
 @dataclass(frozen=True)
 class Rebuilt:
     """The model of a plan, how it is named and made, the plan's inputs by name, and the plan's machine, of which
-    ``machine`` is the name or file. ``opt`` is timm's name of the optimizer that is planned for, None for AdamW."""
+    ``machine`` is the name or file. ``opt`` is timm's name of the optimizer that is planned for, None for AdamW, and
+    ``ema`` makes the average of weights that is kept beside them."""
 
     name: str
     kwargs: Mapping[str, Any]
@@ -47,6 +48,7 @@ class Rebuilt:
     hardware: Hardware
     machine: str
     opt: str | None = None
+    ema: Callable[[nn.Module], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,8 +132,9 @@ def answer(plan: Plan, rebuilt: Rebuilt, asked: str, given: Mapping[str, Any]) -
     optimizer = timm_optimizer(model, rebuilt.opt, None) if rebuilt.opt is not None else None
     try:
         found, _ = make_plan(
-            model, rebuilt.call, plan.mesh.devices, options, rebuilt.hardware, rebuilt.name, rebuilt.kwargs, optimizer
-        )
+            model, rebuilt.call, plan.mesh.devices, options, rebuilt.hardware, rebuilt.name, rebuilt.kwargs, optimizer,
+            rebuilt.ema,
+        )  # fmt: skip
     except (PlanError, HardwareError):
         raise
     except (UsageError, InfeasibleError) as error:  # what is asked is possible, but not of this model or machine
@@ -168,6 +171,8 @@ def command_for(plan: Plan, rebuilt: Rebuilt, given: Mapping[str, Any]) -> str:
         words += ["--model-kwargs", *(f"{name}={value}" for name, value in rebuilt.kwargs.items())]
     if rebuilt.opt is not None:
         words += ["--opt", rebuilt.opt]
+    if rebuilt.ema is not None:
+        words.append("--model-ema")
     for name, value in given.items():
         flag = name.replace("_", "-")
         if isinstance(value, bool):

@@ -7,7 +7,7 @@ from autopar.train.images import first
 from autopar.train.leading import leads, on_leading
 from autopar.train.loader import Batch, PartLoader, evaluation_loader, micro_batch, training_loader
 from autopar.train.mixup import Mixup
-from autopar.train.optimizers import TimmOptimizer, timm_optimizer
+from autopar.train.optimizers import TimmOptimizer, timm_average, timm_optimizer
 from autopar.train.progress import ProgressBar
 from autopar.train.reports import EpochReport, StepReport
 from autopar.train.run_folder import (
@@ -38,5 +38,5 @@ __all__ = [
     "ProgressBar", "SavedRun", "Schedule", "StepReport", "TensorBoard", "TimmOptimizer", "Trainer", "Wanted",
     "check_free", "evaluate", "evaluate_alone", "evaluation_loader", "first", "last_of", "leads", "lies_in",
     "load_data", "load_weights", "make_folder", "micro_batch", "on_leading", "read_run", "remove_run", "run_in",
-    "save_weights", "schedule", "timm_optimizer", "training_loader",
+    "save_weights", "schedule", "timm_average", "timm_optimizer", "training_loader",
 ]  # fmt: skip

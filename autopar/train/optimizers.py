@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -161,3 +162,15 @@ def named_groups(
         Group(tuple(names[id(p)] for p in group["params"]), {k: v for k, v in group.items() if k != "params"})
         for group in groups
     )
+
+
+def timm_average(decay: float) -> Callable[[nn.Module], Any]:
+    """What makes timm's moving average of weights, for the ``ema`` argument of `autopar.parallelize`.
+
+    Args:
+        decay: what of the average each update leaves.
+
+    Raises:
+        UsageError: timm is not there.
+    """
+    return functools.partial(need("timm.utils", "A moving average of weights").ModelEmaV3, decay=decay)
