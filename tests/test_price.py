@@ -21,7 +21,7 @@ def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
 def test_the_printed_cost_graph():
     assert str(priced(MLP)).splitlines() == [
         "toy: 3 groups, 2 flows, microbatch of 2",
-        "   0 | fc1: F 0.128 ms, B 0.128 ms, saves 0.00 MiB, reads [], a cut behind sends 0.00 MiB",
+        "   0 | fc1: F 0.128 ms, B 0.129 ms, saves 0.00 MiB, reads [], a cut behind sends 0.00 MiB",
         "   1 | fc2: F 0.096 ms, B 0.192 ms, saves 0.00 MiB, reads [0], a cut behind sends 0.00 MiB",
         "   2 | loss: F 0.000 ms, B 0.000 ms, saves 0.00 MiB, reads [1]",
     ]
@@ -30,14 +30,15 @@ def test_the_printed_cost_graph():
 def test_seconds_are_the_larger_of_arithmetic_and_traffic():
     first, second, loss = priced(MLP).groups
     assert (first.ops, second.ops, loss.ops) == (("fc1", "act"), ("fc2",), ())
-    # fc1 is bound by 128 FLOPs; gelu by bytes: x and y, in the backward their gradients and the saved x
+    # fc1 is bound by 128 FLOPs; gelu by bytes: x and y, in the backward their gradients and the saved x. The bias's
+    # gradient reads that of y again; that of 32 weights is added to a sum: two are read and one is written.
     assert first.forward_seconds == pytest.approx(128e-6 + 128e-9)
-    assert first.backward_seconds == pytest.approx(128e-6 + 192e-9)
-    # a machine without arithmetic cost: fc2 moves y, w and x; then the gradients of all three and the saved x
+    assert first.backward_seconds == pytest.approx(128e-6 + 192e-9 + 64e-9 + 3 * 4 * 32e-9)
+    # a machine without arithmetic cost: fc2 moves y, w and x; then the gradients of all three, the saved x, and the sum
     free = priced(MLP, machine=replace(MACHINE, peak_flops={"float32": 1e15})).groups[2]
     assert free.name == "fc2"
     assert free.forward_seconds == pytest.approx((24 + 96 + 64) * 1e-9)
-    assert free.backward_seconds == pytest.approx((24 + 96 + 64 + 64 + 96) * 1e-9)
+    assert free.backward_seconds == pytest.approx((24 + 96 + 64 + 64 + 96 + 3 * 96) * 1e-9)
     assert first.flops == 128
     # bytes of x and y; in the backward gradients of y, w and b
     assert first.transient_bytes == 64 + 128 + 32
@@ -47,7 +48,7 @@ def test_seconds_are_the_larger_of_arithmetic_and_traffic():
 def test_a_backward_launches_a_kernel_for_each_gradient():
     slow = replace(MACHINE, launch=Launch(1.0, 1.0, 1.0))
     launches = {g.name: (round(g.forward_seconds), round(g.backward_seconds)) for g in priced(MLP, machine=slow).groups}
-    assert launches == {"fc1": (1, 1), "act": (1, 1), "fc2": (1, 2), "loss": (0, 0)}  # x has no gradient
+    assert launches == {"fc1": (1, 2), "act": (1, 1), "fc2": (1, 2), "loss": (0, 0)}  # of w and b; x and w
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,8 @@ def test_a_collective_belongs_to_its_home_and_costs_what_it_communicates():
     assert [g.ops for g in cost.groups] == [("fc1", "act"), ("fc2", "sum"), ()]
     # 48 FLOPs, then 24 bytes at 1e6 bytes per second behind a latency of 1 ms; nothing for the gradient
     assert cost.groups[1].forward_seconds == pytest.approx(48e-6 + 1e-3 + 24e-6)
-    assert cost.groups[1].backward_seconds == pytest.approx(96e-6)
+    # 12 weights of which the gradient is added to a sum
+    assert cost.groups[1].backward_seconds == pytest.approx(96e-6 + 3 * 4 * 12e-9)
     assert [(f.value, f.producer, f.consumers) for f in cost.flows] == [("act", 0, (1,)), ("sum", 1, (2,))]
     assert [(h.name, h.num_bytes, h.numel) for h in cost.weights] == [
         ("fc1.weight", 16 * 16, 32), ("fc1.bias", 4 * 16, 8), ("fc2.weight", 12 * 16, 24),

@@ -16,7 +16,6 @@ from autopar.operators import operand_of
 from autopar.profile import op_facts, price
 from autopar.profile.facts import copied_mask_bytes, has_fused_kernel
 from autopar.profile.operations import Pricing
-from autopar.profile.price import added_to
 from autopar.trace import trace
 
 
@@ -254,4 +253,4 @@ def test_only_compiled_linear_layers_add_to_gradients(compiled: bool, captured: 
     layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2))
     model = trace(layers, (torch.randn(2, 4),))
     pricing = Pricing(model, op_facts(model), MACHINE.running(Way(compiled, captured)), 2)
-    assert added_to(pricing) == ({"1.weight", "2.weight"} if compiled else set())
+    assert pricing.added_to == ({"1.weight", "2.weight"} if compiled else set())

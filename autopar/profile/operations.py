@@ -13,6 +13,7 @@ from autopar.operators import named_arguments
 from autopar.profile.collectives import is_collective, step_seconds, whole_bytes
 from autopar.profile.facts import ATTENTION, Facts, OpFacts, roots
 from autopar.profile.groups import fed_by_inputs
+from autopar.profile.passes import added_to, backward_bytes, forward_bytes, summed_bytes
 from autopar.rules.boards import board_bytes
 from autopar.rules.convert import step_of
 
@@ -78,6 +79,11 @@ class Pricing:
         return round(self.scaled(self.graph.values[name].num_bytes, name))
 
     @cached_property
+    def added_to(self) -> frozenset[str]:
+        """Weights to whose gradients linear layers add in the product that makes them."""
+        return added_to(self.graph, self.hardware)
+
+    @cached_property
     def root(self) -> Mapping[str, str]:
         return roots(self.graph, self.facts)
 
@@ -107,6 +113,16 @@ def num_products(kind: Kind, facts: OpFacts) -> int:
     if kind in ("attention", "memory"):
         return 1
     return max(1, round(facts.backward_flops / facts.forward_flops))
+
+
+def has_sums(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
+    """Whether some gradient of an operation is a sum over samples that none of its products makes."""
+    gradients = pricing.facts.ops[op.name].gradients
+    if op.name not in pricing.fed or kind == "attention":
+        return False
+    if kind == "memory":
+        return any(op.reads[i] not in pricing.fed for i in gradients)
+    return len(gradients) > products
 
 
 def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
@@ -142,17 +158,24 @@ def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts
     operands = sum(map(num_bytes, op.reads))
     outputs = sum(num_bytes(v.name) for v in op.outputs)
     dtype = compute_dtype(op, pricing.graph)
-    kind = kind_of(op, pricing.graph, facts.forward_flops)
-    forward = pricing.hardware.op_seconds(kind, flops, operands + outputs, dtype) if facts.moves_data else 0.0
+    kind, hardware = kind_of(op, pricing.graph, facts.forward_flops), pricing.hardware
+    products = num_products(kind, facts)
+    forward = hardware.op_seconds(kind, flops, operands + outputs, dtype) if facts.moves_data else 0.0
+    if again := forward_bytes(op, num_bytes):
+        forward += hardware.op_seconds("memory", 0.0, again, dtype)
     arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
     written = sum(num_bytes(op.reads[i]) for i in facts.gradients)
     kept = pricing.scaled(facts.saved_bytes, op.name) / parts + sum(map(num_bytes, facts.saved_names(op)))
     backward = 0.0
     if facts.gradients:
-        products, moved = num_products(kind, facts), arriving + written + kept
-        backward = products * pricing.hardware.op_seconds(
+        moved = arriving + written + kept
+        backward = products * hardware.op_seconds(
             kind, backward_flops / products, moved / products, dtype, backward=True
         )
+        sums = has_sums(op, pricing, kind, products)
+        if again := backward_bytes(op, facts, sums, num_bytes, hardware.device_type == "cuda"):
+            backward += hardware.op_seconds("memory", 0.0, again, dtype)
+        backward += hardware.traffic_seconds(summed_bytes(op, facts, pricing.graph, pricing.added_to, num_bytes))
     activations = sum(num_bytes(r) for r in op.reads if r not in pricing.graph.weight)
     forward_set = round(activations + outputs) if facts.moves_data else 0
     working_set = max(forward_set, round(arriving + written) if facts.gradients else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -146,20 +146,10 @@ def flows(pricing: Pricing, group_of: Mapping[str, int], saving: Mapping[str, se
 def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[Holding]:
     """Weights with gradient and optimizer state. One that no operation reads is held by no group and left out."""
     reading = readers(pricing.graph, group_of, loss=-1)
-    adding = added_to(pricing)
     for weight in pricing.graph.weights:
         groups = tuple(sorted(reading[weight.name] - {-1}))
         if groups:
-            yield held(weight, groups, sharing, pricing.hardware, weight.name in adding)
-
-
-def added_to(pricing: Pricing) -> frozenset[str]:
-    """Weights to whose gradients compiled linear layers add: those that nothing else reads."""
-    if not pricing.hardware.way.compiled:
-        return frozenset()
-    reads = Counter(name for op in pricing.graph.ops for name in op.reads)
-    layers = (op for op in pricing.graph.ops if op.target == LINEAR and pricing.graph.values[op.reads[0]].requires_grad)
-    return frozenset(op.reads[1] for op in layers if reads[op.reads[1]] == 1)
+            yield held(weight, groups, sharing, pricing.hardware, weight.name in pricing.added_to)
 
 
 def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[Holding, ...]]:
