@@ -49,7 +49,7 @@ def exposed(pricing: Pricing, costs: Mapping[str, OpCost]) -> Mapping[str, OpCos
 def products_of(layer: Op, cost: OpCost, facts: Facts) -> Conversion:
     """Seconds of a layer's product forward, and of its two backward: none where there is one, which hides nothing."""
     trains_both = {0, 1} <= {*facts.ops[layer.name].gradients}  # of what it reads and of its weight
-    return Conversion(cost.forward_seconds, cost.backward_seconds if trains_both else 0.0)
+    return Conversion(cost.forward_seconds, cost.backward_seconds - cost.passes_seconds if trains_both else 0.0)
 
 
 def left_over(operator: str, layer: Conversion, moved: Conversion, pricing: Pricing) -> Conversion:

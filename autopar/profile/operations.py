@@ -37,13 +37,17 @@ Measured = Iterable[tuple[tuple[str, ...], float, float]]
 
 @dataclass(frozen=True)
 class OpCost:
-    """One operation at the priced batch: seconds, forward FLOPs, and the bytes that only it needs while it runs."""
+    """One operation at the priced batch: seconds, forward FLOPs, and the bytes that only it needs while it runs.
+
+    ``passes_seconds`` of the backward go into what is read again, and into adding to sums of gradients.
+    """
 
     forward_seconds: float
     backward_seconds: float
     flops: float
     transient_bytes: int
     board_bytes: int = 0
+    passes_seconds: float = 0.0
 
     def times(self, factor: Factor) -> OpCost:
         """What a measurement makes of it."""
@@ -51,6 +55,7 @@ class OpCost:
             self,
             forward_seconds=self.forward_seconds * factor.forward,
             backward_seconds=self.backward_seconds * factor.backward,
+            passes_seconds=self.passes_seconds * factor.backward,
         )
 
 
@@ -128,9 +133,10 @@ def has_sums(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
 def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
     """The cost of every operation by name; those that differ in names alone are priced once."""
     graph, fed, known = pricing.graph, pricing.fed, dict[tuple, OpCost]()
+    stored = {weight.name: weight.stored_dtype for weight in graph.weights}
     costs: dict[str, OpCost] = {}
     for op in graph.ops:
-        sources = tuple((name in graph.weight, name in fed) for name in op.reads)
+        sources = tuple((stored.get(name), name in fed, name in pricing.added_to) for name in op.reads)
         arriving = tuple(v.requires_grad for v in op.outputs)
         # Equal operations have one object for their facts.
         key = (id(pricing.facts.ops[op.name]), op.name in fed, sources, arriving)
@@ -166,20 +172,20 @@ def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts
     arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
     written = sum(num_bytes(op.reads[i]) for i in facts.gradients)
     kept = pricing.scaled(facts.saved_bytes, op.name) / parts + sum(map(num_bytes, facts.saved_names(op)))
-    backward = 0.0
+    backward = beyond = 0.0
     if facts.gradients:
         moved = arriving + written + kept
         backward = products * hardware.op_seconds(
             kind, backward_flops / products, moved / products, dtype, backward=True
         )
+        beyond = hardware.traffic_seconds(summed_bytes(op, facts, pricing.graph, pricing.added_to, num_bytes))
         sums = has_sums(op, pricing, kind, products)
         if again := backward_bytes(op, facts, sums, num_bytes, hardware.device_type == "cuda"):
-            backward += hardware.op_seconds("memory", 0.0, again, dtype)
-        backward += hardware.traffic_seconds(summed_bytes(op, facts, pricing.graph, pricing.added_to, num_bytes))
+            beyond += hardware.op_seconds("memory", 0.0, again, dtype)
     activations = sum(num_bytes(r) for r in op.reads if r not in pricing.graph.weight)
     forward_set = round(activations + outputs) if facts.moves_data else 0
     working_set = max(forward_set, round(arriving + written) if facts.gradients else 0)
-    return OpCost(forward, backward, flops, working_set)
+    return OpCost(forward, backward + beyond, flops, working_set, passes_seconds=beyond)
 
 
 def factors_of(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int, measured: Measured) -> Factors:
