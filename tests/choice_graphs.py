@@ -46,7 +46,7 @@ def choice_graphs(draw: st.DrawFn, most: int = 4) -> ChoiceGraph:
     ends = tuple(sorted(draw(st.sets(st.sampled_from(sorted(value_bytes)), min_size=1, max_size=2))))
     loss = Choice("", (), 1e-3, 0.0, 0.0, 0, 0, (REPLICATED,) * len(ends), (), ())
     conversions = {
-        (value, made, read): Conversion(draw(number) * 1e-3, draw(number) * 1e-3)
+        (value, made, read): Conversion(draw(number) * 1e-3, draw(number) * 1e-3, draw(number))
         for value in value_bytes
         for made in MADE
         for read in READABLE

@@ -15,7 +15,7 @@ from graphs import MACHINE, graph, op, parameter, value
 from zoo import Tied, Updating, tiny_vit
 
 from autopar.hardware import Hardware, Link
-from autopar.ir import Choice, ChoiceGraph, CostGraph, Graph, Layout
+from autopar.ir import Choice, ChoiceGraph, Conversion, CostGraph, Graph, Layout
 from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price, with_replicas
 from autopar.profile.describe import blocks_of, place_in
 from autopar.rules.apply import shard_graph, storage
@@ -77,17 +77,25 @@ class Sharded:
         sharing = Sharing(tp=self.case.ranks, storage=self.storage)
         return price(self.local, op_facts(self.local), self.case.hardware, BATCH, sharing, self.case.whole.groups)
 
-    @property
-    def seconds(self) -> float:
-        """Of all choices and the conversions between them, each once."""
+    @cached_property
+    def costs(self) -> list[Choice | Conversion]:
+        """All choices and the conversions between them, each once."""
         made: dict[str, Layout] = {}
-        paid: dict[tuple, float] = {}
+        paid: dict[tuple, Conversion] = {}
         for group, choice in zip(self.case.choices.groups, self.choices, strict=True):
             for name, read in zip(group.reads, choice.takes, strict=True):
                 if made[name] != read:
-                    paid[name, read] = self.case.choices.conversions[name, made[name], read].seconds
+                    paid[name, read] = self.case.choices.conversions[name, made[name], read]
             made |= dict(zip(group.makes, choice.gives, strict=True))
-        return sum(choice.seconds for choice in self.choices) + sum(paid.values())
+        return [*self.choices, *paid.values()]
+
+    @property
+    def seconds(self) -> float:
+        return sum(cost.seconds for cost in self.costs)
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(cost.saved_bytes for cost in self.costs)
 
     @property
     def agrees(self) -> bool:
@@ -288,7 +296,7 @@ def check_cost(found: Sharded, seconds_error: float, saved_error: float) -> None
     cost = found.cost
     assert found.seconds == pytest.approx(sum(g.seconds for g in cost.groups), rel=seconds_error)
     saved = sum(g.saved_bytes for g in cost.groups) + sum(h.num_bytes for h in cost.saved)
-    assert sum(c.saved_bytes for c in found.choices) == pytest.approx(saved, rel=saved_error)
+    assert found.saved_bytes == pytest.approx(saved, rel=saved_error)
     assert sum(c.weight_bytes for c in found.choices) == sum(h.num_bytes for h in cost.weights)
     optimizer = sum(h.optimizer_seconds for h in cost.weights)
     assert sum(c.step_seconds for c in found.choices) == pytest.approx(optimizer)
@@ -298,16 +306,16 @@ def check_cost(found: Sharded, seconds_error: float, saved_error: float) -> None
 @pytest.mark.parametrize("name", MODELS)
 def test_a_good_assignment_costs_what_its_graph_costs(name: str, ranks: int):
     found = case(name, ranks).descended()
-    check_cost(found, seconds_error=0.001, saved_error=0.06)
+    check_cost(found, seconds_error=0.001, saved_error=0.03)
     assert found.seconds < sum(g.seconds for g in case(name, ranks).whole.groups)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_collectives_beside_linear_layers_cost_what_they_cost_in_its_graph(name: str, ranks: int):
-    """Layouts change more often then, and what a layer keeps of an input that is gathered for it is in no choice."""
+    """Layouts change more often then."""
     found = case_of(graph_of(name), ranks, hardware=HIDING).descended()
-    check_cost(found, seconds_error=0.001, saved_error=0.11)
+    check_cost(found, seconds_error=0.001, saved_error=0.03)
     assert found.seconds < Sharded(case(name, ranks), found.picks).seconds
 
 
@@ -318,7 +326,7 @@ def test_any_assignment_costs_about_what_its_graph_costs(name: str):
     sizes = {g.kind: len(g.choices) for g in case(name).choices.groups}
     for _ in range(2):
         found = case(name).sharded({kind: draw.randrange(size) for kind, size in sizes.items()})
-        check_cost(found, seconds_error=0.06, saved_error=0.25)
+        check_cost(found, seconds_error=0.06, saved_error=0.15)
 
 
 def test_state_that_is_updated_in_place_stays_where_it_is():
@@ -326,7 +334,7 @@ def test_state_that_is_updated_in_place_stays_where_it_is():
     for k in range(3):
         picked = Sharded(found, [min(k, len(g.choices) - 1) for g in found.choices.groups])
         assert {str(picked.storage[n]) for n in ("calls", "mean")} == {"replicated"}
-        check_cost(picked, seconds_error=0.01, saved_error=0.4)
+        check_cost(picked, seconds_error=0.01, saved_error=0.15)
 
 
 @pytest.mark.parametrize("zero1", [False, True])

@@ -83,10 +83,15 @@ def step_seconds(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[
 
 
 def memory(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, ...]) -> list[int]:
-    needs = [0] * problem.stages
+    needs, made = [0] * problem.stages, {}
+    copies: set[tuple] = set()
     for group, k, s in zip(problem.graph.groups, picks, stage_of):
         choice = group.choices[k]
         needs[s] += choice.weight_bytes + problem.in_flight[s] * choice.saved_bytes
+        copies |= {(s, v, made[v], read) for v, read in zip(group.reads, choice.takes) if made[v] != read}
+        made |= dict(zip(group.makes, choice.gives))
+    for s, *copied in copies:
+        needs[s] += problem.in_flight[s] * problem.graph.conversions[tuple(copied)].saved_bytes
     return needs
 
 

@@ -16,7 +16,7 @@ from autopar.pricing import Costs
 from autopar.refine import refine
 from autopar.solve import Constraints, JointProblem, Priced, search, solve_shardings
 from autopar.solve.constraints import boundary_links
-from autopar.solve.sharding_cost import conversion_seconds, wires
+from autopar.solve.sharding_cost import conversion, wires
 from tests.choice_graphs import RANKS, choice_graphs, vit_choices
 from tests.test_joint import brute_force, step_seconds
 
@@ -56,7 +56,7 @@ class ChoicePrices:
             made = wire.gives[picks[wire.producer]]
             first = {r.takes[picks[r.group]]: r.group for r in reversed(wire.readings)}
             for layout, reader in first.items():
-                seconds[reader] += conversion_seconds(self.choice_graph, wire.value, made, layout)
+                seconds[reader] += conversion(self.choice_graph, wire.value, made, layout).seconds
             num_bytes = value_bytes[wire.value] // RANKS ** len(made.splits)
             flows.append(Flow(wire.value, wire.producer, tuple(r.group for r in wire.readings), num_bytes, True))
         names = [(group.name,) if number < len(groups) - 1 else () for number, group in enumerate(groups)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ir.choices import ChoiceGraph
+from autopar.ir.choices import Choice, ChoiceGraph, Conversion
 from autopar.ir.layout import REPLICATED
 from autopar.solve.sharding_cost import Prices
 from autopar.solve.sharding_program import edges, sharding_program
@@ -30,17 +30,22 @@ def allowed(graph: ChoiceGraph) -> list[tuple[int, ...]]:
     return found
 
 
-def microbatch_seconds(graph: ChoiceGraph, picks: tuple[int, ...]) -> float:
+def chosen_and_converted(graph: ChoiceGraph, picks: tuple[int, ...]) -> tuple[list[Choice], list[Conversion]]:
     chosen = [g.choices[k] for g, k in zip(graph.groups, picks)]
     made = {v: layout for g, c in zip(graph.groups, chosen) for v, layout in zip(g.makes, c.gives)}
     read = {(v, layout) for g, c in zip(graph.groups, chosen) for v, layout in zip(g.reads, c.takes)}
-    converted = [graph.conversions[v, made[v], layout] for v, layout in read if made[v] != layout]
+    return chosen, [graph.conversions[v, made[v], layout] for v, layout in read if made[v] != layout]
+
+
+def microbatch_seconds(graph: ChoiceGraph, picks: tuple[int, ...]) -> float:
+    chosen, converted = chosen_and_converted(graph, picks)
     return sum(c.forward_seconds + c.backward_seconds for c in (*chosen, *converted))
 
 
 def memory(graph: ChoiceGraph, picks: tuple[int, ...], in_flight: int) -> int:
-    chosen = [g.choices[k] for g, k in zip(graph.groups, picks)]
-    return sum(c.weight_bytes + in_flight * c.saved_bytes for c in chosen)
+    chosen, converted = chosen_and_converted(graph, picks)
+    weights = sum(c.weight_bytes for c in chosen)
+    return weights + in_flight * sum(c.saved_bytes for c in (*chosen, *converted))
 
 
 @given(
@@ -139,7 +144,7 @@ def test_with_many_microbatches_tokens_stay_split_and_are_exchanged_around_atten
 def test_the_program_does_not_grow_with_depth() -> None:
     """From 3 blocks on: the ends of a chain of blocks and its middle are all there is."""
     sizes = {
-        blocks: (len(edges(graph)), len(sharding_program(graph, Prices(8)).lp.variables()))
+        blocks: (len(edges(graph, Prices(8))), len(sharding_program(graph, Prices(8)).lp.variables()))
         for blocks in (3, 40)
         for graph in (vit_choices(blocks),)
     }

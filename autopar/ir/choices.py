@@ -56,10 +56,14 @@ class ChoiceGroup:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Time to bring a tensor from the layout in which it is made into one in which it is read, per microbatch."""
+    """Time to bring a tensor from the layout in which it is made into one in which it is read, per microbatch.
+
+    ``saved_bytes`` of the copy that is made are kept for the backward besides the tensor itself.
+    """
 
     forward_seconds: float
     backward_seconds: float
+    saved_bytes: int = 0
 
     @property
     def seconds(self) -> float:

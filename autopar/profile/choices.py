@@ -18,7 +18,7 @@ from autopar.profile.holding import Sharing, held_part
 from autopar.profile.operations import NO_FACTORS, UNMEASURED, Factors, Pricing, op_costs, part_cost
 from autopar.profile.price import LOSS
 from autopar.profile.rulebook import RuleBook
-from autopar.profile.run_cost import Costing, Owners, owners
+from autopar.profile.run_cost import Costing, Owners, owners, saved_by
 from autopar.rules.convert import steps
 from autopar.rules.joined import before_layer, is_layer
 
@@ -75,7 +75,7 @@ def choice_graph(
         listed.append(ChoiceGroup(members.anchor.name, kind.number, side.reads, side.makes, side.weights, renamed))
     listed.append(loss_group(graph, len(numbers)))
     made = {name: round(pricing.num_bytes(name)) for side in sides for name in side.makes}
-    return ChoiceGraph(tuple(listed), made, conversions(listed, pricing, setting))
+    return ChoiceGraph(tuple(listed), made, conversions(listed, groups, owned, pricing, setting))
 
 
 def with_replicas(choices: ChoiceGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> ChoiceGraph:
@@ -137,10 +137,11 @@ def loss_group(graph: Graph, kind: int) -> ChoiceGroup:
 
 
 def conversions(
-    groups: Sequence[ChoiceGroup], pricing: Pricing, setting: Setting
+    groups: Sequence[ChoiceGroup], members: Sequence[Members], owned: Owners, pricing: Pricing, setting: Setting
 ) -> Mapping[tuple[str, Layout, Layout], Conversion]:
     """Every conversion between two layouts that can occur."""
     book, layers = setting.book, dict(lone_layers(pricing, setting.factors))
+    copies = saved_twice(members, owned, pricing)
     gives: dict[str, set[Layout]] = {}
     known: dict[tuple, Conversion] = {}
     found: dict[tuple[str, Layout, Layout], Conversion] = {}
@@ -151,13 +152,30 @@ def conversions(
                 for made in gives[name]:
                     if made == read:
                         continue
-                    key = (made, read, num_bytes, trained, layer)
+                    key = (made, read, num_bytes, trained, layer, name in copies)
                     if key not in known:
                         known[key] = conversion(made, read, num_bytes, trained, layer, pricing)
+                        if name in copies:
+                            saved = round(num_bytes / (pricing.ranks if read.splits else 1))
+                            known[key] = replace(known[key], saved_bytes=saved)
                     found[name, made, read] = known[key]
         for i, name in enumerate(group.makes):
             gives[name] = {choice.gives[i] for choice in group.choices}
     return found
+
+
+def saved_twice(groups: Sequence[Members], owned: Owners, pricing: Pricing) -> frozenset[str]:
+    """Values that the group that makes them saves, or an earlier one, and one that reads them saves again if it reads
+    them in another layout."""
+    maker = {v.name: number for number, members in enumerate(groups) for op in members.ops for v in op.outputs}
+    found: set[str] = set()
+    for number, members in enumerate(groups):
+        roots = {root for op in members.ops for root, _ in saved_by(op, pricing)}
+        for name in {name for op in members.ops for name in op.reads}:
+            root = pricing.root.get(name, name)
+            if root in roots and owned.saved[root] <= maker.get(name, -1) < number:
+                found.add(name)
+    return frozenset(found)
 
 
 def conversion(

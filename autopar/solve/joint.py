@@ -51,11 +51,12 @@ def solve_joint(
     Σ_k w[v, k, s] = y[v, s] − y[v, s−1]                    `placements`
     Σ_{B, s} e_j[A, B, s] = Σ_{k: gives = A} x[f made, k]   `reading_of`
     Σ_A e_j[A, B, s] = Σ_{k: takes = B} w[j, k, s]          `reading_of`
-    c[f, A, B, s] >= e_j[A, B, s]                           `conversion_times`
+    c[f, A, B, s] >= e_j[A, B, s]                           `conversions`
     x[f, s] >= y[producer, s] − y[consumer, s]              `crossings`
     r[f, b, s] >= Σ_{k: bytes >= b, s' <= s}                `wide_transfers`: transfers are 2·(α·a + Σ x·least bytes/β
     w[producer, k, s'] − y[consumer, s]                     + Σ r·more bytes/β)
-    Σ w · (weight bytes + n_s · saved bytes) <= capacity    `add_capacity`
+    Σ w · (weight bytes + n_s · saved bytes)                `add_capacity`
+    + n_s · Σ c · saved bytes <= capacity
     T >= t[s] = Σ w·seconds + Σ c·conversion + transfers    `add_step_time`
     O >= Σ w·step seconds                                   `add_step_time`
     minimise (m − 1)·T + Σ t[s] + O                         `add_step_time`

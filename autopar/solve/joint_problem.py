@@ -11,7 +11,7 @@ from autopar.ir.choices import ChoiceGraph
 from autopar.ir.layout import Layout
 from autopar.solve.evaluate import one_way_seconds
 from autopar.solve.problem import CutProblem
-from autopar.solve.sharding_cost import conversion_seconds, wires
+from autopar.solve.sharding_cost import conversion, wires
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,9 @@ def stage_loads(problem: JointProblem, answer: Assignment) -> tuple[StageLoad, .
     for wire in wires(graph):
         made = wire.gives[answer.picks[wire.producer]]
         for s, read in {(stage_of[r.group], r.takes[answer.picks[r.group]]) for r in wire.readings}:
-            seconds[s] += conversion_seconds(graph, wire.value, made, read)
+            converted = conversion(graph, wire.value, made, read)
+            seconds[s] += converted.seconds
+            memory[s] += problem.in_flight[s] * converted.saved_bytes
         for s in range(stage_of[wire.producer], max(stage_of[r.group] for r in wire.readings)):
             crossing[s] += local_bytes(graph.value_bytes[wire.value], made, problem.ranks)
     for s, (num_bytes, link) in enumerate(zip(crossing, problem.boundary, strict=True)):

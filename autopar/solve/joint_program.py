@@ -8,16 +8,18 @@ from itertools import pairwise
 
 import pulp
 
-from autopar.ir.choices import Choice
+from autopar.ir.choices import Choice, Conversion
 from autopar.ir.layout import Layout
 from autopar.solve.ilp import Program, crossings, new_program, transfer_times
 from autopar.solve.joint_problem import JointProblem, local_bytes, relaxed
 from autopar.solve.picks import Expr, Picks, choices_by, new_picks, transport
 from autopar.solve.ranges import Ranges
-from autopar.solve.sharding_cost import Reading, Wire, conversion_seconds, wires
+from autopar.solve.sharding_cost import Reading, Wire, conversion, wires
 
 # (group, choice, stage) -> w, 1 where the group runs this choice on this stage.
 Placed = Mapping[tuple[int, int, int], Expr]
+# What conversions on one stage cost, and 1 where they happen.
+Converted = list[tuple[Conversion, Expr]]
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ def joint_program(problem: JointProblem, ranges: Ranges) -> JointProgram:
     picks = new_picks(graph, cuts.lp)
     program = JointProgram(problem, cuts, picks, placements(cuts, picks))
     add_together(program)
+    converted = conversions(program)
     if problem.capacity_bytes is not None:
-        add_capacity(program)
-    add_step_time(program)
+        add_capacity(program, converted)
+    add_step_time(program, converted)
     return program
 
 
@@ -84,35 +87,39 @@ def add_together(program: JointProgram) -> None:
                 cuts.require(cuts.upto(other, s) - cuts.upto(first, s))
 
 
-def add_capacity(program: JointProgram) -> None:
-    """Σ w[v, k, s] · (weight bytes + n_s · saved bytes) <= capacity, n_s microbatches in flight."""
+def add_capacity(program: JointProgram, converted: Sequence[Converted]) -> None:
+    """Σ w[v, k, s] · (weight bytes + n_s · saved bytes) + n_s · Σ c[f, A, B, s] · saved bytes <= capacity, n_s
+    microbatches in flight."""
     unit = program.cuts.num_bytes
     for s, alive in enumerate(program.problem.in_flight):
-        need = ((choice.weight_bytes + alive * choice.saved_bytes, w) for choice, w in program.on(s))
+        need = [(choice.weight_bytes + alive * choice.saved_bytes, w) for choice, w in program.on(s)]
+        need += ((alive * cost.saved_bytes, c) for cost, c in converted[s])
         program.cuts.require(pulp.lpSum(num_bytes / unit * w for num_bytes, w in need) - program.cuts.one)
 
 
-def conversion_times(program: JointProgram) -> list[Expr]:
-    """Σ c[f, A, B, s] · conversion seconds of every stage, with c[f, A, B, s] >= e_j[A, B, s] for every reader j.
+def conversions(program: JointProgram) -> list[Converted]:
+    """c[f, A, B, s] of every stage with its costs, c[f, A, B, s] >= e_j[A, B, s] for every reader j.
 
     c is 1 where a reader on stage s reads in layout B what was made in layout A.
     """
-    graph, unit = program.problem.graph, program.cuts.seconds
-    times = [Expr() for _ in range(program.problem.stages)]
+    graph = program.problem.graph
+    found: list[Converted] = [[] for _ in range(program.problem.stages)]
     for number, wire in enumerate(wires(graph)):
         needed: dict[tuple[Layout, Layout, int], list[Expr]] = {}
         for j, reading in enumerate(wire.readings):
             for key, amount in reading_of(program, f"c_{number}_{j}", wire, reading).items():
                 needed.setdefault(key, []).append(amount)
         for i, ((made, read, s), amounts) in enumerate(needed.items()):
-            seconds = conversion_seconds(graph, wire.value, made, read) / unit
+            cost = conversion(graph, wire.value, made, read)
+            if not cost.seconds and not cost.saved_bytes:
+                continue
             once = amounts[0]
-            if seconds and len(amounts) > 1:
+            if len(amounts) > 1:
                 once = program.cuts.variable(f"c_{number}__{i}")
                 for amount in amounts:
                     program.cuts.require(amount - once)
-            times[s] += seconds * once
-    return times
+            found[s].append((cost, once))
+    return found
 
 
 def reading_of(
@@ -169,19 +176,20 @@ def wide_transfers(program: JointProgram) -> list[Expr]:
     return times
 
 
-def add_step_time(program: JointProgram) -> None:
+def add_step_time(program: JointProgram, converted: Sequence[Converted]) -> None:
     """Minimise (m − 1)·T + Σ t[s] + O with T >= t[s] and O >= Σ w[v, k, s] · step seconds.
 
     t[s] = Σ w[v, k, s] · seconds + conversions on s + transfers behind s.
     """
     cuts = program.cuts
     narrow = transfer_times(cuts, crossings(cuts))
-    wide, conversions = wide_transfers(program), conversion_times(program)
+    wide = wide_transfers(program)
     slowest, step, total = cuts.variable("T"), cuts.variable("O"), Expr()
     for s in range(program.problem.stages):
         choices = program.on(s)
         time = pulp.lpSum(choice.seconds / cuts.seconds * w for choice, w in choices)
-        time += narrow[s] + wide[s] + conversions[s]
+        time += pulp.lpSum(cost.seconds / cuts.seconds * c for cost, c in converted[s])
+        time += narrow[s] + wide[s]
         cuts.require(time - slowest)
         cuts.require(pulp.lpSum(choice.step_seconds / cuts.seconds * w for choice, w in choices) - step)
         total += time

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.choices import Choice, ChoiceGraph
+from autopar.ir.choices import Choice, ChoiceGraph, Conversion
 from autopar.ir.layout import Layout
+
+NOTHING = Conversion(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,10 @@ class Prices:
         """seconds + step_seconds / microbatches + memory_price · (weight_bytes + in_flight · saved_bytes)."""
         memory = choice.weight_bytes + self.in_flight * choice.saved_bytes
         return choice.seconds + choice.step_seconds / self.microbatches + self.memory_price * memory
+
+    def of_conversion(self, conversion: Conversion) -> float:
+        """seconds + memory_price · in_flight · saved_bytes."""
+        return conversion.seconds + self.memory_price * self.in_flight * conversion.saved_bytes
 
 
 @dataclass(frozen=True)
@@ -68,24 +74,25 @@ def wires(graph: ChoiceGraph) -> tuple[Wire, ...]:
     )
 
 
-def conversion_seconds(graph: ChoiceGraph, value: str, made: Layout, read: Layout) -> float:
-    """Time to convert a value, forward and backward; none where it is read as it was made."""
+def conversion(graph: ChoiceGraph, value: str, made: Layout, read: Layout) -> Conversion:
+    """What converting a value costs, forward and backward; nothing where it is read as it was made."""
     if made == read:
-        return 0.0
+        return NOTHING
     assert (value, made, read) in graph.conversions, f"no conversion of {value} from {made} to {read}"
-    return graph.conversions[value, made, read].seconds
+    return graph.conversions[value, made, read]
 
 
 def sharding_cost(graph: ChoiceGraph, picks: Sequence[int], in_flight: int = 1) -> ShardingCost:
     """The cost of the given choice of every group, each conversion paid once per value."""
     chosen = [group.choices[k] for group, k in zip(graph.groups, picks, strict=True)]
-    seconds = sum(choice.seconds for choice in chosen)
+    converted: list[Conversion] = []
     for wire in wires(graph):
         made = wire.gives[picks[wire.producer]]
         read = {reading.takes[picks[reading.group]] for reading in wire.readings}
-        seconds += sum(conversion_seconds(graph, wire.value, made, layout) for layout in read)
+        converted += (conversion(graph, wire.value, made, layout) for layout in read)
+    saved = sum(cost.saved_bytes for cost in (*chosen, *converted))
     return ShardingCost(
-        seconds=seconds,
+        seconds=sum(cost.seconds for cost in (*chosen, *converted)),
         step_seconds=sum(choice.step_seconds for choice in chosen),
-        memory_bytes=sum(choice.weight_bytes + in_flight * choice.saved_bytes for choice in chosen),
+        memory_bytes=sum(choice.weight_bytes for choice in chosen) + in_flight * saved,
     )

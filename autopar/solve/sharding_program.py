@@ -10,7 +10,7 @@ import pulp
 from autopar.ir.choices import ChoiceGraph
 from autopar.ir.layout import Layout
 from autopar.solve.picks import Expr, Picks, choices_by, new_picks, transport
-from autopar.solve.sharding_cost import Prices, conversion_seconds, wires
+from autopar.solve.sharding_cost import Prices, conversion, wires
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,12 @@ class KindLayouts:
 class Edge:
     """All values that one kind makes alike and the same kinds read alike, as one.
 
-    ``seconds`` of each pair (made, read) that can occur and costs something are summed over these values.
+    ``prices`` of each pair (made, read) that can occur and costs something are summed over these values.
     """
 
     producer: KindLayouts
     readers: tuple[KindLayouts, ...]
-    seconds: Mapping[tuple[Layout, Layout], float]
+    prices: Mapping[tuple[Layout, Layout], float]
 
 
 @dataclass(frozen=True)
@@ -52,18 +52,18 @@ def layout_pairs(producer: KindLayouts, reader: KindLayouts) -> dict[tuple[Layou
     return found
 
 
-def edges(graph: ChoiceGraph) -> tuple[Edge, ...]:
+def edges(graph: ChoiceGraph, prices: Prices) -> tuple[Edge, ...]:
     """The values of the model, those at the same place of a repeated block collapsed into one."""
     found: dict[tuple[KindLayouts, tuple[KindLayouts, ...]], dict[tuple[Layout, Layout], float]] = {}
     for wire in wires(graph):
         producer = KindLayouts(graph.groups[wire.producer].kind, wire.gives)
         readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.takes) for r in wire.readings))
-        seconds = found.setdefault((producer, readers), {})
+        paid = found.setdefault((producer, readers), {})
         for made, read in {pair: None for reader in readers for pair in layout_pairs(producer, reader)}:
-            once = conversion_seconds(graph, wire.value, made, read)
+            once = prices.of_conversion(conversion(graph, wire.value, made, read))
             if once:
-                seconds[made, read] = seconds.get((made, read), 0.0) + once
-    return tuple(Edge(*ends, seconds) for ends, seconds in found.items())
+                paid[made, read] = paid.get((made, read), 0.0) + once
+    return tuple(Edge(*ends, paid) for ends, paid in found.items())
 
 
 def sharding_program(graph: ChoiceGraph, prices: Prices) -> ShardingProgram:
@@ -71,7 +71,7 @@ def sharding_program(graph: ChoiceGraph, prices: Prices) -> ShardingProgram:
     lp = pulp.LpProblem("shardings")
     picks = new_picks(graph, lp)
     unit = sum(prices.of(group.choices[0]) for group in graph.groups) or 1.0
-    lp.setObjective(choice_costs(picks, prices, unit) + conversion_costs(picks, lp, unit))
+    lp.setObjective(choice_costs(picks, prices, unit) + conversion_costs(picks, lp, prices, unit))
     return ShardingProgram(lp, picks, unit)
 
 
@@ -84,14 +84,14 @@ def choice_costs(picks: Picks, prices: Prices, unit: float) -> Expr:
     return pulp.lpSum(cost * picks.x[pair] for pair, cost in costs.items())
 
 
-def conversion_costs(picks: Picks, lp: pulp.LpProblem, unit: float) -> Expr:
-    """Σ seconds[A, B] · s[A, B] over all edges, with s[A, B] >= e_j[A, B] for every reader j."""
+def conversion_costs(picks: Picks, lp: pulp.LpProblem, prices: Prices, unit: float) -> Expr:
+    """Σ prices[A, B] · s[A, B] over all edges, with s[A, B] >= e_j[A, B] for every reader j."""
     total = Expr()
-    for number, edge in enumerate(edges(picks.graph)):
+    for number, edge in enumerate(edges(picks.graph, prices)):
         needed: dict[tuple[Layout, Layout], list[Expr]] = {}
         for j, reader in enumerate(edge.readers):
             for pair, amount in occurrence(picks, lp, f"e_{number}_{j}", edge.producer, reader).items():
-                if pair in edge.seconds:
+                if pair in edge.prices:
                     needed.setdefault(pair, []).append(amount)
         for i, (pair, amounts) in enumerate(needed.items()):
             once = amounts[0]
@@ -99,7 +99,7 @@ def conversion_costs(picks: Picks, lp: pulp.LpProblem, unit: float) -> Expr:
                 once = Expr(lp.add_variable(f"s_{number}_{i}", 0))
                 for amount in amounts:
                     lp.addConstraint(amount - once <= 0)
-            total += edge.seconds[pair] / unit * once
+            total += edge.prices[pair] / unit * once
     return total
 
 

@@ -85,7 +85,8 @@ def solve_shardings(
     s[A, B] >= e_j[A, B]                                   `conversion_costs`
     minimise Σ x · (seconds + step seconds / m             `choice_costs`, summed over the groups of a kind
     + price · (weight bytes + in flight · saved bytes))
-    + Σ s[A, B] · conversion seconds                       `conversion_costs`, summed over the values of an edge
+    + Σ s[A, B] · (conversion seconds                      `conversion_costs`, summed over the values of an edge
+    + price · in flight · saved bytes)
     =====================================================  =======================================================
 
     If the time limit ends the search with nothing better, everything is replicated and the gap says how far that may
