@@ -12,6 +12,7 @@ from autopar.errors import HardwareError
 from autopar.hardware import Efficiency, Hardware, Launch, Link
 from autopar.ir import Graph, LocalDevice, Op, broadcast_layout, split_layout
 from autopar.profile import Sharing, op_facts, price, reweighted
+from autopar.profile.operations import Pricing, op_costs
 
 
 def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
@@ -43,6 +44,21 @@ def test_seconds_are_the_larger_of_arithmetic_and_traffic():
     # bytes of x and y; in the backward gradients of y, w and b
     assert first.transient_bytes == 64 + 128 + 32
     assert loss.seconds == 0
+
+
+def test_a_working_set_is_beyond_what_has_been_saved():
+    """Of a sum of residuals: its other summand and itself, since a relu keeps the first and its gradients are one."""
+    residual = graph(
+        (X,),
+        (parameter("a", 4, 4), parameter("b", 4, 4)),
+        op("aten.linear.default", ("%x", "%a"), value("one", 2, 4)),
+        op("aten.relu.default", ("%one",), value("kept", 2, 4)),
+        op("aten.linear.default", ("%kept", "%b"), value("two", 2, 4)),
+        op("aten.add.Tensor", ("%kept", "%two"), value("sum", 2, 4)),
+        op("aten.relu.default", ("%sum",), value("out", 2, 4)),
+    )
+    costs = op_costs(Pricing(residual, op_facts(residual), MACHINE, 2))
+    assert costs["sum"].transient_bytes == 32 + 32
 
 
 def test_a_backward_launches_a_kernel_for_each_gradient():

@@ -19,8 +19,9 @@ class Group:
     """Operations that always share a stage: an anchor (a matmul, a norm, …) and the light ones that follow it.
 
     ``seconds`` are per microbatch on one device. ``saved_bytes`` stay alive from forward to backward, per microbatch,
-    counting only storages that no other group saves too; ``transient_bytes`` is the working set of its largest
-    operation, and ``workspace_bytes`` what its kernels may take while nothing else was let go of yet.
+    counting only storages that no other group saves too; ``transient_bytes`` is what its largest operation needs
+    beyond what has been saved until then, and ``workspace_bytes`` what its kernels may take while nothing else was let
+    go of yet.
 
     On a stage that recomputes, the group keeps only ``kept_bytes`` from forward to backward, per microbatch, and
     when its backward runs, ``segment_bytes`` are there again: what its segment saves up to this group.

@@ -37,7 +37,8 @@ Measured = Iterable[tuple[tuple[str, ...], float, float]]
 
 @dataclass(frozen=True)
 class OpCost:
-    """One operation at the priced batch: seconds, forward FLOPs, and the bytes that only it needs while it runs.
+    """One operation at the priced batch: seconds, forward FLOPs, and the bytes that it needs while it runs beyond what
+    has been saved until then.
 
     ``passes_seconds`` of the backward go into what is read again, and into adding to sums of gradients.
     """
@@ -92,6 +93,16 @@ class Pricing:
     def root(self) -> Mapping[str, str]:
         return roots(self.graph, self.facts)
 
+    @cached_property
+    def held(self) -> Mapping[str, frozenset[str]]:
+        """Of what each operation reads and makes: what it or an earlier one saves for the backward."""
+        saved, found = set[str](), dict[str, frozenset[str]]()
+        for op in self.graph.ops:
+            saved.update(self.root.get(name, name) for name in self.facts.ops[op.name].saved_names(op))
+            around = (*op.reads, *(v.name for v in op.outputs))
+            found[op.name] = frozenset(name for name in around if self.root.get(name, name) in saved)
+        return found
+
 
 def kind_of(op: Op, graph: Graph, flops: float) -> Kind:
     """Which efficiency curve an operation follows."""
@@ -136,8 +147,9 @@ def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
     stored = {weight.name: weight.stored_dtype for weight in graph.weights}
     costs: dict[str, OpCost] = {}
     for op in graph.ops:
-        sources = tuple((stored.get(name), name in fed, name in pricing.added_to) for name in op.reads)
-        arriving = tuple(v.requires_grad for v in op.outputs)
+        held = pricing.held[op.name]
+        sources = tuple((stored.get(name), name in fed, name in pricing.added_to, name in held) for name in op.reads)
+        arriving = tuple((v.requires_grad, v.name in held) for v in op.outputs)
         # Equal operations have one object for their facts.
         key = (id(pricing.facts.ops[op.name]), op.name in fed, sources, arriving)
         if key not in known:
@@ -182,8 +194,9 @@ def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts
         sums = has_sums(op, pricing, kind, products)
         if again := backward_bytes(op, facts, sums, num_bytes, hardware.device_type == "cuda"):
             beyond += hardware.op_seconds("memory", 0.0, again, dtype)
-    activations = sum(num_bytes(r) for r in op.reads if r not in pricing.graph.weight)
-    forward_set = round(activations + outputs) if facts.moves_data else 0
+    around = (*(r for r in op.reads if r not in pricing.graph.weight), *(v.name for v in op.outputs))
+    alone = sum(num_bytes(name) for name in around if name not in pricing.held[op.name])
+    forward_set = round(alone) if facts.moves_data else 0
     working_set = max(forward_set, round(arriving + written) if facts.gradients else 0)
     return OpCost(forward, backward + beyond, flops, working_set, passes_seconds=beyond)
 
