@@ -302,6 +302,31 @@ def check_cost(found: Sharded, seconds_error: float, saved_error: float) -> None
     assert sum(c.step_seconds for c in found.choices) == pytest.approx(optimizer)
 
 
+def test_a_copy_counts_where_a_reader_keeps_it_besides_the_one_it_is_made_of():
+    """What a relu saves is saved again by a linear layer that reads it in another layout, but not by a sum."""
+    read = case_of(
+        graph(
+            (value("x", 4, 8),),
+            (parameter("a", 8, 8), parameter("b", 8, 8)),
+            op("aten.linear.default", ("%x", "%a"), value("one", 4, 8)),
+            op("aten.relu.default", ("%one",), value("kept", 4, 8)),
+            op("aten.linear.default", ("%kept", "%b"), value("two", 4, 8)),
+            op("aten.relu.default", ("%two",), value("summand", 4, 8)),
+            op("aten.add.Tensor", ("%summand", "%kept"), value("out", 4, 8)),
+        ),
+        2,
+    ).choices
+    kept = {(made, taken): c.saved_bytes for (name, made, taken), c in read.conversions.items() if name == "kept"}
+    linear = next(g for g in read.groups if g.name == "two")
+    taken = {choice.takes[linear.reads.index("kept")] for choice in linear.choices}
+    whole = 4 * 8 * 4
+    for (made, layout), num_bytes in kept.items():
+        copied = layout in taken and (made.splits or layout.splits)
+        assert num_bytes == (0 if not copied else whole // 2 if layout.splits else whole)
+    assert {0, whole // 2, whole} == set(kept.values())
+    assert not any(c.saved_bytes for (name, *_), c in read.conversions.items() if name == "summand")
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_good_assignment_costs_what_its_graph_costs(name: str, ranks: int):
@@ -326,7 +351,7 @@ def test_any_assignment_costs_about_what_its_graph_costs(name: str):
     sizes = {g.kind: len(g.choices) for g in case(name).choices.groups}
     for _ in range(2):
         found = case(name).sharded({kind: draw.randrange(size) for kind, size in sizes.items()})
-        check_cost(found, seconds_error=0.06, saved_error=0.15)
+        check_cost(found, seconds_error=0.06, saved_error=0.07)
 
 
 def test_state_that_is_updated_in_place_stays_where_it_is():
@@ -334,7 +359,7 @@ def test_state_that_is_updated_in_place_stays_where_it_is():
     for k in range(3):
         picked = Sharded(found, [min(k, len(g.choices) - 1) for g in found.choices.groups])
         assert {str(picked.storage[n]) for n in ("calls", "mean")} == {"replicated"}
-        check_cost(picked, seconds_error=0.01, saved_error=0.15)
+        check_cost(picked, seconds_error=0.01, saved_error=0.07)
 
 
 @pytest.mark.parametrize("zero1", [False, True])

@@ -45,6 +45,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Hardware, float, float]] = {
     "layer norm on CPU": (layer_norm, FREE, 0, 0),
     "layer norm without weights": (lambda: layer_norm(False), CUDA, 0, 0),
     "batch norm": (lambda: batch_norm(True), CUDA, X, 2 * X),
+    "batch norm that is told its statistics": (lambda: batch_norm(False), CUDA, 0, X),
     "batch norm on CPU": (lambda: batch_norm(True), FREE, X, 2 * X),
     "group norm": (lambda: nn.GroupNorm(2, 6), CUDA, X, 2 * X),
     "layer scale": (Scaled, CUDA, 0, X),

@@ -254,3 +254,16 @@ def test_only_compiled_linear_layers_add_to_gradients(compiled: bool, captured: 
     model = trace(layers, (torch.randn(2, 4),))
     pricing = Pricing(model, op_facts(model), MACHINE.running(Way(compiled, captured)), 2)
     assert pricing.added_to == ({"1.weight", "2.weight"} if compiled else set())
+
+
+def test_a_linear_layer_of_a_weight_or_a_buffer():
+    """Swin v2 has one that reads a table of coordinates."""
+    model = graph(
+        (value("x", 2, 4, grad=False),),
+        (parameter("token", 2, 4), buffer("table", 2, 4), parameter("a", 4, 4), parameter("b", 4, 4)),
+        op("aten.linear.default", ("%token", "%a"), value("one", 2, 4)),
+        op("aten.linear.default", ("%table", "%b"), value("two", 2, 4)),
+        op("aten.add.Tensor", ("%one", "%two"), value("bias", 2, 4)),
+        op("aten.add.Tensor", ("%bias", "%x"), value("out", 2, 4)),
+    )
+    assert Pricing(model, op_facts(model), MACHINE.running(Way(True, True)), 2).added_to == {"a"}

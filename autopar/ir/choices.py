@@ -56,9 +56,10 @@ class ChoiceGroup:
 
 @dataclass(frozen=True)
 class Conversion:
-    """Time to bring a tensor from the layout in which it is made into one in which it is read, per microbatch.
+    """What it costs to bring a tensor from the layout in which it is made into one in which it is read, per microbatch.
 
-    ``saved_bytes`` of the copy that is made are kept for the backward besides the tensor itself.
+    ``saved_bytes`` of the copy that is made are kept for the backward besides the tensor itself; conversions inside a
+    group have theirs in the group's.
     """
 
     forward_seconds: float

@@ -139,9 +139,19 @@ def loss_group(graph: Graph, kind: int) -> ChoiceGroup:
 def conversions(
     groups: Sequence[ChoiceGroup], members: Sequence[Members], owned: Owners, pricing: Pricing, setting: Setting
 ) -> Mapping[tuple[str, Layout, Layout], Conversion]:
-    """Every conversion between two layouts that can occur."""
+    """Every conversion between two layouts that can occur.
+
+    Error: a copy counts as saved if some reader that saves may read in its layout, whether or not that one does.
+    """
     book, layers = setting.book, dict(lone_layers(pricing, setting.factors))
-    copies = saved_twice(members, owned, pricing)
+    twice = saved_twice(members, owned, pricing)
+    kept = {
+        (name, choice.takes[i])
+        for number, group in enumerate(groups)
+        for i, name in enumerate(group.reads)
+        if (name, number) in twice
+        for choice in group.choices
+    }
     gives: dict[str, set[Layout]] = {}
     known: dict[tuple, Conversion] = {}
     found: dict[tuple[str, Layout, Layout], Conversion] = {}
@@ -152,29 +162,29 @@ def conversions(
                 for made in gives[name]:
                     if made == read:
                         continue
-                    key = (made, read, num_bytes, trained, layer, name in copies)
+                    copied = (name, read) in kept and bool(made.splits or read.splits)
+                    saved = round(num_bytes / (pricing.ranks if read.splits else 1)) if copied else 0
+                    key = (made, read, num_bytes, trained, layer, saved)
                     if key not in known:
-                        known[key] = conversion(made, read, num_bytes, trained, layer, pricing)
-                        if name in copies:
-                            saved = round(num_bytes / (pricing.ranks if read.splits else 1))
-                            known[key] = replace(known[key], saved_bytes=saved)
+                        seconds = conversion(made, read, num_bytes, trained, layer, pricing)
+                        known[key] = replace(seconds, saved_bytes=saved)
                     found[name, made, read] = known[key]
         for i, name in enumerate(group.makes):
             gives[name] = {choice.gives[i] for choice in group.choices}
     return found
 
 
-def saved_twice(groups: Sequence[Members], owned: Owners, pricing: Pricing) -> frozenset[str]:
-    """Values that the group that makes them saves, or an earlier one, and one that reads them saves again if it reads
-    them in another layout."""
+def saved_twice(groups: Sequence[Members], owned: Owners, pricing: Pricing) -> frozenset[tuple[str, int]]:
+    """Values that the group that makes them saves, or an earlier one, and the numbers of those that save them again if
+    they read them in another layout."""
     maker = {v.name: number for number, members in enumerate(groups) for op in members.ops for v in op.outputs}
-    found: set[str] = set()
+    found: set[tuple[str, int]] = set()
     for number, members in enumerate(groups):
         roots = {root for op in members.ops for root, _ in saved_by(op, pricing)}
         for name in {name for op in members.ops for name in op.reads}:
             root = pricing.root.get(name, name)
             if root in roots and owned.saved[root] <= maker.get(name, -1) < number:
-                found.add(name)
+                found.add((name, number))
     return frozenset(found)
 
 

@@ -38,7 +38,7 @@ Measured = Iterable[tuple[tuple[str, ...], float, float]]
 @dataclass(frozen=True)
 class OpCost:
     """One operation at the priced batch: seconds, forward FLOPs, and the bytes that it needs while it runs beyond what
-    has been saved until then.
+    has been saved until then; a collective's count whole.
 
     ``passes_seconds`` of the backward go into what is read again, and into adding to sums of gradients.
     """

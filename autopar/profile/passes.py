@@ -13,8 +13,8 @@ from autopar.hardware import Hardware
 from autopar.ir import DTYPE_BYTES, Graph, Op
 from autopar.operators import named_arguments
 from autopar.profile.facts import OpFacts
+from autopar.rules.joined import is_layer
 
-LINEAR = "aten.linear.default"
 # Normalised over more than fits beside a kernel: statistics first, then values. The backward likewise.
 ACROSS_SAMPLES = ("aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default")
 ALONG_ROWS = ("aten.layer_norm.default", "aten.rms_norm.default")
@@ -57,7 +57,8 @@ def summed_bytes(
 
     Args:
         added: weights whose sums the product itself adds to.
-    Error: those of vectors are left out.
+    Error: those of vectors are left out. A step's first microbatch reads no sums, and without replicas, stages or
+        low-precision copies gradients stay where they come, so that one microbatch adds nothing.
     """
     moved = 0.0
     for name in (op.reads[i] for i in facts.gradients):
@@ -70,9 +71,12 @@ def summed_bytes(
 
 
 def added_to(graph: Graph, hardware: Hardware) -> frozenset[str]:
-    """Weights to whose gradients compiled linear layers add: those that nothing else reads."""
+    """Weights to whose gradients compiled linear layers add: those that nothing else reads.
+
+    Error: layers that are one operation with a collective do not, and those that do write no gradient of their own.
+    """
     if not hardware.way.compiled:
         return frozenset()
     reads = Counter(name for op in graph.ops for name in op.reads)
-    layers = (op for op in graph.ops if op.target == LINEAR and graph.values[op.reads[0]].requires_grad)
+    layers = (op for op in graph.ops if is_layer(op) and graph.readable[op.reads[0]].requires_grad)
     return frozenset(op.reads[1] for op in layers if reads[op.reads[1]] == 1)

@@ -16,7 +16,6 @@ from autopar.profile.holding import ALONE, Sharing, held
 from autopar.profile.operations import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs
 
 LOSS = "loss"
-LINEAR = "aten.linear.default"
 WORKSPACE = 2  # of cuDNN's convolutions, as a multiple of what they read and make
 
 
@@ -59,7 +58,7 @@ def price(
     costs = exposed(pricing, costs)
     priced = [group_of_members(m, [costs[op.name] for op in m.ops], own_saved[i]) for i, m in enumerate(members)]
     if hardware.device_type == "cuda":
-        priced = [with_workspace(group, m) for group, m in zip(priced, members, strict=True)]
+        priced = [with_workspace(group, m, pricing) for group, m in zip(priced, members, strict=True)]
     sets = (tuple(sorted({group_of[name] for name in names})) for names in graph.together)
     return CostGraph(
         model=graph.model,
@@ -103,14 +102,17 @@ def group_of_members(members: Members, costs: list[OpCost], saved_bytes: int) ->
     )
 
 
-def with_workspace(group: Group, members: Members) -> Group:
+def with_workspace(group: Group, members: Members, pricing: Pricing) -> Group:
     """A group as GPUs run it: cuDNN tries its convolutions with workspaces in the first steps.
 
     Error: fitted to ResNet-50 alone, 256 images in bf16 on an H200 (`docs/benchmarks/h200-x2-resnet50-dp2.json`), which
-        took 1.13 GiB beyond what is accounted for otherwise, 1.96 times the largest working set of its convolutions.
+        took 1.13 GiB beyond what is accounted for otherwise, 1.96 times what the largest of its convolutions reads and
+        makes.
     """
-    convolves = any("conv" in op.target for op in members.ops)
-    return replace(group, workspace_bytes=WORKSPACE * group.transient_bytes) if convolves else group
+    convolutions = [op for op in members.ops if "conv" in op.target]
+    around = [(*(n for n in op.reads if n not in pricing.graph.weight), op.outputs[0].name) for op in convolutions]
+    most = max((sum(map(pricing.num_bytes, names)) for names in around), default=0)
+    return replace(group, workspace_bytes=WORKSPACE * most)
 
 
 # -- what flows and what stays ---------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ def conversion(graph: ChoiceGraph, value: str, made: Layout, read: Layout) -> Co
 
 
 def sharding_cost(graph: ChoiceGraph, picks: Sequence[int], in_flight: int = 1) -> ShardingCost:
-    """The cost of the given choice of every group, each conversion paid once per value."""
+    """The cost of the given choice of every group, each conversion paid once per value and layout."""
     chosen = [group.choices[k] for group, k in zip(graph.groups, picks, strict=True)]
     converted: list[Conversion] = []
     for wire in wires(graph):

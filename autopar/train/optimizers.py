@@ -14,6 +14,7 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.runtime import Parameters
+from autopar.train.optional import needed
 from autopar.zoo import need
 
 
@@ -173,4 +174,4 @@ def timm_average(decay: float) -> Callable[[nn.Module], Any]:
     Raises:
         UsageError: timm is not there.
     """
-    return functools.partial(need("timm.utils", "A moving average of weights").ModelEmaV3, decay=decay)
+    return functools.partial(needed("timm.utils", "--model-ema").ModelEmaV3, decay=decay)
