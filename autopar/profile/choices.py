@@ -144,14 +144,7 @@ def conversions(
     Error: a copy counts as saved if some reader that saves may read in its layout, whether or not that one does.
     """
     book, layers = setting.book, dict(lone_layers(pricing, setting.factors))
-    twice = saved_twice(members, owned, pricing)
-    kept = {
-        (name, choice.takes[i])
-        for number, group in enumerate(groups)
-        for i, name in enumerate(group.reads)
-        if (name, number) in twice
-        for choice in group.choices
-    }
+    kept = saved_copies(groups, members, owned, pricing)
     gives: dict[str, set[Layout]] = {}
     known: dict[tuple, Conversion] = {}
     found: dict[tuple[str, Layout, Layout], Conversion] = {}
@@ -174,17 +167,19 @@ def conversions(
     return found
 
 
-def saved_twice(groups: Sequence[Members], owned: Owners, pricing: Pricing) -> frozenset[tuple[str, int]]:
-    """Values that the group that makes them saves, or an earlier one, and the numbers of those that save them again if
-    they read them in another layout."""
-    maker = {v.name: number for number, members in enumerate(groups) for op in members.ops for v in op.outputs}
-    found: set[tuple[str, int]] = set()
-    for number, members in enumerate(groups):
-        roots = {root for op in members.ops for root, _ in saved_by(op, pricing)}
-        for name in {name for op in members.ops for name in op.reads}:
+def saved_copies(
+    groups: Sequence[ChoiceGroup], members: Sequence[Members], owned: Owners, pricing: Pricing
+) -> frozenset[tuple[str, Layout]]:
+    """Values that the group that makes them saves, or an earlier one, and the layouts in which readers may save them
+    again."""
+    maker = {name: number for number, group in enumerate(groups) for name in group.makes}
+    found: set[tuple[str, Layout]] = set()
+    for group, own in zip(groups, members):  # the loss behind them saves nothing
+        roots = {root for op in own.ops for root, _ in saved_by(op, pricing)}
+        for i, name in enumerate(group.reads):
             root = pricing.root.get(name, name)
-            if root in roots and owned.saved[root] <= maker.get(name, -1) < number:
-                found.add((name, number))
+            if root in roots and owned.saved[root] <= maker[name]:
+                found.update((name, choice.takes[i]) for choice in group.choices)
     return frozenset(found)
 
 
