@@ -21,10 +21,11 @@ from torch import nn
 from traced_once import traced_once
 
 import autopar
-from autopar.ir import REPLICATED
-from autopar.parity import EPSILON, difference
-from autopar.pytree import leaves
-from autopar.runtime import TorchrunRanks
+from autopar.ir.layout import REPLICATED
+from autopar.ir.pytree import leaves
+from autopar.runtime.launch.spmd import TorchrunRanks
+from autopar.tools.parity.compare import EPSILON
+from autopar.tools.parity.difference import difference
 
 MESHES = {
     2: ((1, 2, 1), (1, 1, 2)),
@@ -32,7 +33,7 @@ MESHES = {
 }  # (pp, tp, dp)
 MICROBATCHES = 4  # of the global batch: of one size under every mesh, so that each model is traced once
 State = dict[str, torch.Tensor]
-# As in autopar.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
+# As in autopar.tools.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
 
 

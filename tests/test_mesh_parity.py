@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from mesh_models import MODELS
 
-from autopar.hardware import cost_model_dir
+from autopar.cost.hardware.load import cost_model_dir
 
 MESHES = {2: ("1-2-1", "1-1-2"), 4: ("1-4-1", "2-2-1", "1-1-4", "2-1-2", "1-2-2")}
 TENSOR_PARALLEL = [mesh for meshes in MESHES.values() for mesh in meshes if mesh[2] != "1"]

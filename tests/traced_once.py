@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.ir import Graph, Mode
-from autopar.pytree import leaves
-from autopar.trace import trace
+from autopar.ir.graph import Graph, Mode
+from autopar.ir.pytree import leaves
+from autopar.trace.trace import trace
 
 
 @contextmanager
@@ -28,5 +28,5 @@ def traced_once() -> Iterator[None]:
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autopar.lowering.trace", kept)
+        patch.setattr("autopar.trace.lower.trace", kept)
         yield

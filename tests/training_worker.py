@@ -27,7 +27,7 @@ from traced_once import traced_once
 from zoo import tiny_vit
 
 import autopar
-from autopar.parity import difference
+from autopar.tools.parity.difference import difference
 from autopar.train import schedule, timm_optimizer
 
 MICROBATCHES, STEPS = 2, 3
