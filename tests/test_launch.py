@@ -124,7 +124,7 @@ import os, signal, sys, time
 import torch
 from torch import nn
 import autopar
-from autopar.runtime import launched
+from autopar.runtime.launch.environment import launched
 
 mode, pp, dp, backend = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 launch = launched()
@@ -270,7 +270,7 @@ TOLD = """
 import contextlib
 import os
 import random
-from autopar.runtime import told_by_first
+from autopar.runtime.launch.environment import told_by_first
 
 rank = os.environ["SLURM_PROCID"]
 for text in ("", "not here", ""):
@@ -300,7 +300,7 @@ import torch.distributed as dist
 from torch import nn
 import autopar
 from autopar.ops.collectives import COMMUNICATORS
-from autopar.runtime import launched
+from autopar.runtime.launch.environment import launched
 
 def typo(parameters):
     raise ValueError("no such optimizer")
@@ -353,7 +353,7 @@ def test_a_task_that_waits_for_others_in_vain(environ: Any, monkeypatch: pytest.
 LEAVING = """
 import atexit, sys, time
 from types import SimpleNamespace
-from autopar.ir import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.runtime.launch.spmd import TorchrunRanks
 
 class Stub(SimpleNamespace):
@@ -403,7 +403,7 @@ def test_a_failure_is_heard_while_another_thread_waits_for_a_key() -> None:
 HEARING = """
 import sys, time
 import torch.distributed as dist
-from autopar.runtime import alarm
+from autopar.runtime.launch import failure_watch as alarm
 
 alarm.POLL_SECONDS, alarm.GRACE_SECONDS, alarm.PATIENT_SECONDS = 0.05, 0.2, float(sys.argv[2])
 served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -443,7 +443,7 @@ def test_a_rank_may_close_after_its_own_failure_and_the_end_of_the_store(
 
 UNCLOSED = """
 import torch.distributed as dist
-from autopar.runtime import alarm
+from autopar.runtime.launch import failure_watch as alarm
 
 alarm.POLL_SECONDS = 0.0  # nearly always in the store, whose threads outlive Python's
 served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -327,7 +327,7 @@ sys.path.insert(0, os.environ["TESTS"])
 from handmade import plan_by_hand
 from zoo import Tied
 import autopar
-from autopar.runtime import TorchrunRanks
+from autopar.runtime.launch.spmd import TorchrunRanks
 
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])

@@ -54,4 +54,4 @@ def as_product(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
     rows = like.is_contiguous()
     if not rows and not like.is_contiguous(memory_format=FORMATS[op.target]):
         return op
-    return replace(op, target="autopar.ops.patch_embed.default", args=(x, weight, given["bias"], not rows), kwargs=())
+    return replace(op, target="autopar.patch_convolution.default", args=(x, weight, given["bias"], not rows), kwargs=())

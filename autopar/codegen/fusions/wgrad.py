@@ -62,7 +62,7 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
         taken.add(name)
         used[name] = total
         return replace(
-            op, target="autopar.ops.wgrad_accumulation.default", args=(x, weight, bias, Ref(name)), kwargs=()
+            op, target="autopar.accumulating_linear.default", args=(x, weight, bias, Ref(name)), kwargs=()
         )
 
     return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
