@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def stage(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Dotted names of everything a file imports, and ``torch.x`` where it is used as an attribute."""
     found: set[str] = set()

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from effort import only
 from test_mesh_parity import slow_compute
 from training_worker import CASES
 
@@ -37,10 +38,14 @@ def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
     return found
 
 
-def cases(kind: str) -> list[tuple[str, str]]:
+def cases(kind: str) -> list[Any]:
     """Names and meshes of the cases with averages (``ema``), with a schedule alone, or with neither (``optimizer``)."""
     kinds = {name: "ema" if c.ema else "schedule" if c.schedule else "optimizer" for name, c in CASES.items()}
-    return [(n, "-".join(map(str, mesh))) for n, c in CASES.items() if kinds[n] == kind for mesh in c.meshes]
+    cells = {
+        (name, "-".join(map(str, mesh))): mesh not in case.later
+        for name, case in CASES.items() if kinds[name] == kind for mesh in case.meshes
+    }  # fmt: skip
+    return only([cell for cell, kept in cells.items() if kept], cells)
 
 
 def assert_equals_one_device(found: list[Any], quantities: set[str]) -> None:
