@@ -1,6 +1,7 @@
 """Settings of the whole suite."""
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ from typing import Any
 import effort
 import pytest
 import torch
+import traces
 from hypothesis import settings
 
 # As many as a worker process gets on 2 cores: sums are then ordered alike, and numbers agree to the last bit.
@@ -37,9 +39,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not one of xdist's workers, which inherit it
+        os.environ[traces.VARIABLE] = tempfile.mkdtemp(prefix="autopar-test-traces-")
+    traces.share()
     if config.getoption("full"):
         os.environ[effort.VARIABLE] = "1"
     settings.load_profile("full" if effort.full() else "fast")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[traces.VARIABLE])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar import lowering
 from autopar.api import rank_specs
 from autopar.batching import as_call
 from autopar.codegen import graph_module
@@ -38,7 +39,7 @@ from autopar.runtime import RankSpec
 from autopar.runtime.rank import Rank
 from autopar.runtime.transport import Hub, LocalTransport
 from autopar.shards import part
-from autopar.trace import trace, weight_tensors
+from autopar.trace import weight_tensors
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -94,7 +95,7 @@ def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:
     Cuts avoid operations that must stay together.
     """
     call = as_call(model, x).first(2)
-    graph = trace(model, call.args, call.kwargs)
+    graph = lowering.trace(model, call.args, call.kwargs)
     place = {op.name: i for i, op in enumerate(graph.ops)}
     spans = [(min(place[n] for n in names), max(place[n] for n in names)) for names in graph.together]
     free = [i for i in range(1, len(graph.ops)) if not any(low < i <= high for low, high in spans)]

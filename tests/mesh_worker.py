@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mesh_models import BATCH, MODELS, Case
 from reference import Reference
 from torch import nn
-from traced_once import traced_once
+from traces import share
 
 import autopar
 from autopar.ir import REPLICATED
@@ -124,6 +124,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
 
 def main() -> None:
     torch.set_num_threads(1)
+    share()
     folder, hardware = Path(sys.argv[1]), sys.argv[2]
     meshes: dict[str, list[str]] = {}
     for cell in sys.argv[3:]:
@@ -135,20 +136,19 @@ def main() -> None:
         torch.manual_seed(1)
         fresh = MODELS[name].make().to(MODELS[name].dtype).state_dict()
         state = {weight: tensor + 1 for weight, tensor in fresh.items()}
-        with traced_once():
-            for mesh in meshes[name]:
-                try:
-                    zero1 = name in ("vit", "resnet18", "tied")
-                    pp, tp, dp = map(int, mesh.split("-"))
-                    result, state = run(MODELS[name], (pp, tp, dp), hardware, zero1, state)
-                except Exception:
-                    result = Result({}, {}, {}, traceback.format_exc())
-                if dist.get_rank() == 0 or result.error:
-                    suffix = f"-rank{dist.get_rank()}" if result.error else ""
-                    file = folder / f"{name}-{mesh}{suffix}.json"
-                    file.write_text(json.dumps(asdict(result)))
-                if result.error:
-                    os._exit(1)
+        for mesh in meshes[name]:
+            try:
+                zero1 = name in ("vit", "resnet18", "tied")
+                pp, tp, dp = map(int, mesh.split("-"))
+                result, state = run(MODELS[name], (pp, tp, dp), hardware, zero1, state)
+            except Exception:
+                result = Result({}, {}, {}, traceback.format_exc())
+            if dist.get_rank() == 0 or result.error:
+                suffix = f"-rank{dist.get_rank()}" if result.error else ""
+                file = folder / f"{name}-{mesh}{suffix}.json"
+                file.write_text(json.dumps(asdict(result)))
+            if result.error:
+                os._exit(1)
     dist.destroy_process_group()
 
 

@@ -134,6 +134,7 @@ TORCHRUN = """
 import os, sys, warnings
 import torch
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from checkpoint_models import IMAGES, LABELS, start
 import autopar
 

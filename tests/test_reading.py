@@ -324,6 +324,7 @@ import os, sys
 import torch
 import torch.distributed as dist
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from handmade import plan_by_hand
 from zoo import Tied
 import autopar

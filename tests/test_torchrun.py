@@ -13,6 +13,7 @@ import os, sys
 import torch, torch.distributed as dist
 from torch import nn
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from handmade import plan_by_hand
 from reference import Reference, assert_all_close, assert_close
 from zoo import Tied
@@ -111,6 +112,7 @@ REPLICAS = """
 import os, sys
 import torch
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from handmade import plan_by_hand
 from reference import Reference, assert_all_close, assert_close
 from zoo import Tied
@@ -161,6 +163,7 @@ SHARDS = """
 import os, sys
 import torch
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from handmade import plan_by_hand
 from reference import Reference, assert_all_close
 from zoo import Tied

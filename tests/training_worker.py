@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from effort import full
 from torch import nn
-from traced_once import traced_once
+from traces import share
 from zoo import tiny_vit
 
 import autopar
@@ -241,5 +241,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with traced_once():
-        main()
+    share()
+    main()
