@@ -1,4 +1,4 @@
-"""Run by torchrun: models under meshes of as many ranks as there are, compared with one device.
+"""Run as by torchrun: models under meshes of as many ranks as there are, compared with one device.
 
 Arguments: the folder for results, a cost model, then cells, as vit=1-2-1 (pp, tp, dp).
 """

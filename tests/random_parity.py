@@ -1,4 +1,4 @@
-"""A model that drops whatever can be dropped, and its losses; run by torchrun, it prints those of two replicas."""
+"""A model that drops whatever can be dropped, and its losses; run as by torchrun, it prints those of two replicas."""
 
 from __future__ import annotations
 

@@ -1,20 +1,18 @@
 """Every model family under every mesh, with real processes, against one device.
 
-torchrun starts once for two and once for four ranks; the worker (`mesh_worker`) runs all its cells there and leaves
+Ranks start once for two and once for four; the worker (`mesh_worker`) runs all its cells there and leaves
 one file per model and mesh.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from effort import full, only
+from forks import run_ranks
 from mesh_models import MODELS
 
 from autopar.hardware import cost_model_dir
@@ -48,15 +46,11 @@ def slow_compute(folder: Path) -> Path:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict]:
     folder = tmp_path_factory.mktemp("meshes")
     hardware = slow_compute(folder)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    worker = str(Path(__file__).parent / "mesh_worker.py")
     failures = []
     cells = CELLS if full() else KEPT
     for ranks in MESHES:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
         chosen = [f"{name}={mesh}" for name, mesh in cells if mesh in MESHES[ranks]]
-        done = subprocess.run([*command, worker, str(folder), str(hardware), *chosen], env=environment,
-                              capture_output=True, text=True)  # fmt: skip
+        done = run_ranks(ranks, Path(__file__).parent / "mesh_worker.py", str(folder), str(hardware), *chosen)
         if done.returncode:
             failures.append(done.stderr[-3000:])
     read = {}

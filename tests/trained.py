@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from effort import only
+from forks import run_ranks
 from test_mesh_parity import slow_compute
 from training_worker import CASES
 
@@ -19,13 +17,10 @@ WORLDS = (2, 4)
 
 def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
     """What each rank found in each case under each mesh."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    worker, hardware = str(Path(__file__).parent / "training_worker.py"), str(slow_compute(folder))
+    worker, hardware = Path(__file__).parent / "training_worker.py", str(slow_compute(folder))
     failures = []
     for ranks in WORLDS:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-        done = subprocess.run([*command, worker, str(folder), hardware], env=environment, capture_output=True,
-                              text=True)  # fmt: skip
+        done = run_ranks(ranks, worker, str(folder), hardware)
         if done.returncode:
             failures.append(done.stderr[-3000:])
     found: dict[tuple[str, str], list[Any]] = {}

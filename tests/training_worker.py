@@ -1,4 +1,4 @@
-"""Run by torchrun: optimizers, schedules, accumulation and averages under every mesh of as many ranks as there are,
+"""Run as by torchrun: optimizers, schedules, accumulation and averages under every mesh of as many ranks as there are,
 compared with the unmodified model on one device by rank 0.
 
 Arguments: the folder for results, a cost model.
