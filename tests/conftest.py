@@ -61,8 +61,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], list[Any]]:
+def trained() -> Mapping[tuple[str, str], list[Any]]:
     """For each case and mesh of `training_worker`, what each rank found; it runs once, for all files that ask."""
     from trained import train_all
 
-    return train_all(Path(tmp_path_factory.mktemp("training")))
+    folder = Path(os.environ[traces.VARIABLE]) / "training"
+    folder.mkdir(exist_ok=True)
+    return train_all(folder)

@@ -49,7 +49,7 @@ def forked(script: Path, arguments: Sequence[str], more: Sequence[Mapping[str, s
         files = [f"/proc/{os.getpid()}/fd/{file.fileno()}" for file in (out, error)]
         request = {
             "script": str(script), "arguments": arguments, "folder": str(folder or Path.cwd()), "files": files,
-            "environments": [dict(os.environ | {"OMP_NUM_THREADS": "1"} | each) for each in more],
+            "environments": [os.environ | {"OMP_NUM_THREADS": "1"} | dict(each) for each in more],
         }  # fmt: skip
         print(json.dumps(request), file=process.stdin, flush=True)
         code = int(process.stdout.readline())

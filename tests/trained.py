@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,13 +17,14 @@ WORLDS = (2, 4)
 
 
 def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
-    """What each rank found in each case under each mesh."""
-    worker, hardware = Path(__file__).parent / "training_worker.py", str(slow_compute(folder))
-    failures = []
-    for ranks in WORLDS:
-        done = run_ranks(ranks, worker, str(folder), hardware)
-        if done.returncode:
-            failures.append(done.stderr[-3000:])
+    """What each rank found in each case under each mesh.
+
+    Args:
+        folder: one for all processes of a session; the first that asks runs the cases, others wait.
+    """
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        failures = [] if list(folder.glob("*.json")) else train(folder)
     found: dict[tuple[str, str], list[Any]] = {}
     for file in sorted(folder.glob("*.json")):
         name, mesh, _ = file.stem.split("+")
@@ -31,6 +33,17 @@ def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
         failures += [f"{file.stem}: {data['error']}"] if data["error"] else []
     assert not failures, "\n".join(failures)
     return found
+
+
+def train(folder: Path) -> list[str]:
+    """Run all cases; what went wrong with each number of ranks."""
+    worker, hardware = Path(__file__).parent / "training_worker.py", str(slow_compute(folder))
+    failures = []
+    for ranks in WORLDS:
+        done = run_ranks(ranks, worker, str(folder), hardware)
+        if done.returncode:
+            failures.append(done.stderr[-3000:])
+    return failures
 
 
 def cases(kind: str) -> list[Any]:
