@@ -10,7 +10,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import parallelize, plan
+    from autopar.api.model import ParallelModel
+    from autopar.api.model_source import ModelSource
+    from autopar.api.parallelize import parallelize
+    from autopar.api.planning.plan import plan
+    from autopar.api.step_result import StepResult
     from autopar.errors import (
         AutoparError,
         CheckpointError,
@@ -28,22 +32,21 @@ if TYPE_CHECKING:
         UsageError,
         WorkerError,
     )
-    from autopar.ir import Plan
-    from autopar.model import ParallelModel, StepResult
-    from autopar.runtime import Parameters, UpdateResult
-    from autopar.zoo import ModelSource
+    from autopar.ir.plan import Plan
+    from autopar.runtime.spec import Parameters, UpdateResult
 
 __version__ = "0.1.0"
 
 # Where each public name lives. Imported at first use, so that reading a cost model needs no torch.
 _HOME = {
-    "parallelize": "api", "plan": "api", "Plan": "ir", "ParallelModel": "model", "StepResult": "model",
-    "ModelSource": "zoo", "AutoparError": "errors", "HardwareError": "errors", "InfeasibleError": "errors",
-    "NonFiniteLossWarning": "errors", "PlanDependentRandomWarning": "errors", "PlanError": "errors",
-    "TraceError": "errors", "TrainingError": "errors", "UnknownOpWarning": "errors", "UsageError": "errors",
-    "WorkerError": "errors", "Parameters": "runtime", "CheckpointError": "errors", "ResumeWarning": "errors",
-    "UpdateResult": "runtime", "DeviceMemoryError": "errors", "MicrobatchWarning": "errors",
-}  # fmt: skip
+    "parallelize": "api.parallelize", "plan": "api.planning.plan", "Plan": "ir.plan", "ParallelModel": "api.model",
+    "StepResult": "api.step_result", "ModelSource": "api.model_source", "Parameters": "runtime.spec",
+    "UpdateResult": "runtime.spec",
+} | dict.fromkeys((
+    "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError", "MicrobatchWarning",
+    "NonFiniteLossWarning", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "TraceError", "TrainingError",
+    "UnknownOpWarning", "UsageError", "WorkerError",
+), "errors")  # fmt: skip
 
 __all__ = [
     "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError", "MicrobatchWarning",

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.symmetric_axis import SymmetricCommunicator
+from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 
 
 class ThreadBoards:

@@ -17,11 +17,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from zoo import tiny_vit
 
 import autopar
-from autopar.checkpoints import read_header
-from autopar.ir import REPLICATED
-from autopar.runtime.contents import Piece, decoded_training
-from autopar.runtime.planners import DataReader, PartsLoadPlanner, read_metadata
-from autopar.shards import chunks
+from autopar.api.checkpoint import read_header
+from autopar.ir.layout import REPLICATED
+from autopar.runtime.checkpoint.dcp_planners import DataReader, PartsLoadPlanner, read_metadata
+from autopar.runtime.checkpoint.rank_state import Piece, decoded_training
+from autopar.sharding.tensors import chunks
 
 torch.manual_seed(0)
 IMAGES, LABELS = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))

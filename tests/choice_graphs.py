@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
-from autopar.ir.choices import Choice, ChoiceGraph, ChoiceGroup, Conversion
 from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, split_layout
+from autopar.ir.strategies import Choice, ChoiceGraph, ChoiceGroup, Conversion
 
 TOKENS, CHANNELS, ROWS = split_layout(1), split_layout(2), split_layout(0)
 BOTH = broadcast_layout()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from effort import full
 
-from autopar.processes import HOST, free_port
+from autopar.measure.workers import HOST, free_port
 
 PATIENT_SECONDS = 5.0  # for ranks that are told to end
 Done = subprocess.CompletedProcess[str]

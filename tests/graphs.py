@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from autopar.hardware import COMPUTE_KINDS, Efficiency, Hardware, Launch, Link
-from autopar.ir import Graph, Op, Ref, Value, Weight
+from autopar.ir.graph import Graph, Op, Ref, Value, Weight
+from autopar.ir.hardware import COMPUTE_KINDS, Efficiency, Hardware, Launch, Link
 
 MACHINE = Hardware(
     name="toy",

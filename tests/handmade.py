@@ -12,34 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import lowering
-from autopar.api import rank_specs
-from autopar.batching import as_call
-from autopar.codegen import graph_module
-from autopar.ir import (
-    TP,
-    Graph,
-    HardwareInfo,
-    InputInfo,
-    Mesh,
-    ModelInfo,
-    Plan,
-    Precision,
-    Prediction,
-    Program,
-    Ref,
-    SolverInfo,
-    Stage,
-)
-from autopar.lowering import lowered
-from autopar.machine import this_machine
-from autopar.model import ParallelModel
-from autopar.programs import Programs
-from autopar.runtime import RankSpec
+from autopar.api.model import ParallelModel
+from autopar.api.program_cache import Programs
+from autopar.api.rank_specs import rank_specs
+from autopar.codegen.emit import graph_module
+from autopar.ir.graph import Graph, Ref
+from autopar.ir.layout import TP
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import HardwareInfo, InputInfo, ModelInfo, Plan, Precision, Prediction, SolverInfo, Stage
+from autopar.ir.program import Program
+from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.launch.devices import this_machine
 from autopar.runtime.rank import Rank
-from autopar.runtime.transport import Hub, LocalTransport
-from autopar.shards import part
-from autopar.trace import weight_tensors
+from autopar.runtime.spec import RankSpec
+from autopar.sharding.tensors import part
+from autopar.trace import lower
+from autopar.trace.call import as_call
+from autopar.trace.lower import lowered
+from autopar.trace.trace import weight_tensors
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -95,7 +85,7 @@ def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:
     Cuts avoid operations that must stay together.
     """
     call = as_call(model, x).first(2)
-    graph = lowering.trace(model, call.args, call.kwargs)
+    graph = lower.trace(model, call.args, call.kwargs)
     place = {op.name: i for i, op in enumerate(graph.ops)}
     spans = [(min(place[n] for n in names), max(place[n] for n in names)) for names in graph.together]
     free = [i for i in range(1, len(graph.ops)) if not any(low < i <= high for low, high in spans)]

@@ -21,14 +21,15 @@ from torch import nn
 from traces import share
 
 import autopar
-from autopar.ir import REPLICATED
-from autopar.parity import EPSILON, difference
-from autopar.pytree import leaves
-from autopar.runtime import TorchrunRanks
+from autopar.ir.layout import REPLICATED
+from autopar.ir.pytree import leaves
+from autopar.runtime.launch.spmd import TorchrunRanks
+from autopar.tools.parity.compare import EPSILON
+from autopar.tools.parity.difference import difference
 
 MICROBATCHES = 4  # of the global batch: of one size under every mesh, so that each model is traced once
 State = dict[str, torch.Tensor]
-# As in autopar.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
+# As in autopar.tools.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
 
 

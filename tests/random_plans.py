@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 
-from autopar.ir import Graph
-from autopar.rules import rule_of, strategies
+from autopar.ir.graph import Graph
+from autopar.sharding.lookup import rule_of
+from autopar.sharding.rule import strategies
 
 TP = 2
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from forks import forked
 
-from autopar.ir import Mesh
-from autopar.runtime.axes import Axes, connect
+from autopar.ir.mesh import Mesh
+from autopar.runtime.comm.mesh_groups import Axes, connect
 
 WORLD = 4
 TIMEOUT_SECONDS = 60
@@ -78,5 +78,5 @@ def summed(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
 
 
 def index(axes: Axes) -> Mapping[str, int]:
-    """This rank's number on the tensor axis, as `autopar.shards` takes it."""
+    """This rank's number on the tensor axis, as `autopar.sharding.tensors` takes it."""
     return {"tp": axes.communicators["tp"].rank}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.counter_random import rows
+from autopar.ops.counter_rng import rows
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,12 @@ import torch
 from rule_cases import Case
 from torch import Tensor
 
-from autopar import collectives
-from autopar.ir import TP, Layout, Op, Ref, Value, refs
-from autopar.operators import operator
-from autopar.rules import Rule, Strategy, localised
+from autopar.ir.graph import Op, Ref, Value, refs
+from autopar.ir.layout import TP, Layout
+from autopar.ops import collectives
+from autopar.ops.registry import operator
+from autopar.sharding.localise import localised
+from autopar.sharding.rule import Rule, Strategy
 
 Tensors = Mapping[str, Tensor]
 STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")

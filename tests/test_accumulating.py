@@ -17,10 +17,11 @@ from torch import nn
 from zoo import Tied, tiny_vit
 
 import autopar
-from autopar import accumulating_linear
-from autopar.accumulating_linear import add_product
-from autopar.codegen import compiled, graph_module
-from autopar.runtime.gradients import Gradients, Sum
+from autopar.codegen import compile as compiled
+from autopar.codegen.emit import graph_module
+from autopar.ops import wgrad_accumulation as accumulating_linear
+from autopar.ops.wgrad_accumulation import add_product
+from autopar.runtime.params.grad_buffer import Gradients, Sum
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 

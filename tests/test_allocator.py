@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.runtime.allocator import VARIABLES, let_segments_grow
+from autopar.runtime.memory.cuda_allocator import VARIABLES, let_segments_grow
 
 
 @pytest.fixture

@@ -15,14 +15,17 @@ from ranks import axis_key, index, main, run_on_ranks, summed, tensor_axis
 from timm.models.vision_transformer import Attention, Block
 from torch import nn
 
-from autopar.codegen import graph_module, source, split
+from autopar.codegen.emit import graph_module, source
+from autopar.codegen.split import split
 from autopar.errors import PlanError
-from autopar.ir import REPLICATED, Graph, Mode, Program, Ref, look_up, split_layout
-from autopar.rules import unruled
-from autopar.rules.apply import shard_graph, storage
-from autopar.runtime.axes import Axes
-from autopar.shards import part
-from autopar.trace import trace, weight_tensors
+from autopar.ir.graph import Graph, Mode, Ref
+from autopar.ir.layout import REPLICATED, look_up, split_layout
+from autopar.ir.program import Program
+from autopar.runtime.comm.mesh_groups import Axes
+from autopar.sharding.propagate import unruled
+from autopar.sharding.shard_graph import shard_graph, storage
+from autopar.sharding.tensors import part
+from autopar.trace.trace import trace, weight_tensors
 
 CPU = torch.device("cpu")
 

@@ -15,10 +15,10 @@ from reference import Reference
 from torch import nn
 
 import autopar
-from autopar.codegen import split
+from autopar.codegen.split import split
 from autopar.errors import TraceError
-from autopar.ir import Graph, Mode
-from autopar.trace import trace, weight_tensors
+from autopar.ir.graph import Graph, Mode
+from autopar.trace.trace import trace, weight_tensors
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 X = torch.linspace(-1, 1, 8).reshape(2, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.ir import unlike_asked
+from autopar.ir.microbatches import unlike_asked
 
 
 @pytest.mark.parametrize(

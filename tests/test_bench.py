@@ -23,36 +23,30 @@ from test_cli import invoke
 from timm import create_model
 from torch import nn
 
-from autopar.bench import (
-    CONTESTANTS,
-    BenchResult,
-    Finished,
-    Interrupted,
-    Request,
-    StepOnClock,
-    bubble_share,
-    early_arrivals,
-    run_bench,
-    trace_events,
-)
-from autopar.bench.assignment import Assignment
-from autopar.bench.contestants import Field, NotExpressible, chosen
-from autopar.bench.flops import flops_per_image
-from autopar.bench.left import Failure
-from autopar.bench.parts import blocks, sequence
-from autopar.bench.picture import draw, figure_of
-from autopar.bench.pipelines import cut
-from autopar.bench.planned import allow
-from autopar.bench.processes import Outcome, reason, run_contestant
-from autopar.bench.result import Pipeline, Row, timed_row
-from autopar.bench.sharded import check
-from autopar.cli.bench_table import rate_table
+from autopar.api.model_source import ModelSource
 from autopar.errors import UsageError
-from autopar.ir import Mesh, Plan, Precision
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan, Precision
 from autopar.ir.text import rendered
-from autopar.runtime import Span
-from autopar.schedule import Action, generate, simulate
-from autopar.zoo import ModelSource
+from autopar.runtime.engine.executor import Span
+from autopar.schedule.actions import Action
+from autopar.schedule.generate import generate
+from autopar.schedule.simulate import simulate
+from autopar.tools.bench.assignment import Assignment
+from autopar.tools.bench.baselines.autopar import allow
+from autopar.tools.bench.baselines.dtensor import check
+from autopar.tools.bench.baselines.pipelining import cut
+from autopar.tools.bench.baselines.registry import CONTESTANTS, Field, NotExpressible, chosen
+from autopar.tools.bench.bubble import bubble_share
+from autopar.tools.bench.flops import flops_per_image
+from autopar.tools.bench.parts import blocks, sequence
+from autopar.tools.bench.processes import Outcome, reason, run_contestant
+from autopar.tools.bench.rank_result import Failure
+from autopar.tools.bench.result import BenchResult, Pipeline, Row, timed_row
+from autopar.tools.bench.run import Finished, Interrupted, Request, run_bench
+from autopar.tools.report.bench_picture import draw, figure_of
+from autopar.tools.report.bench_table import rate_table
+from autopar.tools.report.measured_trace import StepOnClock, early_arrivals, trace_events
 
 KWARGS: dict[str, Any] = {
     "depth": 4,
@@ -92,7 +86,7 @@ def test_the_memory_of_a_plan_is_what_its_gpus_give(monkeypatch: pytest.MonkeyPa
     total, reserved, shares = 80 * 2**30, 2 * 2**30, []
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=total))
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
-    monkeypatch.setattr("autopar.bench.planned.reserved_bytes", lambda device: reserved)
+    monkeypatch.setattr("autopar.tools.bench.baselines.autopar.reserved_bytes", lambda device: reserved)
     for num_bytes in (22 * 2**30, 2**30, 200 * 2**30):
         allow(num_bytes, torch.device("cuda", 0))
     assert shares == [0.25, 0.0, 1.0]
@@ -240,7 +234,7 @@ def test_ctrl_c_keeps_the_rows_so_far(
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autopar.bench.run.run_contestant", run)
+    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", run)
     code, out, error = invoke("bench", *FLAGS, "--batch", "8", "--only", "plain,single,ddp", *flags)
     assert code == 130 and error.strip().endswith(said)
     assert ("too slow" in out) == (number > 0)
@@ -257,7 +251,7 @@ def test_ctrl_c_keeps_the_first_variants_of_a_contestant(monkeypatch: pytest.Mon
             raise KeyboardInterrupt
         return Outcome(failure=Failure("usage", "too slow"))
 
-    monkeypatch.setattr("autopar.bench.run.run_contestant", run)
+    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", run)
     with pytest.raises(Interrupted, match="after 0 of 1 contestant") as caught:
         run_bench(request(only=("fsdp2",), microbatch_sizes=()))
     (row,) = caught.value.finished.result.rows
@@ -268,7 +262,7 @@ def test_ctrl_c_while_planning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     def planning(*given: object, **constraints: object) -> Plan:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("autopar.bench.run.plan", planning)
+    monkeypatch.setattr("autopar.tools.bench.run.plan", planning)
     code, out, error = invoke("bench", *FLAGS, "--batch", "8")
     assert (code, out) == (130, "") and error.strip().endswith("before the first contestant; nothing was written.")
 
@@ -277,7 +271,7 @@ def test_ctrl_c_while_planning_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     ("number", "code"), only([(signal.SIGINT, 130)], [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 )
 def test_a_signal_leaves_no_processes_and_no_folders(number: signal.Signals, code: int, tmp_path: Path) -> None:
-    main = [sys.executable, "-c", "from autopar.cli.app import main; main()"]
+    main = [sys.executable, "-c", "from autopar.tools.cli.app import main; main()"]
     command = [*main, "bench", *FLAGS, "--batch", "8", "--only", "ddp", "--steps", "1000000"]
     with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE) as bench:
         try:
@@ -545,7 +539,7 @@ def test_sizes_that_were_asked_for_are_never_left_out() -> None:
 
 
 def test_sizes_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.bench.run.run_contestant", None)  # nothing is started
+    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", None)  # nothing is started
     rows = run_bench(request(only=("interleaved",), microbatch_sizes=(3, 8))).result.rows
     assert [(row.label, row.best) for row in rows] == [("microbatch 3", True), ("microbatch 8", False)]
     assert all("does not give equal microbatches" in (row.reason or "") for row in rows)
@@ -579,7 +573,7 @@ def test_bad_input_ends_before_anything_runs(
     flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autopar.bench.run.run_contestant", None)  # nothing is started
+    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", None)  # nothing is started
     code, out, error = invoke("bench", *FLAGS, "--batch", "8", *flags)
     assert code in (2, 3) and out == "", error
     assert re.search(message, " ".join(re.sub("[│╭╮╰╯─]", " ", error).split())), error
@@ -593,7 +587,7 @@ def test_a_single_step_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(told)
         raise UsageError("enough")
 
-    monkeypatch.setattr("autopar.bench.run_bench", note)
+    monkeypatch.setattr("autopar.tools.bench.run.run_bench", note)
     assert invoke("bench", *FLAGS, "--steps", "1")[0] == 2
     assert invoke("bench", *FLAGS)[0] == 2
     assert [told.steps for told in asked] == [1, 10]
@@ -612,7 +606,7 @@ def test_a_model_that_is_no_classifier_is_refused() -> None:
 
 
 def test_rows_with_other_losses_get_a_note() -> None:
-    from autopar.bench.run import noted
+    from autopar.tools.bench.run import noted
 
     def row(name: str, losses: tuple[float, ...]) -> Row:
         return Row(name, CONTESTANTS[name].title, "", "", 2, losses=losses)

@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 from graphs import MACHINE, graph, op, parameter, value
 
-from autopar.ir import CostGraph, Graph, Op, Weight
-from autopar.profile import Sharing, op_facts, price
-from autopar.profile.operations import Factor
+from autopar.cost.groups.cost_graph import price
+from autopar.cost.groups.weight_memory import Sharing
+from autopar.cost.ops.op_cost import Factor
+from autopar.cost.ops.op_stats import op_facts
+from autopar.ir.cost_graph import CostGraph
+from autopar.ir.graph import Graph, Op, Weight
 
 SHARE = 0.5
 W = parameter("w", 4, 4)

@@ -21,18 +21,20 @@ from torch import nn
 from zoo import UNet, resnet18, tiny_vit
 
 import autopar
-from autopar import collectives
-from autopar.batching import as_call
-from autopar.codegen import compiled as regions
-from autopar.codegen import graph_module
-from autopar.ir import Op, Precision, Program, Ref
-from autopar.lowering import lowered
-from autopar.model import ParallelModel
-from autopar.operators import operator, results_without_data, value_from
-from autopar.rules.boards import board_bytes
-from autopar.rules.convert import SENDS
-from autopar.runtime import symmetric_axis
-from autopar.runtime.symmetric_axis import SymmetricBoards, SymmetricCommunicator
+from autopar.api.model import ParallelModel
+from autopar.codegen import compile as regions
+from autopar.codegen.emit import graph_module
+from autopar.ir.graph import Op, Ref
+from autopar.ir.plan import Precision
+from autopar.ir.program import Program
+from autopar.ops import collectives
+from autopar.ops.registry import operator, results_without_data, value_from
+from autopar.runtime.comm import symmetric_collectives as symmetric_axis
+from autopar.runtime.comm.symmetric_collectives import SymmetricBoards, SymmetricCommunicator
+from autopar.sharding.buffer_sizes import board_bytes
+from autopar.sharding.reshard import SENDS
+from autopar.trace.call import as_call
+from autopar.trace.lower import lowered
 
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
 NUMBERS = itertools.count()

@@ -11,9 +11,9 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ir import Weight
-from autopar.ir.buckets import ALIGNMENT, LARGEST_WASTE, aligned, grouped
-from autopar.runtime.buckets import FlatBucket, flat_buckets, laid_out, replica_owners
+from autopar.ir.grad_buckets import ALIGNMENT, LARGEST_WASTE, aligned, grouped
+from autopar.ir.graph import Weight
+from autopar.runtime.params.flat_buckets import FlatBucket, flat_buckets, laid_out, replica_owners
 
 CLASSES = (("float32", ""), ("bfloat16", "float32"), ("float64", ""))  # what programs read, and the master's dtype
 

@@ -12,16 +12,15 @@ import pytest
 from test_bench import FLAGS, request
 from test_cli import invoke
 
-from autopar.bench import Calibration, Point, calibrated
-from autopar.bench.calibration import band_text, summary
-from autopar.bench.calibration_picture import draw, figure_of, kind_of
-from autopar.bench.left import Failure
-from autopar.bench.processes import Outcome
-from autopar.cli.calibration_table import calibration_parts
+from autopar.cost.hardware.load import cost_model_dir, load_hardware
 from autopar.errors import UsageError
-from autopar.hardware import cost_model_dir, load_hardware
-from autopar.ir import Mesh
+from autopar.ir.mesh import Mesh
 from autopar.ir.text import rendered
+from autopar.tools.bench.calibration import Calibration, Point, band_text, calibrated, summary
+from autopar.tools.bench.processes import Outcome
+from autopar.tools.bench.rank_result import Failure
+from autopar.tools.report.calibration_picture import draw, figure_of, kind_of
+from autopar.tools.report.calibration_table import calibration_parts
 
 PAIR = Mesh(2)
 
@@ -119,7 +118,7 @@ def test_plans_are_run_and_files_grow(tmp_path: Path) -> None:
 def test_every_mesh_is_tried_and_what_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(
-        "autopar.bench.run.run_contestant", lambda *told: Outcome((), Failure("Exception", "out of order"))
+        "autopar.tools.bench.run.run_contestant", lambda *told: Outcome((), Failure("Exception", "out of order"))
     )
     with pytest.raises(UsageError, match=r"No plan ran, so there is nothing to compare\. .*: out of order"):
         calibrated(request(devices=4, constraints={"memory": "1GiB"}, microbatch_sizes=None), lines.append)
@@ -140,7 +139,7 @@ def test_every_mesh_is_tried_and_what_fails_is_told(monkeypatch: pytest.MonkeyPa
 )
 def test_bad_input(flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autopar.bench.run.run_contestant", None)  # nothing is started
+    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", None)  # nothing is started
     (tmp_path / "notes.txt").write_text("mine")
     code, out, error = invoke("bench", *FLAGS, "--batch", "8", "--calibrate", *flags)
     assert code == 2 and out == "" and message in " ".join(error.split()), error

@@ -41,10 +41,10 @@ from zoo import Tied
 
 import autopar
 from autopar import ResumeWarning
-from autopar.checkpoints import read_header, read_plan, read_weights
-from autopar.cli import app
-from autopar.ir import Plan
-from autopar.runtime.planners import read_metadata
+from autopar.api.checkpoint import read_header, read_plan, read_weights
+from autopar.ir.plan import Plan
+from autopar.runtime.checkpoint.dcp_planners import read_metadata
+from autopar.tools.cli.app import app
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from torch import nn
 
 import autopar
 from autopar import CheckpointError, ResumeWarning, UsageError, WorkerError
-from autopar.checkpoints import read_weights
+from autopar.api.checkpoint import read_weights
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ import os, random, signal, sys, time
 import torch
 from torch import nn
 import autopar
-from autopar.checkpoints import read_header, read_weights
+from autopar.api.checkpoint import read_header, read_weights
 
 torch.set_num_threads(1)
 folder = sys.argv[1]
@@ -138,7 +138,7 @@ sys.path.insert(0, os.environ["TESTS"])
 import torch
 from checkpoint_models import CLASSES, ROWS, assert_equal, save_small, small
 from autopar import CheckpointError
-from autopar.checkpoints import read_header, read_weights
+from autopar.api.checkpoint import read_header, read_weights
 
 torch.set_num_threads(1)
 disk = Path(sys.argv[1])
@@ -192,7 +192,7 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
         """An optimizer; from then on, a worker dies in the middle of writing as soon as a file is there."""
         if os.getpid() == caller:  # plans
             return ADAMW(params)
-        from autopar.runtime.planners import PartsSavePlanner
+        from autopar.runtime.checkpoint.dcp_planners import PartsSavePlanner
 
         resolve = PartsSavePlanner.resolve_data
 

@@ -14,12 +14,18 @@ import torch
 from graphs import MACHINE, graph, op, parameter, value
 from zoo import Tied, Updating, tiny_vit
 
-from autopar.hardware import Hardware, Link
-from autopar.ir import Choice, ChoiceGraph, Conversion, CostGraph, Graph, Layout
-from autopar.profile import Facts, Sharing, blocks, choice_graph, limits, op_facts, price, with_replicas
-from autopar.profile.describe import blocks_of, place_in
-from autopar.rules.apply import shard_graph, storage
-from autopar.trace import trace
+from autopar.cost.groups.cost_graph import price
+from autopar.cost.groups.weight_memory import Sharing
+from autopar.cost.ops.op_stats import Facts, op_facts
+from autopar.cost.strategies.describe import blocks, blocks_of, limits, place_in
+from autopar.cost.strategies.enumerate import choice_graph, with_replicas
+from autopar.ir.cost_graph import CostGraph
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import Hardware, Link
+from autopar.ir.layout import Layout
+from autopar.ir.strategies import Choice, ChoiceGraph, Conversion
+from autopar.sharding.shard_graph import shard_graph, storage
+from autopar.trace.trace import trace
 
 # Communication is cheap, so that splitting pays even in small models.
 FAST = replace(MACHINE, peak_flops={"float32": 1e9}, memory_bytes_per_second=1e10, collective=Link(1e-6, 1e9))

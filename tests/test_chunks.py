@@ -27,15 +27,18 @@ from test_search import (
 )
 
 from autopar.errors import InfeasibleError, PlanError, UsageError
-from autopar.hardware import Link
-from autopar.ir import INTERLEAVED, CostGraph, Graph, Mesh, Plan
+from autopar.ir.cost_graph import CostGraph
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import Link
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import INTERLEAVED, Plan
 from autopar.ir.table import plan_text
-from autopar.schedule import generate, replayed_seconds
-from autopar.solve import Constraints
-from autopar.solve.assemble import Setting
-from autopar.solve.candidates import MOST_CHUNKS, Pipeline, Point, pipeline_floor, pipelines_of, points_of
-from autopar.solve.constraints import memory_for
-from autopar.solve.problem import slowest_count
+from autopar.schedule.generate import generate
+from autopar.schedule.replay import replayed_seconds
+from autopar.solve.cuts.problem import slowest_count
+from autopar.solve.result.make_plan import Setting
+from autopar.solve.space.candidates import MOST_CHUNKS, Pipeline, Point, pipeline_floor, pipelines_of, points_of
+from autopar.solve.space.constraints import Constraints, memory_for
 
 FREE = replace(MACHINE, link=Link(0.0, 1e15))
 names = st.sampled_from(INTERLEAVED)

@@ -15,11 +15,11 @@ import typer.main
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
-from autopar.cli.command import spread
-from autopar.cli.flags import parse_kwargs, parse_pins, parse_shape
-from autopar.cli.output import check_writable
 from autopar.errors import UsageError
+from autopar.tools.cli.app import app
+from autopar.tools.cli.command import spread
+from autopar.tools.cli.flags import parse_kwargs, parse_pins, parse_shape
+from autopar.tools.cli.output import check_writable
 
 TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "num_classes=10", "--img-size", "32"]
 USER_MODELS = '''\
@@ -449,7 +449,7 @@ def test_a_picture_needs_matplotlib(tiny_plan, tmp_path, monkeypatch):
 
 
 def test_simulate_needs_no_torch(tiny_plan):
-    script = "import sys; from autopar.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    script = "import sys; from autopar.tools.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])}
     command = [sys.executable, "-c", script, "simulate", str(tiny_plan)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -569,7 +569,7 @@ def test_names_of_options_are_in_lower_case():
 
 def test_help_imports_no_torch():
     """And so it is quick; and the exit code of a real process is the one promised."""
-    script = "import sys; from autopar.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
+    script = "import sys; from autopar.tools.cli import main\ntry: main()\nfinally: print('torch' in sys.modules)"
     environment = os.environ | {"PYTHONPATH": str(Path(autopar.__file__).parents[1])}
     for args, code in ((["--help"], 0), (["--version"], 0), (["plan", "x"], 2), (["nothing"], 2)):
         done = subprocess.run([sys.executable, "-c", script, *args], env=environment, capture_output=True, text=True)

@@ -13,11 +13,13 @@ from torch import nn
 from zoo import Tied, TwoInputs, UNet, Updating, tiny_vit
 
 import autopar
-from autopar.codegen import follow, graph_module, holders, source, split
+from autopar.codegen.emit import graph_module, source
+from autopar.codegen.split import follow, holders, split
 from autopar.errors import TraceError
-from autopar.ir import Graph, Op, Program, Ref, Value, Weight
-from autopar.operators import operator
-from autopar.trace import trace, weight_tensors
+from autopar.ir.graph import Graph, Op, Ref, Value, Weight
+from autopar.ir.program import Program
+from autopar.ops.registry import operator
+from autopar.trace.trace import trace, weight_tensors
 
 
 def value(name: str) -> Value:

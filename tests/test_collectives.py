@@ -13,13 +13,14 @@ import torch
 import torch.distributed as dist
 from ranks import TIMEOUT_SECONDS, axis_key, main, run_on_ranks, summed, tensor_axis
 
-from autopar import UsageError, collectives
-from autopar.collectives import joined, parts
-from autopar.ir import Mesh
-from autopar.operators import operator
-from autopar.runtime.axes import axis_ranks, connect
-from autopar.runtime.connect import connected_rank
-from autopar.runtime.transport import TransportError
+from autopar import UsageError
+from autopar.ir.mesh import Mesh
+from autopar.ops import collectives
+from autopar.ops.collectives import joined, parts
+from autopar.ops.registry import operator
+from autopar.runtime.comm.connect import connected_rank
+from autopar.runtime.comm.mesh_groups import axis_ranks, connect
+from autopar.runtime.comm.transport import TransportError
 
 ops = torch.ops.autopar
 

@@ -13,12 +13,14 @@ from torch import nn
 from zoo import Tied, UNet, resnet18, tiny_vit
 
 import autopar
-from autopar.codegen import compiled, graph_module, split
-from autopar.codegen.compiled import SPLIT_SIZE, norm_options
-from autopar.codegen.segments import divided
-from autopar.ir import Graph
-from autopar.regions import SMALLEST, region_starts
-from autopar.trace import trace, weight_tensors
+from autopar.codegen import compile as compiled
+from autopar.codegen.activation_checkpoint import divided
+from autopar.codegen.compile import SPLIT_SIZE, norm_options
+from autopar.codegen.emit import graph_module
+from autopar.codegen.split import split
+from autopar.ir.graph import Graph
+from autopar.ops.regions import SMALLEST, region_starts
+from autopar.trace.trace import trace, weight_tensors
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from ranks import axis_key, index, main, run_on_ranks, summed, tensor_axis
 
-from autopar.ir import REPLICATED, Layout, broadcast_layout, partial_layout, split_layout
-from autopar.operators import operator
-from autopar.rules.convert import steps
-from autopar.runtime.axes import Axes
-from autopar.shards import part
+from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, partial_layout, split_layout
+from autopar.ops.registry import operator
+from autopar.runtime.comm.mesh_groups import Axes
+from autopar.sharding.reshard import steps
+from autopar.sharding.tensors import part
 
 SHAPE = (8, 24, 4)
 LAYOUTS = {

@@ -6,10 +6,11 @@ import pytest
 import torch
 from zoo import UNet
 
-from autopar.hardware import load_hardware
-from autopar.ir import CostGraph, Flow, Group, Holding
-from autopar.profile import op_facts, price
-from autopar.trace import trace
+from autopar.cost.groups.cost_graph import price
+from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.op_stats import op_facts
+from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.trace.trace import trace
 
 MIB = 2**20
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rule_oracle import cut, numbered
 
-from autopar.counter_random import WORD, philox, rows
-from autopar.ir import TP, split_layout
+from autopar.ir.layout import TP, split_layout
+from autopar.ops.counter_rng import WORD, philox, rows
 
 uniform = torch.ops.autopar.uniform.default
 COUNT = 1 << 16
@@ -212,7 +212,7 @@ def test_a_gpu_draws_the_same() -> None:
 @pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 def test_the_kernel_of_gpus_draws_the_same() -> None:
     code = (
-        "import torch, autopar.counter_random as r; counters = torch.arange(5, 2000, 3);"
+        "import torch, autopar.ops.counter_rng as r; counters = torch.arange(5, 2000, 3);"
         "draws = r.rows(1 << 40, 7, 3, 2);"
         "made = r.in_a_kernel(counters, draws, 'op'); wanted = r.in_tiles(counters, draws, 'op');"
         "assert made.shape == (2, 665, 4) and torch.equal(made, wanted); print('same')"
@@ -230,7 +230,7 @@ def test_it_runs_without_data() -> None:
 
 def test_other_processes_draw_the_same() -> None:
     code = (
-        "import torch, autopar.counter_random as r; torch.set_num_threads(2);"
+        "import torch, autopar.ops.counter_rng as r; torch.set_num_threads(2);"
         "print(torch.ops.autopar.uniform.default(r.rows(3, 1, 4, 2), (2, 5), 'op', 0, 1).tolist())"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONHASHSEED": "7"}

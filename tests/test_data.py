@@ -17,8 +17,8 @@ from torchvision import datasets
 
 from autopar.errors import UsageError
 from autopar.train import Augmentation, Data, PartSampler, Wanted, load_data
-from autopar.train.loader import Batch, PartLoader, Samples
-from autopar.train.transforms import Format, evaluation_transform, training_transform
+from autopar.train.data.loader import Batch, PartLoader, Samples
+from autopar.train.data.transforms import Format, evaluation_transform, training_transform
 
 CLASSES = 10
 

@@ -19,16 +19,20 @@ from torch import nn
 from zoo import Tied, UNet, Updating
 
 import autopar
-from autopar.batching import partition
-from autopar.bench import bubble_bound_seconds
-from autopar.ir import Mesh, Weight, broadcast_layout, split_layout
-from autopar.pytree import leaves
-from autopar.runtime import RankSpec, Span
+from autopar.api.batch import partition
+from autopar.ir.graph import Weight
+from autopar.ir.layout import broadcast_layout, split_layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.pytree import leaves
+from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.engine.executor import Span
+from autopar.runtime.params.grad_reduce import balanced_owners, buckets_of, packed, unpacked
 from autopar.runtime.rank import Rank
-from autopar.runtime.reduce import balanced_owners, buckets_of, packed, unpacked
-from autopar.runtime.spec import rank_text
-from autopar.runtime.transport import Hub, LocalTransport
-from autopar.schedule import Action, generate, simulate
+from autopar.runtime.spec import RankSpec, rank_text
+from autopar.schedule.actions import Action
+from autopar.schedule.generate import generate
+from autopar.schedule.simulate import simulate
+from autopar.tools.bench.bubble import bubble_bound_seconds
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 MESHES = [(1, 2, False), (1, 4, True), (2, 2, False), (2, 2, True), (3, 2, True)]  # pp, dp, zero1

@@ -12,8 +12,8 @@ from handmade import in_threads, plan_by_hand
 from test_faults import mlp
 
 from autopar import UsageError
-from autopar.dispatch import KNOWN_CUTS
-from autopar.programs import Programs
+from autopar.api.dispatch import KNOWN_CUTS
+from autopar.api.program_cache import Programs
 
 
 def test_only_a_new_signature_is_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,11 +15,13 @@ from boards import ThreadBoards, on_all
 from handmade import in_threads, plan_by_hand
 from zoo import tiny_vit
 
-from autopar.runtime import buckets, exchange, replica_weights
-from autopar.runtime.buckets import FlatBucket
-from autopar.runtime.exchange import CollectiveExchange, SymmetricExchange, exchange_of
-from autopar.runtime.symmetric_axis import SymmetricCommunicator
-from autopar.runtime.transport import Hub, LocalTransport
+from autopar.runtime.comm import replica_collectives as exchange
+from autopar.runtime.comm.replica_collectives import CollectiveExchange, SymmetricExchange, exchange_of
+from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
+from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.params import flat_buckets as buckets
+from autopar.runtime.params import zero1_gather as replica_weights
+from autopar.runtime.params.flat_buckets import FlatBucket
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 CPU = torch.device("cpu")

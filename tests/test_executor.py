@@ -20,14 +20,16 @@ from reference import Reference, assert_all_close, assert_close
 from torch import nn
 from zoo import SharedModule, Tied, TwoInputs, UNet, Updating
 
-from autopar.codegen import graph_module
-from autopar.ir import Program, Value
-from autopar.pytree import leaves
-from autopar.runtime import memory
-from autopar.runtime.executor import inverse
-from autopar.runtime.settle import settled
-from autopar.runtime.transport import LocalTransport, Receipt
-from autopar.schedule import Action, generate, max_in_flight
+from autopar.codegen.emit import graph_module
+from autopar.ir.graph import Value
+from autopar.ir.program import Program
+from autopar.ir.pytree import leaves
+from autopar.runtime.comm.transport import LocalTransport, Receipt
+from autopar.runtime.engine.executor import inverse
+from autopar.runtime.engine.send_lifetimes import settled
+from autopar.runtime.memory import peaks as memory
+from autopar.schedule.actions import Action
+from autopar.schedule.generate import generate, max_in_flight
 from autopar.schedule.order import Links, progress
 
 

@@ -14,15 +14,13 @@ import pytest
 from test_cli import USER_MODELS, invoke
 
 import autopar
-from autopar.cli.explain_table import explanation_parts
-from autopar.cli.questions import parse_constraints
+from autopar.api.model_source import ModelSource
 from autopar.errors import PlanError, UsageError
-from autopar.explain import Pipeline, breakdown_of, difference, explained
-from autopar.ir import (
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import (
     Alternative,
     HardwareInfo,
     InputInfo,
-    Mesh,
     Message,
     ModelInfo,
     Plan,
@@ -33,9 +31,14 @@ from autopar.ir import (
 )
 from autopar.ir.text import rendered
 from autopar.ir.units import BYTES, text
-from autopar.schedule import generate, simulate
-from autopar.solve.constraints import memory_for
-from autopar.zoo import ModelSource
+from autopar.schedule.generate import generate
+from autopar.schedule.simulate import simulate
+from autopar.solve.space.constraints import memory_for
+from autopar.tools.cli.why_not_args import parse_constraints
+from autopar.tools.explain.advice import explained
+from autopar.tools.explain.breakdown import Pipeline, breakdown_of
+from autopar.tools.explain.diff import difference
+from autopar.tools.report.explain_table import explanation_parts
 
 GIB = 2**30
 VIT = ModelSource(

@@ -45,7 +45,7 @@ def workers(pid: int | None = None) -> dict[int, int]:
     found = {}
     for child in psutil.process_iter(["pid", "ppid", "cmdline"]):
         line = child.info["cmdline"] or []
-        if child.info["ppid"] == (pid or os.getpid()) and "autopar.runtime" in line:
+        if child.info["ppid"] == (pid or os.getpid()) and "autopar.runtime.launch" in line:
             found[int(line[-1])] = child.info["pid"]
     return found
 

@@ -12,13 +12,15 @@ from graphs import graph, op, parameter, value
 from torch import nn
 from zoo import tiny_vit
 
-from autopar.api import example_call
-from autopar.codegen import compiled, graph_module, split
-from autopar.ir import Graph
-from autopar.lowering import lowered
-from autopar.profile import Facts, compiled_facts, op_facts
-from autopar.profile.facts import roots
-from autopar.trace import weight_tensors
+from autopar.api.planning.plan import example_call
+from autopar.codegen import compile as compiled
+from autopar.codegen.emit import graph_module
+from autopar.codegen.split import split
+from autopar.cost.groups.saved_activations import compiled_facts
+from autopar.cost.ops.op_stats import Facts, op_facts, roots
+from autopar.ir.graph import Graph
+from autopar.trace.lower import lowered
+from autopar.trace.trace import weight_tensors
 
 
 def small_swin() -> nn.Module:

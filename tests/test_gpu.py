@@ -23,7 +23,7 @@ from zoo import Tied, UNet, resnet18, tiny_vit
 
 import autopar
 from autopar import WorkerError
-from autopar.parity import compare
+from autopar.tools.parity.compare import compare
 from autopar.train import timm_optimizer
 
 pytestmark = [

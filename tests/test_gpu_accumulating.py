@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from zoo import tiny_vit
 
 import autopar
-from autopar.accumulating_linear import OWNERS, add_product
-from autopar.codegen import module
+from autopar.codegen import emit as module
+from autopar.ops.wgrad_accumulation import OWNERS, add_product
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)

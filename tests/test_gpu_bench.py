@@ -10,9 +10,11 @@ from test_bench import check_trace, request
 
 import autopar
 from autopar import InfeasibleError, Plan
-from autopar.bench import CONTESTANTS, early_arrivals, run_bench
-from autopar.solve.constraints import memory_for
-from autopar.zoo import ModelSource
+from autopar.api.model_source import ModelSource
+from autopar.solve.space.constraints import memory_for
+from autopar.tools.bench.baselines.registry import CONTESTANTS
+from autopar.tools.bench.run import run_bench
+from autopar.tools.report.measured_trace import early_arrivals
 
 pytestmark = [
     pytest.mark.gpu,

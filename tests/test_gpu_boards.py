@@ -13,7 +13,7 @@ from zoo import UNet, resnet18, tiny_vit
 
 import autopar
 from autopar.errors import CaptureWarning
-from autopar.parity import compare
+from autopar.tools.parity.compare import compare
 
 pytestmark = [
     pytest.mark.gpu,

@@ -92,7 +92,7 @@ def test_a_loss_that_is_not_finite_warns_when_it_is_read() -> None:
 def pids() -> dict[int, int]:
     """Workers by rank; this process may have others beside them, which compile for it."""
     children = [(child.pid, child.cmdline()) for child in psutil.Process().children()]
-    return {int(line[-1]): pid for pid, line in children if "autopar.runtime" in line}
+    return {int(line[-1]): pid for pid, line in children if "autopar.runtime.launch" in line}
 
 
 @pytest.mark.parametrize("victim", [0, 1])

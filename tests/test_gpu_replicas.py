@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from zoo import resnet18, tiny_vit
 
 import autopar
-from autopar.ir import Weight
-from autopar.parity import compare
-from autopar.runtime.buckets import flat_buckets
-from autopar.runtime.gradients import Gradients
+from autopar.ir.graph import Weight
+from autopar.runtime.params.flat_buckets import flat_buckets
+from autopar.runtime.params.grad_buffer import Gradients
+from autopar.tools.parity.compare import compare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
@@ -110,7 +110,7 @@ def test_the_optimizer_is_fused() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("numel", [1, 2048, 100_003])
 def test_adding_in_a_kernel_is_adding(dtype: torch.dtype, numel: int) -> None:
-    from autopar.accumulate_kernel import add
+    from autopar.ops.kernels.accumulate import add
 
     torch.manual_seed(0)
     sums, tensor = torch.randn(numel, device="cuda"), torch.randn(numel, device="cuda").to(dtype)

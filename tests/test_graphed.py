@@ -17,17 +17,17 @@ from torch import nn
 
 import autopar
 from autopar import UsageError
+from autopar.api.options import Options
 from autopar.errors import CaptureWarning
-from autopar.ir import Precision
-from autopar.ir.boards import ALIGNMENT, aligned
-from autopar.options import Options
-from autopar.runtime import graphed
-from autopar.runtime.answers import Answers
-from autopar.runtime.graphed import given_rates, is_capturable, prepare
-from autopar.runtime.read_values import read_values
+from autopar.ir.comm_sizes import ALIGNMENT, aligned
+from autopar.ir.plan import Precision
+from autopar.runtime.comm.symmetric_p2p import places
+from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.engine import cuda_graph as graphed
+from autopar.runtime.engine.closure_guard import read_values
+from autopar.runtime.engine.cuda_graph import given_rates, is_capturable, prepare
+from autopar.runtime.engine.recorded_flags import Answers
 from autopar.runtime.spec import Computed, Work
-from autopar.runtime.symmetric import places
-from autopar.runtime.transport import Hub, LocalTransport
 
 
 def optimizer_of(kind: Any, **options: Any) -> torch.optim.Optimizer:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hardware
 from autopar.errors import HardwareError
-from autopar.hardware import Efficiency, Hardware, Launch, Link, Way, cost_model_dir, hardware_names, load_hardware
+from autopar.ir.hardware import Efficiency, Hardware, Launch, Link, Way
 
 CPU = (cost_model_dir() / "cpu-generic.toml").read_text()
 MACHINE = Hardware(
@@ -343,7 +344,7 @@ def test_a_file_of_the_users_own(tmp_path: Path):
 
 
 def test_needs_nothing_but_the_standard_library():
-    code = "import autopar.hardware as h; print(h.load_hardware('cpu-generic').device)"
+    code = "import autopar.cost.hardware.load as h; print(h.load_hardware('cpu-generic').device)"
     root = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout == "one AVX2 CPU core\n"

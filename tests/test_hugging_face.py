@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from reference import Reference, assert_all_close, assert_close
 
 import autopar
-from autopar.hardware import cost_model_dir
+from autopar.cost.hardware.load import cost_model_dir
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 64}

@@ -17,8 +17,8 @@ from zoo import ManyOutputs, TwoInputs, tiny_vit
 
 import autopar
 from autopar import NonFiniteLossWarning, ParallelModel, PlanError, UsageError, WorkerError
-from autopar.batching import batched_outputs
-from autopar.trace import trace
+from autopar.api.batch import batched_outputs
+from autopar.trace.trace import trace
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
 

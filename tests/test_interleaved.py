@@ -16,9 +16,9 @@ from test_parity import ADAMW, images, labels, outputs_agree, state_agrees, step
 from zoo import Tied, UNet, tiny_vit
 
 import autopar
-from autopar.ir import INTERLEAVED
-from autopar.parity import EPSILON
-from autopar.schedule import may_overlap
+from autopar.ir.plan import INTERLEAVED
+from autopar.schedule.generate import may_overlap
+from autopar.tools.parity.compare import EPSILON
 
 # Where a true gradient is zero, AdamW would make a full step of rounding noise.
 CAREFUL = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)

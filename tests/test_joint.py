@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import UsageError
-from autopar.hardware import Link
-from autopar.ir.choices import ChoiceGraph
-from autopar.solve.joint import Joint, Unsolved, solve_joint
-from autopar.solve.joint_problem import Assignment, JointProblem
-from autopar.solve.shardings import lower_bound_seconds, solve_shardings
-from autopar.solve.solver import SolverName
+from autopar.ir.hardware import Link
+from autopar.ir.strategies import ChoiceGraph
+from autopar.solve.backend import SolverName
+from autopar.solve.joint.problem import Assignment, JointProblem
+from autopar.solve.joint.solve import Joint, Unsolved, solve_joint
+from autopar.solve.shardings.solve import lower_bound_seconds, solve_shardings
 from tests.choice_graphs import RANKS, Machine, choice_graphs, vit_choices
 
 # -- an evaluator of its own ---------------------------------------------------------------------------------------

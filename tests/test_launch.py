@@ -20,11 +20,10 @@ import torch.distributed as dist
 from effort import only
 
 from autopar import UsageError
-from autopar.hardware import load_hardware
-from autopar.machine import Machine, this_machine
-from autopar.runtime import Launched, launched
-from autopar.runtime.alarm import KEY, Alarm
-from autopar.runtime.launch import launcher_store
+from autopar.cost.hardware.load import load_hardware
+from autopar.runtime.launch.devices import Machine, this_machine
+from autopar.runtime.launch.environment import Launched, launched, launcher_store
+from autopar.runtime.launch.failure_watch import KEY, Alarm
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "node0"}
 NODES = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "4711"}
@@ -301,7 +300,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 import autopar
-from autopar.collectives import COMMUNICATORS
+from autopar.ops.collectives import COMMUNICATORS
 from autopar.runtime import launched
 
 def typo(parameters):
@@ -343,7 +342,7 @@ def test_tasks_of_srun_on_gpus(tmp_path: Path) -> None:
 
 def test_a_task_that_waits_for_others_in_vain(environ: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     environ(SLURM | {"SLURM_PROCID": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
-    monkeypatch.setattr("autopar.runtime.launch.START_SECONDS", 1.0)
+    monkeypatch.setattr("autopar.runtime.launch.environment.START_SECONDS", 1.0)
     launch = launched()
     assert launch is not None
     with pytest.raises(
@@ -356,7 +355,7 @@ LEAVING = """
 import atexit, sys, time
 from types import SimpleNamespace
 from autopar.ir import Mesh
-from autopar.runtime.spmd import TorchrunRanks
+from autopar.runtime.launch.spmd import TorchrunRanks
 
 class Stub(SimpleNamespace):
     'Which can be referred to weakly.'

@@ -13,8 +13,8 @@ from zoo import Tied, resnet18, tiny_vit
 
 import autopar
 from autopar import UsageError
-from autopar.parity import compare
-from autopar.precision import params_to_lower
+from autopar.tools.parity.compare import compare
+from autopar.trace.passes.bf16_params import params_to_lower
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autopar.trace import trace
+from autopar.trace.trace import trace
 
 
 class Masked(nn.Module):

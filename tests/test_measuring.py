@@ -19,22 +19,24 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 import autopar
-from autopar.api import example_call
-from autopar.batching import as_call
+from autopar.api.model_source import ModelSource
+from autopar.api.planning.costs import Configuration, Costs, apply
+from autopar.api.planning.plan import example_call
+from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.op_cost import factors_of
+from autopar.cost.ops.op_stats import op_facts
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError, WorkerError
-from autopar.explain import Question, Rebuilt, answers
-from autopar.hardware import Link, Way, load_hardware
-from autopar.ir import Graph
-from autopar.lowering import lowered
-from autopar.measuring import timekeeper as making
-from autopar.measuring.cache import Cache, Times
-from autopar.measuring.pieces import pieces_of
-from autopar.measuring.setting import this_setting
-from autopar.measuring.timekeeper import Timekeeper, timekeeper_for
-from autopar.measuring.timing import Running, times_of
-from autopar.pricing import Configuration, Costs, apply
-from autopar.profile import factors_of, op_facts
-from autopar.zoo import ModelSource
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import Link, Way
+from autopar.measure.regions import region_times as making
+from autopar.measure.regions.cache import Cache, Times
+from autopar.measure.regions.region_times import Timekeeper, timekeeper_for
+from autopar.measure.regions.setting import this_setting
+from autopar.measure.regions.timed_regions import pieces_of
+from autopar.measure.regions.timing import Running, times_of
+from autopar.tools.explain.why_not import Question, Rebuilt, answers
+from autopar.trace.call import as_call
+from autopar.trace.lower import lowered
 
 CPU = load_hardware("cpu-generic")
 ONE = torch.device("cpu")
@@ -299,7 +301,7 @@ def test_a_real_measurement_and_its_reuse(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "WORKER", "autopar.measuring.no_such_worker")
+    monkeypatch.setattr(making, "WORKER", "autopar.measure.regions.no_such_worker")
     with pytest.raises(
         WorkerError, match=r"The process that times VisionTransformer .* ended; it said last: .*no_such"
     ):
@@ -309,7 +311,7 @@ def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyP
 def test_killed_while_measuring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is killed: its worker goes, and the next plan starts from what is whole."""
     script = (
-        "import autopar, torch, autopar.measuring.timekeeper as keeping\nkeeping.STEADY_SPREAD = 99\n"
+        "import autopar, torch, autopar.measure.regions.region_times as keeping\nkeeping.STEADY_SPREAD = 99\n"
         "from timm.models.vision_transformer import VisionTransformer as V\n"
         "autopar.plan(V(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=10).to('meta'), 2,"
         " torch.empty(16, 3, 32, 32, device='meta'), dp=2, microbatches=1, cost='measured')"

@@ -16,20 +16,21 @@ from torch import nn
 from zoo import resnet18, tiny_vit
 
 import autopar
-from autopar.batching import as_call
-from autopar.hardware import Link, load_hardware
-from autopar.ir import BUCKET_BYTES, CostGraph, Flow, Graph, Group, Holding
-from autopar.ir.boards import aligned, exchange_bytes
-from autopar.ir.buckets import padded_bytes
-from autopar.lowering import lowered
-from autopar.programs import Programs
-from autopar.rules.boards import board_bytes
-from autopar.runtime import replica_owners
-from autopar.runtime.buckets import flat_buckets
-from autopar.runtime.symmetric import count, reserved_bytes
-from autopar.solve import CutProblem
-from autopar.solve.evaluate import stage_costs
-from autopar.solve.working import working_bytes
+from autopar.api.program_cache import Programs
+from autopar.cost.hardware.load import load_hardware
+from autopar.ir.comm_sizes import aligned, exchange_bytes
+from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Flow, Group, Holding
+from autopar.ir.grad_buckets import padded_bytes
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import Link
+from autopar.runtime.comm.symmetric_p2p import count, reserved_bytes
+from autopar.runtime.params.flat_buckets import flat_buckets, replica_owners
+from autopar.sharding.buffer_sizes import board_bytes
+from autopar.solve.cuts.evaluate import stage_costs
+from autopar.solve.cuts.memory import working_bytes
+from autopar.solve.cuts.problem import CutProblem
+from autopar.trace.call import as_call
+from autopar.trace.lower import lowered
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9)

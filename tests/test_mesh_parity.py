@@ -15,7 +15,7 @@ from effort import full, only
 from forks import run_ranks
 from mesh_models import MODELS
 
-from autopar.hardware import cost_model_dir
+from autopar.cost.hardware.load import cost_model_dir
 
 MESHES = {2: ("1-2-1", "1-1-2"), 4: ("1-4-1", "2-2-1", "1-1-4", "2-1-2", "1-2-2")}
 CELLS = [(name, mesh) for name in MODELS for meshes in MESHES.values() for mesh in meshes]

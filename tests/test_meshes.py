@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from autopar.cost.hardware.load import load_hardware
 from autopar.errors import HardwareError, UsageError
-from autopar.hardware import Link, load_hardware
-from autopar.solve import Constraints
-from autopar.solve.meshes import divisors, nearest, possible_meshes
+from autopar.ir.hardware import Link
+from autopar.solve.space.constraints import Constraints
+from autopar.solve.space.meshes import divisors, nearest, possible_meshes
 
 NODE = replace(load_hardware("h200-nvlink"), devices_per_node=4, network=None)
 CLUSTER = replace(NODE, network=Link(1e-5, 5e10))

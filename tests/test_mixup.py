@@ -8,7 +8,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.train import Mixup
-from autopar.train.mixup import STREAM, check_even, outside_in
+from autopar.train.data.mixup import STREAM, check_even, outside_in
 
 KINDS = {"mixup": {"mixup": 0.8}, "cutmix": {"cutmix": 1.0}, "both": {"mixup": 0.8, "cutmix": 1.0, "prob": 0.7}}
 

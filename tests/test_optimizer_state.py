@@ -13,12 +13,12 @@ from torch import nn
 from zoo import tiny_vit
 
 import autopar
+from autopar.cost.hardware.load import cost_model_dir
 from autopar.errors import InfeasibleError, UsageError
-from autopar.hardware import cost_model_dir
-from autopar.ir import Weight
-from autopar.runtime import Parameters
-from autopar.runtime.optimizer_state import kept_bytes, state_bytes
-from autopar.solve.constraints import memory_for
+from autopar.ir.graph import Weight
+from autopar.runtime.optim.state_bytes import kept_bytes, state_bytes
+from autopar.runtime.spec import Parameters
+from autopar.solve.space.constraints import memory_for
 from autopar.train import timm_optimizer
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)

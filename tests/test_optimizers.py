@@ -22,13 +22,15 @@ from trained import assert_equals_one_device, cases
 from zoo import Tied, tiny_vit
 
 import autopar
-from autopar.ir import Mesh, Weight, split_layout
-from autopar.options import Options
-from autopar.runtime import Parameters, RankSpec
-from autopar.runtime.optimizer import use_fused_kernels
+from autopar.api.options import Options
+from autopar.ir.graph import Weight
+from autopar.ir.layout import split_layout
+from autopar.ir.mesh import Mesh
+from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.optim.build import use_fused_kernels
+from autopar.runtime.optim.probe import couples, kind_of, split_wrongly
 from autopar.runtime.rank import Rank
-from autopar.runtime.traits import couples, kind_of, split_wrongly
-from autopar.runtime.transport import Hub, LocalTransport
+from autopar.runtime.spec import Parameters, RankSpec
 from autopar.train import schedule, timm_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]

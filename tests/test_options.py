@@ -12,9 +12,9 @@ from torch import nn
 
 import autopar
 from autopar import UsageError
-from autopar.options import Options, parse_bytes
-from autopar.precision import in_precision, own_precision
-from autopar.trace import trace
+from autopar.api.options import Options, parse_bytes
+from autopar.trace.passes.precision import in_precision, own_precision
+from autopar.trace.trace import trace
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_precision_is_the_models_own() -> None:
 def test_a_single_process_of_a_launcher_is_a_plain_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
-    from autopar.runtime import launched
+    from autopar.runtime.launch.environment import launched
 
     assert launched() is None
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.codegen.overlap import overlapped
-from autopar.ir import Op, Ref, Value
+from autopar.codegen.fusions.async_tp import overlapped
+from autopar.ir.graph import Op, Ref, Value
 
 
 def op(name: str, target: str, *args: object, requires_grad: bool = True, shape: tuple[int, ...] = (4, 8)) -> Op:

@@ -21,7 +21,7 @@ from torch import nn
 from zoo import Tied, TwoInputs, UNet, resnet18, tiny_vit
 
 import autopar
-from autopar.pytree import leaves
+from autopar.ir.pytree import leaves
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 

@@ -10,11 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 from zoo import ManyOutputs, TwoInputs, tiny_vit
 
-from autopar.batching import as_call
 from autopar.errors import UsageError
-from autopar.parity import compare, compared, default_loss, difference
-from autopar.precision.noise import update_rounding
-from autopar.randomness import quiet_copy, random_operations
+from autopar.tools.parity.compare import compare, default_loss
+from autopar.tools.parity.difference import compared, difference
+from autopar.tools.parity.rounding import update_rounding
+from autopar.tools.parity.without_dropout import quiet_copy, random_operations
+from autopar.trace.call import as_call
 
 ONES = torch.ones(4)
 

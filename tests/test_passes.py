@@ -10,10 +10,10 @@ import torch
 from graphs import MACHINE
 from torch import nn
 
-from autopar.hardware import Hardware, Way
-from autopar.profile import op_facts
-from autopar.profile.operations import Pricing, op_costs
-from autopar.trace import trace
+from autopar.cost.ops.op_cost import Pricing, op_costs
+from autopar.cost.ops.op_stats import op_facts
+from autopar.ir.hardware import Hardware, Way
+from autopar.trace.trace import trace
 
 X = 4 * 2 * 6 * 8 * 8  # bytes of an image
 FREE = replace(MACHINE, peak_flops=dict.fromkeys(MACHINE.peak_flops, 1e30))

@@ -6,14 +6,16 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.batching import as_call
-from autopar.codegen import compiled, graph_module, split
-from autopar.codegen.patches import with_patch_products
-from autopar.ir import Program
-from autopar.lowering import lowered
-from autopar.trace import weight_tensors
+from autopar.codegen import compile as compiled
+from autopar.codegen.emit import graph_module
+from autopar.codegen.fusions.patch_embed import with_patch_products
+from autopar.codegen.split import split
+from autopar.ir.program import Program
+from autopar.trace.call import as_call
+from autopar.trace.lower import lowered
+from autopar.trace.trace import weight_tensors
 
-PRODUCT = "autopar.patch_convolution.default"
+PRODUCT = "autopar.ops.patch_embed.default"
 
 
 def programs_of(model: nn.Module, x: torch.Tensor) -> tuple[Program, Program, dict[str, torch.Tensor]]:

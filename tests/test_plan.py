@@ -15,7 +15,8 @@ from handmade import plan_by_hand
 from torch import nn
 
 from autopar import Plan, PlanError
-from autopar.ir import BlockSharding, Collective, Mesh
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import BlockSharding, Collective
 
 
 def plan() -> Plan:

@@ -23,17 +23,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from zoo import Tied, UNet, Updating, tiny_vit
 
 import autopar
-from autopar.batching import as_call
+from autopar.api.precision import check_device
+from autopar.api.program_cache import Programs
+from autopar.cost.groups.cost_graph import price
+from autopar.cost.groups.weight_memory import ALONE, Sharing, bucket_share, held
+from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.op_stats import op_facts
 from autopar.errors import NonFiniteLossWarning, UsageError
-from autopar.hardware import load_hardware
-from autopar.ir import Graph, Precision
-from autopar.lowering import lowered
-from autopar.machine import Machine
-from autopar.parity import compare
-from autopar.precision import POLICY, check_device
-from autopar.profile import op_facts, price
-from autopar.profile.holding import ALONE, Sharing, bucket_share, held
-from autopar.programs import Programs
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Precision
+from autopar.runtime.launch.devices import Machine
+from autopar.tools.parity.compare import compare
+from autopar.trace.call import as_call
+from autopar.trace.lower import lowered
+from autopar.trace.passes.autocast_policy import POLICY
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

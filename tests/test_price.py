@@ -9,11 +9,14 @@ from graphs import MACHINE, MLP, X, buffer, graph, op, parameter, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cost.groups.cost_graph import price, reweighted
+from autopar.cost.groups.weight_memory import Sharing
+from autopar.cost.ops.op_cost import Pricing, op_costs
+from autopar.cost.ops.op_stats import op_facts
 from autopar.errors import HardwareError
-from autopar.hardware import Efficiency, Hardware, Launch, Link
-from autopar.ir import Graph, LocalDevice, Op, broadcast_layout, split_layout
-from autopar.profile import Sharing, op_facts, price, reweighted
-from autopar.profile.operations import Pricing, op_costs
+from autopar.ir.graph import Graph, LocalDevice, Op
+from autopar.ir.hardware import Efficiency, Hardware, Launch, Link
+from autopar.ir.layout import broadcast_layout, split_layout
 
 
 def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):

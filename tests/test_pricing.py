@@ -13,14 +13,15 @@ from test_mesh_parity import slow_compute
 from torch import nn
 
 import autopar
-from autopar.api import example_call
+from autopar.api.planning.costs import Costs, apply
+from autopar.api.planning.plan import example_call
+from autopar.cost.groups.cost_graph import price
+from autopar.cost.groups.weight_memory import Sharing
+from autopar.cost.hardware.load import load_hardware
 from autopar.errors import UnknownOpWarning
-from autopar.hardware import load_hardware
-from autopar.ir import Plan
-from autopar.parity import compare
-from autopar.pricing import Costs, apply
-from autopar.profile import Sharing, price
-from autopar.trace import trace
+from autopar.ir.plan import Plan
+from autopar.tools.parity.compare import compare
+from autopar.trace.trace import trace
 
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
 
@@ -49,7 +50,7 @@ def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
     megatron = price(by_hand.graph, by_hand.facts, costs.hardware, size, sharing, costs.whole(size).groups)
     found = costs.priced(tp, 1, False, size, 1, 0)
     assert found is not None
-    # Choices are priced to about 0.1 % as the graph that they make (autopar.profile.run_cost).
+    # Choices are priced to about 0.1 % as the graph that they make (autopar.cost.strategies.group_cost).
     assert found.seconds <= sum(group.seconds for group in megatron.groups) * (1 + 2e-3)
     assert 0 < costs.bound_seconds(tp, size) <= found.seconds * (1 + 1e-9)
 

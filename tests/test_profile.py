@@ -9,14 +9,15 @@ from graphs import MACHINE, H, X, buffer, graph, op, parameter, value
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from autopar.cost.groups.cost_graph import price
+from autopar.cost.ops.op_cost import Pricing
+from autopar.cost.ops.op_stats import copied_mask_bytes, has_fused_kernel, op_facts
 from autopar.errors import TraceError
-from autopar.hardware import Way
-from autopar.ir import CostGraph, Graph, LocalDevice, Value
-from autopar.operators import operand_of
-from autopar.profile import op_facts, price
-from autopar.profile.facts import copied_mask_bytes, has_fused_kernel
-from autopar.profile.operations import Pricing
-from autopar.trace import trace
+from autopar.ir.cost_graph import CostGraph
+from autopar.ir.graph import Graph, LocalDevice, Value
+from autopar.ir.hardware import Way
+from autopar.ops.registry import operand_of
+from autopar.trace.trace import trace
 
 
 def priced(model: Graph) -> CostGraph:

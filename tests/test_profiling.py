@@ -12,45 +12,25 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from autopar.cli.app import app
-from autopar.cost_file import UNITS
+from autopar.api.options import Options
+from autopar.cost.hardware.cost_file import UNITS
+from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hardware
+from autopar.cost.ops.overlap import HIDING
 from autopar.errors import HardwareError, UsageError, WorkerError
-from autopar.hardware import (
-    COMPUTE_KINDS,
-    CollectiveKind,
-    Efficiency,
-    Hardware,
-    Launch,
-    Link,
-    Way,
-    cost_model_dir,
-    hardware_names,
-    load_hardware,
-)
-from autopar.machine import Machine
-from autopar.options import Options
-from autopar.profile.beside import HIDING
-from autopar.profiling import (
-    Case,
-    Part,
-    Point,
-    Raw,
-    Setting,
-    carried,
-    cases,
-    clock,
-    cost_model_text,
-    fit,
-    keep,
-    kept_points,
-    measure,
-    raw_points,
-    refit,
-)
-from autopar.profiling.cases import COLLECTIVES, group_sizes
-from autopar.profiling.communicate import parts_of
-from autopar.profiling.kernels import BUILDERS, work_of
-from autopar.profiling.layers import JOINTS
+from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, Efficiency, Hardware, Launch, Link, Way
+from autopar.measure.machine import clock
+from autopar.measure.machine.async_tp import JOINTS
+from autopar.measure.machine.carried import carried
+from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
+from autopar.measure.machine.collectives import parts_of
+from autopar.measure.machine.fit import fit
+from autopar.measure.machine.kept import keep, kept_points
+from autopar.measure.machine.kernels import BUILDERS, work_of
+from autopar.measure.machine.measure import measure
+from autopar.measure.machine.points import Part, Point, Setting
+from autopar.measure.machine.write_cost_model import Raw, cost_model_text, raw_points, refit
+from autopar.runtime.launch.devices import Machine
+from autopar.tools.cli.app import app
 
 SETTING = Setting("NVIDIA Toy", "cuda", "2.15", 0, 4, 8)
 MACHINE = replace(
@@ -377,7 +357,7 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         new = [point(case, machine, Way()) for case in todo]
         keep(file, setting, [*known, *(replace(p, spread=0.9) if p.name in loose else p for p in new)])
 
-    monkeypatch.setattr("autopar.profiling.measure", fake)
+    monkeypatch.setattr("autopar.measure.machine.measure.measure", fake)
     return runs
 
 

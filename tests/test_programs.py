@@ -14,8 +14,8 @@ from torch import nn
 
 import autopar
 from autopar import PlanError
-from autopar.batching import as_call
-from autopar.programs import Programs
+from autopar.api.program_cache import Programs
+from autopar.trace.call import as_call
 
 
 class Small(nn.Module):

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from zoo import tiny_vit
 
 import autopar
-from autopar.batching import as_call
-from autopar.codegen import graph_module, split
-from autopar.counter_random import rows
-from autopar.ir import Graph
-from autopar.lowering import lowered
-from autopar.random_ops import DRAWS, draws
-from autopar.rules import unruled
+from autopar.codegen.emit import graph_module
+from autopar.codegen.split import split
+from autopar.ir.graph import Graph
+from autopar.ops.counter_rng import rows
+from autopar.sharding.propagate import unruled
+from autopar.trace.call import as_call
+from autopar.trace.lower import lowered
+from autopar.trace.passes.counter_rng import DRAWS, draws
 
 BATCH = 8
 CUTS = ([8], [4, 4], [5, 3], [1] * 8)

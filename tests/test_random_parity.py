@@ -13,7 +13,7 @@ from test_mesh_parity import slow_compute
 from torch import nn
 
 import autopar
-from autopar.programs import Programs
+from autopar.api.program_cache import Programs
 
 
 @pytest.fixture(scope="module")

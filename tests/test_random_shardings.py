@@ -11,9 +11,9 @@ from handmade import plan_by_hand
 from mesh_models import MODELS
 from random_plans import TP, random_labels, random_layouts
 
-from autopar.batching import as_call
-from autopar.parity import compare
-from autopar.trace import trace
+from autopar.tools.parity.compare import compare
+from autopar.trace.call import as_call
+from autopar.trace.trace import trace
 
 
 @pytest.mark.parametrize("name", ["vit", "swin", "resnet18"])

@@ -24,10 +24,10 @@ from torch._dynamo.exc import Unsupported
 
 import autopar
 from autopar import DeviceMemoryError, NonFiniteLossWarning, StepResult, UsageError, WorkerError
-from autopar.batching import check_copies, mark
-from autopar.dispatch import IN_FLIGHT, Agreement
-from autopar.ir import Mesh
-from autopar.model import Figures
+from autopar.api.batch_agreement import check_copies, mark
+from autopar.api.dispatch import IN_FLIGHT, Agreement
+from autopar.api.step_result import Figures
+from autopar.ir.mesh import Mesh
 from autopar.train import Checkpoints, Data, JsonLog, Trainer, Wanted, evaluation_loader, load_data, training_loader
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)

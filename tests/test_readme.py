@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli.app import app
+from autopar.tools.cli.app import app
 
 TEXT = (Path(__file__).parents[1] / "README.md").read_text()
 BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)

@@ -19,12 +19,14 @@ from torch import nn
 from zoo import Updating, tiny_vit
 
 import autopar
-from autopar.codegen import graph_module, source, split
+from autopar.api.recompute import own_segments
+from autopar.codegen.emit import graph_module, source
+from autopar.codegen.split import split
 from autopar.errors import PlanError
-from autopar.ir import Plan, Program
-from autopar.pytree import leaves
-from autopar.recompute import own_segments
-from autopar.trace import trace, weight_tensors
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.pytree import leaves
+from autopar.trace.trace import trace, weight_tensors
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-3)
 

@@ -21,10 +21,12 @@ from zoo import tiny_vit
 
 import autopar
 from autopar.errors import InfeasibleError, UsageError
-from autopar.ir import CostGraph, Flow, Group, Plan
-from autopar.solve import CutProblem, solve_cuts
-from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
-from autopar.solve.evaluate import stage_costs
+from autopar.ir.cost_graph import CostGraph, Flow, Group
+from autopar.ir.plan import Plan
+from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
+from autopar.solve.cuts.evaluate import stage_costs
+from autopar.solve.cuts.problem import CutProblem
+from autopar.solve.cuts.solve import solve_cuts
 
 # -- the integer program -------------------------------------------------------------------------------------------
 

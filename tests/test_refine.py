@@ -11,13 +11,21 @@ from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.hardware import Hardware, Link, load_hardware
-from autopar.ir import ChoiceGraph, CostGraph, Flow, Graph, Group, Holding, Mesh, ModelInfo, Op, Plan, Ref, Value
-from autopar.pricing import Costs
-from autopar.refine import refine
-from autopar.solve import Constraints, JointProblem, Priced, search, solve_shardings
-from autopar.solve.constraints import boundary_links
-from autopar.solve.sharding_cost import conversion, wires
+from autopar.api.planning.costs import Costs
+from autopar.api.planning.refine import refine
+from autopar.cost.hardware.load import load_hardware
+from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.graph import Graph, Op, Ref, Value
+from autopar.ir.hardware import Hardware, Link
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import ModelInfo, Plan
+from autopar.ir.strategies import ChoiceGraph
+from autopar.solve.cuts.problem import Priced
+from autopar.solve.joint.problem import JointProblem
+from autopar.solve.search import search
+from autopar.solve.shardings.cost import conversion, wires
+from autopar.solve.shardings.solve import solve_shardings
+from autopar.solve.space.constraints import Constraints, boundary_links
 from tests.choice_graphs import RANKS, choice_graphs, vit_choices
 from tests.test_joint import brute_force, step_seconds
 

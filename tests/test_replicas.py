@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import Tied, UNet, tiny_vit
 
 import autopar
-from autopar.runtime import buckets
-from autopar.runtime.buckets import flat_buckets
-from autopar.runtime.gradients import Gradients
+from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.params import flat_buckets as buckets
+from autopar.runtime.params.flat_buckets import flat_buckets
+from autopar.runtime.params.grad_buffer import Gradients
 from autopar.runtime.rank import Rank
-from autopar.runtime.transport import Hub, LocalTransport
 
 # A larger eps than the default: parameters whose true gradient is zero would amplify the order of sums.
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
@@ -151,7 +151,7 @@ def collected(**options: Any) -> tuple[dict[str, nn.Parameter], dict[str, nn.Par
     }
     parameters = {name: nn.Parameter(t) for name, t in weights.items()}
     about = [
-        autopar.ir.Weight(n, "parameter", tuple(t.shape), *(("bfloat16", True, (n,), "float32") if t.ndim > 1 else
+        autopar.ir.graph.Weight(n, "parameter", tuple(t.shape), *(("bfloat16", True, (n,), "float32") if t.ndim > 1 else
                                                             ("float32", True, (n,))))
         for n, t in weights.items()
     ]  # fmt: skip

@@ -10,12 +10,16 @@ import pytest
 from rule_cases import Case, all_cases, case, fixed, x
 from rule_oracle import Example, check, example
 
-from autopar.ir import REPLICATED
-from autopar.rules import RULES, Rule, algebra, parts, rule_of, shapes, strategies, strategy
-from autopar.rules.call import Call, Function, build
-from autopar.rules.find import key_of
-from autopar.rules.parts import reduced
-from autopar.rules.text import bind
+from autopar.ir.layout import REPLICATED
+from autopar.sharding.bound_call import Call, Function, build
+from autopar.sharding.functions import products as algebra
+from autopar.sharding.functions import shapes
+from autopar.sharding.functions import views as parts
+from autopar.sharding.functions.views import reduced
+from autopar.sharding.lookup import key_of, rule_of
+from autopar.sharding.parse import bind
+from autopar.sharding.rule import Rule, strategies, strategy
+from autopar.sharding.table import RULES
 
 CASES = list(all_cases())
 OUTERS = (2, 3)

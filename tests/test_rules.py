@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from rule_cases import Case, case, n, x
 from rule_oracle import cut, example
 
-from autopar.ir import Layout, Op, Ref, Value, split_layout
-from autopar.rules import Rule, by_operand, by_output, localised, rule_of, strategies, strategy
-from autopar.rules.call import Call
-from autopar.rules.shapes import regroup
-from autopar.rules.text import bind
-from autopar.trace import trace
+from autopar.ir.graph import Op, Ref, Value
+from autopar.ir.layout import Layout, split_layout
+from autopar.sharding.bound_call import Call
+from autopar.sharding.functions.shapes import regroup
+from autopar.sharding.localise import localised
+from autopar.sharding.lookup import rule_of
+from autopar.sharding.parse import bind
+from autopar.sharding.rule import Rule, by_operand, by_output, strategies, strategy
+from autopar.trace.trace import trace
 
 EMPTY = Op("op", "aten.none.default", (), (), (), "")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.runtime.scaler import LossScaler
+from autopar.runtime.optim.loss_scaler import LossScaler
 
 FINITE, OVERFLOW = 1.0, float("inf")
 

@@ -11,24 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError, UsageError
-from autopar.ir import INTERLEAVED, ScheduleName
-from autopar.schedule import (
-    RECIPES,
-    Action,
-    Schedule,
-    check,
-    check_rendezvous,
-    format_grid,
-    format_schedule,
-    generate,
-    kept_at_once,
-    max_in_flight,
-    may_overlap,
-    one_f_one_b_seconds,
-    parse_schedule,
-    replayed_seconds,
-    simulate,
-)
+from autopar.ir.plan import INTERLEAVED, ScheduleName
+from autopar.schedule.actions import Action, Schedule, format_grid, format_schedule, parse_schedule
+from autopar.schedule.check import check, check_rendezvous
+from autopar.schedule.generate import RECIPES, generate, kept_at_once, max_in_flight, may_overlap
+from autopar.schedule.replay import replayed_seconds
+from autopar.schedule.simulate import one_f_one_b_seconds, simulate
 
 numbers = st.integers(0, 10**6)
 actions = st.builds(Action, st.sampled_from(["F", "B"]), numbers, numbers)

@@ -13,35 +13,22 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.cost.hardware.load import load_hardware
 from autopar.errors import HardwareError, InfeasibleError, UsageError
-from autopar.hardware import Hardware, Link, load_hardware
-from autopar.ir import (
-    BlockSharding,
-    Collective,
-    CostGraph,
-    Flow,
-    Graph,
-    Group,
-    Holding,
-    Layout,
-    Mesh,
-    ModelInfo,
-    Op,
-    Plan,
-    Ref,
-    SolverInfo,
-    Value,
-    Weight,
-    microbatch_factors,
-    microbatch_size,
-    microbatch_sizes,
-)
+from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.graph import Graph, Op, Ref, Value, Weight
+from autopar.ir.hardware import Hardware, Link
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.microbatches import microbatch_factors, microbatch_size, microbatch_sizes
+from autopar.ir.plan import BlockSharding, Collective, ModelInfo, Plan, SolverInfo
 from autopar.ir.table import plan_text
-from autopar.schedule import one_f_one_b_seconds
-from autopar.solve import Constraints, Decision, Priced, Refine, Refined, search
-from autopar.solve.assemble import op_ranges
-from autopar.solve.constraints import boundary_links
-from autopar.solve.evaluate import RankCost, StageCost
+from autopar.schedule.simulate import one_f_one_b_seconds
+from autopar.solve.cuts.evaluate import RankCost, StageCost
+from autopar.solve.cuts.problem import Priced
+from autopar.solve.result.make_plan import Decision, op_ranges
+from autopar.solve.search import Refine, Refined, search
+from autopar.solve.space.constraints import Constraints, boundary_links
 
 GIB = 2**30
 # Nothing but the model in memory: on CPU inputs stay where the caller has them.
@@ -295,8 +282,8 @@ def test_gpipe_keeps_every_microbatch() -> None:
 def test_contiguous_cuts_stand_in_for_a_program_too_large_to_solve(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Constraints(devices=3, batch=8, microbatches=8)
     solved = plan_for(blocks(4), asked)
-    monkeypatch.setattr("autopar.solve.cuts.MAX_OPEN", 0)
-    monkeypatch.setattr("autopar.solve.cuts.slowest_limit", lambda problem, value: float("inf"))
+    monkeypatch.setattr("autopar.solve.cuts.solve.MAX_OPEN", 0)
+    monkeypatch.setattr("autopar.solve.cuts.solve.slowest_limit", lambda problem, value: float("inf"))
     found = plan_for(blocks(4), asked)
     assert found.prediction == solved.prediction
     assert (solved.solver.status, found.solver.status) == ("optimal", "contiguous cuts")

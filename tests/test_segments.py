@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 from test_executor import TwoHeads
 from torch import nn
 
-from autopar.hardware import load_hardware
-from autopar.ir import Graph, Op, Ref, Value
-from autopar.operators import Operand
-from autopar.profile import Facts, OpFacts, op_facts, price, segmented, segments
-from autopar.profile.segments import TOLERANCE
-from autopar.trace import trace
+from autopar.cost.groups.checkpoint_segments import TOLERANCE, segmented, segments
+from autopar.cost.groups.cost_graph import price
+from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.op_stats import Facts, OpFacts, op_facts
+from autopar.ir.graph import Graph, Op, Ref, Value
+from autopar.ops.registry import Operand
+from autopar.trace.trace import trace
 
 NOTHING = OpFacts(0, 0, True, (), (), (), 0, (), (Operand((1,), "int8", (1,), True),))
 

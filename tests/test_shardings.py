@@ -11,12 +11,12 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.ir.choices import Choice, ChoiceGraph, Conversion
 from autopar.ir.layout import REPLICATED
-from autopar.solve.sharding_cost import Prices
-from autopar.solve.sharding_program import edges, sharding_program
-from autopar.solve.shardings import Shardings, pareto, solve_shardings
-from autopar.solve.solver import SolverName
+from autopar.ir.strategies import Choice, ChoiceGraph, Conversion
+from autopar.solve.backend import SolverName
+from autopar.solve.shardings.cost import Prices
+from autopar.solve.shardings.program import edges, sharding_program
+from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings
 from tests.choice_graphs import BOTH, Machine, choice_graphs, vit_choices
 
 

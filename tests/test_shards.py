@@ -9,8 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.ir import REPLICATED, Layout, Mesh, Split, broadcast_layout, split_layout
-from autopar.shards import assembled, chunks, narrowed, part, summed, whole, whole_shape
+from autopar.ir.layout import REPLICATED, Layout, Split, broadcast_layout, split_layout
+from autopar.ir.mesh import Mesh
+from autopar.sharding.tensors import assembled, chunks, narrowed, part, summed, whole, whole_shape
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 

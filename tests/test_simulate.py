@@ -21,13 +21,17 @@ from torch import nn
 from zoo import UNet, tiny_vit
 
 import autopar
-from autopar.cli.simulate_table import numbers, simulation_parts
 from autopar.errors import PlanError, UsageError
-from autopar.ir import Mesh, Message, Plan, Stage, StageMemory
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Message, Plan, Stage, StageMemory
 from autopar.ir.text import rendered
-from autopar.schedule import Action, Span
-from autopar.simulation import memory_curve, schedules_of, simulate_plan, trace_events
-from autopar.simulation.picture import draw, figure_of
+from autopar.schedule.actions import Action
+from autopar.schedule.timeline import Span
+from autopar.tools.report.plan_trace import trace_events
+from autopar.tools.report.simulate_table import numbers, simulation_parts
+from autopar.tools.report.simulation_picture import draw, figure_of
+from autopar.tools.simulate.memory import memory_curve
+from autopar.tools.simulate.step import schedules_of, simulate_plan
 
 CASES: dict[str, dict[str, Any]] = {
     "pp 4": {"devices": 4, "pp": 4, "microbatches": 8},

@@ -14,15 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.hardware import Link
-from autopar.ir import Balance, CostGraph, Flow, Group, Holding
-from autopar.solve import CutProblem, Cuts, solve_cuts
-from autopar.solve.contiguous import contiguous_cuts, interval_sums
-from autopar.solve.evaluate import objective_seconds, stage_costs
-from autopar.solve.ilp import memory_program, time_program
-from autopar.solve.merge import merge
-from autopar.solve.ranges import Ranges, slowest_limit, stage_ranges
-from autopar.solve.solver import SolverName, default_solver, solve
+from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.hardware import Link
+from autopar.ir.plan import Balance
+from autopar.solve.backend import SolverName, default_solver, solve
+from autopar.solve.cuts.dynamic_programme import contiguous_cuts, interval_sums
+from autopar.solve.cuts.evaluate import objective_seconds, stage_costs
+from autopar.solve.cuts.ilp import memory_program, time_program
+from autopar.solve.cuts.merge import merge
+from autopar.solve.cuts.problem import CutProblem, Cuts
+from autopar.solve.cuts.ranges import Ranges, slowest_limit, stage_ranges
+from autopar.solve.cuts.solve import solve_cuts
 
 MIB = 2**20
 NVLINK = Link(27e-6, 250e9)
@@ -475,7 +477,7 @@ def test_pins_against_shared_state() -> None:
 
 SOLVING = """
 import pulp
-from autopar.solve.solver import run
+from autopar.solve.backend import run
 
 for cat in ("Binary", "Continuous"):
     x = [pulp.LpVariable(f"x{i}", lowBound=0, upBound=1, cat=cat) for i in range(4)]

@@ -8,9 +8,9 @@ import pytest
 import torch
 from boards import on_all
 
-from autopar.runtime import symmetric_axis
-from autopar.runtime.symmetric import Neighbour, reach_each_other
-from autopar.runtime.symmetric_axis import SymmetricCommunicator
+from autopar.runtime.comm import symmetric_collectives as symmetric_axis
+from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
+from autopar.runtime.comm.symmetric_p2p import Neighbour, reach_each_other
 
 ROUNDS = 4
 

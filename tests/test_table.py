@@ -8,20 +8,20 @@ from typing import Literal
 import pytest
 import torch
 
-from autopar.ir import (
+from autopar.ir.mesh import Mesh
+from autopar.ir.microbatches import microbatches_text
+from autopar.ir.plan import (
     Alternative,
     BlockSharding,
     Collective,
     HardwareInfo,
     InputInfo,
-    Mesh,
     ModelInfo,
     Plan,
     Prediction,
     SolverInfo,
     Stage,
 )
-from autopar.ir.batch import microbatches_text
 from autopar.ir.table import plan_text, stage_ends
 from autopar.ir.text import wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, of_type, percent, plural, text

@@ -16,11 +16,12 @@ from handmade import run_in_one_process
 from torch import nn
 from zoo import SharedModule, Tied, TwoInputs, UNet, Updating, resnet18, tiny_vit
 
-from autopar.codegen import split
+from autopar.codegen.split import split
 from autopar.errors import TraceError
-from autopar.ir import Graph, Mode, Ref
-from autopar.pytree import leaves
-from autopar.trace import check_hooks, trace, weight_tensors
+from autopar.ir.graph import Graph, Mode, Ref
+from autopar.ir.pytree import leaves
+from autopar.trace.hooks import check_hooks
+from autopar.trace.trace import trace, weight_tensors
 
 
 class Body(nn.Module):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from train_cli import TINY, invoke, losses, records, start
 
 import autopar
-from autopar.cli.idle import RULES
 from autopar.ir.units import percent
+from autopar.tools.cli.unused_flags import RULES
 from autopar.train import Wanted, evaluate_alone, evaluation_loader, load_data
 
 

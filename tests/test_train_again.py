@@ -16,7 +16,7 @@ import psutil
 import pytest
 from train_cli import MAIN, SHORT, TINY, invoke, losses, records, start
 
-from autopar.cli.training import command
+from autopar.tools.cli.train_run import command
 from autopar.train import read_run
 
 
@@ -103,7 +103,7 @@ def test_ctrl_c_under_torchrun(tmp_path):
 
 
 def test_another_run_is_refused_before_anything_is_planned(alone, tmp_path, monkeypatch):
-    monkeypatch.setattr("autopar.cli.training.parallelize", None)
+    monkeypatch.setattr("autopar.tools.cli.train_run.parallelize", None)
     code, _, error = invoke(
         "train", *SHORT, "--devices", "1", "--seed", "3", "--batch-size", "64", "--epochs", "5", "--resume", str(alone),
         "--smoothing", "0.25", "--scale", "0.5", "1.0", "-o", str(tmp_path / "new"),
@@ -147,7 +147,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_a_second_run_in_a_folder_is_refused_and_nothing_is_lost(alone, tmp_path, monkeypatch):
     """Before anything is planned or read."""
-    monkeypatch.setattr("autopar.cli.training.parallelize", None)
+    monkeypatch.setattr("autopar.tools.cli.train_run.parallelize", None)
     before, other = contents(alone), tmp_path / "other"
     there = (
         f"error: {alone} holds a run already: checkpoint last after 16 updates, checkpoint best after "

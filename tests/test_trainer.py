@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autopar
 from autopar.errors import CheckpointError, TrainingError, UsageError
-from autopar.runtime import is_checkpoint
+from autopar.runtime.checkpoint.folder import is_checkpoint
 from autopar.train import (
     Augmentation,
     Batch,
@@ -45,8 +45,8 @@ from autopar.train import (
     training_loader,
 )
 from autopar.train.evaluation import evaluation, judged
-from autopar.train.interrupt import noted_interrupts
-from autopar.train.reports import Position
+from autopar.train.run.interrupt import noted_interrupts
+from autopar.train.run.reports import Position
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
 MOVED = Augmentation(shift=1)

@@ -7,7 +7,9 @@ from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.schedule import generate, pipeline_seconds, simulate
+from autopar.schedule.fast_1f1b import pipeline_seconds
+from autopar.schedule.generate import generate
+from autopar.schedule.simulate import simulate
 
 SECONDS = st.sampled_from([0.0, 1.0, 2.0, 3.5, 10.0])
 

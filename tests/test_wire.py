@@ -10,8 +10,8 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from autopar.runtime.shared import SharedMemory, shared_file
-from autopar.runtime.wire import Line, culprit
+from autopar.runtime.launch.ipc import Line, culprit
+from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 
 
 @pytest.fixture

@@ -20,10 +20,10 @@ import cloudpickle
 import torch
 from torch import nn
 
-from autopar import lowering
-from autopar.ir import Graph, Mode
-from autopar.pytree import leaves
-from autopar.trace import trace
+from autopar.ir.graph import Graph, Mode
+from autopar.ir.pytree import leaves
+from autopar.trace import lower
+from autopar.trace.trace import trace
 
 VARIABLE = "AUTOPAR_TEST_TRACES"  # the folder that holds them; scripts that tests start inherit it
 
@@ -70,7 +70,7 @@ def key(model: nn.Module, called: Any) -> str | None:
 def shared_trace(
     model: nn.Module, args: Any, kwargs: Mapping[str, Any] | None = None, mode: Mode = "train", name: str = ""
 ) -> Graph:
-    """As `autopar.trace.trace`; read where a process of this session has traced the same model before."""
+    """As `autopar.trace.trace.trace`; read where a process of this session has traced the same model before."""
     known = key(model, (args, kwargs or {}, mode, name))
     if known is None:
         return trace(model, args, kwargs, mode, name)
@@ -92,4 +92,4 @@ def shared_trace(
 def share() -> None:
     """Let autopar trace through `shared_trace` in this process, where a session of tests started it."""
     if VARIABLE in os.environ:
-        lowering.trace = shared_trace
+        lower.trace = shared_trace

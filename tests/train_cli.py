@@ -12,11 +12,11 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app
+from autopar.tools.cli.app import app
 
 ROOT = Path(autopar.__file__).parents[1]
 TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "embed_dim=48", "num_heads=3"]
-MAIN = "from autopar.cli import main; main()"
+MAIN = "from autopar.tools.cli import main; main()"
 # Few images and one thread a process; everything random is on.
 SHORT = [
     *TINY, "--data", "digits", "--epochs", "2", "--batch-size", "32", "--train-num-samples", "256",

@@ -28,7 +28,7 @@ from traces import share
 from zoo import tiny_vit
 
 import autopar
-from autopar.parity import difference
+from autopar.tools.parity.difference import difference
 from autopar.train import schedule, timm_optimizer
 
 MICROBATCHES, STEPS = 2, 3

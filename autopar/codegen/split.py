@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence, Set
 
 from autopar.errors import TraceError
-from autopar.ir import Edge, Graph, Program, Weight, refs
+from autopar.ir.graph import Graph, Weight, refs
+from autopar.ir.program import Edge, Program
 
 
 def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[Program, ...]:

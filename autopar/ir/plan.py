@@ -13,10 +13,10 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError, with_config
 
 from autopar.errors import PlanError
-from autopar.ir.batch import microbatch_size
 from autopar.ir.graph import Graph
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import STRICT, Mesh
+from autopar.ir.microbatches import microbatch_size
 from autopar.ir.units import plural
 
 SCHEMA_VERSION = 3
@@ -77,8 +77,8 @@ class Stage:
     ``forward_seconds``, ``backward_seconds`` (tensor-parallel collectives included) and ``send_bytes`` (forward, to
     later stages) are of one rank and per microbatch. ``params`` counts whole parameters, however they are sharded.
 
-    With ``recompute`` "all" the stage's operations form segments (`autopar.profile.segments`); only what enters a
-    segment is kept for the backward, which runs the segment again first: that is part of ``backward_seconds``.
+    With ``recompute`` "all" the stage's operations form segments (`autopar.cost.groups.checkpoint_segments`); only what
+    enters a segment is kept for the backward, which runs the segment again first: that is part of ``backward_seconds``.
 
     ``collective_seconds`` are what tensor-parallel collectives take of both; ``optimizer_seconds`` the update once a
     step. ``memory`` is None in plans made by hand.
@@ -207,10 +207,10 @@ class Plan:
     ``microbatches`` counts per data-parallel replica.
 
     ``shardings`` maps weights to the layouts (`Layout.parse`) in which ranks hold them, ``strategies`` operations to
-    the factor that is split when they run (`autopar.rules`). In both, ``*`` stands for any number in a name and a full
-    name outranks a pattern; a weight that is not listed is replicated, an operation follows what it reads. Both are
-    empty when tp is 1. ``blocks`` says the same for people. ``zero1``: each replica keeps the optimizer's state of a
-    part of the parameters.
+    the factor that is split when they run (`autopar.sharding`). In both, ``*`` stands for any number in a name and a
+    full name outranks a pattern; a weight that is not listed is replicated, an operation follows what it reads. Both
+    are empty when tp is 1. ``blocks`` says the same for people. ``zero1``: each replica keeps the optimizer's state of
+    a part of the parameters.
     """
 
     model: ModelInfo

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.ir.batch import microbatches_text
+from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
 from autopar.ir.plan import Alternative, Plan, Stage
 from autopar.ir.sharding_table import sharding_parts

@@ -11,28 +11,31 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.collectives import on
 from autopar.errors import CheckpointError
-from autopar.ir import REPLICATED, Header, Mode, Program
-from autopar.pytree import leaves
-from autopar.rules.boards import board_bytes
-from autopar.runtime.allocator import let_segments_grow
-from autopar.runtime.answers import Answers
-from autopar.runtime.contents import OptionChange
-from autopar.runtime.copies import Copies
-from autopar.runtime.ema import Average
-from autopar.runtime.executor import BoundStep, Chunk
-from autopar.runtime.graphed import Graphs
-from autopar.runtime.memory import TensorPeak, peak_resident_bytes, resident_bytes
-from autopar.runtime.mixed_loss import in_autocast
-from autopar.runtime.reading import numbers_of
+from autopar.ir.checkpoint_header import Header
+from autopar.ir.graph import Mode
+from autopar.ir.layout import REPLICATED
+from autopar.ir.program import Program
+from autopar.ir.pytree import leaves
+from autopar.ops.collectives import on
+from autopar.runtime.checkpoint.rank_state import OptionChange
+from autopar.runtime.comm.symmetric_p2p import reserved_bytes
+from autopar.runtime.comm.transport import Transport
+from autopar.runtime.engine.cuda_graph import Graphs
+from autopar.runtime.engine.executor import BoundStep, Chunk
+from autopar.runtime.engine.loss import in_autocast
+from autopar.runtime.engine.metrics import numbers_of
+from autopar.runtime.engine.recorded_flags import Answers
+from autopar.runtime.engine.staging import Staging
+from autopar.runtime.engine.timer import Stopwatch
+from autopar.runtime.memory.cuda_allocator import let_segments_grow
+from autopar.runtime.memory.peaks import TensorPeak, peak_resident_bytes, resident_bytes
+from autopar.runtime.optim.ema import Average
+from autopar.runtime.optim.step import Updater
+from autopar.runtime.params.compute_copies import Copies
 from autopar.runtime.spec import Computed, RankSpec, RankStats, StepOutcome, UpdateResult, Work
-from autopar.runtime.staging import Staging
-from autopar.runtime.stopwatch import Stopwatch
-from autopar.runtime.symmetric import reserved_bytes
-from autopar.runtime.transport import Transport
-from autopar.runtime.update import Updater
-from autopar.schedule import generate
+from autopar.schedule.generate import generate
+from autopar.sharding.buffer_sizes import board_bytes
 
 NO_AXES: Mapping[str, str] = MappingProxyType({})
 
@@ -54,7 +57,7 @@ class Rank:
         """Take ``tensors``, this rank's parts of its weights by name: the caller gives them away.
 
         Args:
-            axes: for each mesh axis the key of its communicator in `autopar.collectives`.
+            axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`.
         """
         if torch.device(spec.device).type == "cuda":
             let_segments_grow()
@@ -338,20 +341,20 @@ class Rank:
 
     def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
         """Write this rank's share of a checkpoint; why there is none, on any rank."""
-        from autopar.runtime import checkpoint
+        from autopar.runtime.checkpoint import save_load as checkpoint
 
         self.gather_weights()
         return checkpoint.save(self, folder, header)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
         """The header of a checkpoint that this rank can read."""
-        from autopar.runtime import checkpoint
+        from autopar.runtime.checkpoint import save_load as checkpoint
 
         return checkpoint.inspect(folder)
 
     def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
         """Take over a checkpoint, and what it changed of the optimizer's options; or why it was not, on any rank."""
-        from autopar.runtime import checkpoint
+        from autopar.runtime.checkpoint import save_load as checkpoint
 
         if self.graphs is not None:
             self.graphs.forget()  # the optimizer gets other tensors

@@ -9,9 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.ir import REPLICATED, TP, Layout, Mesh, Mode, Place, Program, Weight
-from autopar.runtime.executor import Span, StepData, lane_of
-from autopar.runtime.transport import TransportName
+from autopar.ir.graph import Mode, Weight
+from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.mesh import Mesh, Place
+from autopar.ir.program import Program
+from autopar.runtime.comm.transport import TransportName
+from autopar.runtime.engine.executor import Span, StepData, lane_of
 
 Waits = Mapping[str, Callable[[], None]]
 Sums = Callable[[str], torch.Tensor | None]

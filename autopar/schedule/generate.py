@@ -13,7 +13,7 @@ from functools import lru_cache, partial
 from itertools import pairwise
 
 from autopar.errors import UsageError
-from autopar.ir import INTERLEAVED
+from autopar.ir.plan import INTERLEAVED
 from autopar.schedule.actions import Action, Schedule
 
 

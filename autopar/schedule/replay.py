@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.schedule.actions import Action
+from autopar.schedule.fast_1f1b import pipeline_seconds
 from autopar.schedule.generate import generate
 from autopar.schedule.order import Links, consecutive, run_order
-from autopar.schedule.wavefront import pipeline_seconds
 
 
 @dataclass(frozen=True)

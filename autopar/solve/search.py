@@ -7,11 +7,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.hardware import Hardware
-from autopar.ir import Graph, Mesh, ModelInfo, Plan, SolverInfo
-from autopar.solve.alternatives import MAX_MESHES, alternatives
-from autopar.solve.assemble import Decision, Setting, make_plan, step_time
-from autopar.solve.candidates import (
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import Hardware
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import ModelInfo, Plan, SolverInfo
+from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
+from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
+from autopar.solve.cuts.local_search import simulated_faster
+from autopar.solve.cuts.merge import merge
+from autopar.solve.cuts.problem import Costs, CutProblem, Cuts, Priced, update_seconds
+from autopar.solve.cuts.solve import SOLVER_TOLERANCE, solve_cuts
+from autopar.solve.result.alternatives import MAX_MESHES, alternatives
+from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_time
+from autopar.solve.result.reasons import bound_by
+from autopar.solve.space.candidates import (
     Candidate,
     Floors,
     Pipeline,
@@ -25,15 +34,8 @@ from autopar.solve.candidates import (
     posed,
     shardings_of,
 )
-from autopar.solve.constraints import Constraints
-from autopar.solve.contiguous import contiguous_cuts, least_memory_cuts
-from autopar.solve.cuts import SOLVER_TOLERANCE, solve_cuts
-from autopar.solve.evaluate import fullest_bytes, stage_costs
-from autopar.solve.merge import merge
-from autopar.solve.meshes import Meshes, divisors, in_the_way, nearest, no_mesh, possible_meshes
-from autopar.solve.polish import simulated_faster
-from autopar.solve.problem import Costs, CutProblem, Cuts, Priced, update_seconds
-from autopar.solve.reasons import bound_by
+from autopar.solve.space.constraints import Constraints
+from autopar.solve.space.meshes import Meshes, divisors, in_the_way, nearest, no_mesh, possible_meshes
 
 # A mesh whose bound is that many times the best step is not worth a row.
 FAR = 2.0

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode  # the documented way to see what reaches kernels
 
-from autopar.pytree import leaves
+from autopar.ir.pytree import leaves
 from autopar.trace.fake import without_device
 
 COPY = torch.ops.aten._to_copy.default

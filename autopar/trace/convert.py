@@ -15,7 +15,8 @@ from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx.node import map_arg
 
 from autopar.errors import TraceError
-from autopar.ir import NO_AUTOCAST, LocalDevice, Op, Ref, Value, dtype_name, refs, unused_name
+from autopar.ir.graph import NO_AUTOCAST, LocalDevice, Op, Ref, Value, dtype_name, refs
+from autopar.ir.names import unused_name
 from autopar.trace.autocast import Region, casts_of
 from autopar.trace.frames import is_internal
 from autopar.trace.inplace import STATISTICS, aliased_arguments, missing_defaults, out_of_place, written_arguments

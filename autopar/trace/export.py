@@ -12,8 +12,8 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from autopar.errors import TraceError
-from autopar.ir import Mode
-from autopar.pytree import leaves, tree_map
+from autopar.ir.graph import Mode
+from autopar.ir.pytree import leaves, tree_map
 from autopar.trace.fake import as_on_cpu
 from autopar.trace.frames import spot, user_frame
 from autopar.trace.hooks import REMEDY, Seen

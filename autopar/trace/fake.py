@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch 2.
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from autopar.copying import copied
-from autopar.pytree import tree_map
+from autopar.ir.pytree import tree_map
+from autopar.trace.copy_model import copied
 
 
 def as_on_cpu(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
-OWN_DIR = str(Path(__file__).absolute().parent.parent) + os.sep
+OWN_DIR = str(Path(__file__).absolute().parents[1]) + os.sep
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:

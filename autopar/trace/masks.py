@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from autopar.ir import LocalDevice, Op, Ref
-from autopar.operators import operator
+from autopar.ir.graph import LocalDevice, Op, Ref
+from autopar.ops.registry import operator
 
 ATTENTION, MASK = "aten.scaled_dot_product_attention.default", 3  # the mask's place among its arguments
 

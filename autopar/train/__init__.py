@@ -1,16 +1,18 @@
 """Training a model on images under a plan: data, loop, callbacks, and weights on disk for the unmodified model."""
 
 from autopar.train.callbacks import Callback, Checkpoints, JsonLog, TensorBoard
-from autopar.train.data import DATASETS, Data, Wanted, load_data
+from autopar.train.data.datasets import DATASETS, Data, Wanted, load_data
+from autopar.train.data.images import first
+from autopar.train.data.loader import Batch, PartLoader, evaluation_loader, micro_batch, training_loader
+from autopar.train.data.mixup import Mixup
+from autopar.train.data.sampler import PartSampler
+from autopar.train.data.transforms import Augmentation
 from autopar.train.evaluation import Evaluation, evaluate, evaluate_alone
-from autopar.train.images import first
-from autopar.train.leading import leads, on_leading
-from autopar.train.loader import Batch, PartLoader, evaluation_loader, micro_batch, training_loader
-from autopar.train.mixup import Mixup
-from autopar.train.optimizers import TimmOptimizer, timm_average, timm_optimizer
+from autopar.train.loop import Trainer
+from autopar.train.optim import TimmOptimizer, timm_average, timm_optimizer
 from autopar.train.progress import ProgressBar
-from autopar.train.reports import EpochReport, StepReport
-from autopar.train.run_folder import (
+from autopar.train.rank_zero import leads, on_leading
+from autopar.train.run.folder import (
     BEST,
     EMA_WEIGHTS,
     EPOCHS,
@@ -25,12 +27,10 @@ from autopar.train.run_folder import (
     remove_run,
     run_in,
 )
-from autopar.train.sampler import PartSampler
-from autopar.train.saved import load_weights, save_weights
-from autopar.train.saved_run import SavedRun, read_run
+from autopar.train.run.reports import EpochReport, StepReport
+from autopar.train.run.state import SavedRun, read_run
+from autopar.train.run.weights import load_weights, save_weights
 from autopar.train.schedules import Schedule, schedule
-from autopar.train.trainer import Trainer
-from autopar.train.transforms import Augmentation
 
 __all__ = [
     "BEST", "DATASETS", "EMA_WEIGHTS", "EPOCHS", "LAST", "PLAN", "TENSORBOARD", "WEIGHTS", "Augmentation", "Batch",

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import UsageError
-from autopar.runtime import copy_checkpoint, is_checkpoint
-from autopar.train.leading import leads, on_leading
-from autopar.train.optional import needed
-from autopar.train.reports import EpochReport, StepReport
-from autopar.train.run_folder import BEST, EPOCHS, LAST, STEPS, check_free, lies_in, make_folder
-from autopar.train.saved_run import read_run
+from autopar.runtime.checkpoint.folder import copy_checkpoint, is_checkpoint
+from autopar.train.rank_zero import leads, on_leading
+from autopar.train.run.folder import BEST, EPOCHS, LAST, STEPS, check_free, lies_in, make_folder
+from autopar.train.run.reports import EpochReport, StepReport
+from autopar.train.run.state import read_run
+from autopar.train.timm_optional import needed
 
 if TYPE_CHECKING:
-    from autopar.train.trainer import Trainer
+    from autopar.train.loop import Trainer
 
 
 class Callback(Protocol):

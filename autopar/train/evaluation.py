@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from autopar.api.model import ParallelModel
 from autopar.errors import UsageError
-from autopar.model import ParallelModel
-from autopar.train.loader import Batch
-from autopar.train.optional import needed
+from autopar.train.data.loader import Batch
+from autopar.train.timm_optional import needed
 
 FEW = 5  # classes among which the right one has to be for `Evaluation.top5`
 

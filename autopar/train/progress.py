@@ -9,11 +9,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar.ir.units import BYTES, percent, text
 from autopar.train.callbacks import Callback
-from autopar.train.leading import leads
-from autopar.train.reports import EpochReport, StepReport
+from autopar.train.rank_zero import leads
+from autopar.train.run.reports import EpochReport, StepReport
 
 if TYPE_CHECKING:
-    from autopar.train.trainer import Trainer
+    from autopar.train.loop import Trainer
 
 
 class ProgressBar(Callback):

@@ -12,9 +12,9 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
+from autopar.api.model_source import need
 from autopar.errors import UsageError
 from autopar.ir.units import plural
-from autopar.zoo import need
 
 ONE_CYCLE, NONE = "onecycle", "none"
 NAMES = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "wsd", "rsqrt", "constant", ONE_CYCLE, NONE)

@@ -1,0 +1,5 @@
+"""``python -m autopar``: the command line."""
+
+from autopar.tools.cli.app import main
+
+main()

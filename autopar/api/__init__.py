@@ -1,0 +1,1 @@
+"""All that a user calls, and the only room where stages meet."""

@@ -1,0 +1,189 @@
+"""A user's call as flat tensors: binding arguments, checking them, cutting the batch, joining the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from autopar.errors import UsageError
+from autopar.ir.graph import Graph, Ref, Value, dtype_name, refs
+from autopar.ir.mesh import Mesh, Place
+from autopar.ir.microbatches import microbatch_sizes
+from autopar.ir.pytree import Spec, flatten, unflatten
+from autopar.ir.units import of_type
+from autopar.trace.call import Call, split_leaves
+
+Join = Literal["concatenate", "mean", "first"]
+
+
+def check_call(call: Call, graph: Graph, model_name: str) -> None:
+    """Compare a call with the one that was traced: structure, dtypes and numbers of dims.
+
+    Raises:
+        UsageError: names the input, what it is and what it should be.
+    """
+    if call.spec != graph.in_spec:
+        raise UsageError(
+            f"The inputs of {model_name} have another structure than the example inputs: got "
+            f"{outline(call.leaves, call.spec)}, expected {outline(graph.leaves, graph.in_spec)}. "
+            "Call parallelize again with such example_inputs."
+        )
+    values = {v.name: v for v in graph.inputs}
+    for leaf, traced in zip(call.leaves, graph.leaves, strict=True):
+        if not isinstance(traced, Ref):
+            continue
+        value = values[traced.name]
+        if not isinstance(leaf, torch.Tensor):
+            raise UsageError(f"Input {value.name} of {model_name} is {of_type(leaf)}, expected a tensor.")
+        dtype = dtype_name(leaf.dtype)
+        if dtype != value.dtype:
+            raise UsageError(
+                f"Input {value.name} of {model_name} has dtype {dtype}, expected {value.dtype}. "
+                f"Convert it with .to(torch.{value.dtype})."
+            )
+        if leaf.ndim != len(value.shape):
+            raise UsageError(
+                f"Input {value.name} of {model_name} has shape {list(leaf.shape)}, expected {len(value.shape)} dims "
+                f"like {['batch', *value.shape[1:]]}."
+            )
+
+
+def outline(leaves: Sequence[Any], spec: Spec) -> str:
+    """A call's nesting with the word tensor for each tensor: ``((tensor, 2.0), {})``."""
+    words = ["tensor" if isinstance(leaf, torch.Tensor | Ref) else repr(leaf) for leaf in leaves]
+    return str(unflatten(words, spec)).replace("'", "")
+
+
+def replica_sizes(batch: int, replicas: int) -> list[int]:
+    """Samples of each data-parallel replica, which take contiguous parts: equal, or the first ones get one more."""
+    size, more = divmod(batch, replicas)
+    return [size + (replica < more) for replica in range(replicas)]
+
+
+def partition(batch: int, replicas: int, microbatches: int) -> list[int]:
+    """Samples of all microbatches in the order of the batch: each replica's part cut into ``microbatches``."""
+    return [size for own in replica_sizes(batch, replicas) for size in microbatch_sizes(own, microbatches)]
+
+
+def check_shares(batch: int, replicas: int) -> None:
+    """Compare a batch to train on with the number of replicas that it is for.
+
+    Raises:
+        UsageError: they cannot share it evenly.
+    """
+    if batch % replicas:
+        near = " or ".join(str(b) for b in (batch - batch % replicas, batch - batch % replicas + replicas) if b)
+        raise UsageError(
+            f"A batch of {batch} cannot be trained on by {replicas} data-parallel replicas in equal parts. "
+            f"Pass {near} samples, or parallelize with a dp that divides {batch}."
+        )
+
+
+def shards_of(rank: int, mesh: Mesh) -> list[int]:
+    """The ranks of a rank's tensor-parallel group."""
+    place = mesh.place(rank)
+    return [mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp)]
+
+
+def check_real(tree: Any, what: str, rank: int) -> None:
+    """Refuse tensors on the meta device among what a rank reads.
+
+    Raises:
+        UsageError: there is one.
+    """
+    if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in flatten(tree)[0]):
+        raise UsageError(
+            f"Rank {rank} was given {what}s on the meta device, which hold no numbers, but reads them. Pass real ones "
+            f"where pm.needs_{what}s is true."
+        )
+
+
+def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
+    """The targets of each microbatch.
+
+    Raises:
+        UsageError: a tensor among them has another first size than the batch.
+    """
+    leaves, spec = flatten(targets)
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] != batch:
+            raise UsageError(
+                f"A target has shape {list(leaf.shape)} for a batch of {batch}: its first dim must be the batch."
+            )
+    return [unflatten(part, spec) for part in split_leaves(leaves, batch, sizes)]
+
+
+def batched_outputs(graph: Graph) -> tuple[bool, ...]:
+    """Whether each of a graph's flattened outputs depends on the batch: on an input whose first size it is."""
+    fed = {v.name for v in graph.inputs if v.shape[:1] == (graph.batch,)}
+    for op in graph.ops:
+        if fed.isdisjoint(op.reads):
+            continue
+        fed.update(op.mutates, (v.name for v in op.outputs))
+        if not op.outputs:  # an update in place: of what it reads, and of everything that shares that memory
+            sharing = {name for names in graph.together if op.name in names for name in names}
+            fed.update(refs(op.args), (v.name for o in graph.ops if o.name in sharing for v in o.outputs))
+    return tuple(isinstance(output, Ref) and output.name in fed for output in graph.outputs)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How a model's output for a batch is made of its flattened outputs for the microbatches."""
+
+    sizes: tuple[int, ...]
+    joins: tuple[Join, ...]
+    spec: Spec
+
+    def join(self, parts: Sequence[Sequence[Any]]) -> Any:
+        """The model's output, from the flattened outputs of each microbatch."""
+        joined = []
+        for how, column in zip(self.joins, zip(*parts, strict=True), strict=True):
+            if how == "concatenate":
+                joined.append(torch.cat(column))
+            elif how == "mean":
+                batch = sum(self.sizes)
+                joined.append(sum(leaf * (size / batch) for leaf, size in zip(column, self.sizes, strict=True)))
+            else:
+                joined.append(column[0])
+        return unflatten(joined, self.spec)
+
+
+def join_outputs(graphs: Sequence[Graph], batched: Sequence[bool]) -> Outputs:
+    """How to join the outputs of microbatches with these graphs.
+
+    A tensor that grows with the batch is concatenated, a number per microbatch (an auxiliary loss) becomes the mean
+    over the samples, and what does not depend on the batch is taken from the first microbatch.
+
+    Args:
+        graphs: of each microbatch.
+        batched: `batched_outputs` of one of them.
+
+    Raises:
+        UsageError: an output depends on the batch and is neither.
+    """
+    sizes = tuple(graph.batch for graph in graphs)
+    joins: list[Join] = ["first"] * len(batched)
+    for i, depends in enumerate(batched):
+        if depends and len(graphs) > 1:
+            joins[i] = join_of(i, [graph.values[graph.outputs[i].name] for graph in graphs], sizes)
+    return Outputs(sizes, tuple(joins), graphs[-1].out_spec)
+
+
+def join_of(number: int, values: Sequence[Value], sizes: Sequence[int]) -> Join:
+    """How one output that depends on the batch is joined; errors as `join_outputs`."""
+    value = values[0]
+    if not value.shape and getattr(torch, value.dtype).is_floating_point:
+        return "mean"
+    if value.shape and value.shape[0] % sizes[0] == 0:
+        ratio = value.shape[0] // sizes[0]
+        if all(v.shape[0] == ratio * size for v, size in zip(values, sizes, strict=True)):
+            return "concatenate"
+    shapes = " and ".join(dict.fromkeys(f"{v.dtype}{list(v.shape)}" for v in values))
+    raise UsageError(
+        f"Output {number} of the model is {shapes} for microbatches of {list(dict.fromkeys(sizes))} samples: it "
+        "depends on the batch, but its first dim is no multiple of the samples, so the outputs of "
+        f"{len(sizes)} microbatches cannot be joined. Return one row per sample, or plan with microbatches=1 and dp=1."
+    )

@@ -1,0 +1,69 @@
+"""Whether the ranks of a launcher were given the same batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from autopar.api.batch import shards_of
+from autopar.errors import UsageError
+from autopar.ir.mesh import Mesh
+
+MARKED_ELEMENTS = 1024  # of a sample that `mark` looks at, evenly spaced
+
+
+MARK_FACTOR = 6364136223846793005  # of Knuth's generator: spreads any change over all bits
+
+
+def check_parts(batches: Sequence[tuple[int, int]], data_size: int) -> None:
+    """Compare the batches that ranks were given, as (data rank, samples), where each gives a part of the global batch.
+
+    Raises:
+        UsageError: they differ.
+    """
+    if len({size for _, size in batches}) > 1:
+        listed = ", ".join(f"{size} on data rank {number}" for number, size in sorted(set(batches)))
+        raise UsageError(
+            f"The ranks were given batches of different sizes: {listed}. Each call takes an equal part of the global "
+            f"batch on every data rank (pm.data_rank of pm.data_size={data_size}), and the same part on all ranks that "
+            "share a data rank."
+        )
+
+
+def check_copies(marks: Sequence[int], mesh: Mesh, when: str = "") -> None:
+    """Compare what the ranks of each tensor-parallel group were given, all of which need the same samples.
+
+    Args:
+        marks: of each rank's inputs and targets, see `mark`; 0 where a rank has nothing to compare.
+        when: which batch it was, if not the current one, for the message.
+
+    Raises:
+        UsageError: names two ranks of a group that were given different samples.
+    """
+    for group in {tuple(shards_of(rank, mesh)) for rank in range(len(marks))}:
+        own = [(marks[rank], rank) for rank in group if marks[rank]]
+        other = next((rank for value, rank in own if value != own[0][0]), None)
+        if other is not None:
+            raise UsageError(
+                f"Ranks {own[0][1]} and {other} were given different inputs or targets{when}, but share each operation "
+                f"(tp={mesh.tp}) and need the same. Each call takes part pm.data_rank of pm.data_size={mesh.dp} of the "
+                "global batch: let samplers shard by these two, not by rank and world size."
+            )
+
+
+def mark(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A whole number that tells batches apart, never 0: of some elements of every tensor's first and last sample.
+
+    It is computed on the tensors' device, of which all are, without waiting for it, and is the same on each device.
+    """
+    total = torch.ones((), dtype=torch.int64, device=leaves[0].device)
+    for leaf in leaves:
+        ends = [leaf[0], leaf[-1]] if leaf.ndim > 1 and len(leaf) else [leaf]
+        parts = [end.detach().reshape(-1) for end in ends]
+        parts = [part[:: -(-len(part) // MARKED_ELEMENTS) or 1].contiguous().view(torch.uint8) for part in parts]
+        content = torch.cat(parts).to(torch.int64)
+        # Odd factors lose no bit of what they multiply; whole numbers wrap around alike everywhere.
+        factors = torch.arange(len(content), device=leaf.device) * 2 + 1
+        total = (total * MARK_FACTOR + (content * factors * factors).sum()) | 1
+    return total

@@ -1,0 +1,211 @@
+"""Checkpoints: saved and loaded by the ranks of a model, or read without any."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from autopar.api.dispatch import Dispatcher
+from autopar.errors import CheckpointError, ResumeWarning, UsageError
+from autopar.ir.checkpoint_header import Header, SavedWeight
+from autopar.ir.graph import Weight
+from autopar.ir.plan import Plan
+from autopar.runtime.checkpoint.folder import check_files
+from autopar.runtime.checkpoint.folder import read_header as header_in
+from autopar.runtime.checkpoint.rank_state import OptionChange
+from autopar.runtime.spec import RankSpec
+
+FEW = 3  # names that an error lists
+
+
+def read_header(folder: str | PathLike[str]) -> Header:
+    """What a checkpoint says of itself.
+
+    Raises:
+        CheckpointError: the folder has none that this version can read.
+    """
+    return header_in(Path(folder))
+
+
+def read_plan(folder: str | PathLike[str]) -> Plan:
+    """The plan of the run that saved: ``parallelize(model, …, plan=read_plan(folder))`` goes on exactly as it did.
+
+    Raises:
+        CheckpointError, PlanError: the folder has none that this version can read.
+    """
+    return Plan.from_json(json.dumps(read_header(folder).plan), f"the plan in {folder}")
+
+
+def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, torch.Tensor]:
+    """Full tensors by every name of the model's state dict; of tied weights, one tensor under each name.
+
+    Args:
+        ema: the averages of weights instead; what has none is as it is.
+
+    Raises:
+        CheckpointError: the folder has no whole checkpoint, or one without averages.
+    """
+    from autopar.runtime.checkpoint.save_load import read_tensors  # slow, see `Rank`
+
+    header = read_header(folder)
+    check_files(Path(folder), header)
+    if ema and not header.ema:
+        raise CheckpointError(
+            f"The checkpoint in {folder} has no averages of weights: parallelize was given no ema=. "
+            "Leave ema (--ema) out."
+        )
+    saved = [weight for weight in header.weights if weight.names]
+    tensors = read_tensors(Path(folder) / header.data, [weight.name for weight in saved], ema)
+    return {name: tensors[weight.name] for weight in saved for name in weight.names}
+
+
+def header_of(
+    plan: Plan, weights: Iterable[Weight], state_names: Iterable[str], counters: tuple[int, int, int], extra: Any
+) -> Header:
+    """What a model says of itself in a checkpoint.
+
+    Args:
+        state_names: those of the model's state dict.
+        counters: what random operations count: the seed, updates so far, and samples drawn since the last one.
+
+    Raises:
+        UsageError: JSON cannot hold ``extra``.
+    """
+    try:
+        json.dumps(extra)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"extra cannot be saved: {error}. It must consist of numbers, texts, lists and dicts with texts for keys."
+        ) from error
+    known = frozenset(state_names)
+    saved = tuple(SavedWeight.of(weight, known) for weight in weights if weight.kind != "constant")
+    return Header(plan.model.name, saved, json.loads(plan.to_json()), plan.batch, *counters, extra)
+
+
+def save(ranks: Dispatcher, folder: str | PathLike[str], header: Header) -> None:
+    """Have the ranks write a checkpoint.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    path = str(Path(folder).absolute())
+    results = ranks.call_all("save_checkpoint", path, header)
+    raise_first(results)
+
+
+def load(ranks: Dispatcher, folder: str | PathLike[str], here: Header, spec: RankSpec) -> Header:
+    """Have the ranks take over a checkpoint; its header.
+
+    Args:
+        here: what the model would save.
+        spec: what any of the ranks was told.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or does not fit.
+    """
+    path = str(Path(folder).absolute())
+    found = ranks.call_all("inspect_checkpoint", path)
+    raise_first(found)
+    header: Header = found[min(found)]
+    check_same_model(header, here, path)
+    results = ranks.call_all("load_checkpoint", path, header)
+    raise_first(results)
+    options = {(change.weight, change.option): change for own in results.values() for change in own}
+    for change in [*changes(header, here, spec), *option_changes(options.values())]:
+        warnings.warn(
+            f"The checkpoint in {folder} {change}", ResumeWarning, stacklevel=3
+        )  # the caller of load_checkpoint
+    return header
+
+
+def raise_first(results: Mapping[int, Any]) -> None:
+    """Raise the error that the first of the ranks with one returned."""
+    for _, result in sorted(results.items()):
+        if isinstance(result, CheckpointError):
+            raise result
+
+
+def check_same_model(saved: Header, here: Header, folder: str) -> None:
+    """Compare names, shapes and dtypes.
+
+    Raises:
+        CheckpointError: lists the first few that differ.
+    """
+    there, own = ({weight.name: weight for weight in header.weights} for header in (saved, here))
+    missing, unknown = [n for n in own if n not in there], [n for n in there if n not in own]
+    other = [n for n in own if n in there and (own[n].shape, own[n].dtype) != (there[n].shape, there[n].dtype)]
+    found = [
+        *([f"{len(missing)} missing there ({few(missing)})"] if missing else []),
+        *([f"{len(unknown)} unknown here ({few(unknown)})"] if unknown else []),
+        *(
+            [f"{len(other)} other: {few([f'{n} {kind(there[n])} there, {kind(own[n])} here' for n in other])}"]
+            if other
+            else []
+        ),
+    ]
+    if found:
+        raise CheckpointError(
+            f"The checkpoint in {folder} is of another model ({saved.model}, here {here.model}). Of {len(own)} "
+            f"weights, {'; '.join(found)}. Build the model as the run that saved did."
+        )
+
+
+def kind(weight: SavedWeight) -> str:
+    return f"{weight.dtype}{list(weight.shape)}"
+
+
+def few(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+
+
+def changes(saved: Header, here: Header, spec: RankSpec) -> list[str]:
+    """In what the run that goes on differs from the one that saved."""
+    found = []
+    before, now = (header.plan["precision"] for header in (saved, here))
+    if before != now:
+        starts = spec.autocast == "float16"
+        scale = ", and the loss scale starts anew" if starts else ", without its loss scale" if saved.scaler else ""
+        found.append(f"was saved in {before}, here it is {now}: training goes on with other rounding{scale}.")
+    if saved.seed != here.seed:
+        found.append(
+            f"was saved with seed {saved.seed}, here it is {here.seed}: dropout and other random operations draw other "
+            f"numbers than that run would have. Pass seed={saved.seed} to go on as it would."
+        )
+    if saved.batch != here.batch:
+        found.append(
+            f"was saved with a global batch of {saved.batch}, here it is {here.batch}: gradients, and the number of "
+            "updates in an epoch, are others, while learning rate and schedule go on as they were."
+        )
+    if spec.optimizer is not None and saved.optimizer is None:
+        found.append("has no optimizer: the one here starts from scratch.")
+    if spec.lr_scheduler is not None and saved.scheduler is None:
+        found.append("has no learning-rate scheduler: the one here starts from scratch.")
+    if spec.optimizer is not None and spec.lr_scheduler is None and saved.scheduler is not None:
+        found.append(f"was saved with a {saved.scheduler}, here is no lr_scheduler: learning rates stay as they are.")
+    if spec.ema is not None and not saved.ema:
+        found.append("has no averages of weights: those here start at its weights.")
+    if spec.ema is None and saved.ema:
+        found.append("has averages of weights, here is no ema: they are left out, and end.")
+    return found
+
+
+def option_changes(options: Iterable[OptionChange]) -> list[str]:
+    """The same of options of parameter groups, one text for each option."""
+    values: dict[str, dict[str, int]] = {}  # how many weights have the same change, by option
+    for change in options:
+        known = values.setdefault(change.option, {})
+        text = f"{change.saved}, here it is {change.here}"
+        known[text] = known.get(text, 0) + 1
+    return [
+        f"was saved with {option} "
+        + few([f"{text} ({number} weight{'s' * (number > 1)})" for text, number in sorted(known.items())])
+        + ": what was saved stays in use."
+        for option, known in sorted(values.items())
+    ]

@@ -1,0 +1,75 @@
+"""Whether a plan fits the graph that it is used with."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.layout import REPLICATED, TP, Layout, broadcast_layout, look_up, pattern_of, split_layout
+from autopar.ir.plan import Plan
+from autopar.sharding.lookup import rule_of
+from autopar.sharding.rule import strategy
+
+
+def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
+    """The layout in which ranks hold each weight.
+
+    Raises:
+        PlanError: the plan names a weight that the model does not have, or splits one that cannot be split so.
+    """
+    check_names("shardings", plan.shardings, [w.name for w in graph.weights])
+    storage: dict[str, Layout] = {}
+    for weight in graph.weights:
+        text = look_up(plan.shardings, weight.name)
+        layout = Layout.parse(text) if text is not None else REPLICATED
+        if not storable(layout) or not layout.fits(weight.shape, {TP: plan.mesh.tp}):
+            raise PlanError(
+                f"Plan field shardings.{weight.name}: it has shape {list(weight.shape)} and cannot lie as {text!r} on "
+                f"{plan.mesh.tp} ranks. Split one dim whose size the ranks divide ({TP}:DIM or {TP}:DIMxPARTS), write "
+                f"{broadcast_layout()} or {REPLICATED}, or leave it out."
+            )
+        if weight.kind == "constant" and layout != REPLICATED:
+            raise PlanError(
+                f"Plan field shardings.{weight.name}: it is a constant of the trace, which every rank holds whole. "
+                "Leave it out."
+            )
+        storage[weight.name] = layout
+    return storage
+
+
+def storable(layout: Layout) -> bool:
+    """Whether a weight can be kept so: whole, split once over the tensor axis, or whole with a partial gradient."""
+    return layout in (REPLICATED, broadcast_layout(), *(split_layout(s.dim, s.outer) for s in layout.splits))
+
+
+def check_strategies(plan: Plan, graph: Graph) -> None:
+    """Refuse strategies that the planned graph's operations cannot run under.
+
+    Raises:
+        PlanError: names the field, and the factors that there are.
+    """
+    check_names("strategies", plan.strategies, [op.name for op in graph.ops])
+    for op in graph.ops:
+        label = look_up(plan.strategies, op.name)
+        if not label:
+            continue
+        rule = rule_of(op, graph.shapes.__getitem__)
+        if rule is None or strategy(rule, label, plan.mesh.tp) is None:
+            free = {letter: rule.sizes[letter] for letter in rule.free} if rule is not None else {}
+            raise PlanError(
+                f"Plan field strategies: {op.name} ({op.target}) cannot run split by {label!r} on {plan.mesh.tp} "
+                f"ranks. Its factors and their sizes: {free or 'none'}."
+            )
+
+
+def check_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> None:
+    """Refuse entries of a plan's table that fit nothing in the model."""
+    known = {*names, *map(pattern_of, names)}
+    for name in table:
+        if name not in known:
+            near = difflib.get_close_matches(name, sorted(known), 1)
+            raise PlanError(
+                f"Plan field {field}: the model has no {name!r}.{f' Did you mean {near[0]}?' if near else ''}"
+            )

@@ -1,0 +1,1 @@
+"""``autopar.plan``: prices, search, refinement, measured prices."""

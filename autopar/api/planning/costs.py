@@ -1,0 +1,222 @@
+"""What a model costs under each sharding: the prices that the search over meshes asks for, each worked out once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from math import log2
+from typing import Any
+
+from autopar.cost.groups.checkpoint_segments import segmented, segments
+from autopar.cost.groups.cost_graph import price, reweighted
+from autopar.cost.groups.saved_activations import compiled_facts
+from autopar.cost.groups.weight_memory import Sharing
+from autopar.cost.ops.op_cost import NO_FACTORS, Factors, Measured, factors_of
+from autopar.cost.ops.op_stats import Facts, op_facts
+from autopar.cost.strategies.describe import blocks, limits
+from autopar.cost.strategies.enumerate import choice_graph
+from autopar.ir.cost_graph import CostGraph
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import Hardware
+from autopar.ir.layout import TP, Layout
+from autopar.ir.plan import BlockSharding
+from autopar.ir.strategies import ChoiceGraph
+from autopar.sharding.shard_graph import shard_graph, storage
+from autopar.solve.cuts.problem import Priced
+from autopar.solve.shardings.solve import Shardings, pareto, work_bound_seconds
+
+# Microbatches whose activations count when a sharding is chosen for its memory; how many there are is only known per
+# stage, later.
+IN_FLIGHT = 2
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A model sharded in one way: labels of operations, layouts of weights, and the graph that each rank runs."""
+
+    strategies: Mapping[str, str]
+    storage: Mapping[str, Layout]
+    graph: Graph
+    facts: Facts
+    segments: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What operations are measured in: the ranks of a tensor-parallel axis, samples of a microbatch, and the labels of
+    split operations."""
+
+    tp: int
+    size: int
+    labels: tuple[tuple[str, str], ...] = ()
+
+    def distance(self, other: Configuration) -> tuple[float, float]:
+        """How little a measurement in one says of the other: first the ranks count, then the samples."""
+        return abs(log2(self.tp / other.tp)), abs(log2(self.size / other.size))
+
+
+class Costs:
+    """Prices of one traced model on one machine.
+
+    Shardings are chosen for the samples of a microbatch. What they cost is then read off the graph that each rank would
+    run, collectives included, so that what is compared is what will run.
+    """
+
+    def __init__(self, graph: Graph, hardware: Hardware) -> None:
+        self.graph, self.hardware = graph, hardware
+        self.factors: dict[Configuration, Factors] = {}
+        self.facts, self.segments = facts_and_segments(graph, hardware)
+        self.known: dict[tuple, Any] = {}
+
+    def floor_seconds(self, tp: int, size: int) -> float:
+        """A lower bound of one microbatch's time on all stages: everything split evenly, collectives free. Where
+        operations were measured in another configuration it is an estimate."""
+        return sum(group.seconds for group in self.whole(size).groups) / tp
+
+    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+        """The model under one sharding; see `autopar.solve.cuts.problem.Costs`."""
+        if tp == 1:
+            return self.unsharded(dp, zero1, size) if memory_level == 0 else None
+        found = self.sharding(tp, size, microbatches, memory_level)
+        if found is None:
+            return None
+        return self.picked(found.picks, tp, dp, zero1, size)
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        """What no sharding of one microbatch beats; see `autopar.solve.cuts.problem.Costs`."""
+        if tp == 1:
+            return sum(group.seconds for group in self.whole(size).groups)
+        return self.remember(("bound", tp, size), work_bound_seconds, self.choices(tp, size))
+
+    def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
+        """The model on one device per stage and replica."""
+        return Priced(reweighted(self.whole(size), self.graph, Sharing(1, dp, zero1), self.hardware))
+
+    def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
+        """The model under the picked choices."""
+        sharded = self.sharded(tp, size, picks)
+        sharing = Sharing(tp, dp, zero1, sharded.storage)
+        return Priced(
+            cost=reweighted(self.local(sharded, tp, size), sharded.graph, sharing, self.hardware),
+            strategies=sharded.strategies,
+            storage=sharded.storage,
+            picks=picks,
+            blocks=self.blocks(tp, size, picks),
+            notes=limits(self.graph, self.facts, tp) if not sharded.strategies else (),
+        )
+
+    def whole(self, size: int) -> CostGraph:
+        """The whole model on one device."""
+        of = self.graph, self.facts, self.segments
+        factors = self.factors_near(Configuration(1, size))
+        return self.remember(("whole", size), priced_with_segments, *of, self.hardware, size, factors=factors)
+
+    def local(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
+        """What each rank runs of a sharded model, without replicas."""
+        sharing, groups = Sharing(tp, storage=sharded.storage), self.whole(size).groups
+        key = ("local", id(sharded), size)  # a sharding is kept, and so its identity is its own
+        of = sharded.graph, sharded.facts, sharded.segments
+        factors = self.factors_near(Configuration(tp, size, labels_of(sharded.strategies)))
+        return self.remember(
+            key, priced_with_segments, *of, self.hardware, size, sharing=sharing, groups=groups, factors=factors
+        )
+
+    def choices(self, tp: int, size: int) -> ChoiceGraph:
+        """All shardings over ``tp`` ranks."""
+        factors = self.factors_near(Configuration(tp, size))
+        return self.remember(
+            ("choices", tp, size), choice_graph, self.graph, self.facts, self.hardware, size, tp, factors
+        )
+
+    def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
+        """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
+        graph, bound = self.choices(tp, size), self.bound_seconds(tp, size)
+        found = pareto(graph, microbatches, min(microbatches, IN_FLIGHT), bound_seconds=bound)  # solves as it is read
+        return self.remember(("shardings", tp, size, microbatches), Solutions, found).at(memory_level)
+
+    def sharded(self, tp: int, size: int, picks: tuple[int, ...]) -> Sharded:
+        """The graph that each rank runs under the picked choices."""
+        groups = self.choices(tp, size).groups
+        labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.choices[pick].labels)
+        return self.applied(dict(labels), tp)
+
+    def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
+        """The same in words."""
+        own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
+        return self.remember(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
+
+    def applied(self, labels: Mapping[str, str], tp: int) -> Sharded:
+        """The graph that each rank runs under the labels."""
+        key = ("sharded", tp, labels_of(labels))
+        return self.remember(key, apply, self.graph, labels, tp, self.hardware)
+
+    def remember(self, key: tuple, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """What ``make`` returned when it was first called for a key."""
+        if key not in self.known:
+            self.known[key] = make(*arguments, **named)
+        return self.known[key]
+
+    # -- measurements --------------------------------------------------------------------------------------------
+
+    def factors_near(self, wanted: Configuration) -> Factors:
+        """How operations compare with their prices, measured in the configuration or in the one most like it."""
+        near = min(self.factors, key=lambda known: (known != wanted, *wanted.distance(known)), default=None)
+        return self.factors[near] if near is not None else NO_FACTORS
+
+    def measured(self, labels: Mapping[str, str], tp: int) -> Sharded:
+        """The graph whose pieces are timed for a sharding; with one rank that of the model."""
+        if tp == 1:
+            return Sharded({}, {}, self.graph, self.facts, self.segments)
+        return self.applied(labels, tp)
+
+    def learn(self, configuration: Configuration, times: Measured) -> None:
+        """Price by a measurement from now on."""
+        tp, size = configuration.tp, configuration.size
+        own = self.measured(dict(configuration.labels), tp)
+        self.factors[configuration] = factors_of(own.graph, own.facts, self.hardware, size, tp, times)
+        self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
+
+    def unlearn(self) -> None:
+        """Price by the cost model alone again."""
+        self.factors.clear()
+        self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
+
+
+def labels_of(strategies: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Strategies as a configuration has them."""
+    return tuple(sorted(strategies.items()))
+
+
+class Solutions:
+    """Solutions of a lazy sequence, kept."""
+
+    def __init__(self, source: Iterator[Shardings]) -> None:
+        self.source, self.found = source, list[Shardings]()
+
+    def at(self, number: int) -> Shardings | None:
+        """The solution of a number, or None where there are fewer."""
+        self.found.extend(islice(self.source, max(0, number + 1 - len(self.found))))
+        return self.found[number] if number < len(self.found) else None
+
+
+def apply(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) -> Sharded:
+    """A model sharded by its operations' labels, as if all of it were on one stage."""
+    ranks = {TP: tp}
+    stored = storage(graph, labels, ranks)
+    local = shard_graph(graph, labels, stored, ranks, dict.fromkeys((op.name for op in graph.ops), 0))
+    strategies = labels if any(labels.values()) else {}
+    return Sharded(strategies, stored, local, *facts_and_segments(local, hardware))
+
+
+def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[Facts, tuple[int, ...]]:
+    """The facts of a graph as the machine runs it, and where segments begin, which compiling does not change."""
+    facts = op_facts(graph, hardware.device_type)
+    return compiled_facts(graph, facts) if hardware.way.compiled else facts, segments(graph, facts)
+
+
+def priced_with_segments(
+    graph: Graph, facts: Facts, starts: tuple[int, ...], hardware: Hardware, size: int, **named: Any
+) -> CostGraph:
+    """What `price` says of a graph, and what stages that recompute keep."""
+    return segmented(price(graph, facts, hardware, size, **named), graph, facts, starts, hardware)

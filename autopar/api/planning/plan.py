@@ -1,0 +1,235 @@
+"""``autopar.plan``: the best plan for an unmodified model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api.model_source import ModelSource, default_input_shape
+from autopar.api.options import Options
+from autopar.api.planning.costs import Costs
+from autopar.api.planning.measured import decided
+from autopar.api.planning.refine import refine
+from autopar.cost.hardware.load import load_hardware
+from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import Hardware
+from autopar.ir.microbatches import microbatch_size, unlike_asked
+from autopar.ir.plan import InputInfo, ModelInfo, Plan
+from autopar.ir.units import of_type, plural
+from autopar.measure.regions.region_times import timekeeper_for
+from autopar.runtime.launch.devices import default_hardware_name, this_machine
+from autopar.runtime.optim.ema import with_averages
+from autopar.runtime.optim.state_bytes import with_optimizer
+from autopar.runtime.spec import Parameters
+from autopar.sharding.propagate import unruled
+from autopar.solve.search import search
+from autopar.solve.space.constraints import Constraints
+from autopar.trace.call import Call, as_call
+from autopar.trace.hooks import check_hooks
+from autopar.trace.lower import lowered, uneven_inputs_explained
+from autopar.trace.passes.counter_rng import DRAWS
+from autopar.trace.passes.precision import own_precision
+
+DEFAULT_BATCH = 64
+
+
+# Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
+# He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
+LEAST_BATCH_NORM_SAMPLES = 8
+
+
+def plan(
+    model: nn.Module | str | ModelSource,
+    devices: int,
+    example_inputs: Any = None,
+    batch_size: int | None = None,
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None,
+    ema: Callable[[nn.Module], Any] | None = None,
+    **constraints: Any,
+) -> Plan:
+    """The best plan for a model on a number of devices; needs no GPU and, for a model by name, no weights.
+
+    Args:
+        model: a module (on any device), or a name: ``vit_large_patch16_224``, ``torchvision:resnet50``,
+            ``package.module:factory``.
+        devices: how many; each becomes a rank.
+        example_inputs: a tensor, or a tuple or dict of tensors, at the global batch; derived for timm and torchvision.
+            The first dim of the first tensor is the batch. Every tensor with the same first size is cut into
+            microbatches along that dim, whatever it means there; all others go whole to each microbatch.
+        batch_size: global batch, where the inputs are derived (default 64).
+        optimizer: as in `parallelize`; what it keeps of each parameter is found by a trial on small ones. That of
+            AdamW is planned for where none is given.
+        ema: as in `parallelize`; so is what it keeps of each weight.
+        constraints: the fields of `autopar.api.options.Options`.
+
+    Raises:
+        UsageError: an argument is wrong.
+        TraceError: the model cannot be traced.
+        InfeasibleError: nothing fits; the message says what would.
+    """
+    options = Options.of(constraints)
+    source = ModelSource(model) if isinstance(model, str) else model
+    built = source.build("meta") if isinstance(source, ModelSource) else source
+    check_model(built)
+    name = source.name if isinstance(source, ModelSource) else type(built).__name__
+    kwargs = source.kwargs if isinstance(source, ModelSource) else {}
+    shape = source.input_shape if isinstance(source, ModelSource) else None
+    call = example_call(built, example_inputs, batch_size, shape)
+    hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
+    return make_plan(built, call, devices, options, hardware, name, kwargs, optimizer, ema)[0]
+
+
+def make_plan(
+    model: nn.Module,
+    call: Call,
+    devices: int,
+    options: Options,
+    hardware: Hardware,
+    name: str,
+    kwargs: Mapping[str, Any],
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None,
+    ema: Callable[[nn.Module], Any] | None = None,
+) -> tuple[Plan, Graph]:
+    """A plan, and the training graph that it was made from."""
+    check_devices(devices)
+    batch = call.batch
+    microbatch = call.first(likely_microbatch_size(batch, devices, options))
+    with uneven_inputs_explained(model, call):
+        graph = lowered(model, microbatch, "train", name, options.precision)
+    if optimizer is not None:
+        graph = with_optimizer(graph, optimizer)
+    if ema is not None:
+        graph = with_averages(graph, ema)
+
+    def retrace(size: int) -> Graph:
+        return lowered(model, call.first(size), "train", name, options.precision)
+
+    inputs = tuple(
+        InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
+        for v in graph.inputs
+        if v.name != DRAWS
+    )
+    info = ModelInfo(name, graph.fingerprint, graph.num_params, inputs, dict(kwargs))
+    if options.memory is not None:
+        hardware = replace(hardware, memory_bytes=options.memory)
+    least_samples = LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
+    constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
+    hardware = hardware.running(options.way(hardware.device_type))
+    costs = Costs(graph, hardware)
+    find = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
+    keeper = timekeeper_for(options.cost, hardware, devices, options.backend)
+    found = None if keeper is None else decided(costs, find, keeper, retrace)
+    if found is None:
+        costs.unlearn()
+        found = find()
+    else:
+        timed = replace(found.hardware, cost="measured")
+        found = replace(found, hardware=timed, prediction=replace(found.prediction, error=hardware.measured_error))
+    warn_of_microbatches(found, options)
+    warn_of_unruled(found, graph)
+    return replace(found, precision=options.precision or own_precision(graph)), graph
+
+
+def constraints_of(options: Options, devices: int, batch: int) -> Constraints:
+    """What the options ask of a plan.
+
+    Raises:
+        UsageError: two of them contradict each other, the devices or the batch.
+    """
+    return Constraints(
+        devices=devices,
+        batch=batch,
+        pp=options.pp,
+        tp=options.tp,
+        dp=options.dp,
+        zero1=options.zero1,
+        microbatches=options.microbatches,
+        microbatch_size=options.microbatch_size,
+        schedule=options.schedule,
+        chunks=options.chunks,
+        memory_bytes=options.memory,
+        balance=options.balance,
+        pins=options.pins,
+        recompute=options.recompute,
+        peer_memory=options.transport != "nccl",
+        time_limit_seconds=options.solver_seconds,
+    )
+
+
+def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
+    """Samples to trace with: as many as a microbatch will have, where that is given, or else a guess.
+
+    A guess is a multiple of 8 where the batch allows it, so that the samples of a microbatch can be split too.
+    """
+    share = max(1, batch // (options.dp or 1))
+    if options.microbatch_size or options.microbatches:
+        return min(share, options.microbatch_size or microbatch_size(share, options.microbatches or 1))
+    return min(share, 8 * max(1, share // (32 * devices)))
+
+
+def warn_of_microbatches(plan: Plan, options: Options) -> None:
+    """Say what became of the microbatches that were asked for, where they come out otherwise."""
+    changed = unlike_asked(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
+    if changed:
+        warnings.warn(changed, MicrobatchWarning, stacklevel=4)  # the caller of plan or parallelize
+
+
+def warn_of_unruled(plan: Plan, graph: Graph) -> None:
+    """Say which operations are replicated on all ranks of a tensor-parallel group because no rule says how to split."""
+    if plan.mesh.tp == 1:
+        return
+    targets = unruled(graph)
+    if targets:
+        warnings.warn(
+            f"{plan.model.name} has operations that autopar has no sharding rule for: {', '.join(targets)}. "
+            f"Each of the {plan.mesh.tp} ranks of a tensor-parallel group runs them whole.",
+            UnknownOpWarning,
+            stacklevel=4,  # the caller of plan or parallelize
+        )
+
+
+def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, shape: tuple[int, ...] | None) -> Call:
+    """Example inputs as a call at the global batch; derived from the model's config where none are given."""
+    if example_inputs is not None:
+        call = as_call(model, example_inputs)
+        if batch_size is not None and batch_size != call.batch:
+            raise UsageError(
+                f"batch_size={batch_size}, but the example inputs hold {plural(call.batch, 'sample')}. "
+                "Pass one of them."
+            )
+        return call
+    if batch_size is not None and batch_size < 1:
+        raise UsageError(f"batch_size={batch_size} must be at least 1.")
+    if shape is not None:
+        shape = (batch_size or shape[0], *shape[1:])
+    else:
+        shape = default_input_shape(model, batch_size or DEFAULT_BATCH)
+    return as_call(model, torch.empty(shape, device="meta"))
+
+
+def check_devices(devices: int) -> None:
+    """Raise a UsageError unless ``devices`` is a whole number of at least 1."""
+    if not isinstance(devices, int) or devices < 1:
+        raise UsageError(f"devices={devices!r} must be a whole number of at least 1.")
+
+
+def check_model(model: Any) -> None:
+    """Refuse what is no module, and hooks that would be lost.
+
+    Raises:
+        UsageError: it is no module.
+        TraceError: a parameter or buffer has hooks on its gradient.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"The model is {of_type(model)}; it must be a torch.nn.Module. "
+            "autopar.plan also takes names, such as vit_small_patch16_224."
+        )
+    check_hooks(model)

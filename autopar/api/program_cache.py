@@ -1,0 +1,170 @@
+"""The programs of a model under a plan: traced once for each mode and microbatch shape, sharded, split, then reused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api.batch import batched_outputs, check_call
+from autopar.api.plan_check import check_strategies, storage_of
+from autopar.api.recompute import recomputing
+from autopar.codegen.split import follow, holders, split
+from autopar.errors import TraceError, UsageError
+from autopar.ir.graph import Graph, Mode
+from autopar.ir.layout import REPLICATED, TP, look_up
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.ir.pytree import unflatten
+from autopar.sharding.shard_graph import shard_graph
+from autopar.trace.call import Call, bind
+from autopar.trace.export import ADVICE
+from autopar.trace.lower import lowered
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One mode and microbatch shape: its number, a program per stage, and which outputs depend on the batch.
+
+    ``graph`` is that of the whole tensors; ``programs`` are what each rank of a stage runs on its parts.
+    """
+
+    number: int
+    graph: Graph
+    batched: tuple[bool, ...]
+    programs: tuple[Program, ...]
+
+
+class Programs:
+    """All variants of one model that have been needed so far."""
+
+    def __init__(self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None) -> None:
+        """Trace both modes at the planned microbatch shape and split them by the plan.
+
+        Args:
+            example: a call at the global batch.
+            graph: the training graph at the microbatch shape, if it is known already.
+
+        Raises:
+            PlanError: the plan is for another model.
+            TraceError: the model cannot be traced.
+        """
+        self.model, self.plan = model, plan
+        self.modes = {module: module.training for module in model.modules()}
+        self.num_stages = len(plan.stages)
+        microbatch = example.first(plan.microbatch_size)
+        if graph is None or graph.batch != microbatch.batch:
+            graph = self.trace(microbatch, "train")
+        self.train_stage_of = plan.stage_of(graph)
+        self.storage = storage_of(plan, graph)
+        check_strategies(plan, graph)
+        self.known: dict[tuple, Variant] = {}
+        train = self.split(graph, self.train_stage_of)
+        trained_on = holders([(graph, train)])
+        evaluated = self.trace(microbatch, "eval")
+        evaluation = self.split(evaluated, follow(evaluated, self.train_stage_of, trained_on))
+        self.holders = holders([(graph, train), (evaluated, evaluation)])
+        self.example = graph
+        self.add("train", microbatch, graph, train)
+        self.add("eval", microbatch, evaluated, evaluation)
+
+    @property
+    def positions(self) -> Mapping[str, tuple[int, ...]]:
+        """The positions in the pipeline that hold each weight: a rank with several stages holds it once."""
+        pp = self.plan.mesh.pp
+        return {name: tuple(sorted({stage % pp for stage in stages})) for name, stages in self.holders.items()}
+
+    def split(self, graph: Graph, stage_of: Mapping[str, int]) -> tuple[Program, ...]:
+        """What each stage's ranks run of a graph of whole tensors."""
+        if self.plan.mesh.tp == 1:
+            return recomputing(split(graph, stage_of, self.num_stages), graph, self.plan)
+        found = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
+        labels = {name: label for name, label in found.items() if label is not None}
+        storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
+        local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
+        return recomputing(split(local, stage_of, self.num_stages), local, self.plan)
+
+    def trace(self, microbatch: Call, mode: Mode) -> Graph:
+        """The model's graph, traced with its modules in the modes in which they were handed over."""
+        now = {module: module.training for module in self.modes}
+        try:
+            set_modes(self.modes)
+            return lowered(self.model, microbatch, mode, self.plan.model.name, self.plan.precision)
+        finally:
+            set_modes(now)
+
+    def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Variant:
+        variant = Variant(len(self.known), graph, batched_outputs(graph), programs)
+        self.known[mode, signature(microbatch.leaves)] = variant
+        return variant
+
+    def variant(self, mode: Mode, microbatch: Call) -> Variant:
+        """The variant for a microbatch, traced now if its shape is new.
+
+        Raises:
+            UsageError: the model does not take this shape.
+        """
+        found = self.known.get((mode, signature(microbatch.leaves)))
+        if found is not None:
+            return found
+        check_call(microbatch, self.example, self.plan.model.name)
+        try:
+            graph = self.trace(microbatch, mode)
+        except TraceError as error:
+            raise UsageError(
+                f"{self.plan.model.name} does not take inputs of shape {shapes(microbatch.leaves)} (one microbatch); "
+                f"it was planned for {shapes(self.example.inputs)}. {str(error).removesuffix(ADVICE).rstrip()}"
+            ) from error
+        programs = self.split(graph, follow(graph, self.train_stage_of, self.holders))
+        for program in programs:
+            missing = [
+                w.name for w in program.weights if w.kind != "constant" and program.stage not in self.holders[w.name]
+            ]
+            if missing:
+                raise UsageError(
+                    f"At input shape {shapes(microbatch.leaves)} {self.plan.model.name} takes another path: stage "
+                    f"{program.stage} would need {', '.join(missing[:3])}. Plan again with such example_inputs."
+                )
+        return self.add(mode, microbatch, graph, programs)
+
+    def microbatches(self, mode: Mode, call: Call, parts: Sequence[list[Any]]) -> Iterator[tuple[Variant, list[Any]]]:
+        """The variant and the leaves of each microbatch of a call."""
+        for leaves in parts:
+            args, kwargs = unflatten(leaves, call.spec)
+            yield self.variant(mode, Call(args, kwargs)), leaves
+
+    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A user's call, bound and compared with the traced one.
+
+        Raises:
+            UsageError: names the input that does not fit.
+        """
+        bound = bind(self.model, args, dict(kwargs))
+        check_call(bound, self.example, self.plan.model.name)
+        return bound
+
+
+def set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    """Put each module into its mode, leaving its submodules alone."""
+    for module, training in modes.items():
+        module.training = training
+
+
+def enter(model: nn.Module, modes: Mapping[nn.Module, bool], mode: Mode) -> None:
+    """Put a model that was handed over with ``modes`` into a mode as `trace` does: what is frozen in it stays so."""
+    set_modes(modes)
+    if model.training != (mode == "train"):
+        model.train(mode == "train")
+
+
+def signature(leaves: Sequence[Any]) -> tuple:
+    """What a trace depends on: shape and dtype of tensors, and every constant."""
+    return tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves)
+
+
+def shapes(leaves: Sequence[Any]) -> str:
+    """The shapes of all tensors (or values) among the leaves, for a message."""
+    return ", ".join(str(list(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape"))

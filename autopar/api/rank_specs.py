@@ -1,0 +1,86 @@
+"""The specs of all ranks: what each is told and which weights it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api.program_cache import Programs
+from autopar.codegen.emit import graph_module
+from autopar.ir.graph import Weight
+from autopar.ir.layout import REPLICATED, TP
+from autopar.runtime.comm.transport import TransportName
+from autopar.runtime.launch.devices import Machine
+from autopar.runtime.params.flat_buckets import replica_owners
+from autopar.runtime.spec import Parameters, RankSpec
+from autopar.trace.passes.precision import mixed_dtype
+
+
+def rank_specs(
+    programs: Programs,
+    machine: Machine,
+    *,
+    loss_fn: Callable[[Any, Any], torch.Tensor],
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None,
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    ema: Callable[[nn.Module], Any] | None = None,
+    seed: int = 0,
+    clip_grad_norm: float | None = None,
+    clip_grad_value: float | None = None,
+    compiled: bool = False,
+    cuda_graph: bool = False,
+    transport: TransportName = "auto",
+) -> list[RankSpec]:
+    """What each rank is told."""
+    mesh, stored, positions = programs.plan.mesh, programs.storage, programs.positions
+    weights: list[list[Weight]] = [[] for _ in range(mesh.pp)]
+    for weight in programs.example.weights:
+        if weight.kind != "constant":
+            layout = stored.get(weight.name, REPLICATED)
+            local = replace(weight, shape=layout.local_shape(weight.shape, {TP: mesh.tp}))
+            for position in positions[weight.name]:
+                weights[position].append(local)
+    pairs = {(e.src, e.dst) for v in programs.known.values() for p in v.programs for e in p.sends}
+    pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
+    owners: Mapping[str, int] = {}
+    if programs.plan.zero1:
+        owners = replica_owners(weights, positions, mesh.dp)
+    first = RankSpec(
+        rank=0,
+        mesh=mesh,
+        device=machine.device_of(0),
+        build=partial(graph_module, compiled=compiled),
+        weights=tuple(weights[0]),
+        holders={name: held_at for name, held_at in positions.items() if len(held_at) > 1},
+        edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        clip_grad_norm=clip_grad_norm,
+        seed=seed,
+        clip_grad_value=clip_grad_value,
+        ema=ema,
+        trainable=tuple(weight for weight in programs.example.weights if weight.requires_grad),
+        storage=stored,
+        owners=owners,
+        autocast=mixed_dtype(programs.example, programs.plan.precision),
+        chunks=programs.plan.chunks,
+        cuda_graph=cuda_graph,
+        transport=transport,
+    )
+    return [
+        replace(
+            first,
+            rank=rank,
+            device=machine.device_of(rank),
+            weights=tuple(weights[mesh.place(rank).stage]),
+            region=", ".join(f"{s.first} to {s.last}" for s in programs.plan.stages if rank in s.ranks),
+            predicted_bytes=programs.plan.prediction.peak_bytes[rank],
+        )
+        for rank in range(mesh.devices)
+    ]

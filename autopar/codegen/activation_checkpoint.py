@@ -1,0 +1,130 @@
+"""Segments of a program, and one as a module of its own whose backward runs its forward again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from operator import getitem
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar.ir.graph import Op
+from autopar.ir.program import Program
+from autopar.ops.registry import operator
+
+Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Operations that run together as a module; ``reads`` and ``makes`` are the values that enter and leave it."""
+
+    name: str
+    ops: tuple[Op, ...]
+    reads: tuple[str, ...]
+    makes: tuple[str, ...]
+
+    @property
+    def mutates(self) -> tuple[str, ...]:
+        """The weights that it updates in place, each once."""
+        return tuple(dict.fromkeys(name for op in self.ops for name in op.mutates))
+
+    @property
+    def draws(self) -> bool:
+        """Whether it may draw from torch's random generators."""
+        return any(torch.Tag.nondeterministic_seeded in operator(op.target).tags for op in self.ops)
+
+
+def segments_of(program: Program) -> tuple[Segment, ...]:
+    """The program's segments in order."""
+    weights = {w.name for w in program.weights}
+    return divided(program.ops, program.segments, weights, program.results, "segment")
+
+
+def divided(
+    ops: Sequence[Op], starts: Sequence[int], weights: Collection[str], results: Collection[str], name: str
+) -> tuple[Segment, ...]:
+    """Operations from the first of ``starts`` on in segments ``name_0``, ``name_1``, … that begin there.
+
+    Args:
+        weights: names that enter no segment.
+        results: names that are wanted behind the last one.
+    """
+    ends = (*starts[1:], len(ops))
+    found = []
+    for number, (start, end) in enumerate(zip(starts, ends)):
+        own = ops[start:end]
+        made = {value.name for op in own for value in op.outputs}
+        read = dict.fromkeys(n for op in own for n in op.reads if n not in made and n not in weights)
+        wanted = {n for op in ops[end:] for n in op.reads} | {*results}
+        makes = (value.name for op in own for value in op.outputs if value.name in wanted)
+        found.append(Segment(f"{name}_{number}", tuple(own), tuple(read), tuple(makes)))
+    return tuple(found)
+
+
+class Recomputed(nn.Module):
+    """Runs ``body`` and keeps its arguments alone for the backward, which runs it again.
+
+    The second run is the same as the first: random operations draw the same numbers, tensors that the body updates in
+    place are as they were, and afterwards as if it had run once.
+    """
+
+    def __init__(self, body: fx.GraphModule, updated: Sequence[Tensor], draws: bool) -> None:
+        super().__init__()
+        self.body, self.draws = body, draws
+        self.contexts = updated_once(updated) if updated else None
+
+    def forward(self, *args: Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            return self.body(*args)
+        if self.contexts is None or torch.compiler.is_compiling():
+            # A compiler makes the updates outputs of the first run, and takes no contexts of this kind.
+            return checkpoint(self.body, *args, use_reentrant=False, preserve_rng_state=self.draws)
+        return checkpoint(
+            self.body, *args, use_reentrant=False, preserve_rng_state=self.draws, context_fn=self.contexts
+        )
+
+
+def updated_once(updated: Sequence[Tensor]) -> Contexts:
+    """What makes, as a forward begins, the contexts of that forward and of its second run."""
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), as_before(updated, [tensor.clone() for tensor in updated])
+
+    return contexts
+
+
+@contextmanager
+def as_before(updated: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[None]:
+    """Within, the tensors have the given values; afterwards those of now."""
+    now = [tensor.clone() for tensor in updated]
+    overwrite(updated, before)
+    try:
+        yield
+    finally:  # the second run ends by an exception as soon as it has made what was missing
+        overwrite(updated, now)
+
+
+def overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    with torch.no_grad():
+        for tensor, value in zip(tensors, values, strict=True):
+            tensor.copy_(value)
+
+
+def call(graph: fx.Graph, segment: Segment, nodes: dict[str, fx.Node], names: Mapping[str, str]) -> None:
+    """Append the call of a segment, and a node for each value that leaves it."""
+    inputs = tuple(nodes[name] for name in segment.reads)
+    node = graph.create_node("call_module", segment.name, inputs, name=names[segment.name])
+    for k, name in enumerate(segment.makes):
+        nodes[name] = graph.create_node("call_function", getitem, (node, k), name=names[name])
+
+
+def source_of(segment: Segment, module: fx.GraphModule) -> list[str]:
+    """The lines of a segment's code, under its name."""
+    body = module.get_submodule(f"{segment.name}.body")
+    assert isinstance(body, fx.GraphModule)
+    return ["", *body.code.strip().replace("def forward(", f"def {segment.name}(", 1).splitlines()]

@@ -1,0 +1,220 @@
+"""From a program to a runnable, printable ``fx.GraphModule``."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import getitem
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from autopar.codegen.activation_checkpoint import Recomputed, Segment, call, divided, segments_of, source_of
+from autopar.codegen.compile import compiled_region
+from autopar.codegen.fusions.async_tp import overlapped
+from autopar.codegen.fusions.patch_embed import with_patch_products
+from autopar.codegen.fusions.wgrad import Sums, accumulating, no_sums
+from autopar.ir.graph import LocalDevice, Op, Ref
+from autopar.ir.names import unused_name
+from autopar.ir.program import Program
+from autopar.ops.regions import region_starts, writes_into_value
+from autopar.ops.registry import operator
+
+# What the code of an fx.GraphModule means by these names an argument must not hide.
+RESERVED = ("self", "torch", "device", "inf", "nan")
+SAME_KEYS: Mapping[str, str] = MappingProxyType({})
+NO_MODULES: Mapping[str, nn.Module] = MappingProxyType({})
+NO_WAITS: Mapping[str, Callable[[], None]] = MappingProxyType({})
+
+
+def graph_module(
+    program: Program,
+    weights: Mapping[str, torch.Tensor],
+    device: torch.device,
+    axes: Mapping[str, str] = SAME_KEYS,
+    waits: Mapping[str, Callable[[], None]] = NO_WAITS,
+    sums: Sums = no_sums,
+    compiled: bool = False,
+) -> fx.GraphModule:
+    """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
+
+    Where the stage recomputes, each segment is a module in it.
+
+    Args:
+        weights: at least the program's own, by name; used as they are, so several modules can share them.
+        device: replaces every device that tracing baked in.
+        axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`; its name where it is not
+            listed.
+        waits: for weights that may still be under way, what waits for them. Several can share one; it is called before
+            the first operation (or region, or segment) that reads one of them.
+        sums: gives those of weights' gradients, to which compiled linear layers add.
+        compiled: have torch.compile make kernels of the operations, region by region, at the first call.
+    """
+    own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
+    if program.borders and any(writes_into_value(op) for op in program.ops):
+        compiled = False  # in one region weights that have no gradient would get zeros
+    if compiled:
+        program = with_patch_products(program)
+        program, added = accumulating(program, sums)
+        own |= added
+    values = {v.name: v for v in program.values}
+
+    def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
+        return function(ops, arguments, results, {}, device, axes, "Region")
+
+    def body(
+        ops: Sequence[Op],
+        arguments: Sequence[str],
+        results: Sequence[str],
+        name: str,
+        modules: Mapping[str, nn.Module] = NO_MODULES,
+        segments: Sequence[Segment] = (),
+        waits: Mapping[str, Callable[[], None]] = NO_WAITS,
+    ) -> fx.GraphModule:
+        if not compiled:
+            return function(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
+        wanted = {*results, *(read for s in segments for read in s.reads)}
+        borders = [border for border in program.borders if border < len(ops)]
+        regions = divided(ops, region_starts(ops, borders), own, wanted, "region")
+        calls = {region.name: compiled_region(region, values, own, emit_region) for region in regions}
+        held = own | dict(modules) | calls
+        return function((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
+
+    starts = program.segments
+    if compiled and starts:
+        starts = tuple(sorted({*starts, *(border for border in program.borders if border > starts[0])}))
+    segments = divided(program.ops, starts, own, program.results, "segment")
+    modules = {}
+    for s in segments:
+        if compiled:
+            modules[s.name] = compiled_region(s, values, own, emit_region, recompute=True)
+        else:
+            modules[s.name] = Recomputed(body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.draws)
+    once = program.ops[: starts[0]] if segments else program.ops
+    return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
+
+
+def function(
+    ops: Sequence[Op],
+    arguments: Sequence[str],
+    results: Sequence[str],
+    held: Mapping[str, Any],
+    device: torch.device,
+    axes: Mapping[str, str],
+    class_name: str,
+    segments: Sequence[Segment] = (),
+    waits: Mapping[str, Callable[[], None]] = NO_WAITS,
+) -> fx.GraphModule:
+    """A module from arguments to a tuple of results, by name, that runs operations and then segments.
+
+    Args:
+        held: weights and the segments' modules by name; those that are used become the module's own.
+        waits: as in `graph_module`.
+    """
+    ops = overlapped(ops, {*results, *(name for s in segments for name in s.reads)})
+    read = {name for op in ops for name in op.reads} | {*results} | {s.name for s in segments}
+    own = {name: value for name, value in held.items() if name in read}
+    graph = fx.Graph()
+    made = [name for op in ops for name in (op.name, *(v.name for v in op.outputs))]
+    made += [name for s in segments for name in (s.name, *s.makes)]
+    names = identifiers([*arguments, *own, *made])
+    nodes: dict[str, fx.Node] = {name: graph.placeholder(names[name]) for name in arguments}
+    for name in [name for name in own if name not in {s.name for s in segments}]:
+        nodes[name] = graph.create_node("get_attr", name, name=names[name])
+    waiting: dict[Callable[[], None], str] = {}
+
+    def wait(reads: Iterable[str]) -> None:
+        for ready in dict.fromkeys(waits[name] for name in reads if name in waits):
+            if ready not in waiting:
+                waiting[ready] = f"wait_{len(waiting)}"
+                own[waiting[ready]] = Wait(ready)
+                graph.call_module(waiting[ready])
+
+    for op in ops:
+        wait(op.reads)
+        emit(graph, op, nodes, names, device, axes)
+    for segment in segments:
+        wait(name for op in segment.ops for name in op.reads)
+        call(graph, segment, nodes, names)
+    wait(results)
+    graph.output(tuple(nodes[name] for name in results))
+    return fx.GraphModule(own, graph, class_name=class_name)
+
+
+class Wait(nn.Module):
+    """Waits for weights that are under way."""
+
+    def __init__(self, ready: Callable[[], None]) -> None:
+        super().__init__()
+        self.ready = ready
+
+    def forward(self) -> None:
+        self.ready()
+
+
+def emit(
+    graph: fx.Graph,
+    op: Op,
+    nodes: dict[str, fx.Node],
+    names: Mapping[str, str],
+    device: torch.device,
+    axes: Mapping[str, str],
+) -> None:
+    """Append one operation's node, and a node per output where it has several."""
+    collective = op.target.startswith("autopar.")
+
+    def localised(argument: Any) -> Any:
+        if isinstance(argument, Ref):
+            return nodes[argument.name]
+        if isinstance(argument, LocalDevice):
+            return device
+        if collective and isinstance(argument, str):
+            return axes.get(argument, argument)
+        if isinstance(argument, tuple):
+            return [localised(a) for a in argument]
+        return argument
+
+    args = tuple(localised(a) for a in op.args)
+    kwargs = {k: localised(v) for k, v in op.kwargs}
+    node = graph.create_node("call_function", operator(op.target), args, kwargs, name=names[op.name])
+    if op.outputs and op.outputs[0].name == op.name:
+        nodes[op.name] = node
+        return
+    for value in op.outputs:
+        index = int(value.name.rpartition(":")[2])
+        nodes[value.name] = graph.create_node("call_function", getitem, (node, index), name=names[value.name])
+
+
+def identifiers(names: Iterable[str]) -> Mapping[str, str]:
+    """A Python name for each value, numbered where two would be equal."""
+    result: dict[str, str] = {}
+    taken: set[str] = set(RESERVED)
+    for name in dict.fromkeys(names):
+        result[name] = unused_name(identifier(name), taken)
+        taken.add(result[name])
+    return result
+
+
+def identifier(name: str) -> str:
+    """A Python name for a value: ``blocks_0_attn_qkv_linear``."""
+    plain = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return f"_{plain}" if plain[0].isdigit() or keyword.iskeyword(plain) else plain
+
+
+def source(program: Program) -> str:
+    """The program as readable Python, with what it holds, receives and sends on top."""
+    meta = {w.name: torch.empty(w.shape, dtype=getattr(torch, w.dtype), device="meta") for w in program.weights}
+    module = graph_module(program, meta, torch.device("cpu"))
+    params = sum(w.numel for w in program.weights if w.kind == "parameter")
+    lines = [f"# stage {program.stage}, {program.mode}, microbatch of {program.batch}: {len(program.ops)} operations, "
+             f"{params:,} parameters in {sum(w.kind == 'parameter' for w in program.weights)} tensors"]  # fmt: skip
+    lines += [f"# input   {v.name}: {v.dtype}{list(v.shape)}" for v in program.inputs]
+    lines += [f"# from stage {e.src}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.receives]
+    lines += [f"# to stage {e.dst}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.sends]
+    if program.segments:
+        lines.append(f"# kept for the backward is what enters its {len(program.segments)} segments, which run again")
+    bodies = [line for segment in segments_of(program) for line in source_of(segment, module)]
+    return "\n".join([*lines, module.code.strip(), *bodies])

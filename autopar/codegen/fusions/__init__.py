@@ -1,0 +1,1 @@
+"""Operations of a program replaced by faster ones."""

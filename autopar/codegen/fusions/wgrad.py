@@ -1,0 +1,92 @@
+"""Which linear layers add their weight's gradient to its sum."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Set
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from autopar.codegen.fusions.async_tp import overlapped
+from autopar.ir.graph import Op, Ref
+from autopar.ir.names import unused_name
+from autopar.ir.program import Program
+from autopar.ops.regions import writes_into_value
+from autopar.ops.registry import named_arguments, operand_of, passes_on, signature
+from autopar.sharding.fuse_linear import is_layer
+
+Sums = Callable[[str], Tensor | None]  # by a weight's name
+
+
+def no_sums(name: str) -> None:
+    """There is none."""
+
+
+def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Tensor]]:
+    """The program with `autopar.ops.wgrad_accumulation` where it is possible, and the sums that it reads then, by name.
+
+    That is where nothing else reads the weight, whose gradient has no other part then, the gradient of what the layer
+    reads is wanted, and there is such a product. Layers beside collectives stay: they overlap with these instead.
+    """
+    if program.mode != "train":
+        return program, {}
+    readers = Counter(name for op in program.ops for name in op.reads)
+    lone = {op.name for op in overlapped(program.ops, program.results) if is_layer(op)}
+    taken = {*readers, *(value.name for value in program.values)}
+    layers: dict[str, tuple[Ref, Ref, object]] = {}  # input, weight and bias
+    for op in program.ops:
+        if op.name not in lone or not is_layer(op):
+            continue
+        given = named_arguments(op)
+        x, weight = given["input"], given["weight"]
+        if not isinstance(x, Ref) or not isinstance(weight, Ref):
+            continue
+        if readers[weight.name] == 1 and weight.name not in program.results:
+            layers[op.name] = x, weight, given["bias"]
+    if not layers:
+        return program, {}
+    wanted = with_wanted_gradient(program)
+    used: dict[str, Tensor] = {}
+
+    def exchanged(op: Op) -> Op:
+        if op.name not in layers:
+            return op
+        x, weight, bias = layers[op.name]
+        total = sums(weight.name) if x.name in wanted else None
+        products = torch.float32, getattr(torch, op.outputs[0].dtype)
+        if total is None or total.ndim != 2 or total.dtype not in products or not total.is_contiguous():
+            return op
+        name = unused_name(f"{weight.name}.sum", taken)
+        taken.add(name)
+        used[name] = total
+        return replace(
+            op, target="autopar.ops.wgrad_accumulation.default", args=(x, weight, bias, Ref(name)), kwargs=()
+        )
+
+    return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
+
+
+def with_wanted_gradient(program: Program) -> Set[str]:
+    """The values whose gradient that of something received or of a weight depends on.
+
+    A compiler leaves out what makes the gradient of any other value, and with it what is added there.
+    """
+    if any(writes_into_value(op) for op in program.ops):  # who else reads that memory is not looked at
+        return set()
+    like = {value.name: operand_of(value) for value in (*program.values, *(w.value for w in program.weights))}
+    begins = (*(edge.value for edge in program.receives), *program.weights)
+    wanted = {value.name for value in begins if value.requires_grad}
+    known: dict[str, tuple[frozenset[int], ...]] = {}
+    for op in program.ops:
+        if wanted.isdisjoint(op.reads):
+            continue
+        read = [like[name] for name in op.reads]
+        alike = signature(op, read)
+        if alike not in known:
+            known[alike] = passes_on(op, read)
+        for value, operands in zip(op.outputs, known[alike]):
+            if any(op.reads[k] in wanted for k in operands):
+                wanted.add(value.name)
+    return wanted

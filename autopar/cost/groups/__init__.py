@@ -1,0 +1,1 @@
+"""Groups of operations: cost graph, memory of weights, saved activations, checkpoint segments."""

@@ -1,0 +1,137 @@
+"""Contraction of operations into groups that always share a stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.cost_graph import Group
+from autopar.ir.graph import Graph, Op
+
+# An operation that takes this share of all seconds is worth a cut of its own even without weights or FLOPs.
+HEAVY = 0.005
+
+
+@dataclass(frozen=True)
+class Members:
+    """The operations of one group in execution order, and the one that it is named after."""
+
+    anchor: Op
+    ops: tuple[Op, ...]
+
+
+def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, float]) -> tuple[Members, ...]:
+    """Every operation in one group, numbered so that tensors flow from lower to higher groups only.
+
+    Operations are walked in execution order. An anchor opens a new group: it reads a weight, has FLOPs, or is heavy.
+    Any other one joins the latest group that it reads from. Operations that read no group yet (preprocessing of an
+    input) and those that depend on no input (constants, expanded weights) wait for their first reader. What sharding
+    has inserted is looked through and joins the group of its home.
+
+    Args:
+        seconds: forward and backward of each operation.
+        flops: forward FLOPs of each operation.
+    """
+    assigned: dict[str, int] = {}
+    waiting: dict[str, Op] = {}
+    anchors: list[Op] = []
+    fed = fed_by_inputs(graph)
+    heavy = HEAVY * sum(seconds.values())
+    for op in traced(graph):
+        pulled = tuple(waiting_sources(op, graph, waiting))
+        sources = [assigned[p.name] for o in (op, *pulled) for p in producers(o, graph) if p.name in assigned]
+        worth_a_cut = flops[op.name] > 0 or seconds[op.name] >= heavy or reads_weight(op, graph)
+        if op.name in fed and worth_a_cut:
+            anchors.append(op)
+            number = len(anchors) - 1
+        elif sources and op.name in fed:
+            number = max(sources)
+        else:
+            waiting[op.name] = op
+            continue
+        for member in (op, *pulled):
+            assigned[member.name] = number
+            waiting.pop(member.name, None)
+    for op in waiting.values():
+        assigned[op.name] = group_of_unread(op, graph, assigned)
+    return tuple(
+        Members(anchors[i] if anchors else ops[0], tuple(ops)) for i, ops in sorted(members_of(graph, assigned).items())
+    )
+
+
+def regrouped(graph: Graph, groups: Sequence[Group]) -> tuple[Members, ...]:
+    """The operations of a sharded graph in the groups of the whole one."""
+    op_of = {op.name: op for op in graph.ops}
+    group_of = {name: i for i, group in enumerate(groups) for name in group.ops}
+    return tuple(Members(op_of[groups[i].name], tuple(ops)) for i, ops in sorted(members_of(graph, group_of).items()))
+
+
+def members_of(graph: Graph, group_of: Mapping[str, int]) -> Mapping[int, list[Op]]:
+    """The operations of each group in execution order.
+
+    What sharding has inserted joins its home, or the lowest group that reads it: a light operation can be in a lower
+    group than the home, which reads the same value earlier in execution order.
+    """
+    lowest = {op.name: group_of[op.home or op.name] for op in graph.ops}
+    for op in reversed(graph.ops):
+        for name in op.reads:
+            source = graph.producer.get(name)
+            if source is not None and source.home:
+                lowest[source.name] = min(lowest[source.name], lowest[op.name])
+    members: dict[int, list[Op]] = {}
+    for op in graph.ops:
+        members.setdefault(lowest[op.name], []).append(op)
+    return members
+
+
+def traced(graph: Graph) -> Iterator[Op]:
+    """The operations that sharding has not inserted."""
+    return (op for op in graph.ops if not op.home)
+
+
+def origins(op: Op, graph: Graph) -> Iterator[str]:
+    """What an operation reads, before any conversion between layouts."""
+    for name in op.reads:
+        source = graph.producer.get(name)
+        if source is not None and source.home:
+            yield from origins(source, graph)
+        else:
+            yield name
+
+
+def reads_weight(op: Op, graph: Graph) -> bool:
+    """Whether a weight is among what an operation reads."""
+    return any(name in graph.weight for name in origins(op, graph))
+
+
+def producers(op: Op, graph: Graph) -> Iterator[Op]:
+    """The operations behind what an operation reads."""
+    return (graph.producer[r] for r in origins(op, graph) if r in graph.producer)
+
+
+def fed_by_inputs(graph: Graph) -> frozenset[str]:
+    """Names of the operations and values that depend on a graph input; they grow with the batch."""
+    fed = {v.name for v in graph.inputs}
+    for op in graph.ops:
+        if fed.intersection(op.reads):
+            fed.add(op.name)
+            fed.update(v.name for v in op.outputs)
+    return frozenset(fed)
+
+
+def waiting_sources(op: Op, graph: Graph, waiting: Mapping[str, Op]) -> Iterator[Op]:
+    """Waiting operations that one depends on, directly or through each other, each once."""
+    stack, seen = [op], set()
+    while stack:
+        for source in producers(stack.pop(), graph):
+            if source.name in waiting and source.name not in seen:
+                seen.add(source.name)
+                stack.append(source)
+                yield source
+
+
+def group_of_unread(op: Op, graph: Graph, assigned: Mapping[str, int]) -> int:
+    """Group of an operation that no group reads, such as a counter's update: its module's, else the last."""
+    last = max(assigned.values(), default=0)
+    of_module = next((assigned[o.name] for o in traced(graph) if o.module == op.module and o.name in assigned), last)
+    return max([of_module, *(assigned[p.name] for p in producers(op, graph))])

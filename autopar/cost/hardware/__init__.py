@@ -1,0 +1,1 @@
+"""Reads the files of cost_models/."""

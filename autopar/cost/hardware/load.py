@@ -1,0 +1,207 @@
+"""Reads the files of cost_models/.
+
+Needs no torch: a cost model can be read where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import inf
+from os import PathLike
+from pathlib import Path
+from typing import TypeVar, get_args
+
+from autopar.cost.hardware.cost_file import Table
+from autopar.errors import HardwareError
+from autopar.ir.hardware import (
+    BANDS,
+    COMPUTE_KINDS,
+    DEVICE_TYPES,
+    DTYPES,
+    CollectiveKind,
+    Efficiency,
+    Hardware,
+    Launch,
+    LaunchKind,
+    Link,
+)
+
+Read = TypeVar("Read")
+
+
+def hardware_names() -> tuple[str, ...]:
+    """Names of the machines that autopar ships, sorted."""
+    return tuple(sorted(p.stem for p in cost_model_dir().glob("*.toml")))
+
+
+def load_hardware(name_or_path: str | PathLike[str]) -> Hardware:
+    """A shipped machine by name, or the machine in a TOML file.
+
+    Raises:
+        HardwareError: unknown name, unreadable file, or a field that is missing, unknown, negative or in a wrong unit.
+    """
+    path = find_file(name_or_path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise HardwareError(
+            f"Cannot read cost model {path}: {error}. Give one of {', '.join(hardware_names())}."
+        ) from error
+    except tomllib.TOMLDecodeError as error:
+        raise HardwareError(f"Cost model {path} is not valid TOML: {error}. Correct that line.") from error
+    return read_hardware(Table(path, "", data))
+
+
+def cost_model_dir() -> Path:
+    """The folder with the shipped machines: inside an installed package, beside the package in a checkout."""
+    package = Path(__file__).parents[2]
+    for folder in (package / "cost_models", package.parent / "cost_models"):
+        if folder.is_dir():
+            return folder
+    raise HardwareError(f"This installation has no cost models beside {package}. Install autopar again.")
+
+
+def find_file(name_or_path: str | PathLike[str]) -> Path:
+    """Path of a machine's file; text that ends in .toml or has a folder is a path."""
+    path = Path(name_or_path)
+    if not isinstance(name_or_path, str) or path.suffix == ".toml" or len(path.parts) > 1:
+        return path
+    names = hardware_names()
+    if name_or_path not in names:
+        near = difflib.get_close_matches(name_or_path, names, cutoff=0.5)
+        guess = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise HardwareError(
+            f"No cost model is named {name_or_path!r}.{guess} There are {', '.join(names)}; "
+            "or give the path of a .toml file."
+        )
+    return cost_model_dir() / f"{name_or_path}.toml"
+
+
+def read_hardware(file: Table) -> Hardware:
+    """The machine in a parsed file; raises HardwareError with file and field."""
+    memory, peaks, launch, kinds, optimizer = (
+        file.table(key) for key in ("memory", "peak_flops", "launch", "efficiency", "optimizer")
+    )
+    devices_per_node = file.get("devices_per_node", int, "a whole number of devices")
+    if devices_per_node < 1:
+        raise file.fail("devices_per_node", f"is {devices_per_node}; it must be at least 1.")
+    device_type = file.text("device_type")
+    if device_type not in DEVICE_TYPES:
+        raise file.fail("device_type", f"is {device_type!r}; it is one of {', '.join(DEVICE_TYPES)}.")
+    alone = devices_per_node == 1  # such a machine has nothing to communicate over
+    tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
+    collective = None if alone and "collective" not in file.data else file.table("collective")
+    bands = whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
+    beside = whole(read_beside, file.table("beside")) if "beside" in file.data else {}
+    hardware = Hardware(
+        name=file.text("name"),
+        device=file.text("device"),
+        device_type=device_type,
+        memory_bytes=int(memory.number("capacity", "bytes")),
+        peak_flops={dtype: peaks.number(dtype, "FLOPs per second") for dtype in DTYPES},
+        memory_bytes_per_second=memory.number("bandwidth", "bytes per second"),
+        launch=Launch(*(launch.number(way, "seconds", zero=True) for way in get_args(LaunchKind))),
+        efficiency={
+            kind: read_efficiency(table)
+            for kind, table in tables.items()
+            if "asymptote" in table.data or any(dtype not in table.data for dtype in DTYPES)
+        },
+        memory_efficiency=memory.number("efficiency", "share"),
+        memory_half_bytes=memory.number("half", "bytes", zero=True),
+        optimizer_bytes_per_second=optimizer.number("bandwidth", "bytes per second"),
+        devices_per_node=devices_per_node,
+        link=None if alone and "link" not in file.data else whole(read_link, file.table("link")),
+        link_name=file.text("link_name"),
+        network=whole(read_link, file.table("network")) if "network" in file.data else None,
+        collective=None if collective is None else read_link(collective),
+        dtype_efficiency={
+            (kind, dtype): whole(read_efficiency, table.table(dtype))
+            for kind, table in tables.items()
+            for dtype in DTYPES
+            if dtype in table.data
+        },
+        replica_bytes_per_second=beside.get("replicas", inf),
+        hidden_share=beside.get("layers", 0.0),
+        reserve_bytes=whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
+        group_collective=read_groups(collective) if collective is not None else {},
+        # last: of all numbers read above
+        error=bands.get("analytic", worst := max(file.errors)),
+        measured_error=bands.get("measured", worst),
+    )
+    if "raw" in file.data:
+        file.table("raw")  # measurements behind the constants: for people and for the test that refits them
+    for table in (
+        memory,
+        peaks,
+        launch,
+        kinds,
+        optimizer,
+        *tables.values(),
+        *([collective] if collective else ()),
+        file,
+    ):
+        table.finish()
+    return hardware
+
+
+def whole(read: Callable[[Table], Read], table: Table) -> Read:
+    """What is read of a table, which has nothing else."""
+    result = read(table)
+    table.finish()
+    return result
+
+
+def read_efficiency(table: Table) -> Efficiency:
+    """The efficiency of one kind, or of one dtype of it, with that of its backward where it has one of its own."""
+    forward = read_curve(table)
+    if "backward" not in table.data:
+        return forward
+    return replace(forward, backward=whole(read_curve, table.table("backward")))
+
+
+def read_curve(table: Table) -> Efficiency:
+    """The same of one direction."""
+    added = table.number("bandwidth", "bytes per second") if "bandwidth" in table.data else math.inf
+    return Efficiency(table.number("asymptote", "ratio"), table.number("half", "FLOPs", zero=True), added)
+
+
+def read_calibration(table: Table) -> Mapping[str, float]:
+    """How far the steps of plans that were run were predicted off at most, by the source of their costs."""
+    named = [source for source in BANDS if source in table.data] or BANDS[:1]  # an empty table lacks the first
+    return {source: table.number(source, "share") for source in named}
+
+
+def read_reserve(table: Table) -> int:
+    """What libraries take of a device's memory."""
+    return int(table.number("memory", "bytes"))
+
+
+def read_beside(table: Table) -> Mapping[str, float]:
+    """Bytes of gradients and weights that replicas exchange beside compute while a step gets a second longer, and what
+    is hidden, as a share, of collectives beside the products of linear layers."""
+    units = {"replicas": "bytes per second", "layers": "share"}
+    named = [name for name in units if name in table.data] or ["replicas"]  # an empty table lacks the first
+    return {name: table.number(name, units[name]) for name in named}
+
+
+def read_link(table: Table) -> Link:
+    """One link's latency and bandwidth."""
+    return Link(table.number("latency", "seconds", zero=True), table.number("bandwidth", "bytes per second"))
+
+
+def read_groups(table: Table) -> Mapping[tuple[str, int], Link]:
+    """What groups of measured sizes communicate over, by kind and ranks: the tables ``[collective.all-reduce.4]``."""
+    groups: dict[tuple[str, int], Link] = {}
+    for kind in get_args(CollectiveKind):
+        if kind not in table.data:
+            continue
+        sizes = table.table(kind)
+        for size in sizes.data:
+            if not size.isdecimal() or int(size) < 2:
+                raise sizes.fail(size, "is no group; write a number of ranks of at least 2.")
+            groups[kind, int(size)] = whole(read_link, sizes.table(size))
+    return groups

@@ -1,0 +1,1 @@
+"""One operation: arithmetic, saved tensors, memory traffic, overlap."""

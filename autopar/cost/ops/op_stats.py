@@ -1,0 +1,263 @@
+"""What each operation does, whatever the machine: FLOPs, what it keeps for its backward, whose memory it shares.
+
+Found by running every distinct operation once, forward and backward, on meta tensors: torch's own kernels say what they
+save and torch's own formulas what they compute, so no operation needs an entry of its own here. The exceptions are
+attention and the FLOPs of a convolution's backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.errors import TraceError
+from autopar.ir.graph import DTYPE_BYTES, Graph, Op, Ref, dense, memory_order
+from autopar.ops.registry import Operand, meta_tensor, named_arguments, operand_from, operand_of, results_of, signature
+
+ATTENTION = "aten.scaled_dot_product_attention.default"
+MASK_ALIGNMENT = 8  # elements
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """One operation at the traced shapes. Operands are numbered as in ``Op.reads``, outputs as in ``Op.outputs``.
+
+    ``moves_data`` is false for views, which cost nothing. ``gradients`` are the operands for which the backward writes
+    a new tensor; a gradient that is passed through (an addition's) is not among them. ``aliases`` are pairs
+    (output, operand) that share memory. Saved operands and outputs, and ``saved_bytes`` of further memory, stay alive
+    from forward to backward.
+    """
+
+    forward_flops: int
+    backward_flops: int
+    moves_data: bool
+    gradients: tuple[int, ...]
+    saved_operands: tuple[int, ...]
+    saved_outputs: tuple[int, ...]
+    saved_bytes: int
+    aliases: tuple[tuple[int, int], ...]
+    outputs: tuple[Operand, ...]
+
+    def saved_names(self, op: Op) -> list[str]:
+        """The values that an operation with these facts saves for its backward."""
+        return [op.reads[i] for i in self.saved_operands] + [op.outputs[j].name for j in self.saved_outputs]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of every operation of one graph, by name."""
+
+    ops: Mapping[str, OpFacts]
+
+
+def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
+    """The facts of every operation of a graph, as such a device runs it.
+
+    Strides and requires_grad are followed from operation to operation instead of read from the trace. Real attention
+    kernels lay their output out like their query, meta tensors do not, and whether the reshape behind them copies
+    depends on it; and what torch differentiates, torch itself knows best.
+
+    Raises:
+        TraceError: torch cannot run an operation on meta tensors; the message holds file and line in the user's model.
+    """
+    operands = {value.name: operand_of(value) for value in (*graph.inputs, *(w.value for w in graph.weights))}
+    known: dict[str, OpFacts] = {}
+    ops: dict[str, OpFacts] = {}
+    for op in graph.ops:
+        read = tuple(operands[name] for name in op.reads)
+        alike = signature(op, read)
+        if alike not in known:
+            known[alike] = facts_of(op, read, device_type)
+        ops[op.name] = known[alike]
+        operands |= {value.name: made for value, made in zip(op.outputs, known[alike].outputs)}
+    return Facts(ops)
+
+
+def roots(graph: Graph, facts: Facts) -> Mapping[str, str]:
+    """The value, input or weight whose memory each view lies in."""
+    root: dict[str, str] = {}
+    for op in graph.ops:
+        for output, operand in facts.ops[op.name].aliases:
+            source = op.reads[operand]
+            root[op.outputs[output].name] = root.get(source, source)
+    return root
+
+
+def facts_of(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFacts:
+    """The facts of one operation; raises TraceError where torch cannot run it on meta tensors."""
+    if op.target == ATTENTION and has_fused_kernel(op, read, device_type):
+        return attention_facts(op, read, device_type)
+    try:
+        return run_on_meta(op, read)
+    except RuntimeError as error:  # NotImplementedError is one
+        shapes = ", ".join(f"{o.dtype}{list(o.shape)}" for o in read)
+        raise TraceError(
+            f"Cannot price {op.name} ({op.target} of {shapes}) at {op.source or 'an unknown line'}: torch cannot run "
+            f"it on meta tensors: {str(error).splitlines()[0]}. Register a meta kernel for it or use other operations."
+        ) from error
+
+
+# -- any operation -----------------------------------------------------------------------------------------------
+
+
+def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpFacts:
+    """Facts from one forward and backward on meta tensors."""
+    leaves = tuple(meta_tensor(o) for o in read)
+    in_place = not op.outputs
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.enable_grad():
+        # autograd refuses to write into a leaf
+        tensors = tuple(t.clone() if in_place and t.requires_grad else t for t in leaves)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t), FlopCounterMode(display=False) as forward:
+            results = results_of(op, tensors)
+    assert in_place or len(results) == len(op.outputs), f"{op.name} returned {len(results)} tensors"
+    gradients, backward_flops = run_backward(results, leaves)
+    operand_memory, result_memory, kept_memory = map(storages, (tensors, results, kept))
+    aliases = [(j, i) for j, m in enumerate(result_memory) for i in positions(operand_memory, [m])[:1]]
+    saved_results = positions(result_memory, kept_memory)
+    fresh = {id(m): m.nbytes() for m in kept_memory if not is_among(m, [*operand_memory, *result_memory])}
+    return OpFacts(
+        forward_flops=forward.get_total_flops(),
+        backward_flops=backward_flops,
+        moves_data=in_place or len(aliases) < len(results),
+        gradients=gradients,
+        saved_operands=positions(operand_memory, kept_memory),
+        saved_outputs=tuple(j for j in saved_results if not is_among(result_memory[j], operand_memory)),
+        saved_bytes=sum(fresh.values()),
+        aliases=() if in_place else tuple(aliases),
+        outputs=() if in_place else tuple(map(operand_from, results)),
+    )
+
+
+def run_backward(results: list[Tensor], leaves: tuple[Tensor, ...]) -> tuple[tuple[int, ...], int]:
+    """Numbers of the operands whose gradient is a new tensor, and the backward's FLOPs."""
+    roots = [t for t in results if t.requires_grad]
+    wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
+    if not roots or not wanted:
+        return (), 0
+    arriving = [torch.ones_like(t) for t in roots]
+    with FlopCounterMode(display=False, custom_mapping=FORMULAS) as backward:
+        computed = torch.autograd.grad(roots, [leaves[i] for i in wanted], arriving, allow_unused=True)
+    passed_on = storages(arriving)
+    fresh = (i for i, g in zip(wanted, computed) if g is not None and not is_among(g.untyped_storage(), passed_on))
+    return tuple(fresh), backward.get_total_flops()
+
+
+def convolution_backward_flops(
+    gradient: Sequence[int],
+    operand: Sequence[int],
+    weight: Sequence[int],
+    bias: Sequence[int] | None,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    transposed: bool,
+    output_padding: Sequence[int],
+    groups: int,
+    wanted: Sequence[bool],
+    out_shape: object = None,
+) -> int:
+    """FLOPs of a convolution's backward: the forward's for the gradient of the operand, and again for the weight's.
+
+    torch's own formula (2.11 to 2.15) counts the weight's ``groups`` times too often; for a depthwise convolution of
+    512 channels that is 257 times the whole.
+    """
+    pixels = (operand if transposed else gradient)[2:]
+    return 2 * operand[0] * prod(pixels) * prod(weight) * sum(wanted[:2])
+
+
+FORMULAS = {torch.ops.aten.convolution_backward: convolution_backward_flops}
+
+
+# -- memory ------------------------------------------------------------------------------------------------------
+
+
+def storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
+    """The memory of each tensor."""
+    return [t.untyped_storage() for t in tensors]
+
+
+def is_among(memory: torch.UntypedStorage, others: Sequence[torch.UntypedStorage]) -> bool:
+    """Whether a storage is one of others; by identity, since meta storages have no address."""
+    return any(memory is other for other in others)
+
+
+def positions(memories: Sequence[torch.UntypedStorage], others: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
+    """Positions of the storages that are among others."""
+    return tuple(i for i, memory in enumerate(memories) if is_among(memory, others))
+
+
+# -- attention ---------------------------------------------------------------------------------------------------
+
+
+def has_fused_kernel(op: Op, read: tuple[Operand, ...], device_type: str) -> bool:
+    """Whether a device runs this attention in one kernel that never stores the attention matrix.
+
+    It falls back to separate operations, which the meta run shows truly, for three-dimensional queries and dropout, on
+    CPU for a mask that needs a gradient, and on a GPU for float64.
+    """
+    mask = mask_number(op)
+    if (read[0].dtype == "float64") if device_type == "cuda" else (mask is not None and read[mask].requires_grad):
+        return False
+    return len(read[0].shape) == 4 and not named_arguments(op)["dropout_p"]
+
+
+def mask_number(op: Op) -> int | None:
+    """Which operand of an attention is its mask."""
+    mask = named_arguments(op)["attn_mask"]
+    return op.reads.index(mask.name) if isinstance(mask, Ref) else None
+
+
+def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFacts:
+    """Facts of flash-like attention.
+
+    Meta tensors take the path of separate operations, which saves the whole attention matrix, while the kernels of
+    real devices save query, key, value, output and one log-sum-exp per query and compute the matrix again in their
+    backward: five matmuls where the forward has two, hence 2.5 times its FLOPs. Of a mask with rows that do not begin
+    where a GPU's kernel can read them, a copy with longer rows is saved in its place.
+
+    Source: Dao et al. 2022, FlashAttention, algorithm 4; the convention of torch.utils.flop_counter.
+    """
+    bound = named_arguments(op)
+    query, key, value = (read[op.reads.index(bound[n].name)] for n in ("query", "key", "value"))
+    flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+    trained = any(o.requires_grad for o in read)
+    shape = (*query.shape[:-1], value.shape[-1])
+    mask = mask_number(op)
+    copied = 0 if mask is None or device_type == "cpu" else copied_mask_bytes(read[mask], query)
+    saved = tuple(i for i in range(len(read)) if i != mask or not copied)
+    return OpFacts(
+        forward_flops=flops,
+        backward_flops=flops * 5 // 2 if trained else 0,
+        moves_data=True,
+        gradients=tuple(i for i, o in enumerate(read) if o.requires_grad) if trained else (),
+        saved_operands=saved if trained else (),
+        saved_outputs=(0,) if trained else (),
+        saved_bytes=4 * prod(query.shape[:-1]) + copied if trained else 0,
+        aliases=(),
+        outputs=(Operand(shape, query.dtype, dense(shape, memory_order(query.shape, query.stride)), trained),),
+    )
+
+
+def copied_mask_bytes(mask: Operand, query: Operand) -> int:
+    """Bytes of the copy that a GPU's kernel reads in place of a mask, if it needs one: rows begin at multiples of
+    `MASK_ALIGNMENT`, and booleans become numbers of the query's dtype.
+
+    Source: preprocess_mask and convert_boolean_attn_mask in torch's aten/src/ATen/native/transformers/attention.cpp.
+    """
+    aligned = mask.stride[-1] == 1 and not any(stride % MASK_ALIGNMENT for stride in mask.stride[:-1])
+    if aligned and mask.dtype != "bool":
+        return 0
+    row = mask.shape[-1]
+    length = row if aligned else (row // MASK_ALIGNMENT + 1) * MASK_ALIGNMENT
+    return prod(mask.shape[:-1]) * length * DTYPE_BYTES[query.dtype]

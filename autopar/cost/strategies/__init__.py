@@ -1,0 +1,1 @@
+"""Sharding strategies of each group of operations, and their costs."""

@@ -1,0 +1,233 @@
+"""Shardings in words: what keeps a model from being split, and what happens in each of its blocks."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.cost.groups.grouping import origins
+from autopar.cost.ops.collective_cost import is_collective, step_seconds, whole_bytes
+from autopar.cost.ops.op_cost import Pricing
+from autopar.cost.ops.op_stats import Facts
+from autopar.cost.strategies.rule_cache import RuleBook
+from autopar.ir.graph import Graph, Op, Value
+from autopar.ir.hardware import Hardware
+from autopar.ir.layout import Layout, pattern_of
+from autopar.ir.plan import BlockSharding, Collective
+from autopar.sharding.batch_dim import sample_dims
+from autopar.sharding.reshard import step_of
+from autopar.sharding.rule import Rule, has
+
+REDUCTIONS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}
+CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
+
+
+# -- what cannot be split ------------------------------------------------------------------------------------------
+
+
+def limits(graph: Graph, facts: Facts, ranks: int) -> tuple[str, ...]:
+    """What keeps operations from being split over so many ranks, such as ``attention has 3 heads`` or ``197 tokens``.
+
+    Sizes that the ranks do not divide are listed, each once, in order of appearance; samples are left to the caller.
+
+    Args:
+        facts: of this graph, from `op_facts`.
+    """
+    book = RuleBook(graph, facts, ranks)
+    samples = sample_dims(graph, book.rule)
+    found: dict[str, None] = {}
+    for op in graph.ops:
+        rule = book.rule(op) if facts.ops[op.name].forward_flops > 0 else None
+        for letter in rule.free if rule is not None else ():
+            if rule is not None and rule.sizes[letter] > 1 and rule.sizes[letter] % ranks:
+                found |= dict.fromkeys(limit(op, rule, letter, book, samples))
+    return tuple(found)
+
+
+def limit(op: Op, rule: Rule, letter: str, book: RuleBook, samples: Mapping[str, Layout]) -> Iterator[str]:
+    """What to say of a letter whose size the ranks do not divide."""
+    size, where = rule.sizes[letter], pattern_of(op.module or op.name)
+    fed = [i for i, name in enumerate(op.reads) if name in book.fed and has(rule.operands[i], letter)]
+    weights = [i for i, name in enumerate(op.reads) if name not in book.fed and has(rule.operands[i], letter)]
+    if any(op.reads[i] not in book.graph.producer for i in fed):
+        return  # the colours of an image
+    if weights and book.multiplies_weights(op):
+        yield f"{where} has {size} {'input' if fed else 'output'} {'channels' if 'conv' in op.target else 'features'}"
+    elif fed:
+        dims = rule.operands[fed[0]]
+        dim = next(d for d, letters in enumerate(dims) if letter in letters)
+        sample = samples.get(op.reads[fed[0]])
+        if sample is None or sample.splits[0].dim != dim:
+            word = dim_word(op, dim, len(dims), book)
+            yield f"attention has {size} heads" if word == "heads" else f"{size} {word}"
+
+
+def dim_word(op: Op, dim: int, rank: int, book: RuleBook) -> str:
+    """What a dim of activations holds, as far as its place tells."""
+    if book.facts.ops[op.name].forward_flops and not book.multiplies_weights(op):
+        return "heads" if dim == 1 and rank == 4 else "tokens"
+    channels = 1 if any(word in op.target for word in CHANNELS_FIRST) else rank - 1
+    if dim == channels:
+        return "channels"
+    return {3: "tokens", 4: "pixels"}.get(rank, f"of dim {dim}")
+
+
+# -- what is split --------------------------------------------------------------------------------------------------
+
+
+def blocks(
+    graph: Graph,
+    facts: Facts,
+    local: Graph,
+    storage: Mapping[str, Layout],
+    hardware: Hardware,
+    batch: int,
+    ranks: int,
+) -> tuple[BlockSharding, ...]:
+    """How each block of a model is sharded; blocks with the same rows and collectives are one entry.
+
+    A block is what a module path names up to its last number that has modules inside; modules outside of any are blocks
+    of their own. What is replicated is left out.
+
+    Args:
+        graph: the whole graph.
+        facts: of the whole graph.
+        local: what `shard_graph` made of it.
+        storage: layouts of its weights.
+        batch: samples per microbatch.
+    """
+    book = RuleBook(graph, facts, ranks)
+    pricing = Pricing(local, facts, hardware, batch, ranks)
+    parts = {op.name: op for op in local.ops}
+    ways = [(op.home, step_of(op)) for op in local.ops if op.home]
+    reduced = {home: REDUCTIONS[step.name] for home, step in ways if step is not None and step.name in REDUCTIONS}
+    samples = sample_dims(graph, book.rule)
+    rows: dict[str, dict[str, str]] = {}
+    block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
+    for op in graph.ops:
+        block = block_of[op.name]
+        text = row(op, parts, storage, book, samples, reduced.get(op.name))
+        if text:
+            rows.setdefault(block, {}).setdefault(place_in(block, op, graph), text)
+    sent: dict[str, list[Collective]] = {}
+    for op in local.ops:
+        if is_collective(op):
+            sent.setdefault(block_of[op.home], []).extend(collectives(op, pricing))
+    alike: dict[tuple, list[str]] = {}
+    for block in dict.fromkeys(block_of.values()):
+        if block in rows or sent.get(block):
+            key = (pattern_of(block), tuple(rows.get(block, {}).items()), tuple(sent.get(block, ())))
+            alike.setdefault(key, []).append(block)
+    return tuple(
+        BlockSharding(common(names), len(names), dict(listed), sends) for (_, listed, sends), names in alike.items()
+    )
+
+
+def row(
+    op: Op,
+    parts: Mapping[str, Op],
+    storage: Mapping[str, Layout],
+    book: RuleBook,
+    samples: Mapping[str, Layout],
+    reduced: str | None,
+) -> str:
+    """What happens to an operation; nothing if it is replicated, or light. ``parts`` are a rank's, by name."""
+    weights = [name for name in origins(op, book.graph) if name in book.graph.weight]
+    if not weights and not book.facts.ops[op.name].forward_flops:
+        return ""
+    after = f" → {reduced}" if reduced else ""
+    for name in weights:
+        layout, matrix = storage[name], len(book.graph.weight[name].shape) > 1
+        if matrix and layout.splits and book.facts.ops[op.name].forward_flops:
+            return f"{weight_word(op, layout, parts, book)} / {book.ranks}{after}"
+    for value, local in zip(op.outputs, parts[op.name].outputs, strict=True):
+        word = split_word(op, value, local, samples, book)
+        if word:
+            return f"{word} / {book.ranks}{after}"
+    return f"summed / {book.ranks}{after}" if reduced else ""
+
+
+def weight_word(op: Op, layout: Layout, parts: Mapping[str, Op], book: RuleBook) -> str:
+    """Which part of a weight a rank holds."""
+    (split,) = layout.splits
+    if "conv" in op.target:
+        return {0: "output channels", 1: "input channels"}.get(split.dim, f"dim {split.dim}")
+    sides = {0: "rows", 1: "columns"}
+    side = sides.get(split.dim, f"dim {split.dim}")
+    attention = attention_behind(op, book)
+    if split.dim == 0 and attention is not None and heads_split(attention, parts[attention.name]):
+        return f"{side} by head"
+    return f"{side} in {split.outer} parts" if split.outer > 1 else side
+
+
+def attention_behind(op: Op, book: RuleBook) -> Op | None:
+    """The next operation with FLOPs behind one, if it multiplies activations with each other."""
+    waiting, seen = deque(book.readers[op.name]), {op.name}
+    while waiting:
+        reader = waiting.popleft()
+        if reader.name in seen:
+            continue
+        seen.add(reader.name)
+        if book.facts.ops[reader.name].forward_flops:
+            return None if book.multiplies_weights(reader) else reader
+        waiting.extend(book.readers[reader.name])
+    return None
+
+
+def heads_split(op: Op, part: Op) -> bool:
+    """Whether a rank has some of the heads of an attention: dim 1 of 4."""
+    whole, own = op.outputs[0].shape, part.outputs[0].shape
+    return len(whole) == 4 and whole[1] != own[1]
+
+
+def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout], book: RuleBook) -> str:
+    """What a dim holds of which the ranks have a part each; nothing where there is none."""
+    dim = next((d for d, (whole, own) in enumerate(zip(value.shape, local.shape)) if whole != own), None)
+    if dim is None:
+        return ""
+    sample = samples.get(value.name)
+    if sample is not None and sample.splits[0].dim == dim:
+        return "samples"
+    return dim_word(op, dim, len(value.shape), book)
+
+
+def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
+    """What an inserted operation sends, in each direction."""
+    step, made = step_of(op), op.outputs[0]
+    assert step is not None, f"{op.name}: {op.target} sends nothing"
+    num_bytes = whole_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
+    seconds = step_seconds(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)
+    where = pattern_of(op.home)
+    if step.forward:
+        yield Collective(where, step.forward, "forward", round(num_bytes), seconds.forward_seconds)
+    if step.backward and made.requires_grad:
+        yield Collective(where, step.backward, "backward", round(num_bytes), seconds.backward_seconds)
+
+
+def blocks_of(graph: Graph) -> Iterator[str]:
+    """The block that each operation is part of: what is repeated, else a module, else the operation's own name."""
+    paths = [op.module.split(".") if op.module else [] for op in graph.ops]
+    inner = {tuple(path[:n]) for path in paths for n in range(1, len(path))}
+    for op, path in zip(graph.ops, paths):
+        ends = [n for n in range(1, len(path) + 1) if path[n - 1].isdigit() and tuple(path[:n]) in inner]
+        yield ".".join(path[: ends[-1]] if ends else path) or own_name("", op, graph)
+
+
+def place_in(block: str, op: Op, graph: Graph) -> str:
+    """What to call an operation's place in its block: its module there, or its own name where it lies in none."""
+    inside = op.module.removeprefix(block).lstrip(".")
+    last = op.module.rpartition(".")[2]
+    # A module of its own that is not a number, such as a norm outside of any block, is called as it is.
+    return inside or (last if last and not last.isdigit() else own_name(block, op, graph))
+
+
+def own_name(block: str, op: Op, graph: Graph) -> str:
+    """The weight that an operation outside of any module of its own applies, such as ``pos_embed``; else its name."""
+    weights = (name for name in op.reads if name in graph.weight and name.rpartition(".")[2] not in ("weight", "bias"))
+    return next(weights, op.name).removeprefix(f"{block}.")
+
+
+def common(names: Sequence[str]) -> str:
+    """The names as one: ``*`` where their numbers differ."""
+    columns = zip(*(name.split(".") for name in names), strict=True)
+    return ".".join(words[0] if len(set(words)) == 1 else "*" for words in columns)

@@ -1,0 +1,101 @@
+"""The rules of one graph's operations, each distinct operation looked up once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from autopar.cost.groups.grouping import fed_by_inputs
+from autopar.cost.ops.op_stats import ATTENTION, Facts
+from autopar.ir.graph import Graph, Op
+from autopar.ir.layout import Layout
+from autopar.sharding.lookup import rule_of
+from autopar.sharding.propagate import updated_in_place
+from autopar.sharding.rule import Rule, Strategy, by_operand, by_output, strategies
+
+
+@dataclass(frozen=True)
+class RuleBook:
+    """What can be split in a graph on ``ranks`` ranks.
+
+    Operations with the same facts are the same but for names, so that their rules and strategies are too.
+    """
+
+    graph: Graph
+    facts: Facts
+    ranks: int
+    rules: dict[int, Rule | None] = field(default_factory=dict, repr=False)
+    found: dict[tuple, Strategy | None] = field(default_factory=dict, repr=False)
+    listed: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
+
+    @cached_property
+    def fed(self) -> frozenset[str]:
+        """Operations and values that depend on a graph input."""
+        return fed_by_inputs(self.graph)
+
+    @cached_property
+    def still(self) -> frozenset[str]:
+        """Operations that are replicated whatever their rule says."""
+        return updated_in_place(self.graph)
+
+    @cached_property
+    def trained(self) -> frozenset[str]:
+        """Values and weights that get a gradient."""
+        return frozenset(x.name for x in (*self.graph.values.values(), *self.graph.weights) if x.requires_grad)
+
+    @cached_property
+    def readers(self) -> Mapping[str, list[Op]]:
+        """The operations that read what each operation makes."""
+        found: dict[str, list[Op]] = {op.name: [] for op in self.graph.ops}
+        for op in self.graph.ops:
+            for name in op.reads:
+                if name in self.graph.producer:
+                    found[self.graph.producer[name].name].append(op)
+        return found
+
+    def key(self, op: Op) -> int:
+        """The same for operations that differ in names alone."""
+        return id(self.facts.ops[op.name])
+
+    def rule(self, op: Op) -> Rule | None:
+        """An operation's rule; None where it is always replicated."""
+        if op.name in self.still:
+            return None
+        key = self.key(op)
+        if key not in self.rules:
+            self.rules[key] = rule_of(op, self.graph.shapes.__getitem__)
+        return self.rules[key]
+
+    def all(self, op: Op) -> tuple[Strategy, ...]:
+        """The strategies that split a letter contiguously."""
+        rule, key = self.rule(op), self.key(op)
+        if rule is None:
+            return ()
+        if key not in self.listed:
+            self.listed[key] = strategies(rule, self.ranks, {})[1:]
+        return self.listed[key]
+
+    def reading(self, op: Op, number: int, layout: Layout) -> Strategy | None:
+        """The strategy that reads an operand so."""
+        return self.looked_up("reads", op, number, layout)
+
+    def making(self, op: Op, number: int, layout: Layout) -> Strategy | None:
+        """The strategy that makes an output so."""
+        return self.looked_up("makes", op, number, layout)
+
+    def looked_up(self, side: str, op: Op, number: int, layout: Layout) -> Strategy | None:
+        """The strategy with this layout of an operand or output."""
+        rule = self.rule(op)
+        if rule is None:
+            return None
+        key = (side, self.key(op), number, layout)
+        if key not in self.found:
+            find = by_operand if side == "reads" else by_output
+            self.found[key] = find(rule, number, layout, self.ranks)
+        return self.found[key]
+
+    def multiplies_weights(self, op: Op) -> bool:
+        """Whether an operation is a product of activations with a weight, which splitting samples leaves to dp."""
+        flops = self.facts.ops[op.name].forward_flops
+        return flops > 0 and op.target != ATTENTION and not self.fed.issuperset(op.reads)

@@ -1,0 +1,233 @@
+"""The machine that a plan is priced for: reads the files of cost_models/ and answers "how many seconds".
+
+Imports the standard library only, so that a cost model can be read where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Literal
+
+from autopar.errors import HardwareError
+
+Kind = Literal["matmul", "attention", "convolution", "depthwise", "memory"]
+COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution", "depthwise")
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+LaunchKind = Literal["plain", "compiled", "captured"]
+DEVICE_TYPES = ("cpu", "cuda")
+BANDS = ("analytic", "measured")  # of [calibration]: how far the steps of plans that were run were off, at most
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way from one device to another; ``bytes_per_second`` counts one direction."""
+
+    latency_seconds: float
+    bytes_per_second: float
+
+    def seconds(self, num_bytes: float) -> float:
+        """Time of one point-to-point message, α + bytes/β."""
+        return self.latency_seconds + num_bytes / self.bytes_per_second
+
+
+def ring_share(kind: CollectiveKind, ranks: int) -> float:
+    """What each of n ranks sends in a collective, as a share of the whole tensor's bytes on one rank.
+
+    Source: rings, as in nccl-tests (PERFORMANCE.md): an all-reduce is a reduce-scatter and an all-gather.
+    """
+    once = (ranks - 1) / ranks
+    return {"all-reduce": 2 * once, "all-gather": once, "reduce-scatter": once, "all-to-all": once / ranks}[kind]
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How fast kernels of one kind compute: ``asymptote`` of the peak when large, half of that at ``half_flops``.
+
+    The peak of a dtype is that of its matmuls. A kind that computes on other units is above 1, as convolutions in
+    float32 are that use TF32. ``bytes_per_second`` says what their memory traffic adds where arithmetic does not hide
+    it; by default it hides all. ``backward`` outranks all this for backwards.
+    """
+
+    asymptote: float
+    half_flops: float
+    bytes_per_second: float = math.inf
+    backward: Efficiency | None = None
+
+    def seconds(self, flops: float, num_bytes: float, peak: float) -> float:
+        """Time of a kernel's arithmetic, at a peak in FLOPs per second, and of the traffic that it does not hide."""
+        return (flops + self.half_flops) / (peak * self.asymptote) + num_bytes / self.bytes_per_second
+
+
+@dataclass(frozen=True)
+class Way:
+    """How programs run: through torch.compile or not, from a CUDA graph or launched one by one."""
+
+    compiled: bool = False
+    captured: bool = False
+
+    @property
+    def launch(self) -> LaunchKind:
+        """What launching an operation takes."""
+        return "captured" if self.captured else "compiled" if self.compiled else "plain"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Seconds of an operation beyond its work.
+
+    ``plain`` is eager dispatch, ``compiled`` code of torch.compile, and ``captured`` the pause between
+    kernels of a CUDA graph.
+    """
+
+    plain: float
+    compiled: float
+    captured: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine as the planner sees it, in SI base units, running programs in one ``way``.
+
+    A kernel that moves n bytes reaches n / (n + ``memory_half_bytes``) of the memory's bandwidth times
+    ``memory_efficiency``. ``dtype_efficiency`` outranks ``efficiency``, which holds for the other dtypes, if any.
+
+    ``collective`` is what a rank of a collective within one node sends over, and ``group_collective``, by kind and
+    ranks, outranks it; between nodes that is ``network``. A machine of one device may have no ``link`` and no
+    ``collective``. ``error`` is the band of every time predicted from the numbers, relative, and ``measured_error``
+    that of plans whose operations were timed: what plans that were run were off at most (``[calibration]``), or else
+    the largest error among all numbers. ``reserve_bytes`` of a device's memory are taken by libraries for every rank,
+    such as workspaces of matrix products. What travels beside compute makes a step longer nevertheless (``[beside]``):
+    what replicas sum and gather by a second for each ``replica_bytes_per_second``, and collectives beside the products
+    of linear layers by all but a ``hidden_share``.
+    """
+
+    name: str
+    device: str
+    device_type: str
+    memory_bytes: int
+    peak_flops: Mapping[str, float]
+    memory_bytes_per_second: float
+    launch: Launch
+    efficiency: Mapping[str, Efficiency]
+    memory_efficiency: float
+    memory_half_bytes: float
+    optimizer_bytes_per_second: float
+    devices_per_node: int
+    link: Link | None
+    link_name: str
+    network: Link | None
+    collective: Link | None
+    error: float
+    measured_error: float
+    dtype_efficiency: Mapping[tuple[str, str], Efficiency] = field(default_factory=dict)
+    group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
+    reserve_bytes: int = 0
+    replica_bytes_per_second: float = inf
+    hidden_share: float = 0.0
+    way: Way = Way()
+
+    def running(self, way: Way) -> Hardware:
+        """The machine as it runs programs in another way."""
+        return replace(self, way=way)
+
+    @property
+    def launch_seconds(self) -> float:
+        """Of an operation beyond its work."""
+        return getattr(self.launch, self.way.launch)
+
+    def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
+        """Time of one operation on one device: its arithmetic or its memory traffic, whichever takes longer, + launch.
+
+        Args:
+            kind: "memory" prices the traffic alone.
+            flops: multiplications and additions counted separately.
+            num_bytes: read and written.
+            dtype: of the operands, such as "float32".
+            backward: whether gradients are computed.
+        Raises:
+            HardwareError: the machine's file has no peak for ``dtype``.
+        Error: `error`, relative.
+        Source: roofline model (Williams, Waterman, Patterson 2009) with a saturating efficiency.
+        """
+        traffic = self.traffic_seconds(num_bytes, 1)
+        if kind == "memory" or flops <= 0:
+            return traffic + self.launch_seconds
+        if dtype not in self.peak_flops:
+            raise HardwareError(
+                f"Cost model {self.name} has no peak FLOP/s for {dtype}, which a {kind} of {flops:.3g} FLOPs uses; "
+                f"it has {', '.join(self.peak_flops)}. Run the model in one of these."
+            )
+        found = self.dtype_efficiency.get((kind, dtype)) or self.efficiency[kind]
+        efficiency = found.backward if backward and found.backward is not None else found
+        return max(efficiency.seconds(flops, num_bytes, self.peak_flops[dtype]), traffic) + self.launch_seconds
+
+    def collective_seconds(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int = 1) -> float:
+        """Time of one collective over a group of ranks at equal distances.
+
+        Args:
+            num_bytes: of the whole tensor on one rank: what an all-gather leaves there, what a reduce-scatter and an
+                all-reduce start from, and n times a rank's part in an all-to-all.
+            stride: from one rank of the group to the next.
+        Raises:
+            HardwareError: the group crosses nodes and the machine's file has no network.
+        Error: `error`, relative.
+        Source: latency + traffic / bandwidth of a ring with one message's latency in all, as NVLink was measured.
+        """
+        if ranks == 1:
+            return 0.0
+        return self.group_link(kind, ranks, stride).seconds(ring_share(kind, ranks) * num_bytes)
+
+    def group_link(self, kind: CollectiveKind, ranks: int, stride: int) -> Link:
+        """What a group of ranks at equal distances, starting with a node's first, communicates over.
+
+        Where its size was not measured, that is what the largest measured group below it, or else the smallest, has.
+
+        Raises:
+            HardwareError: it crosses nodes and the machine's file has no network.
+        """
+        last = (ranks - 1) * stride
+        if last >= self.devices_per_node or self.collective is None:
+            return self.between_nodes(0, last)
+        sizes = sorted(size for known, size in self.group_collective if known == kind)
+        if not sizes:
+            return self.collective
+        nearest = max((size for size in sizes if size <= ranks), default=sizes[0])
+        return self.group_collective[kind, nearest]
+
+    def traffic_seconds(self, num_bytes: float, kernels: int = 0) -> float:
+        """Time to move bytes between a device and its memory.
+
+        Args:
+            kernels: that share them; with none, as part of a kernel too large for its start to count.
+        """
+        moved = num_bytes + kernels * self.memory_half_bytes if num_bytes else 0.0
+        return moved / (self.memory_bytes_per_second * self.memory_efficiency)
+
+    def update_seconds(self, num_bytes: float) -> float:
+        """Time of an optimizer's part of its step that reads and writes these bytes."""
+        return num_bytes / self.optimizer_bytes_per_second
+
+    def transfer_seconds(self, num_bytes: float, src_rank: int, dst_rank: int) -> float:
+        """Time of one message between two ranks; ranks fill nodes in order, and a rank reaches itself in no time.
+
+        Raises:
+            HardwareError: the ranks are on different nodes and the machine's file has no network.
+        """
+        if src_rank == dst_rank:
+            return 0.0
+        if self.link is not None and src_rank // self.devices_per_node == dst_rank // self.devices_per_node:
+            return self.link.seconds(num_bytes)
+        return self.between_nodes(src_rank, dst_rank).seconds(num_bytes)
+
+    def between_nodes(self, src_rank: int, dst_rank: int) -> Link:
+        """The network; raises HardwareError where the machine's file has none."""
+        if self.network is None:
+            raise HardwareError(
+                f"Cost model {self.name} describes one node of {self.devices_per_node} devices and no network; ranks "
+                f"{src_rank} and {dst_rank} are on different nodes. Use fewer devices or add [network] to its file."
+            )
+        return self.network

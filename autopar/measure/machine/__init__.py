@@ -1,0 +1,1 @@
+"""``autopar profile``: measures the machine at hand into a cost-model file."""

@@ -1,0 +1,163 @@
+"""What `autopar profile` measures, as data: sizes from those that only launch to those that fill a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import get_args
+
+from autopar.cost.ops.overlap import HIDING
+from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, LaunchKind
+from autopar.measure.machine.points import PointKind
+
+COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+# What --only takes, in the order of measuring.
+KINDS: tuple[PointKind, ...] = (
+    "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES, "beside",
+)  # fmt: skip
+KIB, MIB = 2**10, 2**20
+APART, JOINED = "apart", "joined"  # a layer and its collective: one after the other, and as one operator
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Args:
+        what: variant of the kind, such as "forward" or "gelu".
+        sizes: what they mean is said at the tables below.
+    """
+
+    kind: PointKind
+    what: str = ""
+    dtype: str = ""
+    sizes: tuple[int, ...] = ()
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        group = f"{self.ranks} ranks" if self.ranks > 1 else ""
+        return " ".join(t for t in (self.kind, self.what, self.dtype, "x".join(map(str, self.sizes)), group) if t)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes for one type of device.
+
+    Args:
+        dtypes: of attention and convolutions; matmuls have the four of a cost model.
+        slow_dtypes, slow_flops: dtypes in which some devices take minutes for products larger than that.
+        matmul: tokens, features in, features out.
+        attention: batch, heads, tokens, width of a head.
+        convolution: batch, channels in, channels out, image, kernel, stride, groups: 3 × 3 and 1 × 1 as in ResNets,
+            and on CPU a patch embedding, which programs on GPUs have as a product of matrices.
+        depthwise: the same, as in ConvNeXt and MobileNet.
+        memory: elements.
+        optimizer: parameters, in 16 tensors.
+        message: bytes.
+        beside: tokens, features in and out of whole layers that ranks share.
+    """
+
+    dtypes: tuple[str, ...]
+    slow_dtypes: tuple[str, ...]
+    slow_flops: float
+    matmul: tuple[tuple[int, int, int], ...]
+    attention: tuple[tuple[int, int, int, int], ...]
+    convolution: tuple[tuple[int, int, int, int, int, int, int], ...]
+    depthwise: tuple[tuple[int, int, int, int, int, int, int], ...]
+    memory: tuple[int, ...]
+    memory_dtypes: tuple[str, ...]
+    optimizer: tuple[int, ...]
+    message: tuple[int, ...]
+    beside: tuple[tuple[int, int, int], ...] = ()
+
+
+CPU = Sizes(
+    dtypes=("float32", "bfloat16"),
+    slow_dtypes=("float16", "float64"),
+    slow_flops=3e8,
+    matmul=(
+        (16, 64, 64), (64, 192, 192), (197, 192, 576), (197, 384, 384), (394, 384, 1152), (788, 384, 1536),
+        (788, 768, 768), (1024, 1024, 1024),
+    ),
+    attention=((1, 2, 49, 64), (1, 3, 197, 64), (4, 6, 197, 64), (1, 6, 577, 64), (2, 4, 197, 128), (1, 4, 768, 128)),
+    convolution=(
+        (1, 16, 16, 16, 3, 1, 1), (2, 64, 64, 28, 3, 1, 1), (4, 64, 64, 56, 3, 1, 1), (4, 256, 256, 14, 3, 1, 1),
+        (4, 256, 64, 56, 1, 1, 1), (8, 256, 1024, 14, 1, 1, 1), (4, 3, 384, 224, 16, 16, 1),
+    ),
+    depthwise=((4, 96, 96, 28, 7, 1, 96), (4, 144, 144, 56, 3, 1, 144), (8, 384, 384, 14, 7, 1, 384)),
+    # For tensors of more than 32 MiB the C library maps new memory, at a tenth of the speed.
+    memory=(KIB, 16 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 4 * MIB),
+    memory_dtypes=("float32",),
+    optimizer=(MIB, 4 * MIB, 8 * MIB),
+    message=(KIB, 16 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
+)  # fmt: skip
+CUDA = Sizes(
+    dtypes=("float32", "bfloat16", "float16"),
+    slow_dtypes=("float64",),
+    slow_flops=1e11,
+    matmul=(
+        (64, 256, 256), (197, 384, 1152), (788, 768, 768), (1024, 1024, 1024), (3152, 768, 3072), (6304, 1024, 1024),
+        (12608, 1024, 4096), (25216, 1024, 4096), (8192, 8192, 8192),
+    ),
+    attention=(
+        (2, 3, 197, 64), (8, 12, 197, 64), (64, 16, 197, 64), (32, 12, 577, 64), (16, 16, 1024, 64), (4, 16, 4096, 64),
+        (16, 8, 197, 128), (16, 16, 1024, 128),
+    ),
+    convolution=(
+        (2, 64, 64, 28, 3, 1, 1), (32, 64, 64, 56, 3, 1, 1), (64, 128, 128, 28, 3, 1, 1), (64, 512, 512, 7, 3, 1, 1),
+        (128, 256, 256, 14, 3, 1, 1), (64, 256, 64, 56, 1, 1, 1), (128, 256, 1024, 14, 1, 1, 1),
+    ),
+    depthwise=(
+        (4, 96, 96, 28, 7, 1, 96), (64, 96, 96, 56, 7, 1, 96), (64, 384, 384, 14, 7, 1, 384),
+        (64, 144, 144, 56, 3, 1, 144),
+    ),
+    memory=(KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+    memory_dtypes=("float32", "bfloat16"),
+    optimizer=(4 * MIB, 32 * MIB, 256 * MIB),
+    message=(KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB),
+    beside=((6304, 768, 3072), (25216, 1024, 4096)),
+)  # fmt: skip
+SIZES = {"cpu": CPU, "cuda": CUDA}
+ELEMENTWISE = ("add", "gelu", "layer_norm")
+LAUNCHES: tuple[LaunchKind, ...] = get_args(LaunchKind)
+
+
+def cases(device_type: str, devices: int) -> tuple[Case, ...]:
+    """All that a cost model of so many devices needs, in the order of measuring."""
+    return tuple(sorted(listed(SIZES[device_type], devices), key=lambda case: KINDS.index(case.kind)))
+
+
+def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
+    """The same in no order."""
+    yield Case("capacity")
+    for kind in LAUNCHES:
+        yield Case("launch", kind)
+    for dtype in ("float32", "bfloat16", "float16", "float64"):
+        for tokens, read, made in sizes.matmul:
+            if dtype not in sizes.slow_dtypes or 2 * tokens * read * made < sizes.slow_flops:
+                yield Case("matmul", "forward", dtype, (tokens, read, made))
+                yield Case("matmul", "backward", dtype, (tokens, read, made))
+    for dtype in sizes.dtypes:
+        for what in ("forward", "both ways"):
+            yield from (Case("attention", what, dtype, shape) for shape in sizes.attention)
+            yield from (Case("convolution", what, dtype, shape) for shape in sizes.convolution)
+            yield from (Case("depthwise", what, dtype, shape) for shape in sizes.depthwise)
+    for dtype in sizes.memory_dtypes:
+        for what in ELEMENTWISE:
+            yield from (Case("memory", what, dtype, (elements,)) for elements in sizes.memory)
+    yield from (Case("optimizer", "", "float32", (numel,)) for numel in sizes.optimizer)
+    if devices > 1:
+        yield from (Case("point-to-point", "", "", (size,), 2) for size in sizes.message)
+    for kind in COLLECTIVES:
+        for ranks in group_sizes(devices):
+            yield from (Case(kind, "", "", (size,), ranks) for size in sizes.message)
+    for operator, way, ranks in product(HIDING, (APART, JOINED), group_sizes(devices)):
+        yield from (Case("beside", f"{operator} {way}", "bfloat16", shape, ranks) for shape in sizes.beside)
+
+
+def group_sizes(devices: int) -> tuple[int, ...]:
+    """Powers of two up to all devices, and all devices."""
+    powers = (2**i for i in range(1, devices.bit_length()))
+    return tuple(sorted({size for size in (*powers, devices) if 2 <= size <= devices}))

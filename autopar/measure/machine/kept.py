@@ -1,0 +1,61 @@
+"""Points kept beside the cost model until it is written, so that a second run goes on where the first was ended.
+
+A line of JSON for the setting, then one for each point as soon as it is measured. Only the last line can be cut off.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from autopar.errors import UsageError
+from autopar.measure.machine.points import Point, Setting, point_data, point_from
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What an earlier run left, and in words what became of it: taken over, or thrown away and why."""
+
+    points: tuple[Point, ...] = ()
+    note: str = ""
+
+
+def kept_points(path: Path, setting: Setting) -> Kept:
+    """The points of a file that were measured in this setting; none of another setting's.
+
+    Raises:
+        UsageError: the file is there and is none of these.
+    """
+    if not path.exists():
+        return Kept()
+    lines = path.read_text(encoding="utf-8").split("\n")
+    if len(lines) == 1:
+        return Kept(note=f"{path} was cut off in its first line and is thrown away.")
+    *whole, rest = lines  # the text after the last line end is a line that was cut off
+    try:
+        theirs = Setting(**json.loads(whole[0]))
+        points = tuple(point_from(json.loads(line)) for line in whole[1:])
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"Cannot read the points kept in {path}: {type(error).__name__}: {error}. Remove that file to start anew."
+        ) from error
+    differences = setting.differences(theirs)
+    if differences:
+        return Kept(note=f"{path} has points of another setting ({differences}); they are thrown away.")
+    cut = " Its last line was cut off and is measured again." if rest else ""
+    return Kept(points, f"Taking over {len(points)} points from {path}.{cut}")
+
+
+def keep(path: Path, setting: Setting, points: Sequence[Point]) -> None:
+    """Write a file of kept points anew."""
+    path.write_text(json.dumps(asdict(setting)) + "\n", encoding="utf-8")
+    for point in points:
+        append(path, point)
+
+
+def append(path: Path, point: Point) -> None:
+    """Add a point."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(point_data(point)) + "\n")

@@ -1,0 +1,143 @@
+"""The cost-model file: constants with unit, source, date and error, and the points they were fitted from."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import date
+from pathlib import Path
+
+from autopar.cost.hardware.cost_file import UNITS
+from autopar.errors import HardwareError
+from autopar.ir.units import plural
+from autopar.measure.machine.carried import Carried, number_text
+from autopar.measure.machine.fit import Constant, fit
+from autopar.measure.machine.points import Point, Setting, point_data, point_from
+
+# From small to large: the last one of which a value is at least 1, else the first.
+WRITTEN_IN: Mapping[str, Sequence[str]] = {
+    "bytes": ("B", "kB", "MB", "GB"), "bytes per second": ("GB/s",), "FLOPs": ("MFLOP", "GFLOP"),
+    "FLOPs per second": ("GFLOP/s", "TFLOP/s"), "seconds": ("us",), "share": ("1",), "ratio": ("1",),
+}  # fmt: skip
+DIGITS = 6
+NOTHING_CARRIED = Carried()
+NOTE = """\
+# Measured by `autopar profile`. Every number carries its unit, its source, the date and its fit's error: the 90th
+# percentile of the relative errors of its large points, those of at least 20 launches. The points are below, formulas
+# in autopar/measure/machine/curves.py and fit.py. A kind's asymptote is relative to what matmuls reach in that dtype.
+"""
+
+
+@dataclass(frozen=True)
+class Raw:
+    """Points with the setting that they were measured in."""
+
+    setting: Setting
+    points: tuple[Point, ...]
+
+
+def cost_model_text(
+    name: str, raw: Raw, constants: Sequence[Constant], day: date, kept: Carried = NOTHING_CARRIED
+) -> str:
+    """The file.
+
+    Args:
+        kept: of the file that it replaces, without what was measured; a part of a node's devices may have been.
+    """
+    setting = raw.setting
+    alone = setting.devices == 1
+    link_name = kept.link_name or ("NCCL" if setting.device_type == "cuda" else "Gloo")
+    head = {
+        "name": name, "device": device_text(setting), "device_type": setting.device_type,
+        "link_name": "none" if alone else link_name,
+        "devices_per_node": 1 if alone else max(kept.devices_per_node, setting.node_devices),
+    }  # fmt: skip
+    lines = [NOTE, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())]
+    tables: dict[str, dict[str, str]] = {}
+    for constant in sorted(constants, key=lambda c: TABLES.index(c.path[0])):
+        *table, key = constant.path
+        tables.setdefault(".".join(table), {})[key] = entry(constant, setting, day)
+    for table, numbers in kept.tables.items():
+        tables.setdefault(table, {}).update((key, number_text(number)) for key, number in numbers.items())
+    for table, entries in tables.items():
+        lines += ["", f"[{table}]", *(f"{key} = {text}" for key, text in entries.items())]
+    lines += ["", "# What the constants were fitted from: seconds of operations with their FLOPs and bytes.", "[raw]"]
+    lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(setting).items()]
+    lines += ["points = [", *(f"  {inline(point)}," for point in raw.points), "]", ""]
+    return "\n".join(lines)
+
+
+TABLES = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective", "beside")
+
+
+def device_text(setting: Setting) -> str:
+    """A device in words; a GPU's name is torch's, by which it is known again."""
+    if setting.device_type == "cuda":
+        return setting.device
+    return f"{plural(setting.threads, 'thread')} of {setting.device}"
+
+
+def entry(constant: Constant, setting: Setting, day: date) -> str:
+    """One number."""
+    value, unit = written(constant)
+    source = f"assumption: {constant.assumption}"
+    if not constant.assumption:
+        source = f"measured: {setting.devices} x {setting.device}, torch {setting.torch}, `autopar profile --devices "
+        source += f"{setting.devices}`; {plural(constant.num_points, 'point')}"
+        if constant.error_of_all > constant.error:
+            source += f", error with small ones {constant.error_of_all:.1%}"
+        source += f"; {constant.note}" if constant.note else ""
+    said = f"error = {constant.error:.3g}, date = {day}, source = {json.dumps(source, ensure_ascii=False)}"
+    return f'{{ value = {value:.{DIGITS}g}, unit = "{unit}", {said} }}'
+
+
+def written(constant: Constant) -> tuple[float, str]:
+    """A value and the unit that suits it."""
+    factors = UNITS[constant.quantity]
+    units = WRITTEN_IN[constant.quantity]
+    unit = next((u for u in reversed(units) if constant.value >= factors[u]), units[0])
+    return constant.value / factors[unit], unit
+
+
+def value_text(constant: Constant) -> str:
+    """A value as the file has it, shorter."""
+    value, unit = written(constant)
+    return f"{value:,.4g} {'' if unit == '1' else unit}".rstrip()
+
+
+def inline(point: Point) -> str:
+    """One point on a line."""
+    return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in point_data(point).items())} }}"
+
+
+def raw_points(path: Path) -> Raw | None:
+    """The points in a cost model; None where it has none by `autopar profile`.
+
+    Raises:
+        HardwareError: the file cannot be read, or its points are none.
+    """
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8")).get("raw", {})
+        if "points" not in raw:
+            return None
+        points = tuple(map(point_from, raw.pop("points")))
+        return Raw(Setting(**raw), points)
+    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
+        raise HardwareError(
+            f"Cannot read the measurements in {path}: {type(error).__name__}: {error}. Write the file anew with "
+            "`autopar profile`."
+        ) from error
+
+
+def refit(path: Path) -> tuple[Constant, ...]:
+    """The constants that a file's own points give.
+
+    Raises:
+        HardwareError: it has no points.
+    """
+    raw = raw_points(path)
+    if raw is None:
+        raise HardwareError(f"{path} has no points to fit: raw.points is missing. Measure with `autopar profile`.")
+    return fit(raw.points, raw.setting)

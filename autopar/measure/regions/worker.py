@@ -1,0 +1,65 @@
+"""The process that measures pieces: ``python -m autopar.measure.regions.worker FOLDER``.
+
+It reads the pieces from a file and appends a line for each as soon as it is measured. When its stdin closes the caller
+is gone, and so is the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import sys
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from threading import Thread
+
+import torch
+
+from autopar.measure.machine.worker import leave_with_parent
+from autopar.measure.regions.task import PIECES, TIMES, Task
+from autopar.measure.regions.timing import times_of
+from autopar.runtime.memory.host_malloc import keep_freed_memory
+
+NEW_LINE = "\n"
+
+
+def main(folder: Path) -> None:
+    """Measure everything; ends the process."""
+    Thread(target=leave_with_parent, daemon=True).start()
+    failed = False
+    try:
+        with (folder / PIECES).open("rb") as file:
+            measure(pickle.load(file), folder / TIMES)
+    except Exception as error:
+        failed = True
+        traceback.print_exc()
+        print(f"{type(error).__name__}: {str(error).strip().partition(NEW_LINE)[0]}")  # the last line is the reason
+    sys.stdout.flush()
+    os._exit(int(failed))  # what a compiler left running may keep an ordinary exit waiting
+
+
+def measure(task: Task, times: Path) -> None:
+    """A line of JSON for each piece: its times, or null where memory does not suffice."""
+    device = torch.device(task.device_type)
+    task.settings.apply()
+    if device.type == "cpu":
+        torch.set_num_threads(task.threads)
+        keep_freed_memory()  # as ranks do
+    for program, ranks in task.pieces:
+        print(f"{len(program.ops)} operations of {program.batch} samples", flush=True)
+        try:
+            found = asdict(times_of(program, ranks, task.way, device))
+        except torch.OutOfMemoryError:
+            found = None
+        with times.open("a") as file:
+            file.write(json.dumps(found) + NEW_LINE)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

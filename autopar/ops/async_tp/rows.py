@@ -1,0 +1,162 @@
+"""Linear layers that compute one rank's rows while another's travel.
+
+Rows lie along the first dim, of which each rank has a part. What a layer reads is gathered while this rank's own rows
+are multiplied, then the others' are; what it makes is computed for the others first, and travels while this rank's own
+rows are multiplied. Backwards do the same with gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.ops.async_tp.input_grad import OverlappedLinear
+from autopar.ops.async_tp.side_stream import beside
+from autopar.ops.collectives import all_gather, on, resized
+
+Multiply = Callable[[Tensor, Tensor], None]  # rows, and where their product is written
+
+
+def linear_by(weight: Tensor, bias: Tensor | None) -> Multiply:
+    """What multiplies rows by ``weight`` [out, in]."""
+
+    def multiply(rows: Tensor, made: Tensor) -> None:
+        rows, made = rows.flatten(0, -2), made.flatten(0, -2)
+        if bias is None:
+            torch.mm(rows, weight.t(), out=made)
+        else:
+            torch.addmm(bias, rows, weight.t(), out=made)
+
+    return multiply
+
+
+def gathered_and(multiply: Multiply, x: Tensor, columns: int, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
+    """The product of all ranks' rows, of so many columns, and the rows themselves."""
+    communicator = on(axis, ranks)
+    own, x = communicator.rank, x.contiguous()
+    whole, made = x.new_empty([ranks, *x.shape]), x.new_empty([ranks, *x.shape[:-1], columns])
+    with beside(x.device) as join:
+        given = communicator.give(x)
+    multiply(x, made[own])
+    whole[own].copy_(x)
+    join()
+    others = [some for some in (slice(own), slice(own + 1, ranks)) if len(whole[some])]
+    with beside(x.device) as join:
+        for some in others:
+            whole[some].copy_(given[some])
+    for some in others:
+        multiply(given[some], made[some])
+    join()
+    communicator.release()
+    return made.flatten(0, 1), whole.flatten(0, 1)
+
+
+@torch.library.custom_op(
+    "autopar::gathered_rows_linear_forward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, int ranks, str axis) -> (Tensor, Tensor)",
+)
+def gathered_rows_linear_forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str
+) -> tuple[Tensor, Tensor]:
+    """The layer of all ranks' rows, and these."""
+    return gathered_and(linear_by(weight, bias), x, len(weight), ranks, axis)
+
+
+@torch.library.custom_op(
+    "autopar::scattered_rows_linear_forward",
+    mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, int ranks, str axis) -> Tensor",
+)
+def scattered_rows_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
+    """This rank's rows of the sum of all ranks' layers."""
+    communicator, multiply = on(axis, ranks), linear_by(weight, bias)
+    rows = x.contiguous().unflatten(0, (ranks, -1))
+    made = x.new_empty([*rows.shape[:-1], len(weight)])
+    for k in communicator.others():
+        multiply(rows[k], made[k])
+        with beside(x.device):
+            communicator.put(k, made)
+    multiply(rows[communicator.rank], made[communicator.rank])
+    with beside(x.device) as join:
+        total = communicator.sum_put(made)
+    join()
+    return total
+
+
+@torch.library.custom_op("autopar::scattered_rows_linear_backward", mutates_args=())
+def scattered_rows_linear_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x and weight, and the whole gradient of what the layer made."""
+    for_x, whole = gathered_and(linear_by(weight.t(), None), gradient, weight.shape[1], ranks, axis)
+    return for_x, whole.flatten(0, -2).t() @ x.flatten(0, -2), whole
+
+
+@gathered_rows_linear_forward.register_fake
+def _made_and_whole(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
+    whole = resized(x, {0: ranks * x.shape[0]})
+    return resized(whole, {x.dim() - 1: weight.shape[0]}), whole
+
+
+@scattered_rows_linear_forward.register_fake
+def _part(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
+    return resized(x, {0: x.shape[0] // ranks, x.dim() - 1: weight.shape[0]})
+
+
+@scattered_rows_linear_backward.register_fake
+def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: str) -> tuple[Tensor, Tensor, Tensor]:
+    return resized(x, {}), resized(weight, {}), resized(gradient, {0: x.shape[0]})
+
+
+class _GatheredRowsLinear(OverlappedLinear):
+    """Its gradients are those of any gathered layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *where: Any) -> Tensor:
+        made, whole = gathered_rows_linear_forward(x, weight, bias, *where[2:])
+        ctx.save_for_backward(whole, weight)
+        ctx.gathers, ctx.where = gathers, where
+        return made
+
+
+class _ScatteredRowsLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.where = ranks, axis
+        return scattered_rows_linear_forward(x, weight, bias, ranks, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        x_needed, weight_needed, bias_needed, *_ = ctx.needs_input_grad
+        for_x = for_weight = None
+        if x_needed and weight_needed:
+            for_x, for_weight, whole = scattered_rows_linear_backward(gradient, x, weight, *ctx.where)
+        else:
+            whole = all_gather(gradient, 0, 1, *ctx.where, False)
+            for_x = whole @ weight if x_needed else None
+            for_weight = whole.flatten(0, -2).t() @ x.flatten(0, -2) if weight_needed else None
+        return for_x, for_weight, whole.flatten(0, -2).sum(0) if bias_needed else None, None, None
+
+
+for name in ("gathered", "scattered"):
+    torch.library.define(
+        f"autopar::{name}_rows_linear", "(Tensor x, Tensor weight, Tensor? bias, int ranks, str axis) -> Tensor"
+    )
+
+
+@torch.library.impl("autopar::gathered_rows_linear", "CompositeImplicitAutograd")
+def gathered_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
+    """A linear layer of the rows of all ranks, each of which makes some of the outputs."""
+    return _GatheredRowsLinear.apply(x, weight, bias, True, 0, 1, ranks, axis)  # type: ignore[return-value]
+
+
+@torch.library.impl("autopar::scattered_rows_linear", "CompositeImplicitAutograd")
+def scattered_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
+    """This rank's rows of a linear layer of which each rank has some of the inputs."""
+    return _ScatteredRowsLinear.apply(x, weight, bias, ranks, axis)  # type: ignore[return-value]

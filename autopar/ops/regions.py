@@ -1,0 +1,52 @@
+"""Where a program's operations are divided into regions that are each compiled alone: equal blocks share one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate, groupby
+
+import torch
+
+from autopar.ir.graph import Op, Ref
+from autopar.ops.registry import operator
+
+SMALLEST = 8  # operations of a region between others
+
+
+def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int, ...]:
+    """Positions of the operations that each begin a region, 0 first: runs of one numbered module, such as ``blocks.3``.
+
+    A module counts from `SMALLEST` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the innermost.
+    Fewer operations in between join what comes before them.
+    Operations that write into a value keep everything in one region: who else reads that memory is not looked at.
+
+    Args:
+        borders: positions that begin a region in any case.
+    """
+    if not ops or any(writes_into_value(op) for op in ops):
+        return (0,) if ops else ()
+    sizes = Counter(path for op in ops for path in numbered(op.module))
+    homes = [next((p for p in numbered(op.module) if sizes[p] >= SMALLEST), "") for op in ops]
+    runs = [len(list(run)) for _, run in groupby(homes)]
+    last = len(runs) - 1
+    starts = zip(accumulate(runs, initial=0), enumerate(runs))
+    whole = {start for start, (k, length) in starts if k in (0, last) or length >= SMALLEST}
+    return tuple(sorted(whole.union(borders)))
+
+
+def numbered(module: str) -> Iterator[str]:
+    """The modules on a path whose last name has a number, the innermost first."""
+    names = module.split(".")
+    for depth in range(len(names), 0, -1):
+        if any(character.isdigit() for character in names[depth - 1]):
+            yield ".".join(names[:depth])
+
+
+def writes_into_value(op: Op) -> bool:
+    """Whether it updates something in place that is not a weight's."""
+    target = operator(op.target)
+    if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
+        return False
+    first = op.args[0] if op.args else None
+    return isinstance(first, Ref) and first.name not in op.mutates

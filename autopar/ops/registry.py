@@ -1,0 +1,146 @@
+"""The torch operators behind the targets that operations name, their arguments, and what they make of them.
+
+Operators run here on tensors without data: torch's own kernels say what comes out.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import autopar.ops.async_tp.input_grad
+import autopar.ops.async_tp.rows
+import autopar.ops.collectives
+import autopar.ops.counter_rng
+import autopar.ops.patch_embed
+import autopar.ops.wgrad_accumulation  # noqa: F401  (they define operators of torch.ops.autopar)
+from autopar.ir.graph import LocalDevice, Op, Ref, Value, dtype_name
+
+META = torch.device("meta")
+
+
+@functools.cache
+def operator(target: str) -> Any:
+    """The operator behind ``namespace.name.overload``: ``aten.linear.default``, ``autopar.all_reduce.default``."""
+    return functools.reduce(getattr, target.split("."), torch.ops)
+
+
+def named_arguments(op: Op) -> dict[str, Any]:
+    """All arguments of an operation by name, those left to their defaults included."""
+    schema = operator(op.target)._schema.arguments
+    given = dict(zip((a.name for a in schema), op.args)) | dict(op.kwargs)
+    return given | {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in given}
+
+
+# -- without data ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor as an operation meets it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for operand ``index``: operations that differ in names alone become equal."""
+
+    index: int
+
+
+def operand_of(value: Value) -> Operand:
+    """What a value is to its readers, whatever its name."""
+    return Operand(value.shape, value.dtype, value.stride, value.requires_grad)
+
+
+def operand_from(tensor: Tensor) -> Operand:
+    """The same of a tensor."""
+    return Operand(tuple(tensor.shape), dtype_name(tensor.dtype), tuple(tensor.stride()), tensor.requires_grad)
+
+
+def value_from(name: str, tensor: Tensor) -> Value:
+    """A tensor as a value of the graph."""
+    return Value(name, tuple(tensor.shape), dtype_name(tensor.dtype), tuple(tensor.stride()), tensor.requires_grad)
+
+
+def meta_tensor(like: Operand | Value) -> Tensor:
+    """A tensor without data."""
+    tensor = torch.empty_strided(like.shape, like.stride, dtype=getattr(torch, like.dtype), device=META)
+    return tensor.requires_grad_(like.requires_grad)
+
+
+def slotted_arguments(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments with operands as slots and local devices as meta."""
+
+    def convert(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return Slot(op.reads.index(tree.name))
+        if isinstance(tree, LocalDevice):
+            return META
+        if tree == op.name:  # an operation that draws is told its own
+            return ""
+        return tuple(convert(item) for item in tree) if isinstance(tree, tuple) else tree
+
+    return convert(op.args), {name: convert(value) for name, value in op.kwargs}
+
+
+def filled(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """Arguments with tensors in their slots."""
+    if isinstance(tree, Slot):
+        return tensors[tree.index]
+    return tuple(filled(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
+
+
+def results_without_data(op: Op, read: Sequence[Operand | Value]) -> list[Tensor]:
+    """What `results_of` makes of tensors like those."""
+    return results_of(op, [meta_tensor(like) for like in read])
+
+
+def results_of(op: Op, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors that an operation makes of its operands, which are numbered as in ``Op.reads``.
+
+    Raises:
+        RuntimeError: torch refuses the operands, or has no meta kernel.
+    """
+    args, kwargs = slotted_arguments(op)
+    made = operator(op.target)(*filled(args, tensors), **{name: filled(x, tensors) for name, x in kwargs.items()})
+    return [t for t in (made if isinstance(made, list | tuple) else (made,)) if isinstance(t, Tensor)]
+
+
+def signature(op: Op, read: Sequence[Operand | Value]) -> str:
+    """Equal for operations of which equal operands make equal results."""
+    return repr((op.target, slotted_arguments(op), tuple(read)))
+
+
+def passes_on(op: Op, read: Sequence[Operand | Value]) -> tuple[frozenset[int], ...]:
+    """For each result the numbers of the operands whose gradient depends on the result's.
+
+    That of ``round`` is zeros whatever comes, and ``a.type_as(b)`` asks only what ``b`` looks like. Of what torch
+    cannot differentiate without data there are none.
+    """
+    leaves = [meta_tensor(like) for like in read]
+    tracked = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
+
+    def reached(result: Tensor) -> frozenset[int]:
+        if not result.requires_grad:
+            return frozenset()
+        # That a gradient depends on what arrives is what a second derivative would need to know.
+        arriving = torch.empty_like(result).requires_grad_()
+        wanted = [leaves[number] for number in tracked]
+        found = torch.autograd.grad(result, wanted, arriving, retain_graph=True, create_graph=True, allow_unused=True)
+        return frozenset(number for number, g in zip(tracked, found) if g is not None and g.requires_grad)
+
+    try:
+        with torch.enable_grad():
+            return tuple(reached(result) for result in results_of(op, leaves))
+    except RuntimeError:  # NotImplementedError is one
+        return ()

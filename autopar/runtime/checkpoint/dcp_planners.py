@@ -1,0 +1,306 @@
+"""Tensors in parts, read and written by torch.distributed.checkpoint: what each rank has to do with each of them.
+
+On disk a tensor is a list of boxes, whichever mesh wrote it; a rank reads those that its own boxes overlap with.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from io import BytesIO
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from autopar.errors import CheckpointError
+from autopar.ir.checkpoint_header import Header
+from autopar.ir.units import of_type
+from autopar.runtime.checkpoint.folder import TRAINING, Save
+from autopar.runtime.checkpoint.rank_state import Offer, Piece, Training, encoded_training, merged
+from autopar.sharding.tensors import narrowed
+
+METADATA = ".metadata"
+# The metadata file is a pickle. These are all that it needs; anything else in one was put there by somebody.
+METADATA_TYPES = {
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+        "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size", *(str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype))},
+}  # fmt: skip
+
+
+class PartsSavePlanner(SavePlanner):
+    """Offers a rank's pieces; the coordinator has each box written by one of the ranks that offer it."""
+
+    def __init__(self, offer: Callable[[], Offer]) -> None:
+        """Plan.
+
+        Args:
+            offer: called where an exception reaches all ranks.
+        """
+        self.offer = offer
+        self.pieces: dict[str, Piece] = {}
+        self.training: Training | None = None  # the coordinator's: that of all ranks
+        self.encoded = b""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Nothing: what there is to save is not in a state dict."""
+
+    def create_local_plan(self) -> SavePlan:
+        offer = self.offer()
+        self.pieces = {piece.key: piece for piece in offer.pieces}
+        items = [write_item(piece, number) for piece in offer.pieces for number in range(len(piece.chunks))]
+        return SavePlan(items, planner_data=offer.training)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        self.training = merged([plan.planner_data for plan in all_plans])
+        self.encoded = encoded_training(self.training)
+        chosen = shared_out([plan.items for plan in all_plans])
+        tensors: dict[str, Any] = {}
+        for item in (item for items in chosen for item in items):
+            data = data_of(item)
+            known = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            known.chunks.append(data.chunk)
+        for key, tensor in tensors.items():
+            there = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+            assert there == prod(tensor.size), f"{key}: {there} elements offered of {list(tensor.size)}"
+        return [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, chosen)], Metadata(
+            tensors
+        )
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        piece = self.pieces[write_item.index.fqn]
+        offsets = tuple(data_of(write_item).chunk.offsets)
+        chunk = next(chunk for chunk in piece.chunks if chunk.whole == offsets)
+        return chunk.of_part(piece.tensor.detach())
+
+
+def write_item(piece: Piece, number: int) -> WriteItem:
+    """The order to write one box of a piece."""
+    chunk = piece.chunks[number]
+    offsets, sizes = torch.Size(chunk.whole), torch.Size(chunk.sizes)
+    return WriteItem(
+        MetadataIndex(piece.key, offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(offsets, sizes), TensorProperties(dtype=piece.tensor.dtype), torch.Size(piece.shape)
+        ),
+    )
+
+
+def data_of(item: WriteItem) -> TensorWriteData:
+    assert item.tensor_data is not None
+    return item.tensor_data
+
+
+def num_bytes(item: WriteItem) -> int:
+    """Size of what an order writes, byte."""
+    data = data_of(item)
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+def shared_out(offers: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
+    """What each rank writes: every box once, by the rank with the least to write so far among those that offer it."""
+    ranks: dict[MetadataIndex, list[int]] = {}
+    items: dict[MetadataIndex, WriteItem] = {}
+    for rank, own in enumerate(offers):
+        for item in own:
+            ranks.setdefault(item.index, []).append(rank)
+            items.setdefault(item.index, item)
+    chosen: list[list[WriteItem]] = [[] for _ in offers]
+    load = Counter(range(len(offers)))
+    for index, item in sorted(items.items(), key=lambda entry: len(ranks[entry[0]])):
+        rank = min(ranks[index], key=lambda rank: load[rank])
+        chosen[rank].append(item)
+        load[rank] += num_bytes(item)
+    return chosen
+
+
+class FolderWriter(FileSystemWriter):
+    """Writes into a data folder of a checkpoint, and makes it the checkpoint once every rank has written."""
+
+    def __init__(self, folder: Path, header: Header, planner: PartsSavePlanner) -> None:
+        # Copying ahead would start CUDA in processes that compute on the CPU of a machine with GPUs.
+        super().__init__(folder, per_thread_copy_ahead=0)
+        self.folder, self.header, self.planner = folder, header, planner
+        self.save: Save | None = None  # the coordinator's
+        self.needed_bytes = 0
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the path, which says nothing once the folder has moved."""
+        return StorageMeta()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # the coordinator chooses and makes the folder
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        self.needed_bytes = sum(num_bytes(item) for plan in plans for item in plan.items) + len(self.planner.encoded)
+        self.save = Save(self.folder, self.needed_bytes)
+        prepared = super().prepare_global_plan(plans)
+        return [replace(plan, storage_data=(self.save.data, plan.storage_data)) for plan in prepared]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        self.path, prefix = plan.storage_data
+        return super().write_data(replace(plan, storage_data=prefix), planner)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        save, training = self.save, self.planner.training
+        assert save is not None and training is not None
+        written = sum(result.size_in_bytes for own in results for result in own)
+        here = sum(path.stat().st_size for path in save.data.iterdir())
+        if written != here:
+            raise CheckpointError(
+                f"The ranks wrote {written:,} bytes, {here:,} of them are in {save.data} on the first rank's node. "
+                "Save to a folder on a disk that all nodes share."
+            )
+        super().finish(metadata, results)
+        (save.data / TRAINING).write_bytes(self.planner.encoded)
+        save.commit(
+            replace(
+                self.header,
+                optimizer=training.optimizer,
+                scheduler=training.scheduler,
+                scaler=training.scaler_state is not None,
+                ema=bool(training.ema),
+            )
+        )
+
+    def close(self) -> None:
+        """Give up what was not completed."""
+        if self.save is not None:
+            self.save.close()
+
+
+class PartsLoadPlanner(LoadPlanner):
+    """Fills pieces with what a checkpoint has of their boxes."""
+
+    def __init__(self, wanted: Callable[[Metadata], Sequence[Piece]]) -> None:
+        """Plan.
+
+        Args:
+            wanted: the pieces, given what there is; called where an exception reaches all ranks.
+        """
+        self.wanted = wanted
+        self.pieces: Sequence[Piece] = ()
+        self.metadata = Metadata({})
+
+    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        assert metadata is not None
+        self.metadata = metadata
+
+    def create_local_plan(self) -> LoadPlan:
+        self.pieces = self.wanted(self.metadata)
+        return LoadPlan([item for number in range(len(self.pieces)) for item in self.read_items(number)])
+
+    def read_items(self, number: int) -> list[ReadItem]:
+        """The orders that fill a piece; they name it by its number, since two pieces may be of one tensor."""
+        piece = self.pieces[number]
+        saved = saved_tensor(self.metadata, piece.key)
+        if tuple(saved.size) != tuple(piece.shape):
+            raise CheckpointError(
+                f"The checkpoint has {piece.key} of shape {list(saved.size)}, it is {list(piece.shape)} here. "
+                "Load it with the model and optimizer that it was saved from."
+            )
+        items = []
+        for k, chunk in enumerate(piece.chunks):
+            box = ChunkStorageMetadata(torch.Size(chunk.whole), torch.Size(chunk.sizes))
+            found = create_read_items_for_chunk_list(piece.key, saved, [box])
+            if sum(prod(item.lengths) for item in found) != chunk.numel:
+                raise CheckpointError(f"The checkpoint's metadata has not all of {piece.key}. Use another checkpoint.")
+            items += [replace(item, dest_index=MetadataIndex(str(number), (k,))) for item in found]
+        return items
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        raise AssertionError(f"{read_item} is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        piece = self.pieces[int(read_item.dest_index.fqn)]
+        assert read_item.dest_index.offset is not None
+        box = piece.chunks[read_item.dest_index.offset[0]].of_part(piece.tensor)
+        return narrowed(box, read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing: it is a view of the piece."""
+
+
+def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata:
+    """What a checkpoint has of a tensor.
+
+    Raises:
+        CheckpointError: nothing.
+    """
+    found = metadata.state_dict_metadata.get(key)
+    if not isinstance(found, TensorStorageMetadata):
+        raise CheckpointError(f"The checkpoint's metadata has no tensor {key}. Use another checkpoint.")
+    return found
+
+
+class DataReader(FileSystemReader):
+    """Reads a data folder; a metadata file that names anything but what such a file needs is refused."""
+
+    def read_metadata(self) -> Metadata:
+        return read_metadata(Path(self.path))
+
+
+class MetadataUnpickler(pickle.Unpickler):
+    """Loads the types of a metadata file and nothing else."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if global_name not in METADATA_TYPES.get(module_name, ()):
+            raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
+        return super().find_class(module_name, global_name)
+
+
+def read_metadata(data: Path) -> Metadata:
+    """Which tensors a data folder has, and where.
+
+    Raises:
+        CheckpointError: the file is not what autopar wrote.
+    """
+    try:
+        metadata = MetadataUnpickler(BytesIO((data / METADATA).read_bytes())).load()
+    except Exception as error:  # a damaged pickle raises anything
+        raise CheckpointError(f"{data / METADATA} is damaged: {error}. Use another checkpoint.") from error
+    if not isinstance(metadata, Metadata):
+        raise CheckpointError(f"{data / METADATA} holds {of_type(metadata)}. Use another checkpoint.")
+    return metadata

@@ -1,0 +1,179 @@
+"""A rank takes over a checkpoint: its parts of all tensors are read first, and only then is anything replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from autopar.errors import CheckpointError
+from autopar.ir.layout import REPLICATED, Layout
+from autopar.runtime.checkpoint.dcp_planners import saved_tensor
+from autopar.runtime.checkpoint.folder import TRAINING
+from autopar.runtime.checkpoint.rank_state import (
+    EMA,
+    MODEL,
+    OptionChange,
+    Piece,
+    Training,
+    copied,
+    decoded_training,
+    described,
+    named_groups,
+    piece,
+    state_key,
+)
+
+if TYPE_CHECKING:
+    from autopar.runtime.rank import Rank
+
+# Of an optimizer: how it computes, not what.
+KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
+
+
+class Restore:
+    """What one rank reads, and where it goes."""
+
+    def __init__(self, rank: Rank, data: Path) -> None:
+        """``data`` is the folder with the tensors."""
+        self.rank, self.data = rank, data
+        self.training = Training()
+        self.weights: dict[str, torch.Tensor] = {}
+        self.averages: dict[str, torch.Tensor] = {}
+        self.states: dict[str, dict[Any, torch.Tensor]] = {}
+
+    def wanted(self, metadata: Metadata) -> list[Piece]:
+        """The pieces to fill, on the CPU.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or its optimizer is of another kind.
+        """
+        rank, updater = self.rank, self.rank.updater
+        try:
+            self.training = decoded_training((self.data / TRAINING).read_bytes())
+        except Exception as error:  # a damaged file raises anything
+            raise CheckpointError(
+                f"{self.data / TRAINING} is damaged: {described(error)}. Use another checkpoint."
+            ) from error
+        pieces: list[Piece] = []
+
+        def read(key: str, layout: Layout, shape: Any) -> torch.Tensor:
+            tensor = torch.empty(shape, dtype=saved_tensor(metadata, key).properties.dtype)
+            pieces.append(piece(rank, key, layout, tensor))
+            return tensor
+
+        for weight in rank.spec.weights:
+            name, layout = weight.name, rank.spec.layout(weight.name)
+            self.weights[name] = read(f"{MODEL}.{name}", layout, weight.shape)
+        for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
+            start = EMA if name in self.training.ema else MODEL  # averages begin at the weights
+            self.averages[name] = read(f"{start}.{name}", rank.spec.layout(name), tensor.shape)
+        if updater.optimizer is None or self.training.optimizer is None:
+            return pieces
+        self.check_optimizer()
+        for name, parameter in updater.optimized.items():
+            state = self.training.states.get(name)
+            if state is None:
+                continue
+            own = self.states.setdefault(name, {})
+            for key in state.split:
+                own[key] = read(state_key(name, key), updater.layout(name), parameter.shape)
+            for key in state.whole:
+                own[key] = read(state_key(name, key), REPLICATED, saved_tensor(metadata, state_key(name, key)).size)
+        return pieces
+
+    def check_optimizer(self) -> None:
+        """Compare the optimizer with the one that was saved.
+
+        Raises:
+            CheckpointError: it is of another kind, or groups parameters otherwise.
+        """
+        saved, optimizer = self.training, self.rank.updater.optimizer
+        assert optimizer is not None
+        kind, options = type(optimizer).__name__, tuple(sorted(optimizer.defaults))
+        if kind != saved.optimizer and options != saved.options:
+            raise CheckpointError(
+                f"The checkpoint has the state of {saved.optimizer} ({', '.join(saved.options)}), the optimizer here "
+                f"is {kind} ({', '.join(options)}). Pass the same optimizer; to take the weights alone, load it "
+                "without an optimizer and hand its state_dict() on."
+            )
+        for names in named_groups(self.rank):
+            known = [(name, saved.states[name].group) for name in names if name in saved.states]
+            for name, group in known:
+                if group != known[0][1]:
+                    raise CheckpointError(
+                        f"{known[0][0]} and {name} are in one parameter group here, in the checkpoint they have other "
+                        f"options: {unlike(saved.groups[known[0][1]], saved.groups[group])}. Group the parameters "
+                        "as in the run that saved."
+                    )
+        scheduled = self.rank.updater.scheduler is not None and saved.scheduler_state is not None
+        if scheduled and len(optimizer.param_groups) != len(saved.order):
+            raise CheckpointError(
+                f"The optimizer here has {len(optimizer.param_groups)} parameter groups, in the checkpoint it has "
+                f"{len(saved.order)}, and a scheduler for so many. Group the parameters as in the run that saved."
+            )
+
+    def option_changes(self) -> list[OptionChange]:
+        """What the optimizer here was made with and the saved one was not; `apply` takes the saved options.
+
+        Options that one version of an optimizer has and another has not are no difference.
+        """
+        updater, found = self.rank.updater, []
+        if updater.optimizer is None or self.training.optimizer is None:
+            return []
+        for name in updater.made_options.keys() & self.training.states.keys():
+            here, there = updater.made_options[name], self.training.states[name].made
+            options = [
+                o for o in {**there, **here} if (o in here and o in there) or o not in updater.optimizer.defaults
+            ]
+            values = [(option, repr(there.get(option)), repr(here.get(option))) for option in options]
+            found += [OptionChange(name, option, was, now) for option, was, now in values if was != now]
+        return found
+
+    def apply(self) -> None:
+        """Replace the rank's state by what was read."""
+        rank, updater, saved = self.rank, self.rank.updater, self.training
+        rank.load(self.weights)
+        with torch.no_grad():
+            for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
+                tensor.copy_(self.averages[name])
+        if updater.optimizer is not None and saved.optimizer is not None:
+            updater.optimizer.load_state_dict(self.optimizer_state(updater.optimizer))
+            known = updater.made_options.keys() & saved.states.keys()
+            updater.made_options |= {name: copied(saved.states[name].made) for name in known}
+        if updater.scheduler is not None and saved.scheduler_state is not None:
+            updater.scheduler.load_state_dict(copied(saved.scheduler_state))
+        if updater.scaler is not None and saved.scaler_state is not None:
+            updater.scaler.load_state_dict(copied(saved.scaler_state))
+        updater.zero_grad()
+        rank.apart = False  # all replicas have the first one's buffers now
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """What the optimizer's own ``load_state_dict`` takes: it knows where each value has to lie."""
+        saved, state = self.training, {}
+        target = optimizer.state_dict()
+        for k, (group, names) in enumerate(zip(target["param_groups"], named_groups(self.rank), strict=True)):
+            known = [saved.states[name].group for name in names if name in saved.states]
+            if known:
+                group.update(meant(saved.groups[known[0]]))
+            elif len(target["param_groups"]) == len(saved.order):  # a group whose parameters are all on other ranks
+                group.update(meant(saved.groups[saved.order[k]]))
+            for index, name in zip(group["params"], names, strict=True):
+                values: Mapping[Any, Any] = saved.states[name].values if name in saved.states else {}
+                own = copied(values) | self.states.get(name, {})
+                if own:
+                    state[index] = own
+        return {**target, "state": state}
+
+
+def meant(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group's options, but those that only say with which kernels: the devices may be others now."""
+    return {name: value for name, value in copied(options).items() if name not in KERNEL_OPTIONS}
+
+
+def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """``weight_decay 0.05 and 0.0``: where two groups differ."""
+    return ", ".join(f"{name} {one.get(name)} and {other.get(name)}" for name in one if one[name] != other.get(name))

@@ -1,0 +1,177 @@
+"""A rank's part of saving and loading a checkpoint; all ranks of a mesh make the same calls.
+
+An error on one rank reaches all of them, and is returned instead of raised: nothing has changed then, and training can
+go on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
+
+from autopar.errors import CheckpointError
+from autopar.ir.checkpoint_header import Header
+from autopar.ir.layout import REPLICATED
+from autopar.ir.units import BYTES, text
+from autopar.runtime.checkpoint.dcp_planners import (
+    DataReader,
+    FolderWriter,
+    PartsLoadPlanner,
+    PartsSavePlanner,
+    read_metadata,
+    saved_tensor,
+)
+from autopar.runtime.checkpoint.folder import check_files, is_checkpoint, on_all_nodes, read_header
+from autopar.runtime.checkpoint.rank_state import EMA, MODEL, OptionChange, Piece, described, offered
+from autopar.runtime.checkpoint.restore import Restore
+from autopar.runtime.comm.transport import TransportError
+from autopar.runtime.spec import rank_text
+from autopar.sharding.tensors import chunks
+
+if TYPE_CHECKING:
+    from autopar.runtime.rank import Rank
+
+
+def save(rank: Rank, folder: str, header: Header) -> CheckpointError | None:
+    """Write a checkpoint; every rank writes what it has.
+
+    Args:
+        header: without what only the ranks know.
+    """
+    target = Path(folder)
+    planner = PartsSavePlanner(partial(offered, rank))
+    writer = FolderWriter(target, header, planner)
+    try:
+        with collective(rank):
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=rank.mesh.devices == 1)
+    except CheckpointException as exception:
+        return not_saved(rank, target, writer.needed_bytes, exception)
+    finally:
+        writer.close()
+    return None
+
+
+def inspect(folder: str) -> Header | CheckpointError:
+    """The header of a checkpoint whose files are all there, or why there is none for this rank."""
+    try:
+        header = read_header(Path(folder))
+        check_files(Path(folder), header)
+        read_metadata(Path(folder) / header.data)
+    except CheckpointError as error:
+        return error
+    return header
+
+
+def load(rank: Rank, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
+    """Take over a checkpoint that `inspect` found whole on all ranks; which options were others when it began."""
+    data = Path(folder) / header.data
+    restore = Restore(rank, data)
+    planner = PartsLoadPlanner(restore.wanted)
+    try:
+        with collective(rank):
+            dcp.load({}, storage_reader=DataReader(data), planner=planner, no_dist=rank.mesh.devices == 1)
+    except CheckpointException as exception:
+        number, error = cause(exception)
+        if isinstance(error, CheckpointError):
+            return error
+        return CheckpointError(
+            f"Cannot load the checkpoint in {folder}: {described(error)} on {rank_text(rank.mesh, number)}. The model "
+            "is as it was. If a run is saving there at this moment, try again; else use another checkpoint."
+        )
+    changes = restore.option_changes()
+    restore.apply()
+    return changes
+
+
+def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch.Tensor]:
+    """Whole weights by name, read by this process alone.
+
+    Args:
+        ema: the averages of those that have any.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    found: dict[str, torch.Tensor] = {}
+
+    def wanted(metadata: Metadata) -> list[Piece]:
+        pieces = []
+        for name in names:
+            averaged = ema and f"{EMA}.{name}" in metadata.state_dict_metadata
+            key = f"{EMA if averaged else MODEL}.{name}"
+            saved = saved_tensor(metadata, key)
+            found[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            pieces.append(Piece(key, tuple(saved.size), chunks(saved.size, REPLICATED, {}, {}), found[name]))
+        return pieces
+
+    try:
+        with quiet():
+            dcp.load({}, storage_reader=DataReader(data), planner=PartsLoadPlanner(wanted), no_dist=True)
+    except CheckpointException as exception:
+        _, error = cause(exception)
+        if isinstance(error, CheckpointError):
+            raise error from exception
+        raise CheckpointError(f"Cannot read {data}: {described(error)}. Use another checkpoint.") from exception
+    return found
+
+
+@contextmanager
+def collective(rank: Rank) -> Iterator[None]:
+    """Around calls in which all ranks exchange objects: on their own GPU, and with a lost peer told as such."""
+    try:
+        with quiet(), torch.cuda.device(rank.device) if rank.device.type == "cuda" else nullcontext():
+            yield
+    except RuntimeError as error:
+        raise TransportError(f"a checkpoint's plan: {error}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the warning that a single process is meant to be a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def cause(exception: CheckpointException) -> tuple[int, Exception]:
+    """The rank and the exception that say most: autopar's own first, then the system's.
+
+    Raises:
+        BaseException: one that is none of a failure, such as Ctrl-C.
+    """
+    order: list[Callable[[Any], bool]] = [
+        lambda error: not isinstance(error, CheckpointError),
+        lambda error: not isinstance(error, OSError),
+    ]
+    errors = sorted((tuple(is_not(e) for is_not in order), rank) for rank, (e, _) in exception.failures.items())
+    number = errors[0][1]
+    error = exception.failures[number][0]
+    if not isinstance(error, Exception):
+        raise error
+    return number, error
+
+
+def not_saved(rank: Rank, folder: Path, needed_bytes: int, exception: CheckpointException) -> CheckpointError:
+    """The one error for a checkpoint that could not be saved."""
+    number, error = cause(exception)
+    if isinstance(error, CheckpointError):
+        return error
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free = text(shutil.disk_usage(there).free, BYTES)
+    needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""
+    before = "The one that was there is as it was. " if is_checkpoint(folder) else ""
+    nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""
+    return CheckpointError(
+        f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(rank.mesh, number)}. {needed}{before}"
+        f"Make room, or choose another folder{nodes}, and save again."
+    )

@@ -1,0 +1,1 @@
+"""Communication between ranks: process groups, point-to-point, symmetric memory, collectives."""

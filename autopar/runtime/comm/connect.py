@@ -1,0 +1,64 @@
+"""The process groups of a rank: those of the mesh axes, and those that only the runtime uses."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.comm.mesh_groups import axis_ranks, connect, unregister
+from autopar.runtime.comm.transport import ProcessGroupTransport
+from autopar.runtime.memory.host_malloc import keep_freed_memory
+from autopar.runtime.rank import Rank
+from autopar.runtime.spec import RankSpec
+
+MODELS = itertools.count()  # keeps the axes of models that share a process apart
+
+
+def init_process_group(
+    backend: str, rank: int, world: int, device: torch.device, timeout_seconds: float, store: dist.Store
+) -> None:
+    """Join the default process group; the ranks find each other in ``store``."""
+    # Each directed pair has a communicator of its own here, so what NCCL warns about cannot happen.
+    os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if backend == "nccl" else None,
+    )
+
+
+def connected_rank(
+    spec: RankSpec, tensors: Mapping[str, torch.Tensor], timeout_seconds: float, opened: ExitStack
+) -> Rank:
+    """A rank with all its process groups in the default one; every process makes its own at the same point.
+
+    Args:
+        tensors: its weights, as `Rank` takes them.
+        opened: closes what was opened here, also after an error.
+    """
+    device = torch.device(spec.device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    axes = connect(spec.mesh, spec.rank, device.type, timeout_seconds)
+    opened.callback(axes.close)
+    on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
+    own = {c.members: c.group for c in axes.communicators.values()}
+    made = {ranks: own.get(ranks) for ranks in on_axes}
+    transport = ProcessGroupTransport(
+        spec.rank, device, spec.channels, spec.shared, made, timeout_seconds, spec.transport
+    )
+    opened.callback(transport.close)
+    keys = axes.register(f"model {next(MODELS)}", device, transport.neighbours)
+    opened.callback(unregister, keys)
+    rank = Rank(spec, tensors, transport, keys)
+    opened.callback(rank.close)
+    return rank

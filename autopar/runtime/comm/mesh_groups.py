@@ -1,0 +1,159 @@
+"""The process groups of the mesh axes, and the communicators that `autopar.ops.collectives` finds in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.ir.mesh import Mesh
+from autopar.ops import collectives
+from autopar.runtime.comm.symmetric_collectives import SymmetricBoards, SymmetricCommunicator
+from autopar.runtime.comm.symmetric_p2p import Neighbour, reach_each_other
+from autopar.runtime.comm.transport import TransportError
+
+
+@dataclass(frozen=True)
+class GroupCommunicator:
+    """The ranks ``members`` of one axis over torch.distributed; this process is the one at position ``rank``."""
+
+    axis: str
+    members: tuple[int, ...]
+    rank: int
+    group: Any
+
+    @property
+    def ranks(self) -> int:
+        return len(self.members)
+
+    def symmetric(self, device: torch.device) -> SymmetricCommunicator:
+        """The same ranks over the symmetric memory of their GPUs; ``device`` is this one's."""
+        return SymmetricCommunicator(self.rank, self.ranks, SymmetricBoards(self.rank, device, self.group))
+
+    def reserve(self, num_bytes: int) -> None:
+        """torch.distributed has memory of its own."""
+
+    def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
+        with self.named("all-reduce"):
+            dist.all_reduce(tensor, group=self.group)
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        stacked = tensor.new_empty([self.ranks, *tensor.shape])
+        with self.named("all-gather"):
+            dist.all_gather_into_tensor(plain(stacked), plain(tensor[None]), group=self.group)
+        return stacked
+
+    def reduce_scatter(self, stacked: Tensor, beside: bool = False) -> Tensor:
+        part = stacked.new_empty(stacked.shape[1:])
+        with self.named("reduce-scatter"):
+            dist.reduce_scatter_tensor(part[None], stacked, group=self.group)
+        return part
+
+    def all_to_all(self, stacked: Tensor) -> Tensor:
+        received = torch.empty_like(stacked)
+        with self.named("all-to-all"):
+            dist.all_to_all_single(plain(received), plain(stacked), group=self.group)
+        return received
+
+    def others(self) -> list[int]:
+        return [k for k in range(self.ranks) if k != self.rank]
+
+    def give(self, tensor: Tensor) -> Tensor:
+        return self.all_gather(tensor)
+
+    def release(self) -> None:
+        """What was given is the receiver's."""
+
+    def put(self, rank: int, stacked: Tensor) -> None:
+        """All parts travel at once, in `sum_put`."""
+
+    def sum_put(self, stacked: Tensor) -> Tensor:
+        return self.reduce_scatter(stacked)
+
+    @contextmanager
+    def named(self, what: str) -> Iterator[None]:
+        """Whatever torch.distributed raises inside becomes an error that says between whom it happened."""
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = ", ".join(map(str, self.members))
+            raise TransportError(f"{what} over axis {self.axis} (ranks {ranks}): {error}") from error
+
+
+@dataclass(frozen=True)
+class Axes:
+    """This process's place on the mesh axes with more than one rank; the others need no process group.
+
+    ``mesh`` has those axes as dims, and is None where there are none.
+    """
+
+    mesh: DeviceMesh | None
+    communicators: Mapping[str, GroupCommunicator]
+
+    def register(self, model: str, device: torch.device, neighbours: Sequence[Neighbour] = ()) -> Mapping[str, str]:
+        """Make all axes known to the collectives; the key of each, which holds ``model`` so that models differ.
+
+        Args:
+            device: this rank's.
+            neighbours: of all ranks, where GPUs that reach each other use symmetric memory.
+        """
+        keys = {axis: f"{model}.{axis}" for axis in self.communicators}
+        for axis, key in keys.items():
+            found = self.communicators[axis]
+            near = bool(neighbours) and reach_each_other([neighbours[rank] for rank in found.members])
+            collectives.register(key, found.symmetric(device) if near else found)
+        return keys
+
+    def close(self) -> None:
+        """Give up the process groups; the default one stays."""
+        for communicator in self.communicators.values():
+            dist.destroy_process_group(communicator.group)
+
+
+def unregister(keys: Mapping[str, str]) -> None:
+    """Forget the axes of a model; ``keys`` as `Axes.register` returned them."""
+    for key in keys.values():
+        collectives.unregister(key)
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """The same memory as a type that Gloo can move."""
+    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+
+
+def axis_ranks(mesh: Mesh) -> Mapping[str, Tensor]:
+    """For each axis with more than one rank, outermost first, its rank sets: [sets, size]."""
+    sizes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
+    grid = torch.arange(mesh.devices).view(*sizes.values())
+    return {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
+
+
+def connect(mesh: Mesh, rank: int, device_type: str, timeout_seconds: float) -> Axes:
+    """The axes around a rank of the default process group; every rank calls this at the same point.
+
+    The groups are made one by one, in one order on all ranks, because init_device_mesh (torch 2.11 to 2.15) would give
+    them torch's timeout of half an hour instead of the run's.
+
+    Args:
+        device_type: ``cpu`` or ``cuda``.
+        timeout_seconds: longest wait for a peer in one collective.
+    """
+    assert dist.get_world_size() == mesh.devices
+    communicators: dict[str, GroupCommunicator] = {}
+    for axis, sets in axis_ranks(mesh).items():
+        for members in map(tuple, sets.tolist()):
+            group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_seconds))
+            if rank in members:
+                communicators[axis] = GroupCommunicator(axis, members, members.index(rank), group)
+    if not communicators:
+        return Axes(None, {})
+    grid = torch.arange(mesh.devices).view([c.ranks for c in communicators.values()])
+    groups = [c.group for c in communicators.values()]
+    return Axes(DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=tuple(communicators)), communicators)

@@ -1,0 +1,224 @@
+"""Collectives of a mesh axis whose ranks read each other's memory over NVLink."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.comm.symmetric_p2p import allocated
+
+# Sums up to this size are read whole from every rank: below, another barrier costs more than the bytes that it saves.
+ONE_SHOT_BYTES = 2**19
+
+
+class Boards(Protocol):
+    """Memory of each rank of an axis that all of them can read."""
+
+    @property
+    def num_bytes(self) -> int:
+        """How much there is on each."""
+        ...
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have at least so much on each; all ranks call with the same size, between steps."""
+        ...
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor at the start of a rank's."""
+        ...
+
+    def barrier(self) -> None:
+        """What ranks wrote before is there for all, and what they read has been read."""
+        ...
+
+
+class SymmetricBoards:
+    """Boards of GPUs, in the current stream's order.
+
+    Larger ones take their place where programs that are added later need more. Those that were outgrown stay until the
+    end, because captured steps go on using them: a board for each size, of which there are few.
+    """
+
+    def __init__(self, rank: int, device: torch.device, group: Any) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            rank: of this process on the axis.
+            group: the axis's process group.
+        """
+        self.rank, self.device, self.group = rank, device, group
+        self.kept: list[tuple[Tensor, Any]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return self.kept[-1][0].numel() if self.kept else 0
+
+    def reserve(self, num_bytes: int) -> None:
+        if self.kept and num_bytes <= self.num_bytes:
+            return
+        # Hosts meet to allocate: no GPU may be left in an earlier collective, where it waits for another one.
+        torch.cuda.synchronize(self.device)
+        self.kept.append(allocated(num_bytes, self.device, self.group))
+
+    @property
+    def handle(self) -> Any:
+        """To the boards of all ranks, and to their signals."""
+        return self.kept[-1][1]
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self.handle.get_buffer(rank, tuple(shape), dtype)
+
+    def barrier(self) -> None:
+        self.handle.barrier()
+
+
+@dataclass(frozen=True)
+class SymmetricCommunicator:
+    """The ranks of one axis; this process is number ``rank`` of ``ranks``.
+
+    Ranks copy to their boards what others need, who read it there with the multiprocessors: the fastest way. Beside
+    other work they write into the others' boards with the copy engines instead. The barrier that ends a collective
+    leaves the boards free for the next one. Sums add up in the ranks' order, so all ranks get the same bits.
+
+    Boards do not grow inside of collectives: `autopar.sharding.buffer_sizes` says what these take.
+    """
+
+    rank: int
+    ranks: int
+    boards: Boards = field(repr=False)
+
+    def reserve(self, num_bytes: int) -> None:
+        self.boards.reserve(num_bytes)
+
+    def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
+        if beside or (self.ranks > 2 and tensor.nbytes > ONE_SHOT_BYTES):
+            self.sum_segments(tensor.view(-1))
+            return
+        self.check("an all-reduce", tensor.nbytes)
+        self.board(self.rank, tensor).copy_(tensor)
+        self.boards.barrier()
+        sum_into(tensor, [self.board(k, tensor) for k in range(self.ranks)])
+        self.boards.barrier()
+
+    def sum_segments(self, flat: Tensor) -> None:
+        """Each rank sums one segment and the others read it: every element crosses each link twice."""
+        segments = flat.tensor_split(self.ranks)
+        boards = self.spread("an all-reduce", segments, len(segments[0]))
+        own = segments[self.rank]
+        total = torch.empty_like(own)
+        sum_into(total, self.summands(own, boards[self.rank]))
+        own.copy_(total)
+        boards[self.rank][self.rank, : len(own)].copy_(total)
+        self.boards.barrier()
+        for k in self.others():
+            segments[k].copy_(boards[k][k, : len(segments[k])])
+        self.boards.barrier()
+
+    def reduce_segments(self, segments: Sequence[Tensor]) -> None:
+        """Each rank sums one flat segment of possibly several lengths, in place."""
+        own = segments[self.rank]
+        board = self.spread("a reduce-scatter", segments, max(map(len, segments)), itself=True)[self.rank]
+        torch.sum(board[:, : len(own)], 0, out=own)  # one kernel: each waits until multiprocessors are free
+        self.boards.barrier()
+
+    def gather_segments(self, segments: Sequence[Tensor]) -> None:
+        """Fill each flat segment with what its rank has in it; the inverse."""
+        own = segments[self.rank]
+        board = self.spread("an all-gather", [own] * self.ranks, max(map(len, segments)))[self.rank]
+        for k in self.others():
+            segments[k].copy_(board[k, : len(segments[k])])
+        self.boards.barrier()
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        self.check("an all-gather", tensor.nbytes)
+        stacked = tensor.new_empty([self.ranks, *tensor.shape])
+        self.board(self.rank, tensor).copy_(tensor)
+        self.boards.barrier()
+        torch.stack([tensor if k == self.rank else self.board(k, tensor) for k in range(self.ranks)], out=stacked)
+        self.boards.barrier()
+        return stacked
+
+    def reduce_scatter(self, stacked: Tensor, beside: bool = False) -> Tensor:
+        part = stacked.new_empty(stacked.shape[1:])
+        if beside:
+            flat = stacked.flatten(1)
+            board = self.spread("a reduce-scatter", flat.unbind(), flat.shape[1])[self.rank]
+            sum_into(part.view(-1), self.summands(flat[self.rank], board))
+        else:
+            sum_into(part, self.exchanged("a reduce-scatter", stacked))
+        self.boards.barrier()
+        return part
+
+    def all_to_all(self, stacked: Tensor) -> Tensor:
+        received = torch.empty_like(stacked)
+        torch.stack(self.exchanged("an all-to-all", stacked), out=received)
+        self.boards.barrier()
+        return received
+
+    def give(self, tensor: Tensor) -> Tensor:
+        board = self.spread("a linear layer's all-gather", [tensor.view(-1)] * self.ranks, tensor.numel())[self.rank]
+        return board.view(self.ranks, *tensor.shape)
+
+    def release(self) -> None:
+        self.boards.barrier()
+
+    def put(self, rank: int, stacked: Tensor) -> None:
+        self.check("a linear layer's reduce-scatter", stacked.nbytes)
+        self.board(rank, stacked)[self.rank].copy_(stacked[rank])
+
+    def sum_put(self, stacked: Tensor) -> Tensor:
+        self.boards.barrier()
+        board, part = self.board(self.rank, stacked), torch.empty_like(stacked[self.rank])
+        sum_into(part, [stacked[k] if k == self.rank else board[k] for k in range(self.ranks)])
+        self.boards.barrier()
+        return part
+
+    def check(self, what: str, num_bytes: int) -> None:
+        """So much of each board is about to be used."""
+        there = self.boards.num_bytes
+        assert num_bytes <= there, (
+            f"{what} of {self.ranks} ranks takes {num_bytes:,} bytes of each board, {there:,} were reserved"
+        )
+
+    def exchanged(self, what: str, stacked: Tensor) -> list[Tensor]:
+        """From each rank its part for this rank, on the board where it lies once all have put theirs there."""
+        self.check(what, stacked.nbytes)
+        board = self.board(self.rank, stacked)
+        for some in (slice(self.rank), slice(self.rank + 1, self.ranks)):
+            if len(stacked[some]):
+                board[some].copy_(stacked[some])
+        self.boards.barrier()
+        return [stacked[k] if k == self.rank else self.board(k, stacked)[self.rank] for k in range(self.ranks)]
+
+    def spread(self, what: str, given: Sequence[Tensor], longest: int, itself: bool = False) -> list[Tensor]:
+        """All ranks' boards [ranks, longest], once each has in its rows what the others have given it, and ``itself``;
+        here one flat tensor for each rank."""
+        dtype = given[0].dtype
+        self.check(what, self.ranks * longest * dtype.itemsize)
+        boards = [self.boards.of(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
+        for k in (*self.others(), self.rank) if itself else self.others():
+            boards[k][self.rank, : len(given[k])].copy_(given[k])
+        self.boards.barrier()
+        return boards
+
+    def summands(self, own: Tensor, board: Tensor) -> list[Tensor]:
+        """Of a segment, in the ranks' order: this rank's own, and what is on its board."""
+        return [own if k == self.rank else board[k, : len(own)] for k in range(self.ranks)]
+
+    def board(self, rank: int, like: Tensor) -> Tensor:
+        return self.boards.of(rank, like.shape, like.dtype)
+
+    def others(self) -> list[int]:
+        """The other ranks, those after this one first, so that no two ranks begin with the same."""
+        return [(self.rank + k) % self.ranks for k in range(1, self.ranks)]
+
+
+def sum_into(total: Tensor, summands: Sequence[Tensor]) -> None:
+    """The sum, in this order; ``total`` is none of the summands."""
+    torch.add(summands[0], summands[1], out=total)
+    for summand in summands[2:]:
+        total.add_(summand)

@@ -1,0 +1,178 @@
+"""Tensors of a training step written straight into the peer's memory over NVLink, which the peer reads in place."""
+
+from __future__ import annotations
+
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Not public in torch 2.11 and 2.15, and the only way to memory that peers write and signal without a NCCL kernel.
+from torch.distributed import _symmetric_memory as symmetric_memory
+
+from autopar.ir.comm_sizes import ALIGNMENT, aligned
+
+Messages = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
+Delivery = Callable[[], None]
+Receipt = Callable[[], torch.Tensor]
+
+SIGNAL_BYTES = 4
+IN_USE = Counter[torch.device]()
+
+
+class SymmetricMemory:
+    """What this rank's peers write into, made when a step first needs so much; equal sizes on all ranks."""
+
+    def __init__(self, rank: int, world: int, device: torch.device, hosts: Any) -> None:
+        """Nothing is allocated yet.
+
+        Args:
+            hosts: a Gloo group of all ranks.
+        """
+        self.rank, self.world, self.device, self.hosts = rank, world, device, hosts
+        self.streams: dict[int, torch.cuda.Stream] = {}
+        self.buffer: torch.Tensor | None = None
+        self.handle: Any = None
+
+    def open(self, incoming: Messages, outgoing: Messages) -> SymmetricMail:
+        """Room for the messages of one kind of step; all ranks call.
+
+        Every message has a place and a signal of its own, so that none is written over before it was read in the same
+        step. In the next step it may be: between two steps all ranks sum their losses, which each does after
+        it has read all that it was sent.
+        """
+        sizes = torch.zeros(self.world + 1, dtype=torch.int64)
+        for (src, _), num_bytes in incoming.items():
+            sizes[src] += aligned(num_bytes)
+        sizes[self.world] = max((sum(peer == p for peer, _ in incoming) for p in range(self.world)), default=0)
+        everybody = [torch.empty_like(sizes) for _ in range(self.world)]
+        dist.all_gather(everybody, sizes, group=self.hosts)
+        table = torch.stack(everybody)
+        self.reserve(int(table[:, :-1].sum(1).max()), int(table[:, -1].max()))
+        starts = table[:, :-1].cumsum(1) - table[:, :-1]  # [dst, src]
+        received = places(incoming, {src: int(starts[self.rank, src]) for src in range(self.world)})
+        sent = places(outgoing, {dst: int(starts[dst, self.rank]) for dst in range(self.world)})
+        return SymmetricMail(self, received, sent)
+
+    def reserve(self, num_bytes: int, num_signals: int) -> None:
+        """Have a buffer of at least that size, with so many signals from each peer."""
+        pad_bytes = num_signals * self.world * SIGNAL_BYTES
+        enough = self.handle is not None and self.handle.signal_pad_size >= pad_bytes
+        if enough and self.buffer is not None and self.buffer.numel() >= num_bytes:
+            return
+        symmetric_memory.set_signal_pad_size(max(pad_bytes, symmetric_memory.get_signal_pad_size()))
+        self.buffer, self.handle = allocated(num_bytes, self.device, dist.group.WORLD)
+
+    def stream(self, dst: int) -> torch.cuda.Stream:
+        """Where tensors are copied to a peer."""
+        if dst not in self.streams:
+            self.streams[dst] = torch.cuda.Stream(self.device)
+        return self.streams[dst]
+
+
+class SymmetricMail:
+    """The messages of one kind of step, by peer and tag: at which byte of the receiver's buffer, and which signal."""
+
+    posts_early = False
+
+    def __init__(
+        self,
+        memory: SymmetricMemory,
+        received: Mapping[tuple[int, int], tuple[int, int]],
+        sent: Mapping[tuple[int, int], tuple[int, int]],
+    ) -> None:
+        self.memory, self.received, self.sent = memory, received, sent
+        # Later kinds of steps may have a larger buffer.
+        self.buffer, self.handle = memory.buffer, memory.handle
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+        place, signal = self.sent[dst, tag]
+        there = self.handle.get_buffer(dst, tensor.shape, tensor.dtype, place // tensor.itemsize)
+        current, stream = torch.cuda.current_stream(self.memory.device), self.memory.stream(dst)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            there.copy_(tensor)
+            self.handle.put_signal(dst, signal)
+            done = stream.record_event()
+
+        def delivery(_kept: torch.Tensor = tensor) -> None:
+            torch.cuda.current_stream(self.memory.device).wait_event(done)
+
+        return delivery
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+        place, signal = self.received[src, tag]
+
+        def receipt() -> torch.Tensor:
+            self.handle.wait_signal(src, signal)
+            return self.handle.get_buffer(self.memory.rank, tuple(shape), dtype, place // dtype.itemsize)
+
+        return receipt
+
+
+def allocated(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+    """Bytes of this rank that the group's others reach, and the handle to theirs; all of its ranks call."""
+    buffer = symmetric_memory.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
+    count(buffer)
+    return buffer, symmetric_memory.rendezvous(buffer, group)
+
+
+def count(buffer: torch.Tensor) -> None:
+    """Count a buffer until its memory is freed: torch's allocator does not know it."""
+    storage = buffer.untyped_storage()
+    IN_USE[buffer.device] += storage.nbytes()
+    weakref.finalize(storage, IN_USE.subtract, {buffer.device: storage.nbytes()})
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Memory of a device that its peers reach now, beside that of torch's allocator."""
+    return IN_USE[device]
+
+
+def places(messages: Messages, starts: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """For each message its byte in the receiver's buffer and its signal, in the order of tags: alike on both ends.
+
+    Args:
+        starts: by peer, where the messages between it and this rank begin.
+    """
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    ends, counts = dict(starts), dict.fromkeys(starts, 0)
+    for peer, tag in sorted(messages):
+        found[peer, tag] = ends[peer], counts[peer]
+        ends[peer] += aligned(messages[peer, tag])
+        counts[peer] += 1
+    return found
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Where a rank's GPU is, and which others of its host it can read and write."""
+
+    host: str
+    index: int
+    peers: frozenset[int]
+
+
+def neighbours(device: torch.device, world: int, hosts: Any) -> list[Neighbour]:
+    """Every rank's; all ranks call.
+
+    Args:
+        hosts: a Gloo group of all ranks.
+    """
+    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    peers = frozenset(i for i in others if torch.cuda.can_device_access_peer(device, i))
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, Neighbour(socket.gethostname(), device.index, peers), group=hosts)
+    return everybody
+
+
+def reach_each_other(group: Sequence[Neighbour]) -> bool:
+    """Whether each of these ranks can write into the memory of every other one."""
+    indices = {own.index for own in group}
+    apart = len(indices) == len(group)  # equal where each rank sees nothing but its own GPU
+    return apart and len({own.host for own in group}) == 1 and all(indices - {own.index} <= own.peers for own in group)

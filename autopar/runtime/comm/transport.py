@@ -1,0 +1,464 @@
+"""How tensors travel between ranks: threads of one process, Gloo on CPU, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import UsageError
+from autopar.runtime.comm.symmetric_collectives import Boards, SymmetricBoards
+from autopar.runtime.comm.symmetric_p2p import (
+    Delivery,
+    Messages,
+    Neighbour,
+    Receipt,
+    SymmetricMemory,
+    neighbours,
+    reach_each_other,
+)
+
+TransportName = Literal["auto", "nccl", "symmetric"]
+Gathering = Callable[[], list[torch.Tensor]]
+
+
+class TransportError(RuntimeError):
+    """A peer is gone or silent. Rarely the cause of a failure: another rank failed first."""
+
+
+class Mail(Protocol):
+    """Moves the tensors of a schedule from rank to rank.
+
+    Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be
+    posted while other work runs, which is free with Gloo and costs multiprocessors with NCCL.
+    """
+
+    posts_early: bool
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+        """Start sending a contiguous tensor; calling the delivery waits until it is sent, which keeps it until then."""
+        ...
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+        """Start receiving; calling the receipt waits and returns the tensor."""
+        ...
+
+
+class Transport(Mail, Protocol):
+    """Moves tensors between ranks, and what hosts ask each other."""
+
+    rank: int
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        """What moves the tensors of one kind of training step, which are these; all ranks call."""
+        ...
+
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+        """Start sending what the host of ``dst`` must know, without waiting for any device."""
+        ...
+
+    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+        """Start receiving flags, as a tensor on the CPU."""
+        ...
+
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+        """Start summing a contiguous tensor over ``ranks`` in place, on all of them or only on ``root``, whose peers
+        are left with anything; calling the delivery waits for it.
+
+        Every one of the ranks makes the same calls (of all collectives) in the same order.
+        """
+        ...
+
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+        """Start copying a contiguous tensor from ``root`` over those of the other ranks."""
+        ...
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        """Start summing a contiguous row, of as many equal segments as there are ranks, so that each of the ranks gets
+        the sum of its segment, in place; the other segments are left with anything.
+        """
+        ...
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        """Start filling such a row on all ranks with the segment that each of them has in it; the inverse."""
+        ...
+
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+        """Start bringing every rank's contiguous row, all of one size, to ``root``; calling the result waits and
+        returns them in the order of ``ranks``, or nothing on the other ranks.
+        """
+        ...
+
+    def start_scatter(
+        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
+    ) -> Delivery:
+        """Start filling ``flat`` with the row that ``root`` has for this rank; the inverse of `start_gather`.
+
+        ``rows`` matter on ``root`` only, one for each of the ranks.
+        """
+        ...
+
+    def boards(self, ranks: Sequence[int]) -> Boards | None:
+        """Memory of some ranks that all of them read and write, where there is such; all of them call."""
+        ...
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        """On how many of the ranks each flag is set; waits for all of them."""
+        ...
+
+    def close(self) -> None:
+        """Give up what this transport made; the process group stays."""
+        ...
+
+
+NO_SYMMETRIC_MEMORY = (
+    'transport="symmetric" needs GPUs of one host that can write into each other\'s memory (over NVLink, say), all '
+    "visible to every rank. Leave it out: NCCL carries the tensors then."
+)
+
+
+class ProcessGroupTransport:
+    """torch.distributed point to point: Gloo with tags, or NCCL with a communicator per directed pair and
+    lane.
+
+    NCCL connects two peers inside their first transfer and blocks the host until both are there, so every pair is
+    connected here, in one order on all ranks, before any schedule runs.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        edges: Collection[tuple[int, int, int]],
+        shared: Collection[tuple[int, ...]],
+        made: Mapping[tuple[int, ...], Any],
+        timeout_seconds: float,
+        transport: TransportName = "auto",
+    ) -> None:
+        """Connect all pairs and groups.
+
+        Args:
+            edges: (src, dst, lane) of every directed pair of ranks that will ever exchange tensors; equal on all ranks.
+            shared: the rank sets that sum or broadcast; equal on all ranks.
+            made: rank sets that have a process group already, and that group where this rank is in it; equal sets in
+                equal order on all ranks.
+            timeout_seconds: longest wait for a peer.
+            transport: what carries the tensors of training steps between stages on GPUs.
+
+        Raises:
+            UsageError: symmetric memory is asked for where a rank cannot reach another's.
+        """
+        timeout = timedelta(seconds=timeout_seconds)
+        self.rank, self.device = rank, device
+        self.posts_early = dist.get_backend() == "gloo"
+        alone = sorted(set(shared) - set(made))
+        self.own: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
+        self.groups: dict[tuple[int, ...], Any] = {**made, **self.own}
+        self.channels: dict[tuple[int, int, int], Any] = {}
+        # Flags of transfers travel from host to host. A Gloo group of some ranks only would hang in a default NCCL
+        # group that is bound to a device: those that are not in it wait for a split of the communicator that the
+        # others, being Gloo, never join (torch 2.11).
+        self.hosts: Any = None
+        if dist.get_backend() == "nccl":
+            self.hosts = dist.new_group(backend="gloo", timeout=timeout)
+            self.channels = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(edges)}
+            self.connect()
+        world = dist.get_world_size()
+        self.neighbours: Sequence[Neighbour] = ()  # of each rank, where symmetric memory may be used
+        if self.hosts is not None and world > 1 and transport != "nccl":
+            self.neighbours = neighbours(device, world, self.hosts)
+        near = bool(self.neighbours) and reach_each_other(self.neighbours)
+        if transport == "symmetric" and world > 1 and not near:
+            raise UsageError(NO_SYMMETRIC_MEMORY)
+        self.memory = SymmetricMemory(rank, world, device, self.hosts) if near and edges else None
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self.memory.open(incoming, outgoing) if self.memory is not None else self
+
+    def connect(self) -> None:
+        """Exchange one number in every group and over every channel."""
+        token = torch.zeros(1, device=self.device)
+        for ranks, group in self.groups.items():
+            if self.rank in ranks:
+                dist.all_reduce(token, group=group)
+        for (src, dst, _), group in self.channels.items():
+            if self.rank == src:
+                dist.send(token, dst, group=group)
+            elif self.rank == dst:
+                dist.recv(token, src, group=group)
+        torch.cuda.synchronize(self.device)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+        return start_send(tensor, dst, tag, self.channels.get((self.rank, dst, lane)))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        return start_receive(buffer, src, tag, self.channels.get((src, self.rank, lane)))
+
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+        return start_send(torch.tensor(flags, dtype=torch.uint8), dst, tag, self.hosts)
+
+    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+        return start_receive(torch.empty(count, dtype=torch.uint8), src, tag, self.hosts)
+
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+        group = self.groups[tuple(ranks)]
+        over = f"over ranks {list(ranks)}"
+        if root is None:
+            return started(lambda: dist.all_reduce(tensor, group=group, async_op=True), f"a sum {over}")
+        return started(lambda: dist.reduce(tensor, root, group=group, async_op=True), f"a sum {over} on rank {root}")
+
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+        group = self.groups[tuple(ranks)]
+        return started(
+            lambda: dist.broadcast(tensor, root, group=group, async_op=True), f"a broadcast over ranks {list(ranks)}"
+        )
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        return started(
+            lambda: dist.reduce_scatter_tensor(own, flat, group=group, async_op=True),
+            f"a reduce-scatter over ranks {list(ranks)}",
+        )
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        return started(
+            lambda: dist.all_gather_into_tensor(flat, own, group=group, async_op=True),
+            f"an all-gather over ranks {list(ranks)}",
+        )
+
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+        group = self.groups[tuple(ranks)]
+        rows = [torch.empty_like(flat) for _ in ranks] if self.rank == root else []
+        delivery = started(
+            lambda: dist.gather(as_bytes(flat), [as_bytes(r) for r in rows] or None, root, group, async_op=True),
+            f"a gather over ranks {list(ranks)} on rank {root}",
+        )
+
+        def gathering() -> list[torch.Tensor]:
+            delivery()
+            return rows
+
+        return gathering
+
+    def start_scatter(
+        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
+    ) -> Delivery:
+        group = self.groups[tuple(ranks)]
+        given = [as_bytes(row) for row in rows] if self.rank == root else None
+        return started(
+            lambda: dist.scatter(as_bytes(flat), given, root, group, async_op=True),
+            f"a scatter over ranks {list(ranks)} from rank {root}",
+            rows,
+        )
+
+    def boards(self, ranks: Sequence[int]) -> Boards | None:
+        if not self.neighbours or not reach_each_other([self.neighbours[rank] for rank in ranks]):
+            return None
+        return SymmetricBoards(list(ranks).index(self.rank), self.device, self.groups[tuple(ranks)])
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        group = self.groups[tuple(ranks)]
+        started(
+            lambda: dist.all_reduce(counts, group=group, async_op=True), f"a sum of flags over ranks {list(ranks)}"
+        )()
+        return counts.tolist()
+
+    def close(self) -> None:
+        self.memory = None
+        groups = [*self.own.values(), *self.channels.values()]
+        if self.hosts is not None:
+            groups.append(self.hosts)
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def segment_of(flat: torch.Tensor, ranks: Sequence[int], rank: int) -> torch.Tensor:
+    """A rank's segment of a row that has an equal one for each of the ranks."""
+    assert flat.numel() % len(ranks) == 0, f"{flat.numel()} elements for {len(ranks)} ranks"
+    return flat.view(len(ranks), -1)[list(ranks).index(rank)]
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The same memory in a type that every backend moves."""
+    return flat.view(torch.uint8)
+
+
+def started(call: Callable[[], Any], what: str, kept: Any = None) -> Delivery:
+    """A transfer that was started; the delivery waits for it.
+
+    Args:
+        kept: what must live until then; Gloo reads a tensor that it sends whether or not anybody else still has it.
+    """
+    try:
+        work = call()
+    except RuntimeError as error:
+        raise TransportError(f"{what} did not start: {error}") from error
+
+    def delivery(_kept: Any = kept) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"{what} did not finish: {error}") from error
+
+    return delivery
+
+
+def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> Delivery:
+    """Start a send; the delivery waits for it."""
+    return started(lambda: dist.isend(tensor, dst, group=group, tag=tag), f"a send to rank {dst}", tensor)
+
+
+def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> Receipt:
+    """Start a receive; the receipt waits for it and returns the buffer."""
+    delivery = started(lambda: dist.irecv(buffer, src, group=group, tag=tag), f"a receive from rank {src}")
+
+    def receipt() -> torch.Tensor:
+        delivery()
+        return buffer
+
+    return receipt
+
+
+@dataclass
+class Hub:
+    """What the ranks of one process share: a mailbox for each sender, receiver and subject."""
+
+    timeout_seconds: float = 60.0
+    boxes: dict[tuple[int, int, Hashable], queue.SimpleQueue] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def box(self, src: int, dst: int, subject: Hashable) -> queue.SimpleQueue:
+        with self.lock:
+            return self.boxes.setdefault((src, dst, subject), queue.SimpleQueue())
+
+
+class LocalTransport:
+    """Ranks that are threads of one process, or a single rank without peers."""
+
+    posts_early = True
+
+    def __init__(self, rank: int, hub: Hub) -> None:
+        self.rank, self.hub = rank, hub
+        self.calls: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self
+
+    def next_call(self, ranks: Sequence[int]) -> Hashable:
+        """What tells the messages of the next collective from those of all others."""
+        self.calls[tuple(ranks)] += 1
+        return tuple(ranks), self.calls[tuple(ranks)]
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable, lane: int = 0) -> Delivery:
+        self.hub.box(self.rank, dst, tag).put(tensor.clone())
+        return lambda: None  # a send is a copy
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable, lane: int = 0) -> Receipt:
+        box = self.hub.box(src, self.rank, tag)
+
+        def receipt() -> torch.Tensor:
+            try:
+                tensor = box.get(timeout=self.hub.timeout_seconds)
+            except queue.Empty:
+                raise TransportError(f"waiting for rank {src}: nothing came in {self.hub.timeout_seconds} s") from None
+            assert tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype
+            return tensor
+
+        return receipt
+
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+        return self.send(torch.tensor(flags, dtype=torch.uint8), dst, tag)
+
+    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+        return self.receive([count], torch.uint8, src, tag)
+
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+        subject = self.next_call(ranks)
+        for dst in ranks if root is None else [root]:
+            self.send(tensor, dst, subject)
+        if root not in (None, self.rank):
+            return lambda: None
+        receipts = [self.receive(tensor.shape, tensor.dtype, src, subject) for src in ranks]
+
+        def delivery() -> None:
+            tensor.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
+
+        return delivery
+
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+        subject = self.next_call(ranks)
+        if self.rank == root:
+            for dst in ranks:
+                self.send(tensor, dst, subject)
+        receipt = self.receive(tensor.shape, tensor.dtype, root, subject)
+
+        def delivery() -> None:
+            tensor.copy_(receipt())
+
+        return delivery
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        subject = self.next_call(ranks)
+        for dst in ranks:
+            self.send(segment_of(flat, ranks, dst), dst, subject)
+        own = segment_of(flat, ranks, self.rank)
+        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
+
+        def delivery() -> None:
+            own.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
+
+        return delivery
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        subject = self.next_call(ranks)
+        own = segment_of(flat, ranks, self.rank)
+        for dst in ranks:
+            self.send(own, dst, subject)
+        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
+
+        def delivery() -> None:
+            for src, receipt in zip(ranks, receipts, strict=True):
+                segment_of(flat, ranks, src).copy_(receipt())
+
+        return delivery
+
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+        subject = self.next_call(ranks)
+        self.send(flat, root, subject)
+        receipts = [self.receive(flat.shape, flat.dtype, src, subject) for src in ranks] if self.rank == root else []
+        return lambda: [receipt() for receipt in receipts]
+
+    def start_scatter(
+        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
+    ) -> Delivery:
+        subject = self.next_call(ranks)
+        if self.rank == root:
+            for dst, row in zip(ranks, rows, strict=True):
+                self.send(row, dst, subject)
+        receipt = self.receive(flat.shape, flat.dtype, root, subject)
+
+        def delivery() -> None:
+            flat.copy_(receipt())
+
+        return delivery
+
+    def boards(self, ranks: Sequence[int]) -> Boards | None:
+        return None
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        counts = torch.tensor(flags, dtype=torch.int32)
+        self.start_sum(counts, ranks)()
+        return counts.tolist()
+
+    def close(self) -> None:
+        """Nothing to release."""

@@ -1,0 +1,1 @@
+"""The hot loop: executor, CUDA graphs, staging of inputs, metrics of steps."""

@@ -1,0 +1,282 @@
+"""A rank's whole training step as one CUDA graph: captured once for each kind of batch, then replayed."""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.errors import CaptureWarning, UsageError
+from autopar.ir.pytree import leaves, tree_map
+from autopar.runtime.engine.closure_guard import read_values
+from autopar.runtime.engine.executor import BoundStep, StepData
+from autopar.runtime.optim.probe import nested
+from autopar.runtime.spec import Computed, Work
+
+if TYPE_CHECKING:
+    from autopar.runtime.rank import Rank
+
+WARM_UP_STEPS = 2  # of a kind, before its capture: they compile and load kernels and connect communicators
+MAX_GRAPHS = 4  # kinds of batch that stay captured
+IDLE_STEPS = 100  # without use, after which a graph gives way to that of another kind
+MAX_KINDS = 64  # that are remembered
+
+
+@dataclass
+class Kind:
+    """Steps that differ in the content of tensors alone, and the graph of one, once there is one.
+
+    Args:
+        used: number of the last step that was of this kind.
+        answers: what peers' hosts answered in the last plain step.
+        read: what the loss function read of Python in the last step that was not a replay.
+        unsteady: what was otherwise than in the step before, if anything.
+        with_optimizer: whether the graph is to update the weights.
+        refused: why such steps are not captured.
+        options: those of the optimizer that the graph holds.
+        gradients: what the graph leaves for an optimizer outside of it, by name.
+    """
+
+    plain_steps: int = 0
+    used: int = 0
+    answers: list[list[int]] = field(default_factory=list)
+    read: Mapping[str, str] = field(default_factory=dict)
+    unsteady: str = ""
+    with_optimizer: bool = True
+    refused: str = ""
+    options: str = ""
+    graph: torch.cuda.CUDAGraph | None = None
+    data: StepData | None = None
+    computed: Computed | None = None
+    step: BoundStep | None = None
+    marks: list[Any] = field(default_factory=list)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class Graphs:
+    """Runs a rank's training steps: plainly at first, then as graphs.
+
+    Nothing is run twice: the first steps of a kind are plain ones, the next one is captured, which computes nothing,
+    and then replayed. All ranks come to the same decision at the same step. What cannot be captured goes on plainly,
+    and a `CaptureWarning` says why.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+        self.kinds: OrderedDict[tuple, Kind] = OrderedDict()
+        self.steps = 0
+        self.rates: list[Tensor] = []  # learning rate of each parameter group, where graphs read it
+        self.pool: Any = None
+
+    def forget(self) -> None:
+        """Drop all graphs, as is needed before tensors that they use are replaced."""
+        self.kinds.clear()
+        self.rates, self.pool = [], None
+
+    def run(self, work: Work) -> Computed:
+        """A training step up to the update, which a graph may include."""
+        if self.rank.accumulated:
+            return self.rank.compute(work)  # a graph begins without gradients
+        kind = self.kind_of(work)
+        if kind.refused:
+            return self.rank.compute(work)
+        if kind.graph is not None and kind.with_optimizer and kind.options != self.fixed_options():
+            # A scheduler changes more than the learning rate: leave the optimizer outside.
+            kind.graph, kind.with_optimizer = None, False
+        if kind.graph is None and kind.plain_steps < WARM_UP_STEPS:
+            return self.plain(kind, work)
+        if kind.graph is None and self.has_room():
+            self.capture(kind, work)
+        return self.replay(kind, work) if kind.graph is not None else self.rank.compute(work)
+
+    def kind_of(self, work: Work) -> Kind:
+        """The kind that a step is of; the one that was used longest ago gives way to a new one."""
+        key = (work.schedule, work.programs, work.kind)
+        if key not in self.kinds and len(self.kinds) == MAX_KINDS:
+            self.kinds.popitem(last=False)
+        kind = self.kinds.setdefault(key, Kind())
+        self.kinds.move_to_end(key)
+        self.steps += 1
+        kind.used = self.steps
+        return kind
+
+    def has_room(self) -> bool:
+        """Whether another kind may be captured, for which one that has been idle for long gives up its graph."""
+        captured = [key for key, kind in self.kinds.items() if kind.graph is not None]
+        if len(captured) < MAX_GRAPHS:
+            return True
+        if self.steps - self.kinds[captured[0]].used <= IDLE_STEPS:
+            return False
+        del self.kinds[captured[0]]
+        return True
+
+    def plain(self, kind: Kind, work: Work) -> Computed:
+        """A step as it is run without graphs; what hosts ask each other is noted."""
+        prepare(self.rank.updater.optimizer)
+        self.rank.answers.note()
+        try:
+            computed = self.rank.compute(work)
+        finally:
+            noted = self.rank.answers.stop()
+        read = self.read()
+        if kind.plain_steps and noted != kind.answers:
+            kind.unsteady = "which gradients there are differs from step to step"
+        elif kind.plain_steps and read != kind.read:
+            kind.unsteady = f"loss_fn changes {changes(kind.read, read)} from step to step"
+        kind.plain_steps, kind.answers, kind.read = kind.plain_steps + 1, noted, read
+        return computed
+
+    def read(self) -> Mapping[str, str]:
+        """What this rank's loss function reads of Python, if there is one."""
+        return read_values(self.rank.spec.loss_fn) if self.rank.judges else {}
+
+    def capture(self, kind: Kind, work: Work) -> None:
+        """Make the graph, on all ranks or none; weights and state stay as they are."""
+        rank = self.rank
+        optimizer = rank.updater.optimizer
+        kind.with_optimizer &= optimizer is not None and is_capturable(optimizer)
+        kind.options = self.fixed_options()
+        reason = kind.unsteady
+        try:
+            if not reason:
+                self.record(kind, work)
+        except Exception as error:  # whatever the user's loss, an optimizer or an operation raises while captured
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        everybody = range(rank.mesh.devices)
+        failed = rank.transport.sum_flags([bool(reason)], everybody)[0] if len(everybody) > 1 else bool(reason)
+        if failed:
+            kind.graph = kind.data = kind.computed = kind.step = None
+            kind.marks, kind.gradients = [], {}
+            kind.refused = reason or "another rank cannot capture it"
+            rank.abandon_step()  # on all ranks: they bind their schedules together
+        if reason:
+            warnings.warn(
+                f"Steps are run without CUDA graphs, which is slower: {reason}. Pass cuda_graph=False to do without "
+                "this attempt.",
+                CaptureWarning,
+                stacklevel=1,
+            )
+
+    def record(self, kind: Kind, work: Work) -> None:
+        """Capture a step on tensors of its own."""
+        rank, graph = self.rank, torch.cuda.CUDAGraph()
+        if all(other.graph is None for other in self.kinds.values()):
+            self.pool = None  # a pool ends with its last graph
+        kind.data = StepData(
+            [[own(t, rank.device) for t in ts] for ts in work.data.inputs],
+            [tree_map(lambda leaf: own(leaf, rank.device), target) for target in work.data.targets],
+            work.data.shares,
+        )
+        optimizer = rank.updater.optimizer if kind.with_optimizer else None
+        if optimizer is not None and not self.rates:
+            self.rates = [torch.zeros((), device=rank.device) for _ in optimizer.param_groups]
+        rank.answers.recall(kind.answers)
+        kind.read = self.read()
+        try:
+            with torch.cuda.graph(graph, self.pool, rank.stream, capture_error_mode="thread_local"):
+                computed = rank.compute(replace(work, data=kind.data))
+                if optimizer is not None:
+                    with given_rates(optimizer, self.rates):
+                        rank.updater.update(computed.norm)
+                else:
+                    kind.gradients = {n: p.grad for n, p in rank.trainable.items() if p.grad is not None}
+                    rank.updater.zero_grad()
+        finally:
+            rank.answers.stop()
+        kind.computed = Computed(computed.losses, computed.norm, computed.outputs, optimizer is not None)
+        kind.graph, self.pool = graph, graph.pool()
+        kind.step = rank.running
+        kind.marks = rank.running.marks if rank.running is not None else []
+
+    def replay(self, kind: Kind, work: Work) -> Computed:
+        """Run the graph on a step's tensors."""
+        rank, optimizer = self.rank, self.rank.updater.optimizer
+        assert kind.graph is not None and kind.data is not None and kind.computed is not None
+        if (read := self.read()) != kind.read:
+            raise UsageError(
+                f"loss_fn reads {changes(kind.read, read)}, and the CUDA graph of this step has the earlier value. "
+                "Let it come with the target, or pass cuda_graph=False."
+            )
+        fill(kind.data, work.data)
+        if kind.with_optimizer and optimizer is not None:
+            for rate, group in zip(self.rates, optimizer.param_groups, strict=True):
+                rate.fill_(float(group["lr"]))
+        kind.graph.replay()
+        for name, gradient in kind.gradients.items():
+            rank.trainable[name].grad = gradient
+        rank.running = kind.step
+        if kind.step is not None:
+            kind.step.marks = kind.marks
+        made = kind.computed  # in memory that the next replay uses again
+        outputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, made.outputs)
+        return Computed(made.losses.clone(), made.norm.clone(), outputs, made.updated)
+
+    def fixed_options(self) -> str:
+        """What a captured optimizer takes from its groups besides parameters and learning rates."""
+        optimizer = self.rank.updater.optimizer
+        groups = optimizer.param_groups if optimizer is not None else []
+        return repr([{k: v for k, v in g.items() if k not in ("params", "lr")} for g in groups])
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """The first value of two readings that is not the same, for people."""
+    places = (place for place in {**before, **after} if before.get(place) != after.get(place))
+    place = next(places)
+    return f"`{place}` (was {before.get(place, 'not there')}, is {after.get(place, 'not there')})"
+
+
+# -- data ----------------------------------------------------------------------------------------------------------
+
+
+def own(leaf: Any, device: torch.device) -> Any:
+    """Memory for such a tensor; anything else as it is."""
+    return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
+
+
+def fill(static: StepData, given: StepData) -> None:
+    """Copy a step's tensors to where its graph reads them."""
+    there, here = (leaves((data.inputs, data.targets)) for data in (static, given))
+    for mine, new in zip(there, here, strict=True):
+        if isinstance(mine, Tensor):
+            mine.copy_(new, non_blocking=True)
+
+
+# -- optimizers ----------------------------------------------------------------------------------------------------
+
+
+def is_capturable(optimizer: Optimizer) -> bool:
+    """Whether it promises to keep nothing that changes on the host: torch's ``capturable``, in every group."""
+    alone = list(nested(optimizer)) == [optimizer]
+    return alone and all(group.get("capturable") for group in optimizer.param_groups)
+
+
+def prepare(optimizer: Optimizer | None) -> None:
+    """Make an optimizer of torch keep its steps, and other numbers of a parameter, on the device, where it can."""
+    if optimizer is None or any("capturable" not in group for group in optimizer.param_groups):
+        return
+    for group in optimizer.param_groups:
+        group["capturable"] = True
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter, {})
+            numbers = {key: t for key, t in state.items() if isinstance(t, Tensor) and t.ndim == 0}
+            state.update({key: number.to(parameter.device) for key, number in numbers.items()})
+
+
+@contextmanager
+def given_rates(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
+    """Within, the groups' learning rates are these tensors."""
+    before = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    try:
+        yield
+    finally:
+        for group, rate in zip(optimizer.param_groups, before, strict=True):
+            group["lr"] = rate

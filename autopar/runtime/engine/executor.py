@@ -1,0 +1,400 @@
+"""One rank's step: a schedule bound to modules, peers and slots, then run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.errors import UsageError
+from autopar.ir.graph import Ref, Value
+from autopar.ir.program import Edge, Program, input_names
+from autopar.ir.pytree import tree_map, unflatten
+from autopar.runtime.comm.symmetric_p2p import Messages
+from autopar.runtime.comm.transport import Delivery, Receipt, Transport
+from autopar.runtime.engine.send_lifetimes import Message, settled
+from autopar.runtime.engine.timer import Stopwatch
+from autopar.schedule.actions import Action, Schedule
+
+NUMBERS = 1 << 11  # of tensors that a microbatch sends from one chunk to another
+FLAGS_NUMBER = NUMBERS - 1  # in tags, past every edge of a pair
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A program with its module: what runs for one microbatch shape."""
+
+    program: Program
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class Span:
+    """Measured compute of one action, without waiting for its inputs; seconds since the rank's first action."""
+
+    action: Action
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What one rank is given for a step, a list entry per microbatch.
+
+    ``inputs`` are the tensors that `input_names` lists of the rank's programs; ``targets`` and ``shares`` (the
+    microbatch's part of the mean over the batch) matter on the last stage.
+    """
+
+    inputs: list[list[torch.Tensor]]
+    targets: list[Any]
+    shares: list[float]
+
+
+NO_DATA = StepData([], [], [])
+
+
+class BoundStep:
+    """A schedule bound to one rank.
+
+    Everything that can be looked up is looked up here, once; `run` only waits, computes and sends.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        position: int,
+        ranks: Sequence[int],
+        chunks: Sequence[Sequence[Chunk]],
+        transport: Transport,
+        device: torch.device,
+        loss_fn: Callable[[Any, Any], torch.Tensor] | None,
+        training: bool,
+    ) -> None:
+        """Bind.
+
+        Args:
+            schedule: the actions of all positions in the pipeline; those of ``position`` are run.
+            ranks: the rank at each position to exchange tensors with.
+            chunks: for each microbatch this rank's chunks to use (those of two microbatches differ in shape only).
+            device: where a microbatch's inputs and targets are taken when their turn comes.
+            loss_fn: on the last stage of a training step.
+            training: keep what backward needs; otherwise run without gradients.
+        """
+        self.position, self.ranks, self.transport = position, ranks, transport
+        self.num_chunks = 1 + max((action.chunk for row in schedule for action in row), default=0) // len(ranks)
+        self.device = device
+        self.loss_fn = loss_fn
+        self.training = training
+        self.data = NO_DATA
+        self.held: dict[Action, Any] = {}  # by forward
+        self.losses: list[torch.Tensor | None] = [None] * len(chunks)
+        self.outputs: list[list[Any]] = [[] for _ in chunks]
+        self.current: Action | None = None
+        self.computing = False
+        self.stopwatch = Stopwatch(device)
+        self.marks: list[tuple[Action, Any, Any]] = []
+        self.keep_outputs = False
+        self.loss_scale = 1.0
+        self.after_backward: Callable[[], None] = lambda: None  # set by whoever has gradients to move then
+        self.sent: dict[Message, list[Delivery]] = {}
+        self.passed: dict[tuple[int, int, int], torch.Tensor] = {}  # from chunk to chunk of this rank, by these and tag
+        self.chunks = chunks
+        self.input_places = [input_places([chunk.program for chunk in own]) for own in chunks]
+        actions = schedule[position]
+        self.mail = transport.mail(*self.messages(actions)) if training and len(ranks) > 1 else transport
+        # Which weights have their last backward in which action: their gradients are complete after it.
+        backwards = [(k, self.chunk_of(a).program) for k, a in enumerate(actions) if a.kind == "B"]
+        last = {weight.name: k for k, program in backwards for weight in program.weights}
+        self.completed = {k: [name for name, own in last.items() if own == k] for k in {*last.values()}}
+        self.work = [self.bind(action) for action in actions]
+        self.settles = settled(position, schedule, self.before, self.after)
+
+    def run(
+        self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
+    ) -> None:
+        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``.
+
+        Args:
+            before_last: is told the names of weights right before the last backward that reaches them.
+        """
+        self.data, self.keep_outputs = data, keep_outputs
+        self.outputs = [[] for _ in self.outputs]
+        self.marks = []
+        for left in (self.sent, self.held, self.passed):  # by a step that raised
+            left.clear()
+        early, last = self.mail.posts_early, len(self.work) - 1
+        posted = self.work[0][1]() if self.work else []
+        with torch.set_grad_enabled(self.training):
+            for k, (action, _, compute) in enumerate(self.work):
+                self.current = action
+                following = self.work[k + 1][1]() if early and k < last else None
+                received = [receipt() for receipt in posted]
+                self.settle(self.settles[k])
+                if before_last is not None and k in self.completed:
+                    before_last(self.completed[k])
+                self.computing, start = True, self.stopwatch.mark()
+                compute(received)
+                self.computing = False
+                self.marks.append((action, start, self.stopwatch.mark()))
+                if k < last:
+                    posted = following if following is not None else self.work[k + 1][1]()
+            self.settle(list(self.sent))
+        self.data, self.current = NO_DATA, None
+
+    def messages(self, actions: Sequence[Action]) -> tuple[Messages, Messages]:
+        """The bytes of every tensor that comes from another rank in a step, and of every one that goes to another."""
+        incoming: dict[tuple[int, int], int] = {}
+        outgoing: dict[tuple[int, int], int] = {}
+        for action in actions:
+            program, forward = self.chunk_of(action).program, action.kind == "F"
+            takes, gives = (program.receives, program.sends) if forward else (program.sends, program.receives)
+            for edges, found, comes in ((takes, incoming, True), (gives, outgoing, False)):
+                wanted = edges if forward else [e for e in edges if e.value.requires_grad]
+                for k, e in self.numbered(wanted):
+                    src, dst = (e.src, e.dst) if forward else (e.dst, e.src)
+                    peer = src if comes else dst
+                    if not self.is_here(peer):
+                        found[self.rank_of(peer), self.tag(k, action.microbatch, src, dst)] = e.value.num_bytes
+        return incoming, outgoing
+
+    def rank_of(self, chunk: int) -> int:
+        """The rank that runs a chunk."""
+        return self.ranks[chunk % len(self.ranks)]
+
+    def is_here(self, chunk: int) -> bool:
+        """Whether this rank runs a chunk."""
+        return chunk % len(self.ranks) == self.position
+
+    def lane(self, src: int, dst: int) -> int:
+        """What keeps the messages of two chunks apart from others between their ranks."""
+        return lane_of(src, dst, len(self.ranks), self.num_chunks)
+
+    def tag(self, number: int, microbatch: int, src: int, dst: int) -> int:
+        """A tag that is unique among the tensors of one directed pair of ranks in one step."""
+        return (microbatch * self.num_chunks**2 + self.lane(src, dst)) * NUMBERS + number
+
+    def send(self, tensor: torch.Tensor, src: int, dst: int, tag: int) -> None:
+        """Send to a chunk during an action; the tensor is freed once `settle` was told of that action and chunk.
+
+        To a chunk of this rank it goes as it is: a view, without a copy.
+        """
+        if self.is_here(dst):
+            self.passed[src, dst, tag] = tensor
+        else:
+            rank, lane = self.rank_of(dst), self.lane(src, dst)
+            self.keep(dst, self.mail.send(tensor.contiguous(), rank, tag, lane))
+
+    def send_flags(self, flags: list[bool], src: int, dst: int, tag: int) -> None:
+        if self.is_here(dst):
+            self.passed[src, dst, tag] = torch.tensor(flags)
+        else:
+            self.keep(dst, self.transport.send_flags(flags, self.rank_of(dst), tag))
+
+    def keep(self, dst: int, delivery: Delivery) -> None:
+        assert self.current is not None
+        self.sent.setdefault((dst, self.current), []).append(delivery)
+
+    def receipt(self, src: int, dst: int, tag: int, receive: Callable[[], Receipt]) -> Callable[[], Receipt]:
+        """What posts a receive; from a chunk of this rank there is nothing to post, and the tensor is taken in time."""
+        return (lambda: lambda: self.passed.pop((src, dst, tag))) if self.is_here(src) else receive
+
+    def settle(self, messages: Sequence[Message]) -> None:
+        """Wait for what was sent to each (chunk, in an action), and let go of it."""
+        for message in messages:
+            for delivery in self.sent.pop(message, ()):
+                delivery()
+
+    def spans(self) -> tuple[Span, ...]:
+        """What each action of the last run took, in order; times count from the first action's start."""
+        seconds = self.stopwatch.seconds
+        return tuple(
+            Span(a, seconds(self.marks[0][1], start), seconds(self.marks[0][1], end)) for a, start, end in self.marks
+        )
+
+    def started_ns(self) -> int:
+        """When on the host's clock the first action of the last run started; error as `Stopwatch.host_ns`."""
+        return self.stopwatch.host_ns(self.marks[0][1]) if self.marks else 0
+
+    def here(self, leaf: Any) -> Any:
+        """A tensor on this rank's device; anything else as it is."""
+        return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
+
+    def chunk_of(self, action: Action) -> Chunk:
+        """What an action of this rank runs."""
+        return self.chunks[action.microbatch][action.chunk // len(self.ranks)]
+
+    def before(self, action: Action) -> tuple[Action, ...]:
+        """The actions of other chunks whose tensors an action of this rank takes."""
+        program = self.chunk_of(action).program
+        chunks = {e.src for e in program.receives} if action.kind == "F" else {e.dst for e in program.sends}
+        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
+
+    def after(self, action: Action) -> tuple[Action, ...]:
+        """The actions of other chunks that take the tensors of an action of this rank."""
+        program = self.chunk_of(action).program
+        chunks = {e.dst for e in program.sends} if action.kind == "F" else {e.src for e in program.receives}
+        return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
+
+    def bind(self, action: Action) -> tuple[Action, Callable[[], list[Receipt]], Callable[..., None]]:
+        """The action, what posts its receives, and what computes it once they are there."""
+        chunk = self.chunk_of(action)
+        if action.kind == "F":
+            return action, self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
+        return action, self.bind_gradients(chunk.program, action), self.bind_backward(chunk.program, action)
+
+    def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[Receipt]]:
+        """What posts the receives of values, or of their gradients, one per edge."""
+        calls: list[Callable[[], Receipt]] = []
+        for k, e in self.numbered(edges):
+            shape, dtype = [e.value.shape[d] for d in e.value.memory_order], getattr(torch, e.value.dtype)
+            src, dst = (e.src, e.dst) if action.kind == "F" else (e.dst, e.src)
+            tag = self.tag(k, action.microbatch, src, dst)
+            receive = partial(self.mail.receive, shape, dtype, self.rank_of(src), tag, self.lane(src, dst))
+            calls.append(self.receipt(src, dst, tag, receive))
+        return lambda: [call() for call in calls]
+
+    def bind_gradients(self, program: Program, action: Action) -> Callable[[], list[Receipt]]:
+        """What posts the receives of gradients, one per edge, then of their flags, one per peer."""
+        edges = [e for e in program.sends if e.value.requires_grad]
+        gradients = self.bind_receives(edges, action)
+        flags: list[Callable[[], Receipt]] = []
+        for src, n in Counter(e.dst for e in edges).items():
+            tag = self.tag(FLAGS_NUMBER, action.microbatch, src, program.stage)
+            receive = partial(self.transport.receive_flags, n, self.rank_of(src), tag)
+            flags.append(self.receipt(src, program.stage, tag, receive))
+        return lambda: [*gradients(), *(call() for call in flags)]
+
+    def numbered(self, edges: Sequence[Edge]) -> list[tuple[int, Edge]]:
+        """Edges with their place among those of their directed pair: the same number at both ends."""
+        counts: dict[tuple[int, int], int] = {}
+        numbered = []
+        for edge in edges:
+            pair = (edge.src, edge.dst)
+            numbered.append((counts.setdefault(pair, 0), edge))
+            counts[pair] += 1
+        return numbered
+
+    def bind_forward(self, chunk: Chunk, action: Action) -> Callable[[list[torch.Tensor]], None]:
+        program, module, i = chunk.program, chunk.module, action.microbatch
+        inputs = self.input_places[i][action.chunk // len(self.ranks)]
+        place = {name: k for k, name in enumerate(program.results)}
+        # Without gaps and in their order in memory: a cut changes neither the memory format (channels_last stays fast)
+        # nor the kernels chosen after it, and with them the last bits of the result.
+        sends = [
+            (place[e.value.name], e.value.memory_order, e.src, e.dst, self.tag(k, i, e.src, e.dst))
+            for k, e in self.numbered(program.sends)
+        ]
+        orders = [inverse(e.value.memory_order) for e in program.receives]
+        tracked = [e.value.requires_grad for e in program.receives]
+        roots = [place[v.name] for v in unique_values(program.sends) if v.requires_grad]
+
+        def forward(received: list[torch.Tensor]) -> None:
+            received = [tensor.permute(order) for tensor, order in zip(received, orders, strict=True)]
+            if self.training:
+                for tensor, wanted in zip(received, tracked, strict=True):
+                    tensor.requires_grad_(wanted)
+            results = module(*(self.here(self.data.inputs[i][k]) for k in inputs), *received)
+            for k, order, src, dst, tag in sends:
+                self.send(results[k].detach().permute(order), src, dst, tag)
+            # Gradient edges, not tensors: once sent, an output's memory is not needed for backward.
+            edges = [gradient_edge(results[k]) for k in roots] if self.training else []
+            if program.out_spec is not None:
+                self.finish(program, results, place, edges, i)
+            if self.training:
+                self.held[action] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
+
+        return forward
+
+    def finish(
+        self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int
+    ) -> None:
+        """On the last stage: the loss of one microbatch, and its outputs if they are wanted."""
+        leaves = [results[place[leaf.name]] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
+        if self.loss_fn is not None:
+            loss = self.loss_fn(unflatten(leaves, program.out_spec), tree_map(self.here, self.data.targets[i]))
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+                raise UsageError(
+                    f"loss_fn must return a tensor with one element, the mean loss over its samples; it returned "
+                    f'{got}. Use reduction="mean", or call .mean() on it.'
+                )
+            loss = loss * self.data.shares[i]
+            self.losses[i] = loss.detach()
+            if self.training and not loss.requires_grad:
+                raise UsageError(
+                    "The loss has no gradient: loss_fn detached it, or nothing that it reads can be trained. "
+                    "Return a loss that depends on the model's outputs, without .item() or .detach()."
+                )
+            edges.append(gradient_edge(loss))
+        if self.keep_outputs:
+            # While training, what an earlier stage made may lie where the next step's comes.
+            own = torch.Tensor.clone if self.training else torch.Tensor.detach
+            self.outputs[i] = [own(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+
+    def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
+        i, stage, forward = action.microbatch, program.stage, replace(action, kind="F")
+        values = [v for v in unique_values(program.sends) if v.requires_grad]
+        position = {v.name: k for k, v in enumerate(values)}
+        edges_out = [e for e in program.sends if e.value.requires_grad]
+        readers = [(position[e.value.name], inverse(e.value.memory_order), e.dst) for e in edges_out]
+        peers = list(Counter(e.dst for e in edges_out))
+        tracked = [e for e in program.receives if e.value.requires_grad]
+        back = [(e.value.memory_order, e.src, self.tag(k, i, stage, e.src)) for k, e in self.numbered(tracked)]
+
+        def backward(received: list[torch.Tensor]) -> None:
+            inputs, edges = self.held.pop(forward)
+            gradients: dict[int, torch.Tensor] = {}
+            exists = {p: iter(flags.tolist()) for p, flags in zip(peers, received[len(readers) :], strict=True)}
+            for (k, order, dst), tensor in zip(readers, received):
+                if next(exists[dst]):
+                    gradient = tensor.permute(order)
+                    gradients[k] = gradients[k] + gradient if k in gradients else gradient
+            loss = self.losses[i] if program.out_spec is not None else None
+            if loss is not None:
+                gradients[len(values)] = torch.full_like(loss, self.loss_scale)
+            roots = [(e, gradients[k]) for k, e in enumerate(edges) if e is not None and k in gradients]
+            if roots:
+                torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
+                self.after_backward()
+            # Zeros fill the place of a gradient that there is none of; the flags keep them from counting as one, which
+            # would have weight decay change parameters that the loss does not depend on.
+            flags: dict[int, list[bool]] = {}
+            for tensor, (order, dst, tag) in zip(inputs, back, strict=True):
+                flags.setdefault(dst, []).append(tensor.grad is not None)
+                gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
+                self.send(gradient.permute(order), stage, dst, tag)
+            for dst, own in flags.items():
+                self.send_flags(own, stage, dst, self.tag(FLAGS_NUMBER, i, stage, dst))
+
+        return backward
+
+
+def lane_of(src: int, dst: int, pp: int, chunks: int) -> int:
+    """The number of two chunks among those of their ranks. Messages are in order between chunks, not between ranks."""
+    return src // pp * chunks + dst // pp
+
+
+def input_places(programs: Sequence[Program]) -> list[list[int]]:
+    """Where each program's inputs are among those that a rank is given for a microbatch."""
+    names = input_names(programs)
+    return [[names.index(value.name) for value in program.inputs] for program in programs]
+
+
+def gradient_edge(tensor: torch.Tensor) -> Any:
+    """Where a tensor's gradient enters its graph; None for one that has no graph after all."""
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def inverse(order: Sequence[int]) -> list[int]:
+    """The permutation that undoes ``order``."""
+    return [order.index(d) for d in range(len(order))]
+
+
+def unique_values(edges: Sequence[Edge]) -> list[Value]:
+    """The values that travel over the edges, each once, in order."""
+    return list({e.value.name: e.value for e in edges}.values())

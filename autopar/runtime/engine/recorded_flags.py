@@ -1,0 +1,103 @@
+"""What hosts ask each other during a step, remembered: a step that is captured for replay cannot ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+
+from autopar.runtime.comm.symmetric_collectives import Boards
+from autopar.runtime.comm.symmetric_p2p import Messages
+from autopar.runtime.comm.transport import Delivery, Gathering, Mail, Receipt, Transport
+
+Mood = Literal["asking", "noting", "recalling"]
+
+
+class Answers:
+    """A transport in front of another one, to which it passes everything on.
+
+    Flags (which gradients there are) are the only messages that steer a rank's host. They follow from the programs and
+    from what ``loss_fn`` reads, so they are the same in every step of a kind. While the mood is "noting", answers are
+    written down in the order in which they come; while it is "recalling" they are read from there and nothing is sent.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
+        self.rank, self.posts_early = transport.rank, transport.posts_early
+        self.mood: Mood = "asking"
+        self.noted: list[list[int]] = []
+        self.position = 0
+
+    def note(self) -> None:
+        """Write down the answers from here on."""
+        self.mood, self.noted = "noting", []
+
+    def recall(self, noted: list[list[int]]) -> None:
+        """Answer from what was noted."""
+        self.mood, self.noted, self.position = "recalling", noted, 0
+
+    def stop(self) -> list[list[int]]:
+        """Ask again from here on; what was noted."""
+        self.mood = "asking"
+        return self.noted
+
+    def recalled(self) -> torch.Tensor:
+        """The next of the noted answers."""
+        self.position += 1
+        return torch.tensor(self.noted[self.position - 1])
+
+    def written(self, flags: torch.Tensor) -> torch.Tensor:
+        """An answer that has come, noted if it is to be."""
+        if self.mood == "noting":
+            self.noted.append(flags.tolist())
+        return flags
+
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+        return (lambda: None) if self.mood == "recalling" else self.transport.send_flags(flags, dst, tag)
+
+    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+        if self.mood == "recalling":
+            return self.recalled
+        receipt = self.transport.receive_flags(count, src, tag)
+        return lambda: self.written(receipt())
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        if self.mood == "recalling":
+            return self.recalled().tolist()
+        return self.written(torch.tensor(self.transport.sum_flags(flags, ranks))).tolist()
+
+    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+        return self.transport.mail(incoming, outgoing)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+        return self.transport.send(tensor, dst, tag, lane)
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+        return self.transport.receive(shape, dtype, src, tag, lane)
+
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+        return self.transport.start_sum(tensor, ranks, root)
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        return self.transport.start_reduce_scatter(flat, ranks)
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+        return self.transport.start_all_gather(flat, ranks)
+
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+        return self.transport.start_broadcast(tensor, ranks, root)
+
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+        return self.transport.start_gather(flat, ranks, root)
+
+    def start_scatter(
+        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
+    ) -> Delivery:
+        return self.transport.start_scatter(flat, rows, ranks, root)
+
+    def boards(self, ranks: Sequence[int]) -> Boards | None:
+        return self.transport.boards(ranks)
+
+    def close(self) -> None:
+        self.transport.close()

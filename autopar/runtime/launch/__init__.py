@@ -1,0 +1,1 @@
+"""Worker processes, torchrun and srun, failures, and which devices there are."""

@@ -1,0 +1,304 @@
+"""Worker processes of a plain script or notebook: started, commanded, and ended together."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing import Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import cloudpickle
+import torch
+import torch.distributed as dist
+
+from autopar.errors import UsageError, WorkerError
+from autopar.runtime.launch.ipc import Encoded, Line, culprit
+from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
+from autopar.runtime.launch.torch_settings import TorchSettings
+from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start
+from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
+
+GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
+EXIT_SECONDS = 3.0  # for a worker to leave by itself when its connection closes
+# Commands that only read their tensors; on a GPU they copy them there.
+BORROWERS = frozenset({"forward", "begin", "forward_backward", "train_step"})
+# Of these a GPU's worker replies as soon as they are launched; what they came to is read later.
+STEPS = frozenset({"forward_backward", "train_step"})
+
+
+class WorkerPool:
+    """One worker process per rank on this machine.
+
+    A worker that dies or raises ends all of them, and the call that was running raises one error. Workers end by
+    themselves when this process does, however it ends: each watches its connection.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[RankSpec],
+        tensors: Sequence[Mapping[str, torch.Tensor]],
+        backend: str,
+        timeout_seconds: float,
+        num_threads: int,
+    ) -> None:
+        """Start the workers and hand each its weights.
+
+        Args:
+            tensors: each rank's weights by name.
+            timeout_seconds: longest wait for a peer inside a step.
+            num_threads: of each worker, on CPU.
+        """
+        settings = TorchSettings.current()
+        self.mesh = specs[0].mesh
+        self.numbers: Sequence[int] = range(len(specs))  # all ranks: this process drives them
+        pickled = [pickled_spec(spec) for spec in specs]  # before any process starts
+        self.failed: str | None = None
+        self.timeout_seconds = timeout_seconds
+        self.call_seconds = 0.0  # of the last call, transfer of its arguments and results included
+        self.begun: dict[int, str] = {}  # steps that were launched and not read yet, by number, as errors call them
+        self.num_begun = 0
+        self.on_gpu = [torch.device(spec.device).type == "cuda" for spec in specs]
+        self.lines: list[Line] = []
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self._finalizer = weakref.finalize(self, stop, self.processes, self.lines, EXIT_SECONDS)
+        # No port to choose or to race for: the store picks a free one.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
+            "OMP_NUM_THREADS": str(num_threads),
+        }
+        for spec in specs:
+            ours, theirs = Pipe()
+            there, back = shared_file(), shared_file()
+            self.lines.append(Line(ours, SharedMemory(there), SharedMemory(back)))
+            inherited = (theirs.fileno(), there, back)
+            command = [sys.executable, "-m", "autopar.runtime.launch", *map(str, inherited), str(spec.rank)]
+            self.processes.append(
+                subprocess.Popen(
+                    command,
+                    pass_fds=inherited,
+                    stdin=subprocess.DEVNULL,
+                    env=environment,
+                    start_new_session=True,  # keeps the terminal's Ctrl-C from the workers
+                )
+            )
+            theirs.close()
+        starts = [
+            Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
+            for spec in pickled
+        ]
+        self.call(
+            "start", {rank: (start, dict(t)) for rank, (start, t) in enumerate(zip(starts, tensors, strict=True))}
+        )
+
+    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+        """Run one command on every rank, with its own arguments; the results by rank.
+
+        Raises:
+            WorkerError: a rank raised or died; all workers are ended.
+            UsageError: the workers are gone already, or an argument cannot be sent; then no worker was told anything.
+        """
+        if name in STEPS and all(self.on_gpu) and not any(own[0].keep_outputs for own in arguments.values()):
+            return self.begin(name, arguments)
+        return self.carry_out(name, name, arguments)
+
+    def begin(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+        """Launch a step, of which the ranks' outcomes are read later: meanwhile the caller can prepare the next one."""
+        step, self.num_begun = self.num_begun, self.num_begun + 1
+        self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()})
+        self.begun[step] = f"{name} of step {arguments[0][0].num_updates}"
+        read = functools.cache(lambda: self.read(step))
+        return {rank: StepOutcome(read, []) for rank in self.numbers}
+
+    def read(self, step: int) -> StepNumbers:
+        """The numbers of a step that was launched; waits for it. The time is that of the slowest rank.
+
+        All ranks are asked, although each has the numbers: an error of any GPU shows in what waits for it.
+        """
+        found = self.carry_out("read", self.begun[step], dict.fromkeys(self.numbers, (step,)))
+        del self.begun[step]
+        seconds = [own.device_seconds for own in found.values() if own.device_seconds is not None]
+        return replace(found[max(found)], device_seconds=max(seconds, default=None))
+
+    def carry_out(self, command: str, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+        """Send a command to all workers and wait for their replies; ``name`` is what errors call it."""
+        if self.failed is not None:
+            raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
+        start = time.perf_counter()
+        messages = [self.encoded(rank, command, name, arguments[rank]) for rank in self.numbers]
+        try:
+            for rank, (line, message) in enumerate(zip(self.lines, messages, strict=True)):
+                try:
+                    line.send(message)
+                except OSError:
+                    self.fail(name, {rank: None})
+            results = self.collect(name)
+        except BaseException as error:
+            if self.failed is None:
+                self.failed = f"{type(error).__name__} during {name}."
+            self.close(0.0)
+            raise
+        self.call_seconds = time.perf_counter() - start
+        return results
+
+    def encoded(self, rank: int, command: str, name: str, own: tuple) -> Encoded:
+        """One rank's message for a command.
+
+        Raises:
+            UsageError: an argument cannot be pickled, or there is no room for its tensors.
+        """
+        try:
+            return self.lines[rank].encode((command, own), lend=self.on_gpu[rank] and command in BORROWERS)
+        except OSError as error:
+            raise UsageError(
+                f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "
+                f"memory: {error.strerror}. The workers were told nothing. Use a smaller batch, or give the machine or "
+                "container more memory."
+            ) from error
+        except Exception as error:
+            raise cannot_send(name, own, "arguments", error) from error
+
+    def collect(self, name: str) -> dict[int, Any]:
+        """Wait for every rank's reply; once one has come, no longer than the timeout for each of the others."""
+        results: dict[int, Any] = {}
+        patience = max(self.timeout_seconds, START_SECONDS) if name == "start" else self.timeout_seconds
+        while len(results) < len(self.lines):
+            silent = set(range(len(self.lines))) - set(results)
+            replies = self.replies(silent, patience if results else None)
+            results |= {rank: result for rank, (ok, result) in replies.items() if ok}
+            failures = {rank: result for rank, (ok, result) in replies.items() if not ok}
+            if failures or not replies:
+                self.fail(name, self.reasons(failures, silent - set(replies)))
+        return dict(sorted(results.items()))
+
+    def replies(self, silent: Collection[int], seconds: float | None) -> dict[int, tuple[bool, Any]]:
+        """The replies that come first, by rank; none if nothing comes in time. (False, None) for a rank that died."""
+        come: dict[int, tuple[bool, Any]] = {}
+        waiting = {self.lines[rank].connection: rank for rank in silent}
+        for connection in wait(list(waiting), seconds):
+            rank = waiting[connection]  # type: ignore[index]
+            try:
+                reply = self.lines[rank].receive()
+            except (EOFError, OSError):
+                come[rank] = (False, None)
+                continue
+            try:
+                come[rank] = self.lines[rank].decode(reply)
+            except Exception as error:
+                details = "".join(traceback.format_exception(error))
+                come[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
+        return come
+
+    def reasons(self, failures: dict[int, Failure | None], silent: set[int]) -> dict[int, Failure | None]:
+        """All that can be learned about a failure: the first rank to be heard is not always the cause.
+
+        Where all that failed only noticed that a peer is silent, the silent ones are asked where they are.
+        """
+        failures = failures | self.late_failures(silent)
+        if all(f is not None and f.secondary for f in failures.values()):
+            for rank in silent:
+                with suppress(OSError):  # one that died is noticed by its closed connection
+                    self.lines[rank].send(self.lines[rank].encode(WHERE))
+            failures |= self.late_failures(silent)
+            failures |= {r: Failure(r, "", "no reply, and it does not say where it is", "", False) for r in silent}
+        return failures
+
+    def late_failures(self, silent: set[int]) -> dict[int, Failure | None]:
+        """Failures of other ranks in the next moment; those that are heard leave ``silent``."""
+        failures: dict[int, Failure | None] = {}
+        deadline = time.monotonic() + GRACE_SECONDS
+        while silent and (left := deadline - time.monotonic()) > 0:
+            for rank, (ok, result) in self.replies(silent, left).items():
+                silent.remove(rank)
+                if not ok:
+                    failures[rank] = result
+        return failures
+
+    def fail(self, name: str, failures: Mapping[int, Failure | None]) -> None:
+        """Raise the one error for a failed command. ``None`` stands for a rank that died."""
+        dead = [r for r, f in failures.items() if f is None]
+        if dead:
+            code = self.exit_code(dead[0])
+            self.failed = (
+                f"{rank_text(self.mesh, dead[0]).capitalize()} died during {name}: {code}. All other ranks were ended."
+            )
+            raise WorkerError(
+                f"{self.failed} If nobody killed it, the system may have run out of memory: "
+                "use more microbatches or more devices."
+            )
+        told = sorted((f for f in failures.values() if f is not None), key=lambda f: f.secondary)
+        first = told[0]
+        if first.user_error is not None:
+            self.failed = str(first.user_error)
+            raise first.user_error
+        where = f" in action {first.action}" if first.action else ""
+        error = first.error.removesuffix(".")
+        self.failed = f"{rank_text(self.mesh, first.rank).capitalize()} failed during {name}{where}: {error}."
+        earlier = ", ".join(other for other in self.begun.values() if other != name)
+        before = (
+            f" A GPU's error may come from what was launched before and not read yet: {earlier}." if earlier else ""
+        )
+        others = "".join(f"\nRank {f.rank}, in action {f.action or name}: {f.error}" for f in told[1:])
+        raise WorkerError(f"{self.failed} All other ranks were ended.{before}\n\n{first.details.rstrip()}{others}")
+
+    def exit_code(self, rank: int) -> str:
+        """How a dead worker ended, in words."""
+        try:
+            code = self.processes[rank].wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "its connection closed"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def close(self, patience_seconds: float = EXIT_SECONDS) -> None:
+        """End all workers; those that do not leave in time are killed. May be called again."""
+        if self.failed is None:
+            self.failed = "closed."
+        self._finalizer.detach()
+        stop(self.processes, self.lines, patience_seconds)
+
+
+def pickled_spec(spec: RankSpec) -> bytes:
+    """A rank's spec with the user's callables.
+
+    Raises:
+        UsageError: one of them cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps(spec)
+    except Exception as error:
+        raise cannot_send("parallelize", spec, "", error) from error
+
+
+def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageError:
+    """The error that names the part of an argument which cannot be pickled."""
+    where = culprit(thing, name).removeprefix(".")
+    return UsageError(
+        f"{command} cannot send {where}, to the worker processes: {error}. The workers were told nothing. "
+        "Pass tensors and plain data, and open files, locks and connections inside the functions that use them."
+    )
+
+
+def stop(processes: list[subprocess.Popen[bytes]], lines: list[Line], patience_seconds: float) -> None:
+    """Close the lines, wait for the workers to leave, kill the rest."""
+    for line in lines:
+        line.close()
+    deadline = time.monotonic() + patience_seconds
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    lines.clear()
+    processes.clear()

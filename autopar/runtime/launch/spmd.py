@@ -1,0 +1,344 @@
+"""This process is a rank: alone, or one of those that a launcher (torchrun, srun) started."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import re
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import UsageError
+from autopar.ir.layout import TP
+from autopar.ir.pytree import tree_map
+from autopar.runtime.comm.connect import connected_rank, init_process_group
+from autopar.runtime.comm.transport import Hub, LocalTransport, TransportError, started
+from autopar.runtime.launch.environment import launched, launcher_store
+from autopar.runtime.launch.failure_watch import Alarm, leave
+from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
+from autopar.runtime.rank import Rank
+from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
+from autopar.sharding.tensors import part
+
+# Commands whose result every rank already has, or, of a step, what its caller needs of it: nothing is gathered after
+# them. Outputs that are kept are fetched from the rank that has them, see `TorchrunRanks.outputs`.
+REPLICATED = frozenset({
+    "add_programs", "forward", "forward_backward", "train_step", "optimizer_step", "zero_grad", "scheduler_step",
+    "load", "swap_ema", "learning_rates", "loss_scale",
+})  # fmt: skip
+
+FEW = 4  # parts of a decision that an error lists
+
+# Numbers this process's groups: addresses that an earlier group left in the store must not be taken for a new one's.
+ROUNDS = itertools.count()
+
+
+class RandomState:
+    """Random numbers of a rank that shares its process with the user's script: neither sees the other's draws."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.on_gpu = device.type == "cuda"
+        self.devices = [device] if self.on_gpu else []
+        with torch.random.fork_rng(self.devices):
+            torch.default_generator.manual_seed(seed)
+            if self.on_gpu:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
+            self.states = self.current()
+
+    def current(self) -> list[torch.Tensor]:
+        """The process's state: the CPU's, then the GPU's."""
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Within ``with`` the process draws from this state, which goes on where it ended."""
+        with torch.random.fork_rng(self.devices):
+            torch.set_rng_state(self.states[0])
+            for state, device in zip(self.states[1:], self.devices):
+                torch.cuda.set_rng_state(state, device)
+            try:
+                yield
+            finally:
+                self.states = self.current()
+
+
+class LocalRanks:
+    """A single rank in this process: no workers, no copies of inputs."""
+
+    def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+        self.failed: str | None = None
+        self.call_seconds = 0.0  # of the last call
+        self.numbers: Sequence[int] = (0,)
+        copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        self.rank = Rank(spec, copies, LocalTransport(spec.rank, Hub()))
+        self.random = RandomState(spec.rank_seed, self.rank.device)
+
+    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+        """Run one command here."""
+        with going_on(self, name), self.random.active():
+            result = carry_out(self.rank, name, arguments[0])
+        return {0: read_under(result, lambda: going_on(self, name))}
+
+    def close(self) -> None:
+        self.failed = self.failed or "close() was called."
+        self.rank.close()
+
+
+class TorchrunRanks:
+    """This process's rank among those of a launcher; every rank makes the same calls in the same order.
+
+    An exception carries the rank and action as a note and is left to the launcher, which ends the other ranks.
+    """
+
+    def __init__(
+        self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], backend: str, timeout_seconds: float, decision: str
+    ) -> None:
+        """Join the process group (the caller's own if there is one) and take rank 0's weights.
+
+        Args:
+            tensors: whole weights; all ranks have the same names.
+            decision: what the ranks must agree on: each has planned for itself.
+
+        Raises:
+            UsageError: they do not.
+        """
+        self.failed: str | None = None
+        self.closed = False
+        self.call_seconds = 0.0  # of the last call
+        self.unread = 0  # steps that were launched on a GPU, and whose numbers nobody has waited for
+        self.numbers: Sequence[int] = (spec.rank,)
+        device, world = torch.device(spec.device), spec.mesh.devices
+        self.joined = not dist.is_initialized()
+        self.alarm: Alarm | None = None  # where the caller's own group leaves no store to speak through
+        self.opened = ExitStack()  # process groups, and what needs them
+        if self.joined:
+            launch = launched()
+            assert launch is not None
+            store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
+            init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
+            self.opened.callback(dist.destroy_process_group)
+            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank), waits_of(self))
+        try:
+            with self.telling("parallelize"):
+                # For objects, whatever carries the tensors.
+                self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
+                self.opened.callback(dist.destroy_process_group, self.control)
+                check_agreement(self.all_of(decision), spec.rank)
+                own = self.received(spec, tensors)
+                self.rank = connected_rank(spec, own, timeout_seconds, self.opened)
+        except BaseException:
+            self.close()
+            raise
+        self.random = RandomState(spec.rank_seed, device)
+
+    def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """This rank's parts of rank 0's weights."""
+        own = {weight.name for weight in spec.weights}
+        received = {}
+        for name, tensor in sorted(tensors.items()):
+            copy = tensor.detach().cpu().contiguous().clone()
+            dist.broadcast(copy, 0, group=self.control)
+            if name in own:
+                received[name] = part(copy, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard})
+        return received
+
+    def gathered(self, thing: Any) -> list[Any]:
+        """What each rank passes here, by rank; all of them make the call."""
+        check_open(self)
+        with self.guarding("gathering what all ranks have"):
+            return self.all_of(thing)
+
+    def all_of(self, thing: Any) -> list[Any]:
+        things: list[Any] = [None] * dist.get_world_size()
+        try:
+            dist.all_gather_object(things, thing, group=self.control)
+        except RuntimeError as error:
+            raise TransportError(f"gathering what all ranks have: {error}") from error
+        return things
+
+    def exchange(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
+        """Start telling all ranks a few whole numbers, as many on each; the result waits for those of all, by rank.
+
+        The hosts talk to each other, so this waits for no GPU, and none for it as long as steps are launched ahead.
+        """
+        check_open(self)
+        own = torch.tensor(numbers, dtype=torch.int64)
+        rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        with self.guarding("agreeing on a batch"):
+            delivery = started(
+                lambda: dist.all_gather(rows, own, group=self.control, async_op=True), "agreeing on a batch"
+            )
+
+        def told() -> list[list[int]]:
+            with self.guarding("agreeing on a batch"):
+                delivery()
+            return [row.tolist() for row in rows]
+
+        return told
+
+    def outputs(self, own: Any, source: int, readers: Sequence[int]) -> Any:
+        """What rank ``source`` passes as its own, on all of ``readers``, which make the call with it."""
+        with self.guarding("passing outputs on"):
+            given = [own]
+            try:
+                if self.rank.spec.rank != source:
+                    dist.recv_object_list(given, source, group=self.control)
+                    return tree_map(self.here, given[0])
+                told = [tree_map(on_cpu, own)]
+                for reader in readers:
+                    if reader != source:
+                        dist.send_object_list(told, reader, group=self.control)
+            except RuntimeError as error:
+                raise TransportError(f"passing outputs on from rank {source}: {error}") from error
+            return own
+
+    def here(self, leaf: Any) -> Any:
+        return leaf.to(self.rank.device) if isinstance(leaf, torch.Tensor) else leaf
+
+    def telling(self, what: str) -> AbstractContextManager[None]:
+        """The alarm around a command, where there is one."""
+        return self.alarm.guarding(what) if self.alarm else nullcontext()
+
+    @contextmanager
+    def guarding(self, what: str) -> Iterator[None]:
+        """Around whatever waits for other ranks: a failure of theirs ends it, and one of this rank is told to them."""
+        try:
+            with self.telling(what):
+                yield
+        except BaseException:
+            atexit.register(leave, weakref.ref(self.rank))
+            raise
+
+    def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
+        """Run one command on this rank; the results of all ranks, or this one's where that is all that is needed."""
+        number = self.rank.spec.rank
+        with going_on(self, name), self.guarding(name):
+            with self.random.active():
+                result = carry_out(self.rank, name, arguments[number])
+            if name not in REPLICATED:
+                return dict(enumerate(self.all_of(result)))
+        result = read_under(result, lambda: self.reading(name))
+        self.unread += isinstance(result, StepOutcome) and not isinstance(result.numbers, StepNumbers)
+        return {number: result}
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Around the wait for a step's numbers."""
+        with going_on(self, name), self.guarding(name):
+            yield
+        self.unread -= 1
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.failed = self.failed or "close() was called."
+        # A communicator may wait for a rank that is gone.
+        with self.telling("close"):
+            if dist.is_initialized():
+                self.opened.close()
+        if self.alarm is not None:
+            self.alarm.close()
+
+
+def waits_of(ranks: TorchrunRanks) -> Callable[[], bool]:
+    """Whether they have steps that nobody has waited for; does not keep a model that was dropped."""
+    own = weakref.ref(ranks)
+
+    def waits() -> bool:
+        ranks = own()
+        return ranks is not None and ranks.failed is None and ranks.unread > 0
+
+    return waits
+
+
+@contextmanager
+def going_on(ranks: LocalRanks | TorchrunRanks, command: str) -> Iterator[None]:
+    """Around a command, which is timed. After one that raised the ranks take no other.
+
+    It may have left gradients of some microbatches, half of an update, or used up random numbers.
+
+    Raises:
+        UsageError: an earlier one has raised, or the ranks are closed.
+    """
+    check_open(ranks)
+    start = time.perf_counter()
+    try:
+        yield
+    except BaseException as error:
+        ranks.failed = f"{type(error).__name__} during {command}."
+        raise
+    ranks.call_seconds = time.perf_counter() - start
+
+
+def check_open(ranks: LocalRanks | TorchrunRanks) -> None:
+    """Raise a UsageError if a command has raised, or the ranks are closed."""
+    if ranks.failed is not None:
+        raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
+
+
+def check_agreement(decisions: Sequence[str], rank: int) -> None:
+    """Compare what all ranks decided, each for itself.
+
+    Raises:
+        UsageError: says in what this rank and another one differ.
+    """
+    other = next((number for number, decision in enumerate(decisions) if decision != decisions[rank]), None)
+    if other is not None:
+        mine, theirs = (re.split("; |, ", decisions[number]) for number in (rank, other))
+        raise UsageError(
+            f"The {len(decisions)} ranks do not run the same plan: rank {rank} has {beyond(mine, theirs)}; "
+            f"rank {other} has {beyond(theirs, mine)}. Their models, arguments or machines differ. Plan once with "
+            "`autopar plan … -o plan.json` and pass plan= on each."
+        )
+
+
+def beyond(words: Sequence[str], others: Sequence[str]) -> str:
+    """The first few words that are not among the others, as one text."""
+    own = [word for word in words if word not in others]
+    more = f" and {len(own) - FEW} more" if len(own) > FEW else ""
+    return (", ".join(own[:FEW]) or "nothing else") + more
+
+
+def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
+    """The result of one command; an exception carries the rank and its action as a note.
+
+    Raises:
+        DeviceMemoryError: the rank's device ran out of memory.
+    """
+    try:
+        # Not in the caller's inference mode: what a rank makes at its first use must serve for training too.
+        with rank.active(), torch.inference_mode(False):
+            return getattr(rank, name)(*arguments)
+    except Exception as error:
+        if (lack := lack_of_memory(error)) is not None:
+            raise out_of_memory(rank, name, lack) from error
+        action = rank.running.current if rank.running else None
+        error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))
+        raise
+
+
+def read_under(result: Any, guard: Callable[[], AbstractContextManager[None]]) -> Any:
+    """A command's result; numbers of a step that are still to be read are waited for inside of ``guard()``."""
+    if not isinstance(result, StepOutcome) or isinstance(result.numbers, StepNumbers):
+        return result
+    read = result.numbers
+
+    def guarded() -> StepNumbers:
+        with guard():
+            return read()
+
+    return replace(result, numbers=guarded)
+
+
+def on_cpu(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,1 @@
+"""Memory of a rank: allocator settings, peaks, errors when it runs out."""

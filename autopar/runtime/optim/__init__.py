@@ -1,0 +1,1 @@
+"""Optimizers on a rank: built, probed, stepped, clipped, scaled; moving averages of weights."""

@@ -1,0 +1,75 @@
+"""What an optimizer keeps of each parameter, found by updating small ones: no list of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autopar.errors import UsageError
+from autopar.ir.graph import Graph, Weight
+from autopar.ir.pytree import leaves
+from autopar.runtime.optim.build import made, needs_closure
+from autopar.runtime.optim.probe import LARGEST, nested
+from autopar.runtime.spec import Parameters
+
+STEPS = 2  # some optimizers keep more after their first step
+
+
+def with_optimizer(graph: Graph, make: Callable[[Parameters], Optimizer]) -> Graph:
+    """A training graph whose weights say what an optimizer keeps of them; raises as `state_bytes`."""
+    kept = state_bytes(make, [weight for weight in graph.weights if weight.requires_grad])
+    return replace(graph, weights=tuple(replace(w, state_bytes=kept.get(w.name, w.state_bytes)) for w in graph.weights))
+
+
+def state_bytes(make: Callable[[Parameters], Optimizer], weights: Sequence[Weight]) -> Mapping[str, float]:
+    """Bytes of state per element that an optimizer keeps of each weight, by name.
+
+    Counters of one element are left out.
+
+    Args:
+        make: the user's callable.
+        weights: all trainable ones, with their whole shapes.
+    Raises:
+        UsageError: the optimizer cannot be made, needs a closure, or fails on small parameters of these kinds.
+    Error: dims are cut to 64. What grows with a parameter's rows and columns instead of its elements (Adafactor) is too
+        large by that, and still little.
+    """
+    # Compiling some optimizers (timm's Kron) would take minutes.
+    with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
+        torch.manual_seed(0)
+        small = {w.name: small_parameter(w) for w in weights}
+        optimizer = made(make, small)
+        if needs_closure(optimizer):
+            return {}  # ranks refuse it, and say why
+        for _ in range(STEPS):
+            for parameter in small.values():
+                parameter.grad = torch.randn_like(parameter)
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise UsageError(
+                    f"The optimizer {type(optimizer).__name__} fails in a trial on {len(small)} small parameters: "
+                    f"{type(error).__name__}: {error}. Choose another one, or groups of parameters that it can update."
+                ) from error
+    kept = {name: kept_bytes(optimizer, parameter) for name, parameter in small.items()}
+    return {name: kept[name] / parameter.numel() for name, parameter in small.items() if parameter.numel()}
+
+
+def small_parameter(weight: Weight) -> nn.Parameter:
+    shape = [min(size, LARGEST) for size in weight.shape]
+    return nn.Parameter(torch.randn(shape, dtype=getattr(torch, weight.stored_dtype)))
+
+
+def kept_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
+    """Bytes of a parameter's state, in the optimizer and those that it wraps."""
+    tensors = {
+        id(leaf): leaf
+        for own in nested(optimizer)
+        for leaf in leaves(dict(own.state.get(parameter, {})))
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0
+    }
+    return sum(tensor.nbytes for tensor in tensors.values())

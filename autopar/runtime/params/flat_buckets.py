@@ -1,0 +1,132 @@
+"""Flat buckets: which parameters travel together, which replica updates each, and where it lies in a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import torch
+
+from autopar.ir.grad_buckets import LARGEST_WASTE, aligned, balanced, grouped, loads
+from autopar.ir.graph import DTYPE_BYTES, Weight
+
+SPARE_BYTES = 8 * 2**20  # of padding: moving it takes as long as starting one more collective (25 µs over NVLink)
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """Parameters of one dtype in one flat buffer, the segments of all owners one after the other.
+
+    ``names`` are in the order of their place, which ``offsets`` tells; segment i is from ``bounds[i]`` to
+    ``bounds[i + 1]``. Without owners there is one segment. ``copy_dtype`` is that of the copies which programs read, or
+    empty where they read the parameters themselves.
+    """
+
+    names: tuple[str, ...]
+    offsets: tuple[int, ...]
+    bounds: tuple[int, ...]
+    dtype: torch.dtype
+    copy_dtype: torch.dtype | None
+
+    @property
+    def numel(self) -> int:
+        return self.bounds[-1]
+
+    @property
+    def segments(self) -> int:
+        """One for each owner, or one for all."""
+        return len(self.bounds) - 1
+
+    @property
+    def even(self) -> bool:
+        """Whether all segments are of one length, so that one collective serves all owners."""
+        return len({high - low for low, high in pairwise(self.bounds)}) == 1
+
+    @property
+    def longest(self) -> int:
+        """Elements of the longest segment."""
+        return max(high - low for low, high in pairwise(self.bounds))
+
+    def segment(self, flat: torch.Tensor, owner: int) -> torch.Tensor:
+        """An owner's part of a buffer."""
+        return flat[self.bounds[owner] : self.bounds[owner + 1]]
+
+    def owned(self, owner: int) -> tuple[str, ...]:
+        """The parameters of an owner."""
+        low, high = self.bounds[owner : owner + 2]
+        return tuple(name for name, offset in zip(self.names, self.offsets, strict=True) if low <= offset < high)
+
+    def views(self, flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Each parameter's part of a buffer, with the shape and the memory order of its counterpart in ``like``."""
+        places = zip(self.names, self.offsets, strict=True)
+        return {name: laid_out(flat[k : k + like[name].numel()], like[name]) for name, k in places}
+
+
+def order_of(tensor: torch.Tensor) -> list[int]:
+    """A tensor's dims from the outermost in memory to the innermost."""
+    return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+
+
+def laid_out(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of a flat tensor with the shape and memory order of another one."""
+    order = order_of(like)
+    return flat.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.ndim)])
+
+
+def replica_owners(
+    stages: Sequence[Sequence[Weight]], holders: Mapping[str, Sequence[int]], num_owners: int
+) -> dict[str, int]:
+    """Which replica updates each trainable weight: whole weights, balanced within every bucket of every stage.
+
+    A weight that several stages hold has one owner on all of them.
+
+    Args:
+        stages: the weights that each stage holds, in the model's order.
+        holders: the stages that hold each weight.
+    """
+    trained = [[weight for weight in own if weight.requires_grad] for own in stages]
+    tied = {w.name: aligned(w.numel) for own in trained for w in own if len(holders.get(w.name, ())) > 1}
+    owners = balanced(tied, num_owners, {})
+    for own in trained:
+        total = [0] * num_owners
+        for group in grouped(own, num_owners):
+            numel = {weight.name: aligned(weight.numel) for weight in group}
+            owners |= balanced(numel, num_owners, owners, total)
+            total = [a + b for a, b in zip(total, loads(numel, owners, num_owners), strict=True)]
+    return owners
+
+
+def flat_buckets(weights: Sequence[Weight], owners: Mapping[str, int], num_replicas: int) -> tuple[FlatBucket, ...]:
+    """The buckets of a rank's trainable weights.
+
+    Args:
+        owners: of all of them, or empty where each replica updates every weight.
+    """
+    num_owners = num_replicas if owners else 1
+    return tuple(placed(group, owners, num_owners) for group in grouped(weights, num_owners))
+
+
+def placed(group: Sequence[Weight], owners: Mapping[str, int], num_owners: int) -> FlatBucket:
+    """A group's bucket: padded to equal segments unless that would add too much."""
+    numel = {weight.name: aligned(weight.numel) for weight in group}
+    owner = {name: owners.get(name, 0) for name in numel}
+    sizes = loads(numel, owner, num_owners)
+    element = DTYPE_BYTES[group[0].stored_dtype]
+    padding = num_owners * max(sizes) - sum(sizes)
+    if padding <= LARGEST_WASTE * sum(sizes) or padding * element <= SPARE_BYTES:
+        sizes = [max(sizes)] * num_owners
+    bounds = [0, *accumulate(sizes)]
+    names = sorted(numel, key=owner.__getitem__)  # stable: within a segment the order of a backward
+    free, offsets = bounds[:-1].copy(), []
+    for name in names:
+        offsets.append(free[owner[name]])
+        free[owner[name]] += numel[name]
+    dtype, copy_dtype = group[0].stored_dtype, group[0].dtype if group[0].master else ""
+    return FlatBucket(
+        tuple(names),
+        tuple(offsets),
+        tuple(bounds),
+        getattr(torch, dtype),
+        getattr(torch, copy_dtype) if copy_dtype else None,
+    )

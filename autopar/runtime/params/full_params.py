@@ -1,0 +1,83 @@
+"""Whole copies of tensor-parallel weights, for optimizers that must see a parameter whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from autopar.ir.layout import TP
+from autopar.runtime.comm.transport import Transport
+from autopar.runtime.params.grad_reduce import Bucket, balanced_owners, buckets_of
+from autopar.runtime.spec import RankSpec
+from autopar.sharding.tensors import part, whole, whole_shape
+
+
+class Wholes:
+    """Brings the parts of some weights together on the one shard that updates each, and the result back.
+
+    Between steps the parts are what counts; a whole copy is made from them before every update, so that nothing that
+    changes a part (loading a state) needs to know of it. A step sends weights and gradients to the owners and the
+    weights back: three times what the other shards hold of the weights.
+    """
+
+    def __init__(
+        self, names: Iterable[str], parts: Mapping[str, nn.Parameter], spec: RankSpec, transport: Transport
+    ) -> None:
+        """``names`` are those of split weights that this replica updates; equal on all shards."""
+        self.parts = {name: parts[name] for name in names}
+        self.spec, self.transport = spec, transport
+        self.shard, self.sizes = spec.place.shard, {TP: spec.mesh.tp}
+        here = dict.fromkeys(self.parts, (spec.place.stage,))
+        self.owners = balanced_owners({name: p.numel() for name, p in self.parts.items()}, here, spec.mesh.tp)
+        # Those that this shard owns.
+        self.owned: dict[str, nn.Parameter] = {}
+        for name, own in self.parts.items():
+            if self.owners[name] == self.shard:
+                self.owned[name] = nn.Parameter(own.new_zeros(whole_shape(own.shape, spec.layout(name), self.sizes)))
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """What travels together this step. A gradient exists on all shards or on none."""
+        return buckets_of({n: p for n, p in self.parts.items() if p.grad is not None}, self.owners)
+
+    def gather(self) -> None:
+        """Give every whole weight that this shard owns its value, and its gradient where there is one."""
+        for own in self.owned.values():
+            own.grad = None
+        for bucket in self.buckets():
+            assert bucket.owner is not None
+            tensors = [t for name in bucket.names for t in (self.parts[name].detach(), self.parts[name].grad)]
+            flat = torch.cat([t.reshape(-1) for t in tensors if t is not None])
+            given = self.transport.start_gather(flat, self.spec.shards, self.spec.shards[bucket.owner])()
+            if bucket.owner == self.shard:
+                sizes = [self.parts[name].numel() for name in bucket.names for _ in range(2)]
+                by_shard = [own.split(sizes) for own in given]
+                for i, name in enumerate(bucket.names):
+                    self.owned[name].data.copy_(self.joined(name, [own[2 * i] for own in by_shard]))
+                    self.owned[name].grad = self.joined(name, [own[2 * i + 1] for own in by_shard])
+
+    def joined(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+        """The whole tensor, from every shard's part in one row."""
+        shape = self.parts[name].shape
+        return whole([({TP: i}, p.view(shape)) for i, p in enumerate(parts)], self.spec.layout(name), self.sizes)
+
+    def scatter(self) -> None:
+        """Give every shard its part of the weights that were updated."""
+        for bucket in self.buckets():
+            assert bucket.owner is not None
+            sizes = [self.parts[name].numel() for name in bucket.names]
+            updated: list[torch.Tensor] = []
+            if bucket.owner == self.shard:
+                updated = [torch.cat([self.cut(name, shard) for name in bucket.names])
+                           for shard in range(self.spec.mesh.tp)]  # fmt: skip
+            flat = self.parts[bucket.names[0]].new_empty(sum(sizes))
+            self.transport.start_scatter(flat, updated, self.spec.shards, self.spec.shards[bucket.owner])()
+            for name, own in zip(bucket.names, flat.split(sizes), strict=True):
+                self.parts[name].data.copy_(own.view(self.parts[name].shape))
+        for own in self.owned.values():
+            own.grad = None
+
+    def cut(self, name: str, shard: int) -> torch.Tensor:
+        """A shard's part of a whole weight, in one row."""
+        return part(self.owned[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)

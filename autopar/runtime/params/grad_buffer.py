@@ -1,0 +1,225 @@
+"""Gradients of a rank, summed over microbatches in flat memory: one buffer, and a call or two, for each bucket."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from autopar.ops import wgrad_accumulation as accumulating_linear
+from autopar.runtime.params.flat_buckets import FlatBucket
+
+LARGE = 2**16  # elements, from which a kernel takes longer than its launch
+LATER_BYTES = 2**20  # gradients of a bucket that take up less can wait until a backward is over
+HAS_TRITON = find_spec("triton") is not None
+
+
+class Gradients:
+    """The sums of what backwards leave.
+
+    Programs read leaves of autograd: the parameters, or low-precision copies of them. What a backward leaves in a
+    leaf's gradient is moved on: added to the parameter's sum in the parameter's dtype, as autocast does for every
+    microbatch. The gradients of a bucket move together, as soon as the last of them came or when the backward is over.
+    Compiled linear layers add to the sums themselves, which `lend` gives them; the little that other layers leave then
+    moves when the backward is over, for all buckets at once, unless somebody waits (``prompt``).
+
+    Sums become the parameters' ``grad`` in `show`, and are taken away again by `hide`, because autograd would add to
+    them parameter by parameter. A step begins without any: `clear` ends each.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[FlatBucket]) -> None:
+        """Watch the parameters; memory is taken when a first gradient comes."""
+        self.parameters, self.buckets = parameters, tuple(buckets)
+        self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
+        self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}  # with memory or without
+        self.moved: Callable[[Sequence[str]], None] = lambda names: None  # is told the names whose sums have grown
+        self.flats: list[torch.Tensor | None] = [None] * len(self.buckets)
+        self.views: dict[str, torch.Tensor] = {}
+        # Weights whose gradients came, with the leaf that has what is still to be moved.
+        self.came: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
+        self.lent: dict[str, Sum] = {}
+        self.hooks: list[RemovableHandle] = []
+        self.grown: set[str] = set()
+        self.prompt = False
+        for name in self.bucket_of:
+            self.watch(name, parameters[name])
+
+    def watch(self, name: str, leaf: nn.Parameter) -> None:
+        """Also move what comes to another leaf of a parameter."""
+        watching = ref(self)  # else the hook would keep alive what keeps the leaf
+
+        def came(own: torch.Tensor) -> None:
+            if (gradients := watching()) is not None:
+                gradients.note(name, own)
+
+        self.hooks.append(leaf.register_post_accumulate_grad_hook(came))
+
+    def lend(self, name: str) -> torch.Tensor | None:
+        """The sum of a weight, for a linear layer that adds to it; None of one that is not in a bucket, or is empty and
+        so without an address."""
+        if name not in self.lent and name in self.bucket_of and self.parameters[name].numel() > 0:
+            self.flat(self.bucket_of[name])
+            # With a version of its own, which autograd keeps an eye on.
+            self.lent[name] = Sum(self, name, self.views[name].data)
+            accumulating_linear.register(self.lent[name].tensor, self.lent[name])
+        return self.lent[name].tensor if name in self.lent else None
+
+    def close(self) -> None:
+        """Take back what was lent, and watch no more."""
+        for lent in self.lent.values():
+            accumulating_linear.unregister(lent.tensor)
+        for hook in self.hooks:
+            hook.remove()
+        self.lent.clear()
+        self.hooks.clear()
+
+    def note(self, name: str, leaf: torch.Tensor | None) -> None:
+        """A leaf's gradient has come, or was added to its sum."""
+        if leaf is not None and leaf.grad is None:  # autograd has passed by a leaf for which it has none
+            return
+        index = self.bucket_of[name]
+        self.came[index].append((name, leaf))
+        full = len(self.came[index]) == len(self.buckets[index].names)
+        if full and (self.prompt or not self.can_wait(index)):
+            self.move([index])
+
+    def can_wait(self, index: int) -> bool:
+        """Whether what came to a bucket takes up little memory."""
+        gradients = [leaf.grad for _, leaf in self.came[index] if leaf is not None]
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None) < LATER_BYTES
+
+    def settle(self) -> None:
+        """A backward is over: move what came to buckets that it did not fill, and what could wait."""
+        came = [index for index, noted in enumerate(self.came) if noted]
+        for index in came:
+            if self.prompt or not self.can_wait(index):
+                self.move([index])
+        if later := [index for index in came if self.came[index]]:
+            self.move(later)
+
+    def flat(self, index: int) -> torch.Tensor:
+        """A bucket's memory."""
+        flat = self.flats[index]
+        if flat is None:
+            bucket = self.buckets[index]
+            device = self.parameters[bucket.names[0]].device
+            flat = self.flats[index] = torch.zeros(bucket.numel, dtype=bucket.dtype, device=device)
+            self.views |= bucket.views(flat, self.like)
+        return flat
+
+    def move(self, indices: Sequence[int]) -> None:
+        """Move what came to buckets into its sums, with a number of calls that does not depend on how much that is."""
+        came = [noted for index in indices for noted in self.came[index]]
+        for index in indices:
+            self.came[index] = []
+            self.flat(index)
+        moving = [(name, leaf) for name, leaf in came if leaf is not None]
+        gradients = {name: leaf.grad for name, leaf in moving if leaf.grad is not None}
+        assert len(gradients) == len(moving), "a gradient came twice in one backward"
+        alike: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
+        for name, gradient in gradients.items():
+            alike[self.views[name].dtype, gradient.dtype].append(name)
+        for (_, dtype), names in alike.items():
+            first = [name for name in names if name not in self.grown]
+            if first:
+                torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
+            if len(first) < len(names):
+                self.add(dtype, {name: gradients[name] for name in names if name in self.grown})
+        for _, leaf in moving:
+            leaf.grad = None
+        self.grown |= gradients.keys()
+        self.moved(tuple(name for name, _ in came))
+
+    def add(self, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Add gradients of one dtype to their sums.
+
+        torch adds a list of tensors in one kernel only if all dtypes are equal (``can_use_fast_route``), but copies
+        between dtypes in one. So low-precision gradients are widened together and then added; on GPUs large ones go
+        straight into their sums instead.
+        """
+        together = dict(gradients)
+        if dtype != torch.float32:
+            for name in [name for name, gradient in gradients.items() if adds_alone(self.views[name], gradient)]:
+                add_to(self.views[name], together.pop(name))
+        if not together:
+            return
+        sums, added = [self.views[name] for name in together], list(together.values())
+        if dtype != sums[0].dtype:
+            wide = [torch.empty_like(view) for view in sums]
+            torch._foreach_copy_(wide, added)
+            added = wide
+        torch._foreach_add_(sums, added)
+
+    def fill(self, index: int) -> torch.Tensor:
+        """A bucket's memory with zeros for what has no gradient."""
+        flat = self.flat(index)
+        missing = [self.views[name] for name in self.buckets[index].names if name not in self.grown]
+        if missing:
+            torch._foreach_zero_(missing)
+        return flat
+
+    def adopt(self) -> None:
+        """Take over gradients that were set by hand."""
+        for name in self.bucket_of:
+            gradient = self.parameters[name].grad
+            if gradient is not None and gradient is not self.views.get(name):
+                self.note(name, self.parameters[name])
+        self.settle()
+
+    def show(self) -> None:
+        """Let all parameters have their sums as gradients; None where there is none."""
+        for name in self.bucket_of:
+            self.parameters[name].grad = self.views[name] if name in self.grown else None
+
+    def hide(self) -> None:
+        """A backward will follow: keep the sums, but not as the parameters' gradients."""
+        for name in self.grown:
+            self.parameters[name].grad = None
+
+    def clear(self) -> None:
+        """Forget all sums; the memory stays."""
+        self.grown.clear()
+        for came in self.came:
+            for _, leaf in came:
+                if leaf is not None:
+                    leaf.grad = None
+            came.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of memory that stays between steps."""
+        return sum(flat.nbytes for flat in self.flats if flat is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Sum:
+    """A weight's sum to the linear layer that adds to it."""
+
+    gradients: Gradients
+    name: str
+    tensor: torch.Tensor
+
+    def holds(self) -> bool:
+        return self.name in self.gradients.grown
+
+    def grown(self) -> None:
+        self.gradients.grown.add(self.name)
+        self.gradients.note(self.name, None)
+
+
+def adds_alone(total: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether a kernel of its own is worth it, and there is one: for large dense tensors of one memory order."""
+    alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
+    return alike and gradient.numel() >= LARGE and HAS_TRITON
+
+
+def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+    from autopar.ops.kernels.accumulate import add
+
+    add(total, gradient)

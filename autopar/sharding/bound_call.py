@@ -1,0 +1,107 @@
+"""One call of an operation as the rules see it, and how a rule is put together from letters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from autopar.ir.graph import Op
+from autopar.sharding.rule import Dims, Rule, has
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operation at its shapes. A tensor that stands at two positions is two operands here."""
+
+    op: Op
+    operands: tuple[Shape, ...]
+    outputs: tuple[Shape, ...]
+
+    def argument(self, position: int, name: str, default: Any = None) -> Any:
+        """An argument, wherever the call has it."""
+        return argument(self.op, position, name, default)
+
+
+Function = Callable[[Call], Rule | None]
+
+
+def argument(op: Op, position: int, name: str, default: Any = None) -> Any:
+    """An argument of an operation, given by position or by name."""
+    return op.args[position] if len(op.args) > position else dict(op.kwargs).get(name, default)
+
+
+def build(
+    call: Call,
+    operands: Sequence[Dims],
+    outputs: Sequence[Dims],
+    *,
+    sizes: Mapping[str, int] | None = None,
+    whole: Iterable[str] = (),
+    summed: Iterable[str] = (),
+    added: Iterable[int] = (),
+    unread: Iterable[str] = (),
+) -> Rule | None:
+    """The rule with these letters; None where they do not match the shapes.
+
+    Whatever is neither in every output nor said to be summed or unread becomes whole, so that a function that forgets
+    about a letter costs speed and not numbers.
+
+    Args:
+        sizes: of letters that share a dim with others; the rest follow from the shapes.
+    """
+    tensors = [*zip(operands, call.operands), *zip(outputs, call.outputs)]
+    if len(operands) != len(call.operands) or len(outputs) != len(call.outputs):
+        return None
+    known = dict(sizes or {})
+    for dims, shape in tensors:
+        if len(dims) != len(shape):
+            return None
+        known |= {dim[0]: size for dim, size in zip(dims, shape) if len(dim) == 1 and dim[0] not in known}
+    if any(prod(known[x] for x in dim) != size for dims, shape in tensors for dim, size in zip(dims, shape) if dim):
+        return None
+    everywhere = {letter for letter in known if outputs and all(has(dims, letter) for dims in outputs)}
+    nowhere = {letter for letter in known if not any(has(dims, letter) for dims in outputs)}
+    free = everywhere | (nowhere & (set(summed) | set(unread)))
+    used = {letter: size for letter, size in known.items() if any(has(dims, letter) for dims, _ in tensors)}
+    held = frozenset(letter for letter in used if letter not in free) | frozenset(whole) & frozenset(used)
+    return Rule(tuple(operands), tuple(outputs), used, held, frozenset(added), frozenset(unread) & frozenset(used))
+
+
+def numbered(shape: Shape, prefix: str = "d") -> Dims:
+    """A letter for each dim: d0, d1, …"""
+    return tuple((f"{prefix}{i}",) for i in range(len(shape)))
+
+
+def aligned(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
+    """Letters of a tensor that is broadcast onto a shape; None where it cannot be.
+
+    Args:
+        letters: of the shape broadcast to. Dims of size 1 that stretch get none.
+    """
+    lead = len(onto) - len(shape)
+    if lead < 0 or any(a not in (1, b) for a, b in zip(shape, onto[lead:])):
+        return None
+    return tuple(letters[lead + i] if size == onto[lead + i] else () for i, size in enumerate(shape))
+
+
+def broadcast(shapes: Sequence[Shape]) -> Shape | None:
+    """The shape that shapes broadcast to together; None where they do not."""
+    rank = max(map(len, shapes), default=0)
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    result = tuple(max(sizes, key=lambda size: size != 1) for sizes in zip(*padded))
+    return result if all(size in (1, whole) for shape in padded for size, whole in zip(shape, result)) else None
+
+
+def ints(value: Any) -> tuple[int, ...]:
+    """An argument that takes one integer or several, as several."""
+    return value if isinstance(value, tuple) else (value,)
+
+
+def wrapped(dims: Any, rank: int) -> frozenset[int]:
+    """Dims counted from the front; all of them where none are given."""
+    given = () if dims is None else ints(dims)
+    return frozenset(dim % rank for dim in given) if given and rank else frozenset(range(rank))

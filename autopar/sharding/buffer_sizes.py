@@ -1,0 +1,57 @@
+"""What collectives take of the boards that the ranks of an axis write into and read of each other.
+
+| collective | on each board, of a whole tensor |
+|---|---|
+| all-reduce | all of it, or a segment for each rank: of one length, so rounded up |
+| all-gather | a part |
+| reduce-scatter | all of it |
+| all-to-all | a part |
+
+An operator of `autopar.ops.collectives` runs one of them for the tensor and one for its gradient, which has the same
+dtype (`autopar.sharding.reshard.SENDS`); ``pad``, ``first_rank`` and ``share_gradient`` run none. One of
+`autopar.ops.async_tp` takes no more than the two operations in whose place codegen puts it:
+
+| operator | forward | backward | in place of |
+|---|---|---|---|
+| gathered_linear | all-gather | reduce-scatter | all_gather with a partial gradient |
+| summed_linear | | all-reduce | sum_gradient |
+| gathered_rows_linear | all ranks' rows | reduce-scatter | all_gather with a partial gradient |
+| scattered_rows_linear | all ranks' rows | all ranks' rows, or all-gather | reduce_scatter |
+
+All ranks' rows (``give``, ``put``) are the whole tensor: more than an all-gather takes, and as much as the
+reduce-scatter of the other direction. Both directions therefore count wherever there is a gradient, also in programs
+that only evaluate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+
+from autopar.ir.graph import DTYPE_BYTES, Op
+from autopar.sharding.reshard import Kind, Step, step_of
+
+# Elements on each board, by those of the whole tensor and the number of ranks.
+TAKEN: Mapping[Kind, Callable[[int, int], int]] = {
+    "all-reduce": lambda whole, ranks: -(-whole // ranks) * ranks,
+    "all-gather": lambda whole, ranks: whole // ranks,
+    "reduce-scatter": lambda whole, ranks: whole,
+    "all-to-all": lambda whole, ranks: whole // ranks,
+}
+MAKE_A_PART = ("reduce_scatter", "all_to_all", "shard")
+
+
+def board_bytes(op: Op, axis: str, ranks: int) -> Iterator[int]:
+    """How much of a board an operation takes if it communicates over an axis, forward and backward, byte."""
+    step = step_of(op)
+    if step is not None and axis in step.args:
+        yield from taken(step, op, ranks)
+
+
+def taken(step: Step, op: Op, ranks: int) -> Iterator[int]:
+    """The same for the tensor, and for its gradient if it has one."""
+    (made,) = op.outputs
+    whole = prod(made.shape) * (ranks if step.name in MAKE_A_PART else 1)
+    for kind in (step.forward, step.backward if made.requires_grad else None):
+        if kind is not None:
+            yield TAKEN[kind](whole, ranks) * DTYPE_BYTES[made.dtype]

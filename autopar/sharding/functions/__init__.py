@@ -1,0 +1,1 @@
+"""Rules of operations whose text depends on shapes."""

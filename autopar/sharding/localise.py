@@ -1,0 +1,158 @@
+"""One rank's part of an operation: what its integer arguments say of the whole, said of the part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.ir.graph import Op, Value, dense
+from autopar.ir.layout import Layout
+from autopar.sharding.bound_call import Shape, argument
+from autopar.sharding.lookup import key_of
+from autopar.sharding.rule import Rule, Strategy, letter_and_parts
+
+
+@dataclass(frozen=True)
+class Part:
+    """An operation with its outputs' layouts and shapes on one rank, the letter that is split, over how many ranks."""
+
+    op: Op
+    made: tuple[Layout, ...]
+    shapes: tuple[Shape, ...]
+    letter: str
+    ranks: int
+
+
+def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int) -> Op:
+    """The operation that each rank runs under a strategy, with its outputs' local shapes and strides.
+
+    A view becomes a reshape even where nothing is split, since what a collective or another strategy hands it need not
+    be laid out as the trace had it.
+
+    Args:
+        ranks: number of ranks that the strategy splits over.
+    """
+    assert len(strategy.outputs) == len(op.outputs) == len(rule.outputs), f"{strategy} of {op.name}"
+    sizes = {split.axis: ranks for made in strategy.outputs for split in made.splits}
+    shapes = tuple(made.local_shape(v.shape, sizes) for made, v in zip(strategy.outputs, op.outputs))
+    part = Part(op, strategy.outputs, shapes, letter_and_parts(strategy.label)[0], ranks)
+    outputs = tuple(local_value(value, shape) for value, shape in zip(op.outputs, shapes))
+    key = key_of(op.target)
+    localise = (LOCAL if part.letter else REPLICATED_TOO).get(key or "", as_it_is)
+    return replace(localise(part), outputs=outputs)
+
+
+def local_value(value: Value, shape: Shape) -> Value:
+    """The value of one rank: dense, its dims in memory in the order of the whole value's."""
+    return value if shape == value.shape else replace(value, shape=shape, stride=dense(shape, value.memory_order))
+
+
+def as_it_is(part: Part) -> Op:
+    """The operation, for whose arguments it makes no difference what is split."""
+    return part.op
+
+
+def reshaped(part: Part) -> Op:
+    """A reshape to the local shape, of whatever operation only changes the shape.
+
+    That includes squeeze, which would also drop a dim of which each rank has one element.
+    """
+    return replace(part.op, target="aten.reshape.default", args=(part.op.args[0], part.shapes[0]), kwargs=())
+
+
+def reshaped_alike(part: Part) -> Op:
+    """view_as without its demands on memory."""
+    return replace(part.op, target="aten.reshape_as.default")
+
+
+def sized(position: int, name: str) -> Callable[[Part], Op]:
+    """Puts the output's local shape where the whole shape was given."""
+    return lambda part: with_argument(part.op, position, name, part.shapes[0])
+
+
+def grouped(position: int, name: str) -> Callable[[Part], Op]:
+    """Puts a rank's number of groups where groups are split."""
+
+    def localise(part: Part) -> Op:
+        if part.letter != "g":
+            return part.op
+        return with_argument(part.op, position, name, argument(part.op, position, name) // part.ranks)
+
+    return localise
+
+
+def repeated(name: str) -> Callable[[Part], Op]:
+    """Puts a rank's number of repetitions where those are split; they count the last dims if they are fewer."""
+
+    def localise(part: Part) -> Op:
+        given = argument(part.op, 1, name)
+        first = len(part.shapes[0]) - len(given)
+        repeats = (n // part.ranks if part.letter == f"r{first + i}" else n for i, n in enumerate(given))
+        return with_argument(part.op, 1, name, tuple(repeats))
+
+    return localise
+
+
+def split_by_size(part: Part) -> Op:
+    """split.Tensor with the local size of a piece."""
+    dim = argument(part.op, 2, "dim", 0)
+    return with_argument(part.op, 1, "split_size", part.shapes[0][dim])
+
+
+def split_by_sizes(name: str) -> Callable[[Part], Op]:
+    """split_with_sizes with the local sizes of the pieces."""
+
+    def localise(part: Part) -> Op:
+        dim = argument(part.op, 2, "dim", 0)
+        return with_argument(part.op, 1, name, tuple(shape[dim] for shape in part.shapes))
+
+    return localise
+
+
+def narrowed(part: Part) -> Op:
+    """narrow with the local length."""
+    return with_argument(part.op, 3, "length", part.shapes[0][argument(part.op, 1, "dim")])
+
+
+def drawn_part(part: Part) -> Op:
+    """Random numbers of a rank's samples, or of its part of every sample."""
+    if part.letter == "b":
+        return with_argument(part.op, 1, "shape", part.shapes[0])
+    (split,) = part.made[0].splits
+    return replace(part.op, args=(*part.op.args, split.dim, split.outer, part.ranks, split.axis))
+
+
+def with_argument(op: Op, position: int, name: str, value: Any) -> Op:
+    """The operation with another value of an argument, given by position or by name."""
+    if len(op.args) > position:
+        return replace(op, args=(*op.args[:position], value, *op.args[position + 1 :]))
+    return replace(op, kwargs=tuple((dict(op.kwargs) | {name: value}).items()))
+
+
+# Replicated or not, these ask more of the memory they read than that it holds the right numbers.
+REPLICATED_TOO: Mapping[str, Callable[[Part], Op]] = {"view.default": reshaped, "view_as": reshaped_alike}
+
+LOCAL: Mapping[str, Callable[[Part], Op]] = {
+    **REPLICATED_TOO,
+    "_unsafe_view": reshaped,
+    "reshape": reshaped,
+    "squeeze": reshaped,
+    "unflatten.int": reshaped,
+    "expand": sized(1, "size"),
+    "broadcast_to": sized(1, "size"),
+    "repeat": repeated("repeats"),
+    "tile": repeated("dims"),
+    "conv1d": grouped(6, "groups"),
+    "conv2d": grouped(6, "groups"),
+    "conv3d": grouped(6, "groups"),
+    "conv_transpose1d": grouped(6, "groups"),
+    "conv_transpose2d": grouped(6, "groups"),
+    "conv_transpose3d": grouped(6, "groups"),
+    "group_norm": grouped(1, "num_groups"),
+    "split.Tensor": split_by_size,
+    "split.sizes": split_by_sizes("split_size"),
+    "split_with_sizes": split_by_sizes("split_sizes"),
+    "narrow": narrowed,
+    "autopar.uniform": drawn_part,
+}

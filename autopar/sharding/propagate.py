@@ -1,0 +1,158 @@
+"""Which strategy every operation of a graph runs under, and in which layout every value is made and weight stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, Op
+from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout
+from autopar.sharding.lookup import rule_of
+from autopar.sharding.rule import REPLICATE, Rule, Strategy, by_operand, replicate, strategy
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What `assign` found.
+
+    Args:
+        rules: of the operations that can run under several strategies.
+        strategies: of every operation, operands as in ``Op.reads``. Nothing in them is partial in its gradient that has
+            no gradient.
+        made: layout of every value and weight.
+    """
+
+    rules: Mapping[str, Rule]
+    strategies: Mapping[str, Strategy]
+    made: Mapping[str, Layout]
+
+
+def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout], ranks: AxisSizes) -> Assignment:
+    """The strategy of every operation of a graph.
+
+    An operation runs under its label. Without one, or if the label does not fit its shapes, it follows: the first
+    operand that is split, values before weights, decides if the rule has a strategy for it; otherwise it is replicated,
+    as is everything that touches memory which the model updates in place.
+
+    Args:
+        labels: by operation name; the empty label is replicated.
+        stored: layouts of weights; replicated where they are not listed.
+
+    Raises:
+        PlanError: an operation cannot update a weight in place where it is stored.
+    """
+    trained = trained_names(graph)
+    made = {name: in_gradient(stored.get(name, REPLICATED), name in trained) for name in graph.shapes}
+    still = updated_in_place(graph)
+    rules: dict[str, Rule] = {}
+    chosen: dict[str, Strategy] = {}
+    for op in graph.ops:
+        rule = rule_of(op, graph.shapes.__getitem__)
+        if rule is None or op.name in still:
+            found = replicated(op)
+        else:
+            rules[op.name] = rule
+            found = keeping_state(op, rule, fitting(op, rule, labels, made, graph, ranks[TP]), stored, ranks[TP])
+        operands = tuple(
+            in_gradient(read, name in trained) for name, read in zip(op.reads, found.operands, strict=True)
+        )
+        check_updates(op, found, stored)
+        chosen[op.name] = Strategy(found.label, operands, found.outputs)
+        made |= {value.name: layout for value, layout in zip(op.outputs, found.outputs, strict=True)}
+    return Assignment(rules, chosen, made)
+
+
+def unruled(graph: Graph) -> tuple[str, ...]:
+    """Targets of the operations on activations that have no rule, sorted: every rank runs them whole."""
+    on_values = (op for op in graph.ops if op.outputs and not graph.values.keys().isdisjoint(op.reads))
+    return tuple(sorted({op.target for op in on_values if rule_of(op, graph.shapes.__getitem__) is None}))
+
+
+def replicated(op: Op) -> Strategy:
+    """The whole operation on every rank, whether or not it has a rule."""
+    return Strategy(REPLICATE, (REPLICATED,) * len(op.reads), (REPLICATED,) * len(op.outputs))
+
+
+def fitting(
+    op: Op, rule: Rule, labels: Mapping[str, str], made: Mapping[str, Layout], graph: Graph, ranks: int
+) -> Strategy:
+    """The strategy of an operation's label, or else the one that follows its operands."""
+    labelled = strategy(rule, labels[op.name], ranks) if op.name in labels else None
+    if labelled is not None:
+        return labelled
+    order = sorted(range(len(op.reads)), key=lambda i: op.reads[i] in graph.weight)
+    first = next((i for i in order if made[op.reads[i]].splits), None)
+    followed = by_operand(rule, first, made[op.reads[first]], ranks) if first is not None else None
+    return followed or replicate(rule)
+
+
+def keeping_state(op: Op, rule: Rule, found: Strategy, stored: Mapping[str, Layout], ranks: int) -> Strategy:
+    """The strategy, unless it would update a weight elsewhere than where it is stored; then one that would not."""
+    for name in op.mutates:
+        if name not in stored or reads(op, found, name) == stored[name]:
+            continue
+        return by_operand(rule, op.reads.index(name), stored[name], ranks) or replicate(rule)
+    return found
+
+
+def check_updates(op: Op, found: Strategy, stored: Mapping[str, Layout]) -> None:
+    """Raise a PlanError where an operation would update a weight in another layout than it is stored in."""
+    for name in op.mutates:
+        if name in stored and reads(op, found, name) != stored[name]:
+            together = [other for other in op.mutates if other != name]
+            alike = f" and {' and '.join(together)} alike" if together else ""
+            raise PlanError(
+                f"Plan field shardings.{name}: {op.name} updates it in place and cannot do so while it lies as "
+                f"'{stored[name]}'. Write '{reads(op, found, name)}'{alike}."
+            )
+
+
+def reads(op: Op, found: Strategy, name: str) -> Layout:
+    """The layout in which an operation reads a value or weight."""
+    return found.operands[op.reads.index(name)]
+
+
+def kept(layouts: set[Layout]) -> Layout:
+    """The layout in which a weight that is read in these layouts is kept."""
+    if len(layouts) != 1:
+        return REPLICATED
+    (layout,) = layouts
+    return REPLICATED if layout.partial else layout
+
+
+# -- gradients and memory ------------------------------------------------------------------------------------------
+
+
+def trained_names(graph: Graph) -> frozenset[str]:
+    """Names of the values and weights that get a gradient."""
+    if graph.mode == "eval":
+        return frozenset()
+    return frozenset(x.name for x in (*graph.values.values(), *graph.weights) if x.requires_grad)
+
+
+def in_gradient(layout: Layout, trained: bool) -> Layout:
+    """The layout of a tensor with or without gradient: without one, nothing is partial in it."""
+    return layout if trained or not layout.partial_gradient else Layout(layout.splits, layout.partial)
+
+
+def updated_in_place(graph: Graph) -> frozenset[str]:
+    """Names of the operations that touch memory which an operation without outputs updates.
+
+    A conversion would put a copy into that operation's hands.
+    """
+    of_name = {op.name: op for op in graph.ops}
+    found = {op.name for op in graph.ops if not op.outputs}
+    for names in graph.together:
+        members = [of_name[name] for name in names]
+        if any(touches(other, op) for op in members if not op.outputs for other in members if other is not op):
+            found.update(names)
+    return frozenset(found)
+
+
+def touches(other: Op, op: Op) -> bool:
+    """Whether an operation reads, makes or updates what another one reads.
+
+    A counter of batches is kept together with an operation of its module that does none of this.
+    """
+    return not set(op.reads).isdisjoint((*other.reads, *(v.name for v in other.outputs), *other.mutates))

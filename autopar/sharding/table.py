@@ -1,0 +1,177 @@
+"""The rule of every operation that can be split: one line each.
+
+A text names the letters of each operand and output, a function makes them from the shapes. Keys are ATen names, with
+their overload where the overloads differ. ``replicated`` is for operations that are known not to split: unlike one
+without an entry, they are no reason for a warning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.sharding.bound_call import Function
+from autopar.sharding.functions import products as algebra
+from autopar.sharding.functions import shapes
+from autopar.sharding.functions import views as parts
+
+POOL_1D = "... w! -> ... x!"
+POOL_2D = "... h! w! -> ... y! x!"
+POOL_3D = "... d! h! w! -> ... z! y! x!"
+
+PER_ELEMENT = (
+    "_to_copy abs acos add addcdiv addcmul alias angle asin atan atan2 bitwise_and bitwise_not bitwise_or bitwise_xor "
+    "broadcast_to ceil celu clamp clamp_max clamp_min clone complex conj contiguous copy cos cosh deg2rad detach div "
+    "elu empty_like eq erf erfc erfinv exp exp2 expand expand_as expm1 fill floor floor_divide fmax fmin fmod frac "
+    "full_like ge gelu gt hardshrink hardsigmoid hardswish hardtanh heaviside hypot isfinite isinf isnan le leaky_relu "
+    "lerp lift_fresh_copy log log10 log1p log2 log_sigmoid logaddexp logical_and logical_not logical_or logical_xor "
+    "logit lt masked_fill maximum minimum mish mul nan_to_num ne neg ones_like polar pow rad2deg reciprocal relu relu6 "
+    "remainder resolve_conj resolve_neg round rsqrt rsub selu sgn sigmoid sign silu sin sinc sinh softplus softshrink "
+    "sqrt square sub tan tanh threshold to.device to.dtype to.dtype_layout true_divide trunc where.Scalar "
+    "where.ScalarOther where.ScalarSelf where.self xlogy zeros_like"
+)
+RESHAPES = "_unsafe_view flatten.using_ints reshape reshape_as squeeze unflatten.int unsqueeze view.default view_as"
+# By a generator; `autopar.trace.passes.counter_rng` leaves only few of them.
+DRAWN = (
+    "alpha_dropout bernoulli.default bernoulli.p exponential feature_alpha_dropout feature_dropout "
+    "normal_functional rand_like randint_like randn_like rrelu uniform"
+)
+NEVER_SPLIT = (
+    "arange empty eye full linspace logspace lstm max.default mean.default meshgrid min.default normal.float_float "
+    "ones rand randint randn randperm scalar_tensor tril_indices triu_indices zeros"
+)
+
+RULES: Mapping[str, str | Function] = {
+    # products: what the left or right side alone has and no output has is summed
+    "linear": "... k, n k, +n -> ... n",
+    "mm": "n k, k m -> n m",
+    "bmm": "b n k, b k m -> b n m",
+    "mv": "n k, k -> n",
+    "dot": "k, k ->",
+    "matmul": algebra.matmul,
+    "addmm": algebra.add_matmul,
+    "baddbmm": algebra.add_matmul,
+    "einsum": algebra.einsum,
+    "conv1d": algebra.convolution,
+    "conv2d": algebra.convolution,
+    "conv3d": algebra.convolution,
+    "conv_transpose1d": algebra.transposed_convolution,
+    "conv_transpose2d": algebra.transposed_convolution,
+    "conv_transpose3d": algebra.transposed_convolution,
+    "scaled_dot_product_attention": algebra.attention,
+    "embedding": algebra.embedding,
+    # normalisations
+    "layer_norm": algebra.layer_norm,
+    "rms_norm": algebra.layer_norm,
+    "group_norm": algebra.group_norm,
+    "batch_norm": "n! c ...!, c, c, c, c -> n! c ...!",
+    "instance_norm": "n! c ...!, c, c, c, c -> n! c ...!",
+    "softmax.int": parts.along(1, "dim"),
+    "_safe_softmax": parts.along(1, "dim"),
+    "log_softmax.int": parts.along(1, "dim"),
+    # pixels
+    "adaptive_avg_pool1d": POOL_1D,
+    "adaptive_avg_pool2d": POOL_2D,
+    "adaptive_avg_pool3d": POOL_3D,
+    "adaptive_max_pool2d": "... h! w! -> ... y! x!, ... y! x!",
+    "avg_pool1d": POOL_1D,
+    "avg_pool2d": POOL_2D,
+    "avg_pool3d": POOL_3D,
+    "max_pool1d": POOL_1D,
+    "max_pool2d": POOL_2D,
+    "max_pool3d": POOL_3D,
+    "max_pool2d_with_indices": "... h! w! -> ... y! x!, ... y! x!",
+    "upsample_linear1d": POOL_1D,
+    "upsample_nearest1d": POOL_1D,
+    "upsample_nearest2d": POOL_2D,
+    "upsample_nearest3d": POOL_3D,
+    "upsample_bilinear2d": POOL_2D,
+    "upsample_bicubic2d": POOL_2D,
+    "upsample_trilinear3d": POOL_3D,
+    "_upsample_bicubic2d_aa": POOL_2D,
+    "_upsample_bilinear2d_aa": POOL_2D,
+    "grid_sampler": "n c h! w!, n y! x! t! -> n c y! x!",
+    "col2im": "n m! p! -> n c! h! w!",
+    "im2col": "n c! h! w! -> n m! p!",
+    "pixel_shuffle": parts.shuffled,
+    "pixel_unshuffle": parts.shuffled,
+    "pad": parts.padded,
+    "constant_pad_nd": parts.padded,
+    "prelu": "n c ..., c -> n c ...",
+    # dims in another order
+    "permute": shapes.reordered(shapes.permuted),
+    "transpose.int": shapes.reordered(shapes.swapped),
+    "swapaxes": shapes.reordered(shapes.swapped),
+    "swapdims": shapes.reordered(shapes.swapped),
+    "t": shapes.reordered(shapes.swapped),
+    "mT": shapes.reordered(shapes.swapped),
+    "numpy_T": shapes.reordered(shapes.turned),
+    "movedim": shapes.reordered(shapes.moved),
+    "one_hot": "... -> ... c!",
+    "view_as_real": "... -> ... c!",
+    "view_as_complex": "... c! -> ...",
+    # parts of dims
+    "slice.Tensor": parts.resized,
+    "narrow": parts.resized,
+    "select.int": parts.selected,
+    "unbind.int": parts.selected,
+    "split.Tensor": parts.split(2),
+    "split.sizes": parts.split(2),
+    "split_with_sizes": parts.split(2),
+    "chunk": parts.split(2),
+    "glu": parts.split(1, -1),
+    "cat": parts.joined,
+    "concat": parts.joined,
+    "stack": parts.stacked,
+    "repeat": parts.repeated,
+    "tile": parts.repeated,
+    "unfold": parts.unfolded,
+    "repeat_interleave.self_int": parts.repeated_each,
+    "index.Tensor": parts.indexed,
+    "index_select": parts.index_selected,
+    "gather": parts.gathered,
+    # along dims
+    "roll": parts.along(2, "dims"),
+    "flip": parts.along(1, "dims"),
+    "argsort": parts.along(1, "dim"),
+    "cumsum": parts.along(1, "dim"),
+    "cumprod": parts.along(1, "dim"),
+    "tril": "... r! c! -> ... r! c!",
+    "triu": "... r! c! -> ... r! c!",
+    # fewer dims
+    "sum.default": parts.reduced(1, "dim", summed=True),
+    "sum.dim_IntList": parts.reduced(1, "dim", summed=True),
+    "mean.dim": parts.reduced(1, "dim"),
+    "amax": parts.reduced(1, "dim"),
+    "amin": parts.reduced(1, "dim"),
+    "max.dim": parts.reduced(1, "dim"),
+    "max.other": shapes.elementwise,
+    "min.dim": parts.reduced(1, "dim"),
+    "min.other": shapes.elementwise,
+    "argmax": parts.reduced(1, "dim"),
+    "argmin": parts.reduced(1, "dim"),
+    "logsumexp": parts.reduced(1, "dim"),
+    "linalg_vector_norm": parts.reduced(2, "dim"),
+    "norm.ScalarOpt_dim": parts.reduced(2, "dim"),
+    "prod.dim_int": parts.reduced(1, "dim"),
+    "std.dim": parts.reduced(1, "dim"),
+    "std.correction": parts.reduced(1, "dim"),
+    "var.dim": parts.reduced(1, "dim"),
+    "var.correction": parts.reduced(1, "dim"),
+    "var_mean.correction": parts.reduced(1, "dim"),
+    # what depends on dtype alone, and what is random
+    "to.other": shapes.made_like,
+    "type_as": shapes.made_like,
+    "new_empty": shapes.made_new,
+    "new_full": shapes.made_new,
+    "new_ones": shapes.made_new,
+    "new_zeros": shapes.made_new,
+    "dropout": shapes.dropout,
+    "autopar.uniform": shapes.counted,
+    **dict.fromkeys(DRAWN.split(), shapes.drawn),
+    **dict.fromkeys(PER_ELEMENT.split(), shapes.elementwise),
+    **dict.fromkeys(RESHAPES.split(), shapes.reshape),
+    **dict.fromkeys(NEVER_SPLIT.split(), shapes.replicated),
+}
+
+# Operations that update weights they read, each rank its part.
+UPDATING = ("batch_norm", "instance_norm")

@@ -1,0 +1,166 @@
+"""Cutting whole tensors into the parts of a layout, and joining the parts: exact, so that state survives any mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+
+from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout, Split
+from autopar.ir.mesh import Mesh
+
+Index = Mapping[str, int]  # a rank's number on each axis
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box that a rank holds of a tensor: where it starts in the whole and in the rank's part, and its size."""
+
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return prod(self.sizes)
+
+    def of_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A view of the box in the rank's part."""
+        return narrowed(tensor, self.part, self.sizes)
+
+
+def chunks(shape: Sequence[int], layout: Layout, ranks: AxisSizes, index: Index) -> list[Chunk]:
+    """The boxes that the part of a rank consists of, as few as there can be.
+
+    A contiguous split has one; a digit further inside of a dim has as many as there are values of the digits outside.
+
+    Args:
+        shape: of the whole tensor.
+    """
+    splits = by_dim(layout)
+    runs = [
+        runs_of(held(size, splits[dim], ranks, index)) if dim in splits else [(0, 0, size)]
+        for dim, size in enumerate(shape)
+    ]
+    return [
+        Chunk(tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box)) for box in product(*runs)
+    ]
+
+
+def runs_of(indices: torch.Tensor) -> list[tuple[int, int, int]]:
+    """Stretches of consecutive indices: the first index, its position, how many."""
+    starts = [0, *(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()] if len(indices) else []
+    ends = [*starts[1:], len(indices)]
+    return [(int(indices[start]), start, end - start) for start, end in zip(starts, ends)]
+
+
+def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A view of a box of a tensor."""
+    for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, size)
+    return tensor
+
+
+def whole_shape(shape: Sequence[int], layout: Layout, ranks: AxisSizes) -> tuple[int, ...]:
+    """The shape of the tensor that a rank's part of this shape is of; inverse of `Layout.local_shape`."""
+    sizes = list(shape)
+    for split in layout.splits:
+        sizes[split.dim] *= ranks[split.axis]
+    return tuple(sizes)
+
+
+def part(tensor: torch.Tensor, layout: Layout, ranks: AxisSizes, index: Index) -> torch.Tensor:
+    """The part of a whole tensor that the rank with this index holds; the tensor itself where nothing is split.
+
+    A partial layout has no parts that could be cut out, and is a bug here.
+    """
+    assert not layout.partial, f"{layout} cannot be stored"
+    for dim, splits in by_dim(layout).items():
+        tensor = tensor.index_select(dim, held(tensor.shape[dim], splits, ranks, index).to(tensor.device))
+    return tensor
+
+
+def whole(parts: Iterable[tuple[Index, torch.Tensor]], layout: Layout, ranks: AxisSizes) -> torch.Tensor:
+    """The tensor whose parts these are, one for each index on the axes that split it; inverse of `part`."""
+    found = list(parts)
+    for dim, splits in by_dim(layout).items():
+        axes = {split.axis for split in splits}
+        groups: dict[frozenset[tuple[str, int]], list[tuple[Index, torch.Tensor]]] = {}
+        for index, tensor in found:
+            groups.setdefault(frozenset((a, i) for a, i in index.items() if a not in axes), []).append((index, tensor))
+        found = [(dict(key), joined(members, dim, splits, ranks)) for key, members in groups.items()]
+    return found[0][1]
+
+
+def assembled(
+    parts: Mapping[int, Mapping[str, torch.Tensor]], storage: Mapping[str, Layout], mesh: Mesh
+) -> dict[str, torch.Tensor]:
+    """Whole tensors by name, from the parts of them that ranks gave; layouts that are not listed are replicated."""
+    found: dict[str, dict[int, torch.Tensor]] = {}
+    for rank, own in parts.items():
+        for name, tensor in own.items():
+            found.setdefault(name, {})[mesh.place(rank).shard] = tensor
+    return {n: whole(by_shard(own), storage.get(n, REPLICATED), {TP: mesh.tp}) for n, own in found.items()}
+
+
+def summed(
+    gradients: Mapping[int, Mapping[str, torch.Tensor]], storage: Mapping[str, Layout], mesh: Mesh
+) -> dict[str, torch.Tensor]:
+    """Whole gradients by name, from those that ranks have of their own replica, stage and shard.
+
+    They add up over replicas and over the stages of a tied weight; over shards where each has a summand.
+    """
+    sums: dict[str, dict[int, torch.Tensor]] = {}
+    for rank, own in gradients.items():
+        shard = mesh.place(rank).shard
+        for name, gradient in own.items():
+            known = sums.setdefault(name, {})
+            known[shard] = known[shard] + gradient if shard in known else gradient
+    total: dict[str, torch.Tensor] = {}
+    for name, own in sums.items():
+        layout = storage.get(name, REPLICATED)
+        if TP in layout.partial_gradient:
+            total[name] = torch.stack([own[shard] for shard in sorted(own)]).sum(0)
+        else:
+            total[name] = whole(by_shard(own), layout, {TP: mesh.tp})
+    return total
+
+
+def by_shard(tensors: Mapping[int, torch.Tensor]) -> list[tuple[Index, torch.Tensor]]:
+    return [({TP: shard}, tensor) for shard, tensor in tensors.items()]
+
+
+def joined(
+    members: Sequence[tuple[Index, torch.Tensor]], dim: int, splits: Sequence[Split], ranks: AxisSizes
+) -> torch.Tensor:
+    """The tensor made of parts that differ along one dim."""
+    count = prod(ranks[split.axis] for split in splits)
+    assert len(members) == count, f"{len(members)} parts of {count}"
+    shape = list(members[0][1].shape)
+    shape[dim] *= count
+    result = members[0][1].new_empty(shape)
+    for index, tensor in members:
+        result.index_copy_(dim, held(shape[dim], splits, ranks, index).to(tensor.device), tensor)
+    return result
+
+
+def held(size: int, splits: Sequence[Split], ranks: AxisSizes, index: Index) -> torch.Tensor:
+    """The indices of a whole dim that a rank holds, in order: those whose digit of every split is the rank's."""
+    indices = torch.arange(size)
+    mine = torch.ones(size, dtype=torch.bool)
+    for split in splits:
+        count = ranks[split.axis]
+        assert split.fits(size, count), f"{split} of a dim of {size}"
+        mine &= (indices // (size // (split.outer * count))) % count == index[split.axis]
+    return indices[mine]
+
+
+def by_dim(layout: Layout) -> dict[int, list[Split]]:
+    """The splits of each dim that has any."""
+    splits: dict[int, list[Split]] = {}
+    for split in layout.splits:
+        splits.setdefault(split.dim, []).append(split)
+    return splits

@@ -1,0 +1,1 @@
+"""Pipeline cuts: problem, exact evaluation, dynamic programme, integer program."""

@@ -1,0 +1,316 @@
+"""Cuts that are intervals of the groups' order, by dynamic programming: fast, and exact for a chain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autopar.ir.hardware import Link
+from autopar.solve.cuts.evaluate import fullest_bytes, objective_seconds, one_way_seconds, stage_costs
+from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
+
+Matrix = NDArray[np.float64]
+
+# Points of the frontier between slowest stage and total time that are looked at, and their stages together: with few
+# microbatches on many stages there are hundreds. ViT-L/16 on 8 stages has 3 points.
+MAX_FRONTIER, MAX_FRONTIER_STAGES = 64, 512
+
+
+@dataclass(frozen=True)
+class StageTimes:
+    """What every interval would take on one stage: infinite where forbidden."""
+
+    stage_seconds: Matrix
+    added_seconds: Matrix
+
+
+def interval_sums(
+    size: int, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None
+) -> Matrix:
+    """Element [i, j]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once.
+
+    Args:
+        behind: of each holding a group that must lie before i, and does before its groups.
+    """
+    corners = np.zeros((size + 2, size + 2))
+    for number, (amount, groups) in enumerate(holdings):
+        previous = -1 if behind is None else behind[number]
+        for group in sorted(groups):
+            # Counted by the first of its groups in the interval: previous < i <= group < j.
+            corners[previous + 1, group + 1] += amount
+            corners[group + 1, group + 1] -= amount
+            previous = group
+    return corners.cumsum(axis=0).cumsum(axis=1)[: size + 1, : size + 1]
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Cost of every stage if it ran any interval of the groups: element [j, i] is about the groups i … j − 1.
+
+    The best way to reach j is sought along a row, which takes half as long as along a column. Matrices are made when
+    asked for, one stage at a time, and kept where many stages share them: with 400 groups and 256 stages all of them
+    together would take 1 GiB.
+    """
+
+    problem: CutProblem
+    _times: dict[tuple[Link | None, int], StageTimes]
+
+    @property
+    def size(self) -> int:
+        return len(self.problem.cost.groups)
+
+    def sums(self, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None) -> Matrix:
+        return np.ascontiguousarray(interval_sums(self.size, holdings, behind).T)
+
+    @cached_property
+    def crossing(self) -> tuple[Matrix, Matrix]:
+        """Bytes that cross behind the groups before j, forward and backward."""
+        forward, backward = np.zeros(self.size + 1), np.zeros(self.size + 1)
+        for flow in self.problem.cost.flows:
+            crossed = slice(flow.producer + 1, max(flow.consumers) + 1)
+            forward[crossed] += flow.num_bytes
+            backward[crossed] += flow.num_bytes * flow.requires_grad
+        return forward, backward
+
+    @cached_property
+    def sent(self) -> NDArray[np.float64]:
+        """Bytes that cross forward behind the groups before j, of which none saves them."""
+        sent = np.zeros(self.size + 1)
+        for flow in self.problem.cost.flows:
+            sent[flow.producer + 1 : min(max(flow.consumers), *flow.saved_by[:1], self.size) + 1] += flow.num_bytes
+        return sent
+
+    @cached_property
+    def load(self) -> Matrix:
+        loads = group_loads(self.problem.cost, self.problem.balance)
+        return self.sums((x, (g,)) for g, x in enumerate(loads))
+
+    @cached_property
+    def per_microbatch(self) -> Matrix:
+        """Bytes that each microbatch in flight keeps: what is saved for the backward, was received and was sent, each
+        tensor once."""
+        flows = [flow for flow in self.problem.cost.flows if flow.saved_by]
+        later = ((flow.num_bytes, [g for g in flow.saved_by if g > flow.producer]) for flow in flows)
+        twice = self.sums(later, [flow.producer for flow in flows])
+        return self.saved - twice + self.problem.kept_received * self.crossing[0][None, :] + self.sent[:, None]
+
+    @cached_property
+    def saved(self) -> Matrix:
+        """Bytes that are saved for the backward of one microbatch."""
+        cost = self.problem.cost
+        shared = self.sums((a.num_bytes, a.groups) for a in cost.saved)
+        return shared + self.sums((g.saved_bytes, (i,)) for i, g in enumerate(cost.groups))
+
+    @cached_property
+    def always(self) -> Matrix:
+        """Bytes that do not depend on the microbatches in flight: weights and, as in `working_bytes`, working set.
+
+        Error: low by the gradients that wait for their bucket, or have come in a step's one backward.
+        """
+        cost = self.problem.cost
+        held = self.sums((self.problem.standing_bytes(w), w.groups) for w in cost.weights)
+        working, workspace = np.zeros(self.size + 1), np.zeros(self.size + 1)
+        for j, group in enumerate(cost.groups):
+            more = self.saved[j + 1, :] - self.saved[j, :]
+            begun = np.arange(self.size + 1) <= j
+            working = np.maximum(working - more, np.where(begun, group.transient_bytes, 0.0))
+            workspace = np.maximum(workspace, np.where(begun, group.workspace_bytes, 0.0))
+            held[j + 1, :] += np.maximum(working, workspace)
+        return held
+
+    def is_last(self, stage: int) -> bool:
+        return stage == self.problem.stages - 1
+
+    def memory_bytes(self, stage: int) -> Matrix:
+        """Of every interval on a stage; infinite where forbidden. The capacity is not applied.
+
+        Error: that of `always`; of what peers reach the stage's own part alone counts, not that of the fullest rank.
+        """
+        held = self.always + self.problem.in_flight[stage] * self.per_microbatch + self.problem.fixed_bytes(stage)
+        if self.problem.places:
+            forward, backward = self.crossing
+            held += self.problem.places * (forward[None, :] + backward[:, None])
+        return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)
+
+    def times(self, stage: int) -> StageTimes:
+        """Of every interval on a stage."""
+        # What pins forbid differs from stage to stage, what links take does not.
+        key = (None if self.is_last(stage) else self.problem.boundary[stage], stage if self.problem.pins else 0)
+        if key not in self._times:
+            self._times[key] = self._timed(stage, key[0])
+        return self._times[key]
+
+    def _timed(self, stage: int, link: Link | None) -> StageTimes:
+        o = objective_of(self.problem)
+        pairs = zip(*self.crossing)
+        transfer = np.array([sum(one_way_seconds(int(n), link) for n in pair) if link else 0.0 for pair in pairs])
+        forbidden = self._forbidden(stage)
+        seconds = self.load + o.transfer * transfer[:, None]
+        added = o.total * seconds + o.traffic * transfer[:, None]
+        return StageTimes(np.where(forbidden, np.inf, seconds), np.where(forbidden, np.inf, added))
+
+    def _forbidden(self, stage: int) -> NDArray[np.bool_]:
+        """Intervals that are empty, hold a group pinned elsewhere, or end with the model before the last stage."""
+        pinned = self.sums((1.0, (g,)) for g, s in self.problem.pins.items() if s != stage)
+        real = self.sums((1.0, (g,)) for g in range(self.problem.cost.loss))
+        forbidden = (real == 0) | (pinned > 0)
+        if not self.is_last(stage):
+            forbidden[self.size, :] = True
+        return forbidden
+
+
+def intervals_of(problem: CutProblem) -> Intervals:
+    """Time and memory of every interval on every stage."""
+    return Intervals(problem, {})
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """Every interval on every stage within the capacity; as in `stage_costs` it recomputes where it does not fit
+    otherwise. ``fits`` and ``fits_at_once`` (without recomputing) have a matrix for each stage."""
+
+    once: Intervals
+    again: Intervals | None
+    fits_at_once: list[NDArray[np.bool_]]
+    fits: list[NDArray[np.bool_]]
+
+    def times(self, stage: int) -> StageTimes:
+        """Of every interval on a stage; those that do not fit are not told apart."""
+        once = self.once.times(stage)
+        if self.again is None:
+            return once
+        again, chosen = self.again.times(stage), self.fits_at_once[stage]
+        return StageTimes(
+            np.where(chosen, once.stage_seconds, again.stage_seconds),
+            np.where(chosen, once.added_seconds, again.added_seconds),
+        )
+
+    def at(self, stage: int, j: int, i: int) -> tuple[float, float]:
+        """Stage and added seconds of one interval."""
+        found = self.once if self.again is None or self.fits_at_once[stage][j, i] else self.again
+        times = found.times(stage)
+        return float(times.stage_seconds[j, i]), float(times.added_seconds[j, i])
+
+
+def fitting(problem: CutProblem) -> Fitting:
+    """Which intervals fit on which stage, where stages of one rank share its capacity by what they have in flight."""
+    capacity = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
+    limit = [capacity * problem.capacity_share(s) for s in range(problem.stages)]
+    once = intervals_of(problem)
+    at_once = [once.memory_bytes(s) <= limit[s] for s in range(problem.stages)]
+    if not problem.may_recompute:
+        return Fitting(once, None, at_once, at_once)
+    again = intervals_of(problem.recomputing)
+    fits = [own | (again.memory_bytes(s) <= limit[s]) for s, own in enumerate(at_once)]
+    return Fitting(once, again, at_once, fits)
+
+
+def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
+    """The cheapest contiguous cuts within the capacity, or None where there are none.
+
+    Error: exact for contiguous cuts, but the update's time only decides between the candidates that are looked at. With
+        several stages a rank memory is not part of the programme: what it finds without a limit is taken if it fits,
+        then what keeps each stage within its share of the rank's capacity.
+    """
+    if problem.stages > problem.cost.loss:
+        return None
+    if problem.chunks == 1 or problem.capacity_bytes is None:
+        return _cheapest(problem)
+    for posed in (replace(problem, capacity_bytes=None), problem):
+        cuts = _cheapest(posed)
+        if cuts is not None and fullest_bytes(problem, stage_costs(problem, cuts)) <= problem.capacity_bytes:
+            return cuts
+    return None
+
+
+def _cheapest(problem: CutProblem) -> tuple[int, ...] | None:
+    """The cheapest contiguous cuts of which every stage fits by itself."""
+    found = fitting(problem)
+
+    def seconds(s: int) -> Matrix:
+        return np.where(found.fits[s], found.times(s).stage_seconds, np.inf)
+
+    balanced = _partition(problem.stages, seconds, np.maximum)
+    if balanced is None:
+        return None
+
+    def total(cuts: tuple[int, ...]) -> float:
+        return sum(found.at(s, j, i)[1] for s, (i, j) in enumerate(_pairs(cuts, problem)))
+
+    def slowest(cuts: tuple[int, ...]) -> float:
+        return max(found.at(s, j, i)[0] for s, (i, j) in enumerate(_pairs(cuts, problem)))
+
+    def below(ceiling: float) -> Callable[[int], Matrix]:
+        def added(s: int) -> Matrix:
+            times = found.times(s)
+            return np.where(found.fits[s] & (times.stage_seconds < ceiling), times.added_seconds, np.inf)
+
+        return added
+
+    o = objective_of(problem)
+    # What every solution pays beside its total: the fastest slowest stage, an even share of the update.
+    update = o.optimizer * sum(map(update_seconds, problem.cost.weights)) / problem.pp
+    floor = o.slowest * slowest(balanced) + update
+    best, best_value = balanced, _value(problem, balanced)
+    ceiling = np.inf
+    for _ in range(max(4, min(MAX_FRONTIER, MAX_FRONTIER_STAGES // problem.stages))):
+        cuts = _partition(problem.stages, below(ceiling), np.add)
+        if cuts is None or floor + total(cuts) >= best_value:
+            break
+        value = _value(problem, cuts)
+        if value < best_value:
+            best, best_value = cuts, value
+        # A slower slowest stage than this cannot be paid for by any saving in the total.
+        affordable = (best_value - total(cuts) - update) / o.slowest if o.slowest else np.inf
+        ceiling = min(slowest(cuts), affordable)
+    return _stage_of(best, problem)
+
+
+def least_memory_cuts(problem: CutProblem) -> tuple[int, ...] | None:
+    """The contiguous cuts whose fullest stage is emptiest, or None where the pins allow none."""
+    if problem.stages > problem.cost.loss:
+        return None
+    ways = [intervals_of(own) for own in ([problem, problem.recomputing] if problem.may_recompute else [problem])]
+
+    def memory_bytes(s: int) -> Matrix:
+        return np.minimum.reduce([way.memory_bytes(s) for way in ways]) / problem.capacity_share(s)
+
+    cuts = _partition(problem.stages, memory_bytes, np.maximum)
+    return None if cuts is None else _stage_of(cuts, problem)
+
+
+def _value(problem: CutProblem, cuts: tuple[int, ...]) -> float:
+    return objective_seconds(problem, stage_costs(problem, _stage_of(cuts, problem)))
+
+
+def _pairs(cuts: tuple[int, ...], problem: CutProblem) -> zip[tuple[int, int]]:
+    return zip((0, *cuts), (*cuts, len(problem.cost.groups)))
+
+
+def _stage_of(cuts: tuple[int, ...], problem: CutProblem) -> tuple[int, ...]:
+    return tuple(s for s, (i, j) in enumerate(_pairs(cuts, problem)) for _ in range(i, j))
+
+
+def _partition(
+    stages: int, cost: Callable[[int], Matrix], combine: Callable[[Matrix, Matrix], Matrix]
+) -> tuple[int, ...] | None:
+    """Where to cut so that the combined cost of the intervals is least, or None if it is infinite."""
+    best = np.array([0.0])
+    choices = []
+    for stage in range(stages):
+        matrix = cost(stage)
+        best = np.pad(best, (0, matrix.shape[0] - len(best)), constant_values=np.inf)
+        reached = combine(best[None, :], matrix)
+        choice = reached.argmin(axis=1)
+        best = reached[np.arange(len(choice)), choice]
+        choices.append(choice)
+    if not np.isfinite(best[-1]):
+        return None
+    cuts = [len(best) - 1]
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return tuple(reversed(cuts[1:-1]))

@@ -1,0 +1,177 @@
+"""What to tell the user when nothing fits: the least memory that would do, and what fills it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.cost_graph import Group
+from autopar.ir.units import BYTES, percent, plural, text
+from autopar.schedule.generate import may_overlap
+from autopar.solve.backend import SolverName, solve
+from autopar.solve.cuts.dynamic_programme import least_memory_cuts
+from autopar.solve.cuts.evaluate import fullest_bytes, rank_costs, stage_costs
+from autopar.solve.cuts.ilp import memory_program
+from autopar.solve.cuts.problem import CutProblem
+from autopar.solve.cuts.ranges import stage_ranges
+from autopar.solve.space.constraints import USABLE_MEMORY, memory_for
+
+# The least memory is told to the user, not built upon: closer than this is not worth waiting for.
+MEMORY_GAP = 0.01
+
+# Share of a stage's memory from which a part of it is worth naming.
+NOTABLE_PART = 0.05
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes memory, and how to say so."""
+
+    num_bytes: int
+    text: str
+
+
+def check_num_stages(problem: CutProblem) -> None:
+    """Refuse more stages than there are groups to fill them.
+
+    Raises:
+        InfeasibleError: names both numbers.
+    """
+    groups = problem.cost.loss
+    if problem.stages > groups:
+        most = f"pp={max(groups, 1)}"
+        if problem.chunks > 1:
+            fewer = groups // problem.pp
+            most = f"chunks={fewer}" if fewer > 1 else f'chunks=1 with schedule="1f1b", or pp={max(groups // 2, 1)}'
+        raise InfeasibleError(
+            f"No plan has {problem.stages} stages: {problem.cost.model} can be cut into {groups} "
+            f"{'piece' if groups == 1 else 'pieces'} at most. Use {most} or less."
+        )
+
+
+def least_memory(problem: CutProblem) -> tuple[int, ...]:
+    """Contiguous cuts within the capacity that keep the fullest rank about as empty as possible.
+
+    Raises:
+        UsageError: the pins leave a stage without operations.
+        InfeasibleError: they do not fit.
+    """
+    cuts = least_memory_cuts(problem)
+    if cuts is None:
+        raise no_cuts(problem, proven=True)
+    if problem.capacity_bytes is not None and peak_bytes(problem, cuts) > problem.capacity_bytes:
+        raise InfeasibleError(memory_message(problem, cuts))
+    return cuts
+
+
+def fitting_cuts(problem: CutProblem, solver: SolverName) -> tuple[int, ...]:
+    """Cuts within the capacity that keep the fullest stage as empty as possible, where contiguous cuts do not fit.
+
+    Raises:
+        UsageError: the pins leave a stage without operations.
+        InfeasibleError: none was found within the capacity; names the smallest that would do.
+    """
+    known = least_memory_cuts(problem)
+    solved = solve(memory_program(replace(problem, gap=MEMORY_GAP), stage_ranges(problem)), solver)
+    options = [cuts for cuts in (solved.stage_of, known) if cuts is not None]
+    if not options:
+        raise no_cuts(problem, solved.infeasible)
+    best = min(options, key=lambda cuts: peak_bytes(problem, cuts))
+    if problem.capacity_bytes is not None and peak_bytes(problem, best) > problem.capacity_bytes:
+        raise InfeasibleError(memory_message(problem, best))
+    return best
+
+
+def peak_bytes(problem: CutProblem, stage_of: Sequence[int]) -> int:
+    """Memory of the fullest rank."""
+    return fullest_bytes(problem, stage_costs(problem, stage_of))
+
+
+def no_cuts(problem: CutProblem, proven: bool) -> UsageError | InfeasibleError:
+    """The error for pins that leave a stage empty, or for a solver that found nothing in its time."""
+    if not proven:
+        return InfeasibleError(
+            f"No cuts of {problem.cost.model} into {plural(problem.stages, 'stage')} were found in "
+            f"{problem.time_limit_seconds:g} s. Give the solver more time or use fewer stages."
+        )
+    pins = ", ".join(f"{problem.cost.groups[g].name} to {s}" for g, s in sorted(problem.pins.items()))
+    return UsageError(
+        f"The pins leave a stage of {problem.stages} without operations: {pins}. Use fewer stages or remove a pin."
+    )
+
+
+def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
+    """Why even the cuts of least memory do not fit: the fullest rank, what fills it, and what would help."""
+    ranks = rank_costs(problem, stage_costs(problem, stage_of))
+    position = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
+    need, capacity = ranks[position].memory_bytes, problem.capacity_bytes or 0
+    own = problem.stages_at(position)
+    parts = [part for stage in own for part in memory_parts(problem, stage_of, stage)]
+    parts.sort(key=lambda part: part.num_bytes, reverse=True)
+    largest = ", ".join(part.text for part in parts if part.num_bytes >= NOTABLE_PART * need)
+    remedies = ["more devices"]
+    if problem.chunks > 1:
+        if problem.schedule == "interleaved-overlap" and may_overlap(problem.pp, problem.microbatches):
+            remedies.append('schedule="interleaved"')
+        remedies.append('schedule="1f1b"')
+    if problem.cost.batch > 1 and sum(c.weight_bytes for c in ranks[position].stages) <= capacity:
+        remedies.append(f"more (smaller) microbatches than {problem.microbatches}")
+    least = memory_for(need)
+    remedies.append(f'devices with memory="{memory_argument(least)}" (--memory {memory_argument(least)})')
+    stages = f"these {problem.stages} stages" if problem.stages > 1 else "one stage"
+    numbers = problem.mesh.ranks(position)
+    have = f"rank {numbers[0]} has" if len(numbers) == 1 else f"ranks {numbers[0]}–{numbers[-1]} have"
+    needs = f"stages {' and '.join(map(str, own))} need" if problem.chunks > 1 else f"stage {position} needs"
+    return (
+        f"No plan fits: {needs} {text(need, BYTES)}, {have} {text(capacity, BYTES)} ({percent(USABLE_MEMORY, 0)} of "
+        f"{text(memory_for(capacity), BYTES)}). Largest: {largest}. "
+        f"The smallest memory that holds {stages} is {text(least, BYTES)} per device. Use {', or '.join(remedies)}."
+    )
+
+
+def memory_argument(num_bytes: int) -> str:
+    """What to write for a device's memory so that this many bytes fit: whole GiB, or MiB or KiB below one."""
+    unit, size = next((u for u in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= u[1]), ("KiB", 2**10))
+    return f"{-(-num_bytes // size)}{unit}"
+
+
+def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tuple[Part, ...]:
+    """What fills the stage; of the activations also the block that has the most of them."""
+    own = stage_costs(problem, stage_of)[stage]
+    cost = problem.recomputing.cost if own.recomputed and problem.may_recompute else problem.cost
+    blocks: Counter[str] = Counter()
+    for group, s in zip(cost.groups, stage_of):
+        if s == stage:
+            blocks[block_of(group)] += own.in_flight * group.saved_bytes
+    for holding in cost.saved:
+        inside = [g for g in holding.groups if stage_of[g] == stage]
+        if inside:
+            blocks[block_of(cost.groups[min(inside)])] += own.in_flight * holding.num_bytes
+    block, most = blocks.most_common(1)[0]
+    saved, received, sent = (own.in_flight * n for n in (own.saved_bytes, own.received_bytes, own.sent_bytes))
+    working = "a recomputed segment and " * own.recomputed + "the working set of one operation"
+    standing = "weights with gradients and optimizer state"
+    if problem.gradients_come:
+        working, standing = f"{working} and gradients", "weights with optimizer state"
+    elif problem.has_buckets:
+        working += " and gradients that wait for their bucket"
+    batches = "1 microbatch" if own.in_flight == 1 else f"{own.in_flight} microbatches"
+    return (
+        Part(own.weight_bytes, f"{standing} ({text(own.weight_bytes, BYTES)})"),
+        Part(
+            saved, f"activations of {batches} in flight ({text(saved, BYTES)}, {text(most, BYTES)} of them in {block})"
+        ),
+        Part(sent, f"sent tensors ({text(sent, BYTES)})"),
+        Part(received, f"received tensors ({text(received, BYTES)})"),
+        Part(own.buffer_bytes, f"inputs, boards and libraries ({text(own.buffer_bytes, BYTES)})"),
+        Part(own.transient_bytes, f"{working} ({text(own.transient_bytes, BYTES)})"),
+    )
+
+
+def block_of(group: Group) -> str:
+    """The module path up to its last number: the repeated block that a group is part of."""
+    parts = (group.module or group.name).split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[-1] + 1] if numbers else parts)

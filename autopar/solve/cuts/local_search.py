@@ -1,0 +1,109 @@
+"""Cuts improved by what the simulated step says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from autopar.ir.plan import Balance
+from autopar.solve.cuts.dynamic_programme import contiguous_cuts
+from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
+from autopar.solve.cuts.merge import merge
+from autopar.solve.cuts.problem import CutProblem
+from autopar.solve.result.make_plan import Decision, Setting, step_time, step_time_of
+
+# Other balances of the stages, from which the search starts too.
+STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
+# By how many groups a cut is moved at once: across a block, half of one, or one operation.
+STRIDES = (8, 4, 2, 1)
+# The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
+MAX_TRIALS, MAX_ACTIONS = 250, 200_000
+
+
+def simulated_faster(setting: Setting, decision: Decision, *known: tuple[int, ...]) -> Decision | None:
+    """The decision with other contiguous cuts whose simulated step is shorter by more than the solver's gap, if any.
+
+    The integer program minimises (m − 1) · max t + Σ t. A simulated step is shorter where the slowest stage is not the
+    last one, as later ones wait in its shadow, and where messages of one boundary overlap.
+
+    Args:
+        known: other cuts to start from, as the stage of each group.
+    """
+    problem = decision.problem
+    if problem.stages == 1 or problem.balance != "time":
+        return None
+    merged = merge(problem)
+    first_of = [merged.unit_of.index(unit) for unit in range(len(merged.problem.cost.groups))]
+    starts = [tuple(stage_of[group] for group in first_of) for stage_of in (decision.stage_of, *known)]
+    starts = [units for units in starts if all(a <= b for a, b in pairwise(units))]
+    if (contiguous := contiguous_cuts(merged.problem)) is not None:
+        starts.append(contiguous)
+    if not starts:
+        return None
+    other = replace(decision, stage_of=merged.expand(polished(setting, merged.problem, *starts)))
+    before, after = (step_time(setting, problem, d.stage_of).seconds for d in (decision, other))
+    return other if after < (1 - problem.gap) * before else None
+
+
+def polished(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> tuple[int, ...]:
+    """The best of some contiguous cuts moved while that shortens the simulated step, within the capacity.
+
+    The closed form that the dynamic programme minimises knows stages by the slowest one and by their sum. Where a rank
+    has several it also matters which of them is slow.
+    """
+    if problem.balance != "time":
+        return known[0]
+    free = replace(problem, capacity_bytes=None)
+    others = (contiguous_cuts(replace(free, balance=balance)) for balance in STARTS)
+    starts = [cuts_of(units) for units in (*known, *others) if units is not None]
+    tried: dict[tuple[int, ...], float] = {}
+
+    def seconds(cuts: tuple[int, ...]) -> float:
+        if cuts not in tried:
+            tried[cuts] = step_seconds(setting, problem, cuts)
+        return tried[cuts]
+
+    best = min(starts, key=seconds)
+    trials = min(MAX_TRIALS, max(4 * problem.stages, MAX_ACTIONS // (2 * problem.stages * problem.microbatches)))
+    improved = True
+    while improved and len(tried) < trials:
+        improved = False
+        for cuts in moved(best):
+            if len(tried) < trials and seconds(cuts) < seconds(best):
+                best, improved = cuts, True
+                break
+    return stages_of(best, len(known[0]))
+
+
+def moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """The cuts with one of them moved, or two neighbours, or more, all by as much."""
+    for stride in STRIDES:
+        for length in range(1, len(cuts) + 1):
+            for i in range(len(cuts) - length + 1):
+                for by in (-stride, stride):
+                    yield (*cuts[:i], *(cut + by for cut in cuts[i : i + length]), *cuts[i + length :])
+
+
+def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -> float:
+    """Of the simulated step; infinite where a stage is empty, a pin is not kept, or a rank is too full."""
+    edges = (0, *cuts, problem.cost.loss)  # what follows the loss is on the last stage
+    if any(low >= high for low, high in pairwise(edges)):
+        return float("inf")
+    units = stages_of(cuts, len(problem.cost.groups))
+    if any(units[group] != stage for group, stage in problem.pins.items()):
+        return float("inf")
+    costs = stage_costs(problem, units)
+    if problem.capacity_bytes is not None and fullest_bytes(problem, costs) > problem.capacity_bytes:
+        return float("inf")
+    return step_time_of(setting, problem, units, costs).seconds
+
+
+def cuts_of(units: Sequence[int]) -> tuple[int, ...]:
+    """Where the stages after the first begin."""
+    return tuple(i for i in range(1, len(units)) if units[i] != units[i - 1])
+
+
+def stages_of(cuts: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The stage of each of so many units; inverse of `cuts_of`."""
+    return tuple(s for s, (low, high) in enumerate(pairwise((0, *cuts, size))) for _ in range(low, high))

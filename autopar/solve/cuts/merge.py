@@ -1,0 +1,107 @@
+"""Groups that must share a stage become one, so that nothing behind this module knows about `together`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import networkx as nx
+
+from autopar.errors import UsageError
+from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.solve.cuts.problem import CutProblem
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The problem on merged groups; ``unit_of[g]`` is the merged group that holds group g of the original."""
+
+    problem: CutProblem
+    unit_of: tuple[int, ...]
+
+    def expand(self, stage_of: Sequence[int]) -> tuple[int, ...]:
+        """The stage of every original group."""
+        return tuple(stage_of[u] for u in self.unit_of)
+
+
+def merge(problem: CutProblem) -> Merged:
+    """The same problem where each set of groups that must share a stage is one group.
+
+    What lies between two members has to join them, or the stages would wait for each other: the units are the strongly
+    connected components of the flows with the sets of `together` as cycles.
+
+    Raises:
+        UsageError: two groups of one unit are pinned to different stages.
+    """
+    cost = problem.cost
+    units = _units(cost)
+    unit_of = [0] * len(cost.groups)
+    for u, members in enumerate(units):
+        for g in members:
+            unit_of[g] = u
+    pins: dict[int, int] = {}
+    by: dict[int, int] = {}
+    for g, s in sorted(problem.pins.items()):
+        u = unit_of[g]
+        if pins.setdefault(u, s) != s:
+            raise UsageError(
+                f"Pins contradict each other: {cost.groups[by[u]].name} is pinned to stage {pins[u]} and "
+                f"{cost.groups[g].name} to stage {s}, but they update the same state and must share a stage. "
+                "Pin both to one stage."
+            )
+        by[u] = g
+    merged = CostGraph(
+        model=cost.model,
+        batch=cost.batch,
+        groups=tuple(_merged_group(cost, members) for members in units),
+        flows=tuple(f for flow in cost.flows if (f := _merged_flow(flow, unit_of)) is not None),
+        weights=tuple(_merged_holding(h, unit_of) for h in cost.weights),
+        saved=tuple(_merged_holding(h, unit_of) for h in cost.saved),
+    )
+    return Merged(replace(problem, cost=merged, pins=pins), tuple(unit_of))
+
+
+def _units(cost: CostGraph) -> list[list[int]]:
+    """Sets of groups that share a stage, in an order that every flow follows and that keeps to the groups' own."""
+    graph = nx.DiGraph()
+    graph.add_nodes_from(range(len(cost.groups)))
+    graph.add_edges_from((f.producer, c) for f in cost.flows for c in f.consumers)
+    for names in cost.together:
+        nx.add_cycle(graph, names)
+    condensed = nx.condensation(graph)
+    members = {u: sorted(condensed.nodes[u]["members"]) for u in condensed}
+    return [members[u] for u in nx.lexicographical_topological_sort(condensed, key=lambda u: members[u][0])]
+
+
+def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
+    groups = [cost.groups[g] for g in members]
+    if len(groups) == 1:
+        return groups[0]
+    return Group(
+        name=groups[0].name,
+        ops=tuple(op for g in groups for op in g.ops),
+        module=groups[0].module,
+        forward_seconds=sum(g.forward_seconds for g in groups),
+        backward_seconds=sum(g.backward_seconds for g in groups),
+        flops=sum(g.flops for g in groups),
+        saved_bytes=sum(g.saved_bytes for g in groups),
+        transient_bytes=max(g.transient_bytes for g in groups),
+        kept_bytes=sum(g.kept_bytes for g in groups),
+        segment_bytes=max(g.segment_bytes for g in groups),
+        forward_collective_seconds=sum(g.forward_collective_seconds for g in groups),
+        backward_collective_seconds=sum(g.backward_collective_seconds for g in groups),
+        board_bytes=max(g.board_bytes for g in groups),
+        workspace_bytes=max(g.workspace_bytes for g in groups),
+    )
+
+
+def _merged_flow(flow: Flow, unit_of: Sequence[int]) -> Flow | None:
+    """The flow between units, or None if it stays within one."""
+    producer = unit_of[flow.producer]
+    consumers = sorted({unit_of[c] for c in flow.consumers} - {producer})
+    saved_by = tuple(sorted({unit_of[g] for g in flow.saved_by if unit_of[g] >= producer}))
+    return replace(flow, producer=producer, consumers=tuple(consumers), saved_by=saved_by) if consumers else None
+
+
+def _merged_holding(holding: Holding, unit_of: Sequence[int]) -> Holding:
+    return replace(holding, groups=tuple(sorted({unit_of[g] for g in holding.groups})))

@@ -1,0 +1,283 @@
+"""The question put to the solver: a priced model, the stages to fill, and what bounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal, Protocol
+
+from autopar.ir.comm_sizes import exchange_bytes
+from autopar.ir.cost_graph import CostGraph, Holding
+from autopar.ir.grad_buckets import padded_bytes
+from autopar.ir.graph import DTYPE_BYTES, Weight
+from autopar.ir.hardware import Link
+from autopar.ir.layout import Layout
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo
+
+Axis = Literal["pp", "tp", "dp"]
+
+# Weight of the traffic against the largest load when stages are balanced by something other than time: small enough to
+# decide between equal loads only, large enough to be above the solver's tolerances.
+TIE_BREAK = 1e-3
+
+
+@dataclass(frozen=True)
+class Priced:
+    """A model sharded over tensor-parallel ranks and priced: ``cost`` is of one rank.
+
+    ``strategies`` maps operations, ``storage`` weights, to how they are split; ``blocks`` says it to people. ``picks``
+    are the choices of the groups that this came from.
+    ``notes`` say what limits the ranks, such as ``attention has 3 heads``.
+    """
+
+    cost: CostGraph
+    strategies: Mapping[str, str] = field(default_factory=dict)
+    storage: Mapping[str, Layout] = field(default_factory=dict)
+    picks: tuple[int, ...] = ()
+    blocks: tuple[BlockSharding, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Time of one microbatch on all stages."""
+        return sum(group.seconds for group in self.cost.groups)
+
+    @property
+    def collective_seconds(self) -> float:
+        """What of it tensor-parallel collectives take."""
+        return sum(g.forward_collective_seconds + g.backward_collective_seconds for g in self.cost.groups)
+
+
+class Costs(Protocol):
+    """What the search asks of prices; answers are expected to be remembered."""
+
+    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+        """The model under one sharding, for ``size`` samples per microbatch.
+
+        Args:
+            memory_level: 0 for the fastest sharding, then ever smaller and slower ones.
+        Returns:
+            None where there is no smaller sharding.
+        """
+        ...
+
+    def floor_seconds(self, tp: int, size: int) -> float:
+        """A lower bound, quickly known, of what one microbatch takes on all stages of ``tp`` ranks."""
+        ...
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        """A proven one over all shardings, which takes longer to know and less than `priced`."""
+        ...
+
+
+@dataclass(frozen=True)
+class CutProblem:
+    """Which stage runs which group of ``cost``.
+
+    ``boundary[s]`` is the link from stage s to s + 1 and ``in_flight[s]`` the number of microbatches whose activations
+    stage s holds at most. Every stage has ``tp`` × ``dp`` ranks, each of which costs what ``cost`` says. ``pins`` fixes
+    groups to stages. ``gap`` is the relative distance from the optimum at which the solver may stop.
+
+    With several ``chunks`` ranks have as many stages each: those at one position, stage % pp, share the capacity. Of
+    each position ``moments`` are the numbers of microbatches held of its stages together, at every moment that may be
+    the fullest; ``in_flight`` is then the first of them.
+
+    Along the axes in ``peers`` ranks reach each other's memory. ``input_bytes`` are what the first stage has of a
+    step's inputs, ``reserve_bytes`` what libraries take on every rank. ``owners`` is the number of replicas that share
+    out the updates.
+
+    With ``recompute`` "auto" a stage recomputes where it does not fit otherwise; with "all" every stage does, which is
+    in ``cost`` already.
+    """
+
+    cost: CostGraph
+    stages: int
+    microbatches: int
+    capacity_bytes: int | None
+    in_flight: tuple[int, ...]
+    boundary: tuple[Link, ...]
+    balance: Balance = "time"
+    pins: Mapping[int, int] = field(default_factory=dict)
+    time_limit_seconds: float = 60.0
+    gap: float = 1e-3
+    tp: int = 1
+    dp: int = 1
+    recompute: Recompute = "none"
+    schedule: ScheduleName = "1f1b"
+    chunks: int = 1
+    moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    peers: frozenset[Axis] = frozenset()
+    input_bytes: int = 0
+    reserve_bytes: int = 0
+    owners: int = 1
+
+    @property
+    def pp(self) -> int:
+        """Positions in the pipeline."""
+        return self.stages // self.chunks
+
+    def stages_at(self, position: int) -> tuple[int, ...]:
+        """The stages that each rank at a position runs."""
+        return tuple(range(position, self.stages, self.pp))
+
+    def capacity_share(self, stage: int) -> float:
+        """What of a rank's capacity a stage may use by itself: the share that it has of what the rank holds."""
+        return self.in_flight[stage] / sum(self.in_flight[s] for s in self.stages_at(stage % self.pp))
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether it is open which stages recompute: without a limit none needs to."""
+        return self.recompute == "auto" and self.capacity_bytes is not None
+
+    @property
+    def recomputing(self) -> CutProblem:
+        """The same problem where every stage recomputes."""
+        return replace(self, cost=self.cost.recomputed, recompute="all")
+
+    @property
+    def mesh(self) -> Mesh:
+        return Mesh(self.pp, self.tp, self.dp)
+
+    @cached_property
+    def has_buckets(self) -> bool:
+        """Whether gradients are moved to flat memory that stays between steps, as soon as a bucket is full: that of
+        several stages, of replicas, and of copies in low precision."""
+        return self.pp > 1 or self.dp > 1 or any(w.copy_bytes and w.gradient_bytes for w in self.cost.weights)
+
+    @cached_property
+    def gradients_come(self) -> bool:
+        """Whether there are gradients only as far as the step's one backward has come."""
+        trained = any(w.gradient_bytes for w in self.cost.weights)
+        return trained and not self.has_buckets and self.microbatches == 1
+
+    @property
+    def kept_received(self) -> int:
+        """How many microbatches' received tensors there is room for on each stage that holds so many: none beside
+        messages in memory that peers reach."""
+        return 0 if "pp" in self.peers else 1
+
+    @property
+    def places(self) -> int:
+        """Places of each of a step's messages in memory that peers reach: one for every microbatch, or none."""
+        return self.microbatches if "pp" in self.peers else 0
+
+    @cached_property
+    def exchanged_bytes(self) -> int:
+        """What replicas that reach each other reserve on each to sum gradients.
+
+        Error: of stages it is what one with the whole model's largest bucket has.
+        """
+        trained = [w for w in self.cost.weights if w.gradient_bytes]
+        if "dp" not in self.peers or not trained:
+            return 0
+        stored, size = "float32", DTYPE_BYTES["float32"]
+        weights = [
+            Weight(w.name, "parameter", (w.gradient_bytes // size,), "bfloat16" if w.copy_bytes else stored,
+                   requires_grad=True, master=stored if w.copy_bytes else "")
+            for w in trained
+        ]  # fmt: skip
+        return exchange_bytes(padded_bytes(weights, self.owners), self.dp)
+
+    def fixed_bytes(self, stage: int) -> int:
+        """What a stage has whatever it runs: inputs, and once for each rank memory in which replicas sum gradients and
+        what libraries take."""
+        return self.input_bytes * (stage == 0) + (self.exchanged_bytes + self.reserve_bytes) * (stage < self.pp)
+
+    def standing_bytes(self, weight: Holding) -> int:
+        """What of a weight is there before a step's last backward."""
+        return weight.num_bytes - weight.gradient_bytes * self.gradients_come
+
+    def __post_init__(self) -> None:
+        assert self.stages >= 1 and self.microbatches >= 1
+        assert self.stages % self.chunks == 0 and len(self.moments) == (self.pp if self.chunks > 1 else 0)
+        assert len(self.in_flight) == self.stages, "one in_flight per stage"
+        assert len(self.boundary) == self.stages - 1, "one link between neighbouring stages"
+        assert all(0 <= group < self.cost.loss for group in self.pins), "a pinned group does not exist"
+        assert all(0 <= stage < self.stages for stage in self.pins.values()), "a pin's stage does not exist"
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """The stage of every group.
+
+    ``objective_seconds`` is the solver's objective at these cuts and ``bound_seconds`` a proven lower bound of it: the
+    step time for balance "time", otherwise the largest load, expressed as its share of the compute time.
+    ``stage_seconds`` is always the time of one microbatch on each stage, its transfers to the next one included.
+    """
+
+    stage_of: tuple[int, ...]
+    objective_seconds: float
+    bound_seconds: float
+    stage_seconds: tuple[float, ...]
+    solver: SolverInfo
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Coefficients of what is minimised.
+
+    With load_s the balanced quantity of stage s and x_s the transfer time of the boundary behind it:
+    t_s = load_s + transfer · x_s, and the value is slowest · max t_s + total · Σ t_s + traffic · Σ x_s
+    + optimizer · max (`update_seconds`).
+    """
+
+    slowest: float
+    total: float
+    transfer: float
+    traffic: float
+    optimizer: float
+
+
+def objective_of(problem: CutProblem) -> Objective:
+    """What the problem's balance asks to minimise.
+
+    Source: a 1F1B or GPipe step of m microbatches takes (m − 1) · max t + Σ t; see `slowest_count`.
+    """
+    if problem.balance == "time":
+        slowest = slowest_count(problem.microbatches, problem.pp, problem.chunks)
+        return Objective(slowest=slowest, total=1.0, transfer=1.0, traffic=0.0, optimizer=1.0)
+    return Objective(slowest=1.0, total=0.0, transfer=0.0, traffic=TIE_BREAK, optimizer=0.0)
+
+
+def slowest_count(microbatches: float, pp: int, chunks: int) -> float:
+    """How many times the slowest stage counts in a step, beside each stage once: m − 1 with one chunk a rank.
+
+    Source: interleaved 1F1B with v equal chunks on each of p ranks keeps a rank busy for v · m of them and idle for
+        p − 1, or for m < p the other way around: the first passes v · p and m − 1 follow. So the step is
+        v · max(m, p) + min(m, p) − 1 of p · v equal stages.
+    Error: with v > 1 and unequal stages a model of the step, which the simulated schedule may exceed or undercut.
+    """
+    return chunks * max(microbatches, pp) + min(microbatches, pp) - 1 - pp * chunks
+
+
+def group_loads(cost: CostGraph, balance: Balance) -> tuple[float, ...]:
+    """What each group adds to its stage's load, in seconds.
+
+    Parameters, FLOPs and layer counts are scaled so that all loads sum to the compute time of a microbatch; a
+    parameter that several groups share counts for the first of them.
+    """
+    seconds = tuple(group.seconds for group in cost.groups)
+    if balance == "time":
+        return seconds
+    raw = [0.0] * len(cost.groups)
+    if balance == "flops":
+        raw = [group.flops for group in cost.groups]
+    for holding in cost.weights:
+        first = min(holding.groups)
+        if balance == "params":
+            raw[first] += holding.numel
+        elif balance == "uniform" and holding.numel:
+            raw[first] = 1.0
+    scale = (sum(seconds) or 1.0) / (sum(raw) or 1.0)
+    return tuple(scale * r for r in raw)
+
+
+def update_seconds(weight: Holding) -> float:
+    """What a weight adds to its stage's update: its optimizer and the whole reduction of its gradient.
+
+    Error: high by what of the reduction the last backward hides, which only a simulated step knows; as every stage has
+    a last backward of about the same length, stages compare as they would without it.
+    """
+    return weight.optimizer_seconds + weight.reduce_seconds

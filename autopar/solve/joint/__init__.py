@@ -1,0 +1,1 @@
+"""Cuts and shardings in one integer program."""

@@ -1,0 +1,1 @@
+"""From a decision to a plan: assembly, alternatives, bounds of the step."""

@@ -1,0 +1,154 @@
+"""The plans that were considered and not chosen: other meshes, other microbatches and cuts, one device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Alternative, Balance
+from autopar.ir.units import plural
+from autopar.solve.cuts.evaluate import stage_costs
+from autopar.solve.result.make_plan import Decision, Setting, step_time
+from autopar.solve.result.reasons import parts, why_slower
+from autopar.solve.space.candidates import (
+    Candidate,
+    Floors,
+    Pipeline,
+    Point,
+    evaluated,
+    judged,
+    other_pipelines_of,
+    point_of,
+    points_of,
+    without_limit,
+)
+from autopar.solve.space.constraints import microbatch_candidates
+
+MAX_MESHES = 8
+BALANCES: Mapping[Balance, str] = {
+    "time": "equal time", "uniform": "uniform cuts", "params": "equal parameters", "flops": "equal FLOPs"
+}  # fmt: skip
+MAX_BALANCES = 2
+
+
+def alternatives(
+    setting: Setting,
+    floors: Floors,
+    by_mesh: Mapping[Mesh, list[Candidate]],
+    refused: Mapping[Mesh, str],
+    decision: Decision,
+) -> tuple[Alternative, ...]:
+    """The best of every other mesh, fastest first; of the same mesh other settings and cuts, and no recomputation; a
+    single device."""
+    problem, batch = decision.problem, setting.constraints.batch
+    chosen = parts(decision, step_time(setting, problem, decision.stage_of), batch)
+
+    def listed(label: str, candidate: Candidate) -> Alternative:
+        seconds = candidate.seconds if candidate.step is not None else None
+        return Alternative(label, seconds, why_slower(candidate, chosen, batch))
+
+    meshes = {mesh: min(found, key=lambda c: c.seconds) for mesh, found in by_mesh.items() if found}
+    others = sorted((c for mesh, c in meshes.items() if mesh != problem.mesh), key=lambda c: c.seconds)
+    rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
+    rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
+    rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, floors, by_mesh, decision)]
+    rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, floors, by_mesh, decision)]
+    rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
+    rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]
+    if problem.mesh.devices > 1:
+        alone = one_device(setting, floors)
+        rows.append(replace(listed("one device", alone), note=alone.note))
+    return tuple(rows)
+
+
+def mesh_label(point: Point) -> str:
+    """``pp 2 × tp 1 × dp 2, v 2, m 8, ZeRO-1``: the mesh, stages a rank, microbatches, what replicas share."""
+    chunks = f", v {point.pipeline.chunks}" if point.pipeline.chunks > 1 else ""
+    return f"{point.mesh}{chunks}, m {point.microbatches:,}" + (", ZeRO-1" if point.zero1 else "")
+
+
+def point_label(point: Point, dp: int) -> str:
+    """``8 microbatches``, and whether the state is shared where there are replicas."""
+    zero1 = "" if dp == 1 else ", ZeRO-1" if point.zero1 else ", no ZeRO-1"
+    return plural(point.microbatches, "microbatch", "es") + zero1
+
+
+def neighbours(
+    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+) -> list[Candidate]:
+    """The same mesh and schedule with fewer and more microbatches, and with the other choice of ZeRO-1."""
+    chosen = point_of(decision)
+    microbatches = chosen.microbatches
+    points = [p for p in points_of(setting, chosen.mesh) if alike(p, chosen.pipeline)]
+    same = [p for p in points if p.zero1 == decision.zero1]
+    near = [p for p in same if p.microbatches < microbatches][-1:]
+    near += [p for p in same if p.microbatches > microbatches][:1]
+    near += [p for p in points if p.zero1 != decision.zero1 and p.microbatches == microbatches]
+    return looked_up(setting, floors, by_mesh, near)
+
+
+def alike(point: Point, pipeline: Pipeline) -> bool:
+    """Whether a point's schedule is the given one, or runs its actions in the same order."""
+    other = replace(point, pipeline=pipeline)
+    return point == other or (other.is_interleaved_too and point.pipeline == replace(pipeline, schedule="interleaved"))
+
+
+def other_pipelines(
+    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+) -> list[Candidate]:
+    """The same with the other schedules, of each number of stages a rank the fastest one; fastest first."""
+    fastest: dict[int, Candidate] = {}
+    for candidate in looked_up(setting, floors, by_mesh, other_pipelines_of(setting, point_of(decision))):
+        known = fastest.setdefault(candidate.problem.chunks, candidate)
+        if candidate.seconds < known.seconds:
+            fastest[candidate.problem.chunks] = candidate
+    return sorted(fastest.values(), key=lambda c: c.seconds)
+
+
+def looked_up(
+    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
+) -> list[Candidate]:
+    """The candidates at some points, evaluated now where they were not before."""
+    known = {c.point: c for candidates in by_mesh.values() for c in candidates}
+    found = [known[p] if p in known else evaluated(setting, floors, p, float("inf")) for p in points]
+    return [c for c in found if c is not None]
+
+
+def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
+    """Cuts by another balance: they stand for those made by hand, which look at no limit, and are judged afterwards."""
+    problem = decision.problem
+    if problem.stages == 1:
+        return []
+    point = point_of(decision)
+    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
+    found = [
+        judged(setting, point, decision.priced, replace(without_limit(problem), balance=balance), limit_bytes)
+        for balance in BALANCES
+        if balance != problem.balance
+    ]
+    return [c for c in found if c.stage_of != decision.stage_of][:MAX_BALANCES]
+
+
+def without_recomputation(setting: Setting, decision: Decision) -> list[Candidate]:
+    """The same without recomputation, where the decision has any; what fits so is faster and would have been chosen."""
+    problem = decision.problem
+    if not any(c.recomputed for c in stage_costs(problem, decision.stage_of)):
+        return []
+    point, cost = point_of(decision), decision.priced.cost
+    limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
+    return [judged(setting, point, decision.priced, replace(problem, cost=cost, recompute="none"), limit_bytes)]
+
+
+def one_device(setting: Setting, floors: Floors) -> Candidate:
+    """The fastest of a single device, or the one that needs least."""
+    alone = Mesh(1)
+    pipeline = Pipeline("gpipe" if setting.constraints.schedule == "gpipe" else "1f1b")
+    candidates = microbatch_candidates(setting.constraints, 1)
+    points = sorted((Point(alone, m, pipeline=pipeline) for m in candidates), key=floors.seconds)
+    found: list[Candidate] = []
+    for point in points:
+        best = min((c.seconds for c in found), default=float("inf"))
+        if (candidate := evaluated(setting, floors, point, best)) is not None:
+            found.append(candidate)
+    return min(found, key=lambda c: (c.seconds, -c.point.microbatches))

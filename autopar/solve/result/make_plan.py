@@ -1,0 +1,214 @@
+"""From an assignment of groups to a plan: ranges of operations, rows per stage, predicted step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.cost_graph import CostGraph
+from autopar.ir.graph import Graph
+from autopar.ir.hardware import Hardware
+from autopar.ir.layout import REPLICATED, compressed
+from autopar.ir.microbatches import microbatch_factors
+from autopar.ir.plan import (
+    Alternative,
+    HardwareInfo,
+    Message,
+    ModelInfo,
+    Plan,
+    Prediction,
+    SolverInfo,
+    Stage,
+    StageMemory,
+)
+from autopar.schedule.replay import scheduled_seconds
+from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
+from autopar.solve.cuts.problem import Costs, CutProblem, Priced
+from autopar.solve.space.constraints import Constraints, hop_link
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all candidates of one search share."""
+
+    graph: Graph
+    hardware: Hardware
+    model: ModelInfo
+    constraints: Constraints
+    costs: Costs
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Everything that a plan decides, and the prices it was decided on."""
+
+    problem: CutProblem
+    priced: Priced
+    zero1: bool
+    stage_of: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Samples of the largest microbatch."""
+        return self.problem.cost.batch
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step: the pipeline, then of the rank for which that takes longest what of the reduction its last backward does
+    not hide, and its optimizer."""
+
+    pipeline_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+    bubble_fraction: float
+
+    @property
+    def seconds(self) -> float:
+        return self.pipeline_seconds + self.reduce_seconds + self.optimizer_seconds
+
+
+@dataclass(frozen=True)
+class OpRanges:
+    """Stage s runs the operations ``starts[s]`` up to the next start, but for ``exceptions``."""
+
+    starts: tuple[int, ...]
+    exceptions: Mapping[str, int]
+
+
+def make_plan(
+    setting: Setting,
+    decision: Decision,
+    solver: SolverInfo,
+    alternatives: tuple[Alternative, ...],
+    bound_by: str,
+) -> Plan:
+    """The plan in which every group runs on its stage."""
+    problem, priced, stage_of = decision.problem, decision.priced, decision.stage_of
+    ops, costs = setting.graph.ops, stage_costs(problem, stage_of)
+    found = op_ranges(setting.graph, problem.cost, stage_of)
+    step = step_time(setting, problem, stage_of)
+    ends = (*found.starts[1:], len(ops))
+    sent = messages(problem.cost, stage_of)
+    storage = {name: str(layout) for name, layout in priced.storage.items() if layout != REPLICATED}
+    return Plan(
+        model=setting.model,
+        batch=setting.constraints.batch,
+        mesh=problem.mesh,
+        schedule=problem.schedule,
+        chunks=problem.chunks,
+        microbatches=problem.microbatches,
+        stages=tuple(
+            Stage(
+                first=ops[found.starts[s]].name,
+                last=ops[ends[s] - 1].name,
+                ranks=problem.mesh.ranks(s),
+                params=sum(w.numel for w in problem.cost.weights if any(stage_of[g] == s for g in w.groups)),
+                forward_seconds=c.forward_seconds,
+                backward_seconds=c.backward_seconds,
+                send_bytes=sum(n for (src, dst), n in sent.items() if src == s < dst and (dst - s) % problem.pp),
+                peak_bytes=c.memory_bytes,
+                recompute="all" if c.recomputed else "none",
+                collective_seconds=c.collective_seconds,
+                optimizer_seconds=c.optimizer_seconds,
+                memory=StageMemory(c.weight_bytes, c.held_bytes, c.transient_bytes, c.buffer_bytes),
+            )
+            for s, c in enumerate(costs)
+        ),
+        prediction=Prediction(
+            step_seconds=step.seconds,
+            samples_per_second=setting.constraints.batch / step.seconds if step.seconds else 0.0,
+            bubble_fraction=step.bubble_fraction,
+            peak_bytes=tuple(
+                c.memory_bytes for p, c in enumerate(rank_costs(problem, costs)) for _ in problem.mesh.ranks(p)
+            ),
+            error=setting.hardware.error,
+            reduce_seconds=step.reduce_seconds,
+            optimizer_seconds=step.optimizer_seconds,
+        ),
+        solver=solver,
+        hardware=HardwareInfo(
+            name=setting.hardware.name,
+            device=setting.hardware.device,
+            link=setting.hardware.link_name,
+            memory_bytes=setting.hardware.memory_bytes,
+            device_type=setting.hardware.device_type,
+        ),
+        exceptions=found.exceptions,
+        shardings=compressed(storage, [w.name for w in setting.graph.weights]),
+        strategies=compressed(priced.strategies, [op.name for op in ops]),
+        zero1=decision.zero1,
+        blocks=priced.blocks,
+        alternatives=alternatives,
+        bound_by=bound_by,
+        messages=tuple(
+            Message(src, dst, num_bytes, transfer_seconds(setting, problem, (src, dst), num_bytes))
+            for (src, dst), num_bytes in sorted(sent.items())
+        ),
+    )
+
+
+def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> OpRanges:
+    """The ranges of operations, one per stage, from which the fewest operations are excepted."""
+    home = {op: stage_of[g] for g, group in enumerate(cost.groups) for op in group.ops}
+    stages, size = max(stage_of) + 1, len(graph.ops)
+    # best[i]: most operations at home among the first i, if the stages so far end there; entered[s][i]: where s starts.
+    best: list[float] = [0.0] + [float("-inf")] * size
+    entered: list[list[int]] = []
+    for s in range(stages):
+        reached, starts = [float("-inf")] * (size + 1), [0] * (size + 1)
+        running, start = float("-inf"), 0
+        for i, op in enumerate(graph.ops):
+            if best[i] >= running:
+                running, start = best[i], i
+            running += home[op.name] == s
+            reached[i + 1], starts[i + 1] = running, start
+        best = reached
+        entered.append(starts)
+    bounds = [size]
+    for starts in reversed(entered):
+        bounds.append(starts[bounds[-1]])
+    edges = tuple(reversed(bounds))
+    exceptions = {
+        op.name: home[op.name] for s in range(stages) for op in graph.ops[edges[s] : edges[s + 1]] if home[op.name] != s
+    }
+    return OpRanges(edges[:-1], exceptions)
+
+
+def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int], int]:
+    """Bytes per microbatch from stage to stage, sent straight: activations forward, their gradients backward."""
+    sent: dict[tuple[int, int], int] = {}
+    for flow in cost.flows:
+        src = stage_of[flow.producer]
+        for dst in sorted({stage_of[c] for c in flow.consumers} - {src}):
+            sent[src, dst] = sent.get((src, dst), 0) + flow.num_bytes
+            if flow.requires_grad:
+                sent[dst, src] = sent.get((dst, src), 0) + flow.num_bytes
+    return sent
+
+
+def transfer_seconds(setting: Setting, problem: CutProblem, pair: tuple[int, int], num_bytes: int) -> float:
+    """Time of what one stage sends to another for each microbatch."""
+    return one_way_seconds(num_bytes, hop_link(setting.hardware, problem.mesh, *pair))
+
+
+def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) -> StepTime:
+    """The whole step: the simulated pipeline, then the rank with the longest exposed reduction and optimizer.
+
+    The pipeline is simulated with the stages' own times and the batch's own microbatches; every replica's is alike.
+    """
+    return step_time_of(setting, problem, stage_of, stage_costs(problem, stage_of))
+
+
+def step_time_of(
+    setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]
+) -> StepTime:
+    """The same from the stages' costs."""
+    sent = messages(problem.cost, stage_of)
+    sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
+    forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]
+    transfers = {pair: transfer_seconds(setting, problem, pair, num_bytes) for pair, num_bytes in sent.items()}
+    seconds = scheduled_seconds(problem.schedule, problem.pp, forward, backward, transfers, sizes)
+    busy = (sum(forward) + sum(backward)) * sum(sizes) / problem.pp
+    last = max(rank_costs(problem, costs), key=lambda c: c.exposed_seconds + c.optimizer_seconds)
+    return StepTime(seconds, last.exposed_seconds, last.optimizer_seconds, 1 - busy / seconds if seconds else 0.0)

@@ -1,0 +1,70 @@
+"""Where a step's time goes, and so why a plan is as fast as it is and others are slower."""
+
+from __future__ import annotations
+
+from autopar.solve.cuts.evaluate import rank_costs, stage_costs
+from autopar.solve.result.make_plan import Decision, Setting, StepTime, step_time
+from autopar.solve.result.step_breakdown import NOTABLE, Slowest, Spent, bound_text, excess_text, memory_text
+from autopar.solve.space.candidates import Candidate, judged, point_of, without_limit
+
+
+def parts(decision: Decision, step: StepTime, batch: int) -> Spent:
+    """What the mean rank spends the step on; waiting for transfers is part of the bubble."""
+    problem = decision.problem
+    idle = step.bubble_fraction * step.pipeline_seconds
+    microbatches = batch / problem.dp / problem.cost.batch
+    collectives = decision.priced.collective_seconds * microbatches / problem.pp
+    again = sum(c.recompute_seconds for c in stage_costs(problem, decision.stage_of)) * microbatches / problem.pp
+    return Spent(
+        compute_seconds=step.pipeline_seconds - idle - collectives - again,
+        recompute_seconds=again,
+        collective_seconds=collectives,
+        transfer_seconds=0.0,
+        bubble_seconds=idle,
+        reduce_seconds=step.reduce_seconds,
+        optimizer_seconds=step.optimizer_seconds,
+    )
+
+
+def why_slower(candidate: Candidate, chosen: Spent, batch: int) -> str:
+    """What a candidate spends its additional time on, in a few words."""
+    if candidate.step is None:
+        return candidate.note
+    return excess_text(parts(candidate.decision, candidate.step, batch), chosen)
+
+
+def bound_by(setting: Setting, decision: Decision) -> str:
+    """What keeps the step from being shorter, in one sentence."""
+    problem, stage_of = decision.problem, decision.stage_of
+    step = step_time(setting, problem, stage_of)
+    spent = parts(decision, step, setting.constraints.batch)
+    costs = stage_costs(problem, stage_of)
+    seconds = [c.seconds for c in costs]
+    slowest = max(range(problem.stages), key=seconds.__getitem__)
+    own = costs[slowest]
+    over = seconds[slowest] / (sum(seconds) / len(seconds)) - 1 if sum(seconds) else 0.0
+    share = own.transfer_seconds / own.seconds if own.seconds else 0.0
+    what = bound_text(
+        spent, Slowest(stage_text(decision, slowest), over, share), problem.mesh, problem.stages, problem.microbatches
+    )
+    free_seconds = seconds_without_limit(setting, decision, step.seconds)
+    if free_seconds is None:
+        return what
+    ranks = rank_costs(problem, costs)
+    full = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
+    whose = f"rank {problem.mesh.ranks(full)[0]}" if problem.chunks > 1 else f"stage {full}"
+    return memory_text(whose, free_seconds, what)
+
+
+def stage_text(decision: Decision, stage: int) -> str:
+    """A stage by its number and its first and last module."""
+    groups = decision.problem.cost.groups
+    members = [groups[g] for g, s in enumerate(decision.stage_of) if s == stage and groups[g].ops]
+    first, last = (group.module or group.name for group in (members[0], members[-1]))
+    return f"stage {stage} ({first} … {last})" if first != last else f"stage {stage} ({first})"
+
+
+def seconds_without_limit(setting: Setting, decision: Decision, step_seconds: float) -> float | None:
+    """The step of the best contiguous cuts without the memory limit, where that is notably faster."""
+    free = judged(setting, point_of(decision), decision.priced, without_limit(decision.problem))
+    return free.seconds if free.seconds < (1 - NOTABLE) * step_seconds else None

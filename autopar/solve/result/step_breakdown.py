@@ -1,0 +1,122 @@
+"""A step by what it is spent on, and the words for what bounds it and for what another one loses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from autopar.ir.mesh import Mesh
+from autopar.ir.units import TIME, percent, plural, text
+
+# The least share of a step that is worth a word, and the least relative gain of lifting the memory limit that makes
+# memory what bounds a plan.
+NOTABLE = 0.01
+
+
+@dataclass(frozen=True)
+class Spent:
+    """A step in seconds by what a rank does in it: they sum to it.
+
+    ``recompute_seconds`` are forwards run again in a backward, ``bubble_seconds`` waiting for other stages, and
+    ``transfer_seconds`` waiting that free transfers would save; where they are not told apart that is bubble too.
+    """
+
+    compute_seconds: float
+    recompute_seconds: float
+    collective_seconds: float
+    transfer_seconds: float
+    bubble_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.by_name.values())
+
+    @property
+    def pipeline_seconds(self) -> float:
+        """The step before what of the reduction is not hidden."""
+        return self.seconds - self.reduce_seconds - self.optimizer_seconds
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Share of the pipeline that a rank waits for other stages."""
+        return self.bubble_seconds / self.pipeline_seconds if self.pipeline_seconds else 0.0
+
+    @property
+    def by_name(self) -> Mapping[str, float]:
+        """Seconds by the words that people read."""
+        return {
+            "compute": self.compute_seconds,
+            "recomputation": self.recompute_seconds,
+            "collectives": self.collective_seconds,
+            "transfers": self.transfer_seconds,
+            "bubble": self.bubble_seconds,
+            "reduction": self.reduce_seconds,
+            "optimizer": self.optimizer_seconds,
+        }
+
+
+def mean(parts: Sequence[Spent]) -> Spent:
+    """What a rank spends on average."""
+    return Spent(*(sum(getattr(p, f.name) for p in parts) / len(parts) for f in fields(Spent)))
+
+
+@dataclass(frozen=True)
+class Slowest:
+    """The slowest stage: its words, how far it is over the mean, and what of its time are transfers behind it."""
+
+    where: str
+    over: float
+    transfer_share: float
+
+
+def bound_text(spent: Spent, slowest: Slowest, mesh: Mesh, stages: int, microbatches: int) -> str:
+    """What keeps a step from being shorter, in one sentence; ``spent`` is of the mean rank."""
+    where, parts = slowest.where, spent.by_name
+    largest = max(parts, key=lambda name: parts[name])
+    if slowest.transfer_share > 0.5 or largest == "transfers":
+        what = f"transfers behind {where}, {100 * slowest.transfer_share:.0f} % of its time"
+    elif largest == "reduction":
+        what = f"reduction of gradients over {mesh.dp} replicas; compute of {where}"
+    elif largest == "optimizer":
+        what = f"optimizer, {percent(spent.optimizer_seconds / spent.seconds, 0)} of the step; compute of {where}"
+    elif largest == "collectives":
+        what = f"collectives of {mesh.tp} tensor-parallel ranks; compute of {where}"
+    elif spent.bubble_fraction > 0.5:
+        what = f"bubble of {stages} stages with {plural(microbatches, 'microbatch', 'es')}; compute of {where}"
+    else:
+        what = f"compute of {where}"
+    if stages > 1:
+        what += f", {100 * slowest.over:.1f} % over the mean; bubble {percent(spent.bubble_fraction, 0)}"
+    for name in ("recomputation", "collectives", "transfers", "reduction"):
+        if parts[name] > NOTABLE * spent.seconds:
+            what += f"; {name} {percent(parts[name] / spent.seconds, 0)} of the step"
+    return what
+
+
+def memory_text(whose: str, free_seconds: float, what: str) -> str:
+    """The same where the memory limit bounds the step first; ``free_seconds`` is the step without it."""
+    return f"memory of {whose}, without whose limit the step would take {free_seconds * 1e3:,.1f} ms; then {what}"
+
+
+def memory_said(bound_by: str) -> str:
+    """What `memory_text` put before the rest, or nothing."""
+    before, then, _ = bound_by.partition("; then ")
+    return before if then and before.startswith("memory of ") else ""
+
+
+def excess_text(own: Spent, chosen: Spent) -> str:
+    """What a step spends its additional time on, in a few words; nothing where it is not longer."""
+    mine, other = own.by_name, chosen.by_name
+    excess = {name: mine[name] - other[name] for name in mine}
+    ranked = sorted((name for name in excess if excess[name] > 0), key=lambda name: -excess[name])
+    said = [name for name in ranked[:2] if excess[name] >= excess[ranked[0]] / 2]
+    if own.seconds <= chosen.seconds or not said:
+        return ""
+    words = {
+        "compute": f"compute {text(excess['compute'], TIME)} more",
+        "bubble": f"bubble {percent(own.bubble_fraction, 0)}",
+        "reduction": f"reduction {text(mine['reduction'], TIME)} exposed",
+    }
+    return ", ".join(words.get(name, f"{name} {text(mine[name], TIME)}") for name in said)

@@ -1,0 +1,1 @@
+"""Tensor-parallel shardings of all groups by integer program."""

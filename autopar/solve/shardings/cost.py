@@ -1,0 +1,98 @@
+"""What a given choice for every group costs, and the tensors that flow between the groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.layout import Layout
+from autopar.ir.strategies import Choice, ChoiceGraph, Conversion
+
+NOTHING = Conversion(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Prices:
+    """What one choice is worth: seconds a microbatch, with ``memory_price`` in seconds per byte.
+
+    Over an infinite number of ``microbatches``, what is spent once a step is worth nothing.
+    """
+
+    microbatches: float
+    memory_price: float = 0.0
+    in_flight: int = 1
+
+    def of(self, choice: Choice) -> float:
+        """seconds + step_seconds / microbatches + memory_price · (weight_bytes + in_flight · saved_bytes)."""
+        memory = choice.weight_bytes + self.in_flight * choice.saved_bytes
+        return choice.seconds + choice.step_seconds / self.microbatches + self.memory_price * memory
+
+    def of_conversion(self, conversion: Conversion) -> float:
+        """seconds + memory_price · in_flight · saved_bytes."""
+        return conversion.seconds + self.memory_price * self.in_flight * conversion.saved_bytes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A group that reads a value, and in which layout under each of its choices."""
+
+    group: int
+    takes: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Wire:
+    """A value between groups: who makes it, in which layout under each of its choices, and who reads it."""
+
+    value: str
+    producer: int
+    gives: tuple[Layout, ...]
+    readings: tuple[Reading, ...]
+
+
+@dataclass(frozen=True)
+class ShardingCost:
+    """``seconds`` per microbatch, conversions included; ``step_seconds`` once a step; memory of the whole model."""
+
+    seconds: float
+    step_seconds: float
+    memory_bytes: int
+
+
+def wires(graph: ChoiceGraph) -> tuple[Wire, ...]:
+    """All values that one group makes and others read, in the order in which they are made."""
+    readings: dict[str, list[Reading]] = {}
+    for number, group in enumerate(graph.groups):
+        for position, value in enumerate(group.reads):
+            takes = tuple(choice.takes[position] for choice in group.choices)
+            readings.setdefault(value, []).append(Reading(number, takes))
+    return tuple(
+        Wire(value, number, tuple(choice.gives[position] for choice in group.choices), tuple(readings[value]))
+        for number, group in enumerate(graph.groups)
+        for position, value in enumerate(group.makes)
+        if value in readings
+    )
+
+
+def conversion(graph: ChoiceGraph, value: str, made: Layout, read: Layout) -> Conversion:
+    """What converting a value costs, forward and backward; nothing where it is read as it was made."""
+    if made == read:
+        return NOTHING
+    assert (value, made, read) in graph.conversions, f"no conversion of {value} from {made} to {read}"
+    return graph.conversions[value, made, read]
+
+
+def sharding_cost(graph: ChoiceGraph, picks: Sequence[int], in_flight: int = 1) -> ShardingCost:
+    """The cost of the given choice of every group, each conversion paid once per value and layout."""
+    chosen = [group.choices[k] for group, k in zip(graph.groups, picks, strict=True)]
+    converted: list[Conversion] = []
+    for wire in wires(graph):
+        made = wire.gives[picks[wire.producer]]
+        read = {reading.takes[picks[reading.group]] for reading in wire.readings}
+        converted += (conversion(graph, wire.value, made, layout) for layout in read)
+    saved = sum(cost.saved_bytes for cost in (*chosen, *converted))
+    return ShardingCost(
+        seconds=sum(cost.seconds for cost in (*chosen, *converted)),
+        step_seconds=sum(choice.step_seconds for choice in chosen),
+        memory_bytes=sum(choice.weight_bytes for choice in chosen) + in_flight * saved,
+    )

@@ -1,0 +1,119 @@
+"""The integer program of shardings: its size follows the number of kinds, not the depth of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import pulp
+
+from autopar.ir.layout import Layout
+from autopar.ir.strategies import ChoiceGraph
+from autopar.solve.shardings.cost import Prices, conversion, wires
+from autopar.solve.shardings.variables import Expr, Picks, choices_by, new_picks, transport
+
+
+@dataclass(frozen=True)
+class KindLayouts:
+    """A kind of group, and the layout of one of its tensors under each of its choices."""
+
+    kind: int
+    layouts: tuple[Layout, ...]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """All values that one kind makes alike and the same kinds read alike, as one.
+
+    ``prices`` of each pair (made, read) that can occur and costs something are summed over these values.
+    """
+
+    producer: KindLayouts
+    readers: tuple[KindLayouts, ...]
+    prices: Mapping[tuple[Layout, Layout], float]
+
+
+@dataclass(frozen=True)
+class ShardingProgram:
+    """The program and its decision variables; its objective counts in ``seconds``, so that it is near one."""
+
+    lp: pulp.LpProblem
+    picks: Picks
+    seconds: float
+
+
+def layout_pairs(producer: KindLayouts, reader: KindLayouts) -> dict[tuple[Layout, Layout], tuple[int, ...]]:
+    """The pairs (made, read) that can occur; with the choices that lead to them where both are of one kind."""
+    if producer.kind != reader.kind:
+        return {(made, read): () for made in choices_by(producer.layouts) for read in choices_by(reader.layouts)}
+    found: dict[tuple[Layout, Layout], tuple[int, ...]] = {}
+    for k, pair in enumerate(zip(producer.layouts, reader.layouts, strict=True)):
+        found[pair] = (*found.get(pair, ()), k)
+    return found
+
+
+def edges(graph: ChoiceGraph, prices: Prices) -> tuple[Edge, ...]:
+    """The values of the model, those at the same place of a repeated block collapsed into one."""
+    found: dict[tuple[KindLayouts, tuple[KindLayouts, ...]], dict[tuple[Layout, Layout], float]] = {}
+    for wire in wires(graph):
+        producer = KindLayouts(graph.groups[wire.producer].kind, wire.gives)
+        readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.takes) for r in wire.readings))
+        paid = found.setdefault((producer, readers), {})
+        for made, read in {pair: None for reader in readers for pair in layout_pairs(producer, reader)}:
+            once = prices.of_conversion(conversion(graph, wire.value, made, read))
+            if once:
+                paid[made, read] = paid.get((made, read), 0.0) + once
+    return tuple(Edge(*ends, paid) for ends, paid in found.items())
+
+
+def sharding_program(graph: ChoiceGraph, prices: Prices) -> ShardingProgram:
+    """The program that finds the cheapest choice for every kind."""
+    lp = pulp.LpProblem("shardings")
+    picks = new_picks(graph, lp)
+    unit = sum(prices.of(group.choices[0]) for group in graph.groups) or 1.0
+    lp.setObjective(choice_costs(picks, prices, unit) + conversion_costs(picks, lp, prices, unit))
+    return ShardingProgram(lp, picks, unit)
+
+
+def choice_costs(picks: Picks, prices: Prices, unit: float) -> Expr:
+    """Σ x[kind, k] · Σ over the groups of the kind of (seconds + step seconds / m + price · memory)."""
+    costs = dict.fromkeys(picks.x, 0.0)
+    for group in picks.graph.groups:
+        for k, choice in enumerate(group.choices):
+            costs[group.kind, k] += prices.of(choice) / unit
+    return pulp.lpSum(cost * picks.x[pair] for pair, cost in costs.items())
+
+
+def conversion_costs(picks: Picks, lp: pulp.LpProblem, prices: Prices, unit: float) -> Expr:
+    """Σ prices[A, B] · s[A, B] over all edges, with s[A, B] >= e_j[A, B] for every reader j."""
+    total = Expr()
+    for number, edge in enumerate(edges(picks.graph, prices)):
+        needed: dict[tuple[Layout, Layout], list[Expr]] = {}
+        for j, reader in enumerate(edge.readers):
+            for pair, amount in occurrence(picks, lp, f"e_{number}_{j}", edge.producer, reader).items():
+                if pair in edge.prices:
+                    needed.setdefault(pair, []).append(amount)
+        for i, (pair, amounts) in enumerate(needed.items()):
+            once = amounts[0]
+            if len(amounts) > 1:
+                once = Expr(lp.add_variable(f"s_{number}_{i}", 0))
+                for amount in amounts:
+                    lp.addConstraint(amount - once <= 0)
+            total += edge.prices[pair] / unit * once
+    return total
+
+
+def occurrence(
+    picks: Picks, lp: pulp.LpProblem, name: str, producer: KindLayouts, reader: KindLayouts
+) -> dict[tuple[Layout, Layout], Expr]:
+    """e_j[A, B]: 1 where the value is made in layout A and this reader reads it in B.
+
+    Σ_B e_j[A, B] = Σ x[producer, k] over gives[k] = A, and Σ_A e_j[A, B] = Σ x[reader, k] over takes[k] = B. A kind
+    that reads what it makes (one block's output is the next one's input) needs no variable: e_j[A, B] is the sum of
+    its x[k] with gives[k] = A and takes[k] = B.
+    """
+    if producer.kind == reader.kind:
+        return {pair: picks.among(producer.kind, choices) for pair, choices in layout_pairs(producer, reader).items()}
+    made = {a: picks.among(producer.kind, choices) for a, choices in choices_by(producer.layouts).items()}
+    read = {b: picks.among(reader.kind, choices) for b, choices in choices_by(reader.layouts).items()}
+    return transport(lp, name, made, read)

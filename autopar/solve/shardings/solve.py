@@ -1,0 +1,194 @@
+"""How to shard every operation: the choice of every group, with a proven bound."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.ir.plan import SolverInfo
+from autopar.ir.strategies import ChoiceGraph
+from autopar.solve.backend import SolverName, default_solver, run
+from autopar.solve.cuts.solve import SOLVER_TOLERANCE
+from autopar.solve.shardings.cost import Prices, sharding_cost
+from autopar.solve.shardings.program import sharding_program
+from autopar.solve.shardings.variables import agrees
+
+# Prices of memory that `pareto` tries. At 1, halving the memory of the fastest sharding is worth half of its time.
+# At the last one a thousandth of the memory is worth all of the time.
+PRICES = (0.0625, 0.25, 1.0, 4.0, 16.0, 1000.0)
+
+
+@dataclass(frozen=True)
+class Shardings:
+    """The choice of every group.
+
+    ``seconds`` are compute and conversions of one microbatch, ``step_seconds`` are spent once a step, and
+    ``memory_bytes`` is what the whole model holds on one rank of every stage together. ``objective_seconds`` is
+    seconds + step_seconds / microbatches + memory_price · memory_bytes.
+
+    ``bound_seconds`` is a proven lower bound of ``seconds`` and ``objective_bound_seconds`` of the objective, over all
+    shardings in which groups of one kind share their choice.
+    """
+
+    picks: tuple[int, ...]
+    seconds: float
+    step_seconds: float
+    memory_bytes: int
+    objective_seconds: float
+    bound_seconds: float
+    objective_bound_seconds: float
+    microbatches: int
+    memory_price: float
+    solver: SolverInfo
+
+
+@dataclass(frozen=True)
+class Effort:
+    """Which solver, and when it may stop."""
+
+    solver: SolverName
+    time_limit_seconds: float = 10.0
+    gap: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best picks, their objective, its proven lower bound, and the solver's wall time."""
+
+    picks: tuple[int, ...]
+    objective_seconds: float
+    bound_seconds: float
+    solver_seconds: float
+
+
+def solve_shardings(
+    graph: ChoiceGraph,
+    microbatches: int,
+    memory_price: float = 0.0,
+    in_flight: int = 1,
+    solver: SolverName | None = None,
+    time_limit_seconds: float = 10.0,
+    gap: float = 1e-4,
+) -> Shardings:
+    """The choice of every group that is fastest, or cheapest where memory has a price.
+
+    Variables, for a kind of groups and its choice k, an edge (all values that one kind makes and the same kinds read,
+    in the same layouts) and its reader j, layouts A and B that some choice makes and reads: x[kind, k] binary;
+    continuous e_j[A, B] (made in A, read by j in B) and s[A, B] (converted from A to B for any reader).
+
+    =====================================================  =======================================================
+    Σ_k x[kind, k] = 1                                     `new_picks`
+    Σ_{k: stores_g = L} x[g, k] = Σ_{k: stores_h = L}      `add_agreement`, every weight, every pair of its readers g
+    x[h, k]                                                and h, every layout L
+    Σ_B e_j[A, B] = Σ_{k: gives = A} x[producer, k]        `occurrence` by `transport`; where producer and reader are
+    Σ_A e_j[A, B] = Σ_{k: takes = B} x[reader, k]          one kind, e_j[A, B] = Σ_{k: gives = A, takes = B} x[k]
+    s[A, B] >= e_j[A, B]                                   `conversion_costs`
+    minimise Σ x · (seconds + step seconds / m             `choice_costs`, summed over the groups of a kind
+    + price · (weight bytes + in flight · saved bytes))
+    + Σ s[A, B] · (conversion seconds                      `conversion_costs`, summed over the values of an edge
+    + price · in flight · saved bytes)
+    =====================================================  =======================================================
+
+    If the time limit ends the search with nothing better, everything is replicated and the gap says how far that may
+    be off.
+
+    Args:
+        memory_price: seconds per byte.
+        in_flight: microbatches whose activations are held at once.
+        solver: "HiGHS" or "CBC"; by default the first that is installed.
+    """
+    effort = Effort(solver or default_solver(), time_limit_seconds, gap)
+    bound = work_bound_seconds(graph, effort)
+    return _priced(graph, microbatches, Prices(microbatches, memory_price, in_flight), effort, bound)
+
+
+def pareto(
+    graph: ChoiceGraph,
+    microbatches: int,
+    in_flight: int = 1,
+    solver: SolverName | None = None,
+    time_limit_seconds: float = 10.0,
+    gap: float = 1e-6,
+    bound_seconds: float | None = None,
+) -> Iterator[Shardings]:
+    """Shardings from the fastest to the one with the least memory, each found when it is asked for.
+
+    Memory is given a rising price; a sharding that needs no less memory than the one before is left out. Only
+    shardings that are best at some price can appear: not every trade, but the ends and a few between.
+
+    Args:
+        bound_seconds: of `work_bound_seconds`, where that is known.
+    """
+    effort = Effort(solver or default_solver(), time_limit_seconds, gap)
+    bound = work_bound_seconds(graph, effort) if bound_seconds is None else bound_seconds
+    last = _priced(graph, microbatches, Prices(microbatches, 0.0, in_flight), effort, bound)
+    yield last
+    unit = last.objective_seconds / last.memory_bytes if last.memory_bytes else 0.0
+    for price in PRICES if unit else ():
+        prices = Prices(microbatches, price * unit, in_flight)
+        found = _priced(graph, microbatches, prices, effort, bound)
+        if found.memory_bytes < last.memory_bytes:
+            yield found
+            last = found
+
+
+def work_bound_seconds(graph: ChoiceGraph, effort: Effort | None = None) -> float:
+    """A proven lower bound of compute and conversions of one microbatch, whatever the sharding costs once a step."""
+    return _search(graph, Prices(float("inf")), effort or Effort(default_solver())).bound_seconds
+
+
+def lower_bound_seconds(graph: ChoiceGraph, shardings: Shardings, stages: int, microbatches: int) -> float:
+    """A step time that no pipeline of so many stages beats, whatever its cuts and its shardings of the kinds.
+
+    Closest where the shardings were solved for microbatches + stages − 1 microbatches and without a price of memory;
+    any others give a valid bound too.
+
+    Source: let C be the seconds of all groups and conversions, D the step seconds, M = m + S − 1. The stages' times sum
+        to C or more, and the slowest takes C/S or more and as long as any group; one stage spends D/S or more once a
+        step. So (m − 1)·max t + Σ t + max D_s >= (M/S)·(C + D/M) and >= (m − 1)·longest + C + D/M. Shardings for n < M
+        microbatches bound C + D/n by W and C by W', hence C + D/M by (n/M)·W + (1 − n/M)·W'; for n >= M, by W.
+    """
+    cheapest = (min(choice.seconds for choice in group.choices) for group in graph.groups)
+    share = 0.0 if shardings.memory_price else min(1.0, shardings.microbatches / (microbatches + stages - 1))
+    total = share * shardings.objective_bound_seconds + (1 - share) * shardings.bound_seconds
+    return (microbatches - 1) * max(total / stages, *cheapest) + total
+
+
+def _priced(graph: ChoiceGraph, microbatches: int, prices: Prices, effort: Effort, bound_seconds: float) -> Shardings:
+    """The best sharding at these prices, with what it costs."""
+    found = _search(graph, prices, effort)
+    cost = sharding_cost(graph, found.picks, prices.in_flight)
+    gap = (found.objective_seconds - found.bound_seconds) / found.objective_seconds if found.objective_seconds else 0.0
+    status = "optimal" if gap <= effort.gap + SOLVER_TOLERANCE else "time limit"
+    return Shardings(
+        picks=found.picks,
+        seconds=cost.seconds,
+        step_seconds=cost.step_seconds,
+        memory_bytes=cost.memory_bytes,
+        objective_seconds=found.objective_seconds,
+        bound_seconds=min(bound_seconds, cost.seconds),
+        objective_bound_seconds=found.bound_seconds,
+        microbatches=microbatches,
+        memory_price=prices.memory_price,
+        solver=SolverInfo(effort.solver, status, gap, found.solver_seconds, method="shardings"),
+    )
+
+
+def _search(graph: ChoiceGraph, prices: Prices, effort: Effort) -> Found:
+    """What the solver finds, or everything replicated where that is no worse."""
+    program = sharding_program(graph, prices)
+    outcome = run(program.lp, effort.solver, effort.gap, effort.time_limit_seconds)
+    options = [(0,) * len(graph.groups)] + [program.picks.found()] * outcome.found
+    options = [picks for picks in options if agrees(graph, picks)]
+    assert options, "groups that replicate everything store a weight in different layouts"
+    best = min(options, key=lambda picks: _objective(graph, picks, prices))
+    objective = _objective(graph, best, prices)
+    # Needs no solver: every group at its cheapest, no conversions.
+    floor = sum(min(map(prices.of, group.choices)) for group in graph.groups)
+    bound = min(max(outcome.bound * program.seconds, floor), objective)
+    return Found(best, objective, bound, outcome.seconds)
+
+
+def _objective(graph: ChoiceGraph, picks: Sequence[int], prices: Prices) -> float:
+    cost = sharding_cost(graph, picks, prices.in_flight)
+    return cost.seconds + cost.step_seconds / prices.microbatches + prices.memory_price * cost.memory_bytes

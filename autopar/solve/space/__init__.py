@@ -1,0 +1,1 @@
+"""Points of the search: meshes, schedules, microbatches, and their lower bounds."""

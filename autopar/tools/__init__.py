@@ -1,0 +1,1 @@
+"""All that the command line runs and prints."""

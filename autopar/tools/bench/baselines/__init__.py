@@ -1,0 +1,1 @@
+"""The ways to train without autopar that `autopar bench` runs."""

@@ -1,0 +1,123 @@
+"""torch.distributed.pipelining: stages built by hand from equal numbers of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
+
+from autopar.api.model_source import ModelSource
+from autopar.tools.bench.assignment import Assignment, Seat, adamw_options, built_model, images_and_labels
+from autopar.tools.bench.baselines.ddp_fsdp import refuse_float16
+from autopar.tools.bench.baselines.registry import NotExpressible
+from autopar.tools.bench.parts import Calls, WithRope, compile_blocks, sequence
+from autopar.tools.bench.training import Ready, Share, casting, mean_loss
+
+
+class Section(nn.Module):
+    """Some of a model's modules in sequence; what leaves it is of the low dtype and without gaps.
+
+    The receiver's buffer is a plain one, so channels_last tensors travel in the plain order and are put back.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], low: torch.dtype | None, channels_last: bool) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+        self.low, self.channels_last = low, channels_last
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.channels_last and x.ndim == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        with casting(x.device, self.low):
+            for part in self.parts:
+                x = part(x)
+        return x.to(self.low or x.dtype).contiguous()
+
+
+def pipelined(told: Assignment, seat: Seat) -> Ready:
+    """1F1B with a stage a rank, or interleaved 1F1B with several: stage s is on rank s % ranks."""
+    refuse_float16(told, "torch.distributed.pipelining")
+    chunks, size = told.settings["chunks"], told.settings["microbatch_size"]
+    model = built_model(told, seat)
+    count = chunks * seat.world
+    sections = sections_of(model, told, count)
+    shapes = shapes_between(
+        sections_of(ModelSource(told.model, told.model_kwargs).build("meta"), told, count), (size, *told.shape[1:])
+    )
+    own = {s: sections[s].to(seat.device) for s in range(seat.rank, count, seat.world)}
+    del model, sections
+    if told.compile:
+        for section in own.values():
+            compile_blocks(repeated(section))
+    low = told.low or (torch.float64 if told.precision == "fp64" else torch.float32)
+    # Whether they require gradients decides which are sent back.
+    meta = [torch.empty(shape, dtype=low, device="meta", requires_grad=True) for shape in shapes]
+    meta[0] = torch.empty(shapes[0], dtype=torch.float64 if told.precision == "fp64" else torch.float32, device="meta")
+    stages = [
+        PipelineStage(section, s, count, seat.device, input_args=meta[s], output_args=meta[s + 1])
+        for s, section in own.items()
+    ]
+    microbatches = told.batch // size
+    if chunks == 1:
+        schedule = Schedule1F1B(stages[0], microbatches, loss_fn=mean_loss)
+    else:
+        schedule = ScheduleInterleaved1F1B(list(stages), microbatches, loss_fn=mean_loss)
+    first, last = seat.rank == 0, seat.rank == seat.world - 1
+    images, labels = images_and_labels(told, seat) if first or last else (None, None)
+    arguments = (images,) if first else ()
+    if not first:
+        images = None
+    optimizer = torch.optim.AdamW(
+        [p for section in own.values() for p in section.parameters()], **adamw_options(seat.device.type)
+    )
+
+    def step() -> Share:
+        losses: list[torch.Tensor] = []
+        if last:
+            schedule.step(*arguments, target=labels, losses=losses)
+        else:
+            schedule.step(*arguments)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return torch.stack([loss.detach() for loss in losses]).mean().item if last else float
+
+    return Ready(step)
+
+
+def sections_of(model: nn.Module, told: Assignment, count: int) -> list[Section]:
+    """A model in ``count`` sections; errors as `sequence` and `cut`."""
+    return [Section(modules, told.low, told.channels_last) for modules in cut(sequence(model), count)]
+
+
+def cut(modules: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
+    """Stem, blocks and head in ``count`` stages with equal numbers of blocks.
+
+    Raises:
+        NotExpressible: there are fewer blocks than stages.
+    """
+    stem, inner, head = modules[0], modules[1:-1], modules[-1]
+    if len(inner) < count:
+        raise NotExpressible(f"{len(inner)} blocks do not fill {count} stages")
+    bounds = [round(i * len(inner) / count) for i in range(count + 1)]
+    stages = [list(inner[low:high]) for low, high in pairwise(bounds)]
+    stages[0].insert(0, stem)
+    stages[-1].append(head)
+    return stages
+
+
+def repeated(section: Section) -> list[nn.Module]:
+    """What is compiled of a section: the model's blocks, not stem and head."""
+    found = [part.block if isinstance(part, WithRope) else part for part in section.parts]
+    return [part for part in found if not isinstance(part, Calls)]
+
+
+def shapes_between(sections: Sequence[Section], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Shapes of what enters each section of a model on the meta device, and of what leaves the last."""
+    shapes = [shape]
+    with torch.no_grad():
+        for section in sections:
+            shapes.append(tuple(section(torch.empty(shapes[-1], device="meta")).shape))
+    return shapes

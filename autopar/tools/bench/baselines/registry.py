@@ -1,0 +1,251 @@
+"""What runs beside the plan: names, what each is, and the variants of which the best counts."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import UsageError
+from autopar.ir.plan import Plan, Precision
+from autopar.tools.bench.assignment import LOW_DTYPES
+
+MICROBATCH_SIZES = (16, 32, 64)  # of torch.distributed.pipelining, where they fit the batch
+INTERLEAVED_CHUNKS = 2
+
+
+class NotExpressible(Exception):
+    """A contestant cannot run this model, batch or precision, as the message says."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way of running a contestant; ``label`` says what is special about it, ``reason`` why it cannot be run."""
+
+    label: str
+    settings: Mapping[str, Any]
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Field:
+    """What variants depend on."""
+
+    plan: Plan
+    compile: bool
+    microbatch_sizes: Sequence[int] | None
+
+    @property
+    def devices(self) -> int:
+        return self.plan.mesh.devices
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A row of the result.
+
+    Args:
+        title: how it is called in tables.
+        about: what it is in any precision.
+        mixed: what is added to that in a lower one than the weights'.
+        variants: of which the fastest counts. Raises NotExpressible where there are none.
+        single: runs on one device.
+        planned: has a bubble bound and measured actions.
+        sized: its variants are sizes of microbatches.
+        usual: whether it takes part unless it is asked for.
+    """
+
+    name: str
+    title: str
+    about: str
+    variants: Callable[[Field], Sequence[Variant]]
+    single: bool = False
+    planned: bool = False
+    sized: bool = False
+    usual: Callable[[Field], bool] = lambda field: True
+    mixed: str = ""
+
+    def about_in(self, precision: Precision) -> str:
+        """What it is, for a record."""
+        return f"{self.about}, {self.mixed}" if self.mixed and precision in LOW_DTYPES else self.about
+
+
+def one_way(field: Field) -> Sequence[Variant]:
+    return [Variant("", {})]
+
+
+def plain_ways(field: Field) -> Sequence[Variant]:
+    settings = {"replicas": field.plan.mesh.dp, "microbatches": field.plan.microbatches}
+    return [Variant("blocks compiled" if field.compile else "", settings)]
+
+
+def uniform_cuts(field: Field) -> Sequence[Variant]:
+    if field.plan.mesh.pp == 1:
+        raise NotExpressible("the plan has one stage, so there is nothing to cut")
+    return [Variant("", {})]
+
+
+def ddp_ways(field: Field) -> Sequence[Variant]:
+    check_shares(field)
+    if not field.compile:
+        return [Variant("", {"compile": "none"})]
+    return [
+        Variant("blocks compiled, static graph", {"compile": "blocks"}),
+        Variant("compiled as a whole", {"compile": "whole"}),
+    ]
+
+
+def fsdp2_ways(field: Field) -> Sequence[Variant]:
+    check_shares(field)
+    blocks = "blocks compiled, " if field.compile else ""
+    return [
+        Variant(f"{blocks}weights kept for the backward", {"reshard": False}),
+        Variant(f"{blocks}weights gathered again", {"reshard": True}),
+    ]
+
+
+def check_shares(field: Field) -> None:
+    if field.plan.batch % field.devices:
+        raise NotExpressible(f"{field.devices} replicas cannot share a batch of {field.plan.batch} evenly")
+
+
+def pipelining_ways(chunks: int) -> Callable[[Field], Sequence[Variant]]:
+    """Variants of torch.distributed.pipelining: a microbatch size each.
+
+    A size that was asked for and does not fit is a variant with a reason; the usual ones count where they fit.
+    """
+
+    def ways(field: Field) -> Sequence[Variant]:
+        batch, pp = field.plan.batch, field.devices
+        if pp == 1:
+            raise NotExpressible("one device is no pipeline")
+        usual = sorted({*MICROBATCH_SIZES, max(1, batch // (2 * pp))})
+        sizes = field.microbatch_sizes or [s for s in usual if fits(s, batch, pp, chunks)]
+        if not sizes:
+            raise NotExpressible(misfit(usual, batch, pp, chunks))
+        compiled = "blocks compiled, " if field.compile else ""
+        return [
+            Variant(
+                f"{compiled}microbatch {s}",
+                {"microbatch_size": s, "chunks": chunks},
+                None if fits(s, batch, pp, chunks) else misfit([s], batch, pp, chunks),
+            )
+            for s in sizes
+        ]
+
+    return ways
+
+
+def fits(size: int, batch: int, pp: int, chunks: int) -> bool:
+    """Whether there are at least as many microbatches as ranks, all of one size, and interleaved a multiple of them."""
+    return batch % size == 0 and batch // size >= pp and (chunks == 1 or batch // size % pp == 0)
+
+
+def misfit(sizes: Sequence[int], batch: int, pp: int, chunks: int) -> str:
+    """Why none of these sizes fits, and what would."""
+    kind = "a multiple of" if chunks > 1 else "at least as many as"
+    fitting = [s for s in range(1, batch // pp + 1) if fits(s, batch, pp, chunks)]
+    if fitting:
+        remedy = f"pass --microbatch-sizes {fitting[-1]}"
+    else:
+        remedy = f"use a batch {'of at least' if batch < pp else 'that is a multiple of'} {pp}"
+    return (
+        f"a batch of {batch} in microbatches of {', '.join(map(str, sizes))} does not give equal microbatches, "
+        f"{kind} the {pp} ranks; {remedy}"
+    )
+
+
+def sharded_ways(field: Field) -> Sequence[Variant]:
+    tp = tensor_ranks(field)
+    if tp == 1:
+        raise NotExpressible("one device shares no operation")
+    rest = field.devices // tp
+    if field.plan.batch % rest:
+        raise NotExpressible(f"{rest} replicas cannot share a batch of {field.plan.batch} evenly")
+    compiled = "blocks compiled, " if field.compile else ""
+    return [Variant(f"{compiled}tp {tp}" + (f" × FSDP2 {rest}" if rest > 1 else ""), {})]
+
+
+def tensor_ranks(field: Field) -> int:
+    """Ranks of a tensor-parallel group: the plan's, or all."""
+    return field.plan.mesh.tp if field.plan.mesh.tp > 1 else field.devices
+
+
+def several(field: Field) -> bool:
+    return field.devices > 1
+
+
+CONTESTANTS: Mapping[str, Contestant] = {
+    c.name: c
+    for c in (
+        Contestant(
+            "plain", "plain PyTorch loop, one device",
+            "the plan's microbatches with accumulated gradients", plain_ways, single=True, mixed="autocast",
+        ),
+        Contestant("single", "autopar, one device", "the same microbatches", one_way, single=True, planned=True),
+        Contestant("autopar", "autopar", "the plan", one_way, planned=True),
+        Contestant(
+            "uniform", "autopar, uniform cuts", "the plan's mesh and microbatches, stages of as many operations",
+            uniform_cuts, planned=True, usual=lambda field: field.plan.mesh.pp > 1,
+        ),
+        Contestant(
+            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_ways, usual=several,
+            mixed="autocast",
+        ),
+        Contestant(
+            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_ways, usual=several,
+            mixed="low-precision weights (autocast instead where there is batch norm), gradients summed in float32",
+        ),
+        Contestant(
+            "1f1b", "pipelining 1F1B", "torch.distributed.pipelining, equal numbers of blocks, its best microbatch",
+            pipelining_ways(1), sized=True, usual=several, mixed="autocast, low-precision transfers",
+        ),
+        Contestant(
+            "interleaved", "pipelining interleaved", f"the same, {INTERLEAVED_CHUNKS} stages a rank",
+            pipelining_ways(INTERLEAVED_CHUNKS), sized=True, usual=several,
+        ),
+        Contestant(
+            "dtensor", "DTensor", "parallelize_module: column and row splits of attention and MLP",
+            sharded_ways, usual=lambda field: field.plan.mesh.tp > 1,
+        ),
+    )
+}  # fmt: skip
+
+
+def chosen(only: Sequence[str], skip: Sequence[str], field: Field) -> list[Contestant]:
+    """The contestants that take part, in order.
+
+    Raises:
+        UsageError: there are none, or none whose microbatches have the sizes that were asked for.
+    """
+    found = [
+        c for c in CONTESTANTS.values() if (c.name in only if only else c.usual(field)) and c.name not in skip
+    ]  # fmt: skip
+    if not found:
+        raise nothing_left(only, skip)
+    if field.microbatch_sizes and not any(c.sized for c in found):
+        names = " or ".join(c.name for c in CONTESTANTS.values() if c.sized)
+        raise UsageError(f"--microbatch-sizes is for {names}, and neither takes part: leave it out.")
+    return found
+
+
+def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
+    """Compare names that a user gave with the known ones.
+
+    Raises:
+        UsageError: one is unknown, or nothing would be left.
+    """
+    for flag, names in (("--only", only), ("--skip", skip)):
+        for name in names:
+            if name not in CONTESTANTS:
+                near = difflib.get_close_matches(name, CONTESTANTS, 1)
+                hint = f" Did you mean {near[0]}?" if near else ""
+                raise UsageError(f"{flag} {name}: there is no such contestant.{hint} Known: {', '.join(CONTESTANTS)}.")
+    if not set(only or CONTESTANTS) - set(skip):
+        raise nothing_left(only, skip)
+
+
+def nothing_left(only: Sequence[str], skip: Sequence[str]) -> UsageError:
+    flags = [f"{flag} {','.join(names)}" for flag, names in (("--only", only), ("--skip", skip)) if names]
+    return UsageError(f"{' '.join(flags)} leaves nothing to measure.")

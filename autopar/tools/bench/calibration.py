@@ -1,0 +1,231 @@
+"""How far predictions are off: the planner's plan and the best of every other mesh, predicted against measured."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+
+from pydantic import TypeAdapter, ValidationError, with_config
+
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.mesh import STRICT, Mesh
+from autopar.ir.plan import Plan, PriceSource
+from autopar.ir.units import percent, plural
+from autopar.tools.bench.baselines.registry import CONTESTANTS, Variant
+from autopar.tools.bench.result import Row
+from autopar.tools.bench.run import Bench, Request, machine_for, outcome_text, plan_label
+
+SCHEMA_VERSION = 1
+LEAST_BAND = 0.001  # nothing measured is exact
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Point:
+    """One plan: what was predicted of a step, second, and of each rank's peak, byte, and what was measured."""
+
+    model: str
+    batch: int
+    precision: str
+    plan: str
+    mesh: Mesh
+    predicted_seconds: float
+    measured_seconds: float
+    predicted_bytes: tuple[int, ...]
+    measured_bytes: tuple[int, ...]
+
+    @property
+    def time_error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+    @property
+    def memory_errors(self) -> tuple[float, ...]:
+        """The same of each rank's peak."""
+        return tuple(p / m - 1 for p, m in zip(self.predicted_bytes, self.measured_bytes, strict=True))
+
+    @property
+    def key(self) -> tuple[str, int, str, str]:
+        """What a later measurement of the same replaces."""
+        return self.model, self.batch, self.precision, self.plan
+
+
+@dataclass(frozen=True)
+class Band:
+    """Median and largest absolute value of some relative errors."""
+
+    median: float
+    worst: float
+
+    @staticmethod
+    def of(errors: Sequence[float]) -> Band:
+        sizes = [abs(error) for error in errors]
+        return Band(median(sizes), max(sizes))
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Calibration:
+    """Plans of one machine under one cost model, by its formulas or with operations that were timed; ``memory`` says
+    what the measured bytes are."""
+
+    machine: str
+    hardware: str
+    cost: PriceSource
+    memory: str
+    commands: tuple[str, ...]
+    points: tuple[Point, ...]
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def time(self) -> Band:
+        return Band.of([point.time_error for point in self.points])
+
+    @property
+    def peaks(self) -> Band:
+        return Band.of([error for point in self.points for error in point.memory_errors])
+
+    def joined(self, other: Calibration) -> Calibration:
+        """With the points of a later one, which replace those of the same plans.
+
+        Raises:
+            UsageError: it is of another machine or cost model.
+        """
+        for what, own, theirs in (
+            ("machine", self.machine, other.machine), ("cost model", self.hardware, other.hardware),
+            ("source of costs", self.cost, other.cost),
+        ):  # fmt: skip
+            if own != theirs:
+                raise UsageError(
+                    f"The calibration so far is of another {what}: {own} there, {theirs} here. Write to another file."
+                )
+        points = {point.key: point for point in (*self.points, *other.points)}
+        commands = tuple(dict.fromkeys((*self.commands, *other.commands)))
+        return replace(other, commands=commands, points=tuple(points.values()))
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+    @staticmethod
+    def load(path: Path) -> Calibration:
+        """What a file holds.
+
+        Raises:
+            UsageError: it cannot be read, or is something else.
+        """
+        try:
+            data = json.loads(path.read_text())
+            found = TypeAdapter(Calibration).validate_python(data)
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
+            first = str(error).splitlines()[0]
+            raise UsageError(f"{path} is no calibration to add to: {first}. Write to another file.") from error
+        if found.schema_version != SCHEMA_VERSION:
+            raise UsageError(
+                f"{path} has schema_version {found.schema_version}, this autopar adds to {SCHEMA_VERSION}. Write to "
+                "another file."
+            )
+        return found
+
+
+def calibrated(
+    request: Request,
+    progress: Callable[[str], None] = lambda text: None,
+    keep: Callable[[Calibration], None] = lambda calibration: None,
+    earlier: Calibration | None = None,
+) -> Calibration:
+    """The plan and the best of every other mesh, each run in processes of its own.
+
+    Args:
+        progress: is told what is running and what came of it.
+        keep: is given the points so far whenever there is another one.
+        earlier: what the result adds to.
+
+    Raises:
+        UsageError, InfeasibleError, TraceError: there is no plan.
+        UsageError: ``earlier`` is of another machine; no plan ran: the message has the first one's reason.
+    """
+    machine = machine_for(request)
+    with tempfile.TemporaryDirectory(prefix="autopar-bench-") as folder:
+        bench = Bench(replace(request, only=("autopar",)), machine, Path(folder), progress, lambda result: None)
+        empty = bench.result()
+        memory = empty.memory if machine.device_type == "cuda" else "most bytes in tensors"
+        priced = bench.plan.hardware
+        found = Calibration(empty.machine, priced.name, priced.cost, memory, (request.command,), ())
+        if earlier is not None:
+            found = earlier.joined(found)
+        plans = [bench.plan, *other_meshes(bench, progress)]
+        failures: list[str] = []
+        for number, plan in enumerate(plans, start=1):
+            head = f"[{number}/{len(plans)}] {plan_label(plan)}"
+            progress(f"{head}: running")
+            row = bench.measured(CONTESTANTS["autopar"], Variant("", {}), plan)
+            progress(f"{head}: {outcome_text(row)}")
+            if row.median_seconds is None:
+                failures.append(f"{plan_label(plan)}: {row.reason}")
+            elif plan.hardware.cost != found.cost:
+                failures.append(f"{plan_label(plan)}: its operations are not priced as the first plan's were")
+                progress(f"{head}: left out, priced otherwise")
+            else:
+                found = found.joined(replace(found, points=(point_of(plan, row, row.median_seconds),)))
+                keep(found)
+        if len(failures) == len(plans):
+            raise UsageError(f"No plan ran, so there is nothing to compare. {failures[0]}")
+        return found
+
+
+def other_meshes(bench: Bench, progress: Callable[[str], None]) -> Iterator[Plan]:
+    """The best plan of every mesh but the chosen one's, under the same constraints; why there is none is told."""
+    devices, asked = bench.plan.mesh.devices, bench.constraints
+    for tp in range(1, devices + 1):
+        for pp in range(1, devices // tp + 1):
+            mesh = Mesh(pp, tp, devices // tp // pp)
+            given = {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp}
+            wanted = all(asked.get(axis, size) in (None, size) for axis, size in given.items())
+            if mesh.devices != devices or mesh == bench.plan.mesh or not wanted:
+                continue
+            try:
+                yield bench.planned(devices, **{**asked, **given})
+            except (InfeasibleError, UsageError) as error:
+                progress(f"{mesh}: left out, {error}")
+
+
+def point_of(plan: Plan, row: Row, seconds: float) -> Point:
+    """A plan and what its row measured."""
+    assert row.pipeline is not None
+    return Point(
+        model=plan.model.name,
+        batch=plan.batch,
+        precision=plan.precision,
+        plan=plan_label(plan),
+        mesh=plan.mesh,
+        predicted_seconds=plan.prediction.step_seconds,
+        measured_seconds=seconds,
+        predicted_bytes=plan.prediction.peak_bytes,
+        measured_bytes=row.pipeline.tensor_bytes or row.peak_bytes,
+    )
+
+
+def band_text(calibration: Calibration, day: date) -> str:
+    """What a cost model says to have plans print the largest error of these steps as their band."""
+    plans = plural(len(calibration.points), "plan")
+    worst = max(calibration.time.worst, LEAST_BAND)
+    return (
+        f'[calibration]\n{calibration.cost} = {{ value = {worst:.3g}, unit = "1", error = 0.0, '
+        f'date = {day.isoformat()}, source = "measured: autopar bench --calibrate, worst of {plans}" }}'
+    )
+
+
+def summary(calibration: Calibration) -> Sequence[tuple[str, str]]:
+    """The errors of step times and of peaks, in words."""
+    plans = plural(len(calibration.points), "plan")
+    ranks = plural(sum(len(point.predicted_bytes) for point in calibration.points), "rank")
+    time, peaks = calibration.time, calibration.peaks
+    return (
+        ("time", f"median {percent(time.median)}, worst {percent(time.worst)} of {plans}"),
+        ("memory", f"median {percent(peaks.median)}, worst {percent(peaks.worst)} of {ranks}"),
+    )

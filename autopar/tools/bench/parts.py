@@ -1,0 +1,152 @@
+"""A model's repeated blocks: found in any model, and timm's models taken apart into a sequence of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch._dynamo.config
+from torch import nn
+
+from autopar.tools.bench.baselines.registry import NotExpressible
+
+MOST_SHARE = 0.5  # of a model's parameters that its blocks hold
+RECOMPILE_LIMIT = 64  # ResNet's blocks are one class in a dozen shapes; torch's 8 would leave some uncompiled
+
+
+def blocks(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks: instances of the class with most of them among those that hold most parameters.
+
+    The model itself, as the only block, where nothing is repeated.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    by_class: dict[type, list[nn.Module]] = {}
+    for module in outermost(model):
+        by_class.setdefault(type(module), []).append(module)
+    found = [
+        own
+        for own in by_class.values()
+        if len(own) > 1 and sum(p.numel() for m in own for p in m.parameters()) >= MOST_SHARE * total
+    ]
+    return max(found, key=len, default=[model])
+
+
+def outermost(model: nn.Module) -> Iterable[nn.Module]:
+    """Modules that have children and lie inside no other of their class."""
+
+    def walk(module: nn.Module, around: frozenset[type]) -> Iterable[nn.Module]:
+        for child in module.children():
+            if any(True for _ in child.children()) and type(child) not in around:
+                yield child
+            yield from walk(child, around | {type(child)})
+
+    containers = (nn.Sequential, nn.ModuleList)
+    return (module for module in walk(model, frozenset()) if not isinstance(module, containers))
+
+
+def compile_blocks(found: Iterable[nn.Module]) -> None:
+    """Compile the forward of each block in place; blocks of one shape share a compilation.
+
+    The forward and not the module, so that hooks (FSDP2's) stay outside of what is compiled.
+    """
+    # torch.compile takes a limit of its own only from torch 2.15 on.
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    for block in found:
+        block.forward = torch.compile(block.forward)
+
+
+class WithRope(nn.Module):
+    """A block of timm's Eva with the rotary embedding that the model hands to all of them."""
+
+    def __init__(self, block: nn.Module, rope: torch.Tensor) -> None:
+        super().__init__()
+        self.block = block
+        self.register_buffer("rope", rope, persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.block(x, rope=self.rope)
+
+
+class Calls(nn.Module):
+    """A function of a model's, with the modules and parameters that it needs and none of the others."""
+
+    def __init__(self, function: Callable[..., Any], needs: nn.Module) -> None:
+        super().__init__()
+        self.needs = needs
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.needs, x)
+
+
+def sequence(model: nn.Module) -> list[nn.Module]:
+    """A timm ViT or ResNet as stem, blocks and head, to be run one after the other.
+
+    The stem and the head keep to the model's own code: each is a copy of the model without what it does not run.
+
+    Raises:
+        NotExpressible: another model.
+    """
+    try:
+        from timm.models.eva import Eva
+        from timm.models.resnet import ResNet
+        from timm.models.vision_transformer import VisionTransformer
+    except ImportError as error:
+        raise NotExpressible(f"taking a model apart by hand needs timm: {error}") from error
+    if isinstance(model, VisionTransformer):
+        own = list(model.blocks)
+        head = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
+        return [Calls(vit_stem, without(model, ("blocks", *head))), *own, Calls(vit_head, only(model, head))]
+    if isinstance(model, Eva) and not getattr(model, "rope_mixed", False):
+        head = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
+        stem = without(model, ("blocks", *head))
+        rope = stem._pos_embed(stem.patch_embed(example(model)))[1]
+        own = [block if rope is None else WithRope(block, rope.detach()) for block in model.blocks]
+        return [Calls(eva_stem, stem), *own, Calls(vit_head, only(model, head))]
+    if isinstance(model, ResNet):
+        layers = [name for name, _ in model.named_children() if name.startswith("layer")]
+        own = [block for name in layers for block in model.get_submodule(name).children()]
+        head = ("global_pool", "fc")
+        return [Calls(resnet_stem, without(model, (*layers, *head))), *own, Calls(resnet_head, only(model, head))]
+    raise NotExpressible(f"nobody took {type(model).__name__} apart by hand here; timm's ViTs, Evas and ResNets are")
+
+
+def example(model: Any) -> torch.Tensor:
+    """An image that a ViT takes."""
+    parameter = next(model.parameters())
+    return torch.zeros(1, model.patch_embed.proj.in_channels, *model.patch_embed.img_size, device=parameter.device)
+
+
+def without(model: nn.Module, names: Iterable[str]) -> Any:
+    """The model less some of its children; the others are shared with it."""
+    copy = model.__new__(type(model))
+    copy.__dict__ = model.__dict__ | {"_modules": {n: m for n, m in model.named_children() if n not in names}}
+    return copy
+
+
+def only(model: nn.Module, names: Iterable[str]) -> Any:
+    """The model with those of its children alone and no parameters of its own."""
+    copy = without(model, {n for n, _ in model.named_children()} - set(names))
+    copy.__dict__["_parameters"] = {}
+    return copy
+
+
+def vit_stem(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(x))))
+
+
+def eva_stem(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.norm_pre(model._pos_embed(model.patch_embed(x))[0])
+
+
+def vit_head(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.forward_head(model.norm(x))
+
+
+def resnet_stem(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.maxpool(model.act1(model.bn1(model.conv1(x))))
+
+
+def resnet_head(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return model.forward_head(x)

@@ -1,0 +1,199 @@
+"""One process of a contestant: ``python -m autopar.tools.bench.worker FOLDER``, started as torchrun starts its own.
+
+It builds what ``FOLDER/assignment.json`` says, takes the steps and leaves ``FOLDER/RANK.json``. Lines on stdout say how
+far it is. When its stdin closes the bench is gone, and so is the process.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import DeviceMemoryError, UsageError
+from autopar.runtime.comm.symmetric_p2p import reserved_bytes
+from autopar.runtime.memory.out_of_memory import lack_of_memory
+from autopar.runtime.memory.peaks import peak_resident_bytes, resident_bytes, restart_peak
+from autopar.tools.bench.assignment import Assignment, Seat
+from autopar.tools.bench.baselines.autopar import planned
+from autopar.tools.bench.baselines.ddp_fsdp import ddp, fsdp2, plain
+from autopar.tools.bench.baselines.dtensor import tensor_parallel
+from autopar.tools.bench.baselines.pipelining import pipelined
+from autopar.tools.bench.baselines.registry import NotExpressible
+from autopar.tools.bench.rank_result import Left, StepSpans, failed
+from autopar.tools.bench.training import Ready
+
+BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
+    "plain": plain, "single": planned, "autopar": planned, "uniform": planned, "ddp": ddp, "fsdp2": fsdp2,
+    "1f1b": pipelined, "interleaved": pipelined, "dtensor": tensor_parallel,
+}  # fmt: skip
+OWN_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}  # autopar makes one for itself
+MOST_LETTERS = 300  # of a reason
+INSPECTED_STEPS = 3  # after the timed ones on a GPU: what their actions took is read, which makes the host wait
+RUN_UP_STEPS = 5  # before each of those, so that the GPU is as warm, and its clock as slow, as in the timed ones
+GROUP_TIMEOUT = timedelta(minutes=30)  # the bench has a limit of its own
+
+
+def main(folder: Path) -> int:
+    """Run; the exit code."""
+    threading.Thread(target=leave_with_parent, daemon=True).start()
+    told = Assignment.read(folder / "assignment.json")
+    seat = taken_seat(told)
+    target = folder / f"{seat.rank}.json"
+    try:
+        left = measured(told, seat)
+    except NotExpressible as error:
+        left = failed("expressible", str(error))
+    except UsageError as error:
+        left = failed("usage", first_line(error))
+    except Exception as error:
+        traceback.print_exc()
+        lack = lack_of_memory(error)
+        reason = error if lack is None or isinstance(error, DeviceMemoryError) else lack
+        left = failed(type(error).__name__ if lack is None else "memory", first_line(reason))
+    left.write(target)
+    sys.stdout.flush()
+    # What a group or a compiler left running may keep an ordinary exit waiting for ever.
+    os._exit(0 if left.failure is None else 1)
+
+
+def leave_with_parent() -> None:
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
+def taken_seat(told: Assignment) -> Seat:
+    """This process's rank and device, from the launcher's variables."""
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device(told.device_type, rank) if told.device_type == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cudnn.benchmark = True
+    return Seat(rank, world, device)
+
+
+def measured(told: Assignment, seat: Seat) -> Left:
+    """Build, warm up, measure."""
+    say("building")
+    if told.contestant in OWN_GROUP:
+        on_gpu = seat.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo", device_id=seat.device if on_gpu else None, timeout=GROUP_TIMEOUT
+        )
+    ready = BUILDERS[told.contestant](told, seat)
+    gc.collect()
+    meet = meeting(seat)
+    base = restarted_peak(seat.device)
+    losses = []
+    for i in range(told.warmup):
+        say(f"warm-up step {i + 1} of {told.warmup}")
+        meet()
+        losses.append(ready.step()())
+    on_gpu = seat.device.type == "cuda"
+    seconds: list[float] = []
+    if on_gpu:
+        say(f"{told.steps} steps")
+        meet()
+        seconds, shares = in_a_row(ready, told.steps, seat.device)
+        losses += shares
+    begun, ended, steps = [], [], []
+    for i in range(0 if on_gpu and ready.stats is None else INSPECTED_STEPS if on_gpu else told.steps):
+        say(f"step {i + 1}")
+        for _ in range(RUN_UP_STEPS if on_gpu else 0):
+            ready.step()
+        meet()
+        start = time.perf_counter_ns()
+        share = ready.step()
+        synchronize(seat.device)
+        end = time.perf_counter_ns()
+        meet()
+        begun.append(start)
+        ended.append(end)
+        losses.append(share())
+        if ready.stats is not None:
+            stats = ready.stats()  # a call of all ranks
+            steps += [StepSpans.of(stats)] if seat.rank == 0 else []
+    if not on_gpu:
+        seconds = [(end - start) / 1e9 for start, end in zip(begun, ended, strict=True)]
+    peak = peak_bytes(seat.device, base)
+    tensors = ready.tensor_peaks() if ready.tensor_peaks is not None else {}
+    whole = tuple(zip(begun, ended, strict=True))
+    left = Left(tuple(seconds), tuple(losses), peak, whole, tuple(steps), dict(tensors))
+    meet()
+    say("closing")
+    ready.close()
+    return left
+
+
+def in_a_row(ready: Ready, steps: int, device: torch.device) -> tuple[list[float], list[float]]:
+    """Steps on a GPU that nobody waits for, as in a training loop: the time from the end of each to that of the next on
+    the device, and this rank's shares of their losses.
+    """
+    marks, shares = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)], []
+    marks[0].record()
+    for mark in marks[1:]:
+        shares.append(ready.step())
+        mark.record()
+    torch.cuda.synchronize(device)
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)], [share() for share in shares]
+
+
+def meeting(seat: Seat) -> Callable[[], None]:
+    """What makes all ranks wait for each other, with an idle device; on the host, so that no kernel of it is timed."""
+    if seat.world == 1:
+        return lambda: synchronize(seat.device)
+    group: Any = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+
+    def meet() -> None:
+        synchronize(seat.device)
+        dist.barrier(group)
+
+    return meet
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def restarted_peak(device: torch.device) -> int:
+    """Count peak memory from now on; what the process holds already, which on a GPU counts too."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+        return 0
+    restart_peak()
+    return resident_bytes()
+
+
+def peak_bytes(device: torch.device, base: int) -> int:
+    """Most bytes since then: on a GPU in its allocator and where peers write, with weights; else beyond the base."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) + reserved_bytes(device)
+    return peak_resident_bytes() - base
+
+
+def say(text: str) -> None:
+    print(text, flush=True)
+
+
+def first_line(error: BaseException) -> str:
+    """What happened, for one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    whole = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return whole if len(whole) <= MOST_LETTERS else f"{whole[: MOST_LETTERS - 1]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

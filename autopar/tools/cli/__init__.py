@@ -1,0 +1,1 @@
+"""The command line: ``autopar plan | explain | simulate | check | train | export | codegen | bench | profile``."""

@@ -1,0 +1,62 @@
+"""``autopar check``."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Annotated
+
+import typer
+
+from autopar.errors import MicrobatchWarning
+from autopar.tools.cli.command import takes_flags
+from autopar.tools.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
+
+DEFAULT_BATCH = 8  # every step runs twice, once of it on one device
+
+
+@takes_flags
+def check(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    devices: Annotated[int, typer.Option(min=1, help="Devices to split the model over.", metavar="N")],
+    model_flags: ModelFlags,
+    plan_flags: PlanFlags,
+    run_flags: RunFlags,
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="AdamW steps.", metavar="N")] = 3,
+    seed: Annotated[int, typer.Option(help="Of weights and inputs.", metavar="N")] = 0,
+) -> None:
+    """Prove on this machine that MODEL computes the same on N devices as on one.
+
+    Stages run operation by operation; with --compile through torch.compile, whose kernels round otherwise.
+    """
+    constraints = plan_flags.constraints() | run_flags.constraints()
+    import torch
+
+    from autopar.api.planning.plan import example_call
+    from autopar.tools.cli.inputs import Input, example, parse_inputs
+    from autopar.tools.cli.models import model_source, named_plan
+    from autopar.tools.cli.output import show
+    from autopar.tools.parity.compare import compare
+    from autopar.tools.report.parity_table import parity_parts
+    from autopar.trace.call import as_call
+
+    source = model_source(model, model_flags, batch or DEFAULT_BATCH)
+    inputs = parse_inputs(model_flags.inputs, batch)
+    torch.manual_seed(seed)
+    built = source.build("cpu")
+    x = example(inputs, Input.drawn)
+    if x is None:
+        x = torch.randn(example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape)
+    samples = as_call(built, x).batch
+    with warnings.catch_warnings():
+        if not {"microbatches", "microbatch_size"} & constraints.keys():
+            # Several, so that the pipeline is filled, of at least two samples, which batch norm needs.
+            constraints["microbatch_size"] = min(samples, max(2, -(-samples // devices)))
+            warnings.simplefilter("ignore", MicrobatchWarning)  # nobody asked for it
+        parity = compare(built, x, devices=devices, steps=steps, **constraints)
+    show(parity_parts(parity, named_plan(parity.plan, source)))
+    if not parity.ok:
+        raise typer.Exit(1)

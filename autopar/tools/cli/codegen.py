@@ -1,0 +1,41 @@
+"""``autopar codegen``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.tools.cli.command import takes_flags
+
+
+class Mode(StrEnum):
+    """Which graph to print."""
+
+    train = "train"
+    eval = "eval"
+
+
+@takes_flags
+def codegen(
+    plan: Annotated[Path, typer.Argument(help="A plan file, as written by `autopar plan -o`.", metavar="PLAN.json")],
+    rank: Annotated[int, typer.Option(help="Whose program to print.", metavar="R")],
+    mode: Annotated[Mode, typer.Option(help="The training or the evaluation graph.")] = Mode.train,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", help="Build this model instead of the one named in the plan.", metavar="MODEL"),
+    ] = None,
+    model_kwargs: Annotated[
+        list[str] | None,
+        typer.Option(help="Its arguments, instead of those in the plan.", metavar="NAME=VALUE ..."),
+    ] = None,
+) -> None:
+    """Print the Python program that one rank of a plan runs."""
+    from autopar.ir.plan import Plan
+    from autopar.tools.cli.flags import parse_kwargs
+    from autopar.tools.cli.replan import stage_source
+
+    kwargs = parse_kwargs(model_kwargs) if model_kwargs is not None else None
+    typer.echo(stage_source(Plan.load(plan), rank, mode.value, model, kwargs))

@@ -1,0 +1,36 @@
+"""``autopar export``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(help="A checkpoint, or the --output of a training run: its last one.", metavar="FOLDER"),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.", metavar="MODEL.safetensors")],
+    ema: Annotated[bool, typer.Option("--ema", help="The averages of weights instead of the weights.")] = False,
+) -> None:
+    """Write a checkpoint's weights as a state dict of the unmodified model, which timm loads by checkpoint_path=."""
+    from autopar.api.checkpoint import read_header, read_weights
+    from autopar.errors import UsageError
+    from autopar.ir.units import plural
+    from autopar.tools.cli.output import check_writable
+    from autopar.train import last_of, save_weights
+
+    check_writable(output)
+    checkpoint = last_of(checkpoint)
+    header = read_header(checkpoint)
+    weights = read_weights(checkpoint, ema)
+    try:
+        save_weights(weights, output, {"format": "pt", "model": header.model, "updates": str(header.updates)})
+    except Exception as error:  # safetensors reports what the system says as an error of its own
+        raise UsageError(
+            f"Cannot write {output}: {error}. Give a file in a folder that exists and has room."
+        ) from error
+    typer.echo(f"{output}: {len(weights)} tensors of {header.model} after {plural(header.updates, 'update')}")

@@ -1,0 +1,81 @@
+"""The model inputs that ``--input`` describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from autopar.errors import UsageError
+from autopar.ir.graph import DTYPE_BYTES
+from autopar.tools.cli.flags import parse_shape
+
+# Token and class numbers are drawn below this: small enough for any embedding.
+INTEGERS = 4
+
+
+@dataclass(frozen=True)
+class Input:
+    """One tensor; ``name`` is its argument of forward, empty where it goes by its position."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def empty(self) -> torch.Tensor:
+        """A tensor of this shape on the meta device."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
+
+    def drawn(self) -> torch.Tensor:
+        """A tensor of normal numbers, or of small whole ones."""
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return torch.randn(self.shape, dtype=self.dtype)
+        return torch.randint(INTEGERS, self.shape).to(self.dtype)
+
+
+def parse_inputs(texts: Sequence[str] | None, batch: int | None) -> tuple[Input, ...]:
+    """The inputs in ``8,3,64,64``, ``image=8,3,64,64`` and ``tokens=8,16:int64``, in order.
+
+    Args:
+        batch: replaces the first size of the first input, and of all others that begin with the same.
+
+    Raises:
+        UsageError: a text cannot be read, or the names do not go together.
+    """
+    inputs = [parse_input(text) for text in texts or ()]
+    names = [i.name for i in inputs]
+    if any(names) and not all(names):
+        raise UsageError(
+            f"--input is given with names ({', '.join(filter(None, names))}) and without. Name all inputs."
+        )
+    twice = [name for name in dict.fromkeys(names) if name and names.count(name) > 1]
+    if twice:
+        raise UsageError(f"--input {twice[0]} is given {names.count(twice[0])} times. Give each input once.")
+    if batch is None or not inputs:
+        return tuple(inputs)
+    before = inputs[0].shape[0]
+    return tuple(replace(i, shape=(batch, *i.shape[1:])) if i.shape[0] == before else i for i in inputs)
+
+
+def parse_input(text: str) -> Input:
+    """One input; errors as `parse_inputs`."""
+    name, equals, rest = text.rpartition("=")
+    shape, colon, dtype = rest.partition(":")
+    if equals and not name.strip().isidentifier():
+        raise UsageError(f"Cannot read --input {text!r}: {name!r} is no argument's name. Write NAME=SHAPE[:DTYPE].")
+    if colon and dtype.strip() not in DTYPE_BYTES:
+        raise UsageError(
+            f"Cannot read --input {text!r}: {dtype!r} is no dtype. Choose one of {', '.join(DTYPE_BYTES)}."
+        )
+    return Input(name.strip(), parse_shape(shape), getattr(torch, dtype.strip()) if colon else torch.float32)
+
+
+def example(inputs: Sequence[Input], make: Callable[[Input], torch.Tensor]) -> Any:
+    """The inputs as example inputs: a dict by name, or a tuple by position; None where there are none."""
+    if not inputs:
+        return None
+    if inputs[0].name:
+        return {i.name: make(i) for i in inputs}
+    return tuple(make(i) for i in inputs)

@@ -1,0 +1,148 @@
+"""From a plan file back to the programs of its ranks."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api.model_source import ModelSource
+from autopar.api.program_cache import Programs
+from autopar.codegen.emit import source
+from autopar.errors import PlanError, UsageError
+from autopar.ir.graph import Mode
+from autopar.ir.layout import REPLICATED
+from autopar.ir.plan import Plan
+from autopar.ir.program import Program
+from autopar.runtime.spec import rank_text
+from autopar.tools.cli.train_flags import EMA_DECAY
+from autopar.tools.explain.why_not import Rebuilt, plan_hardware
+from autopar.trace.call import Call, as_call
+from autopar.train import timm_average
+
+
+def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Mapping[str, Any] | None) -> str:
+    """The programs of one rank, one for each of its stages, as readable Python.
+
+    Args:
+        name, kwargs: of the model to build, where they are not the plan's own.
+    Raises:
+        UsageError: no such rank, or no such model.
+        PlanError: the plan's model cannot be built by name, or is another one.
+    """
+    if not 0 <= rank < plan.mesh.devices:
+        raise UsageError(f"--rank {rank}: the plan has ranks 0 to {plan.mesh.devices - 1}.")
+    model = planned_model(plan, name, kwargs)
+    call = planned_call(plan, model)
+    programs = Programs(model, plan, call)
+    variant = programs.variant(mode, call.first(plan.microbatch_size))
+    parts = []
+    for stage in plan.mesh.stages(rank, plan.chunks):
+        program = variant.programs[stage]
+        parts.append("\n".join([*held_lines(program, programs), source(program)]))
+    return f"# {rank_text(plan.mesh, rank, plan.chunks)} of {plan.mesh}\n" + "\n\n".join(parts)
+
+
+def held_lines(program: Program, programs: Programs) -> list[str]:
+    """A comment for each weight that a rank does not simply hold as the model does."""
+    lines = []
+    for weight in program.weights:
+        layout, whole = programs.storage.get(weight.name, REPLICATED), programs.example.weight[weight.name].shape
+        if layout.splits:
+            lines.append(f"# holds   {weight.name}: {weight.dtype}{list(weight.shape)} of {list(whole)}, {layout}")
+        elif layout != REPLICATED:
+            lines.append(f"# holds   {weight.name}: whole, its gradient is summed over tp once a step")
+    return lines
+
+
+def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None) -> nn.Module:
+    """The plan's model without weights."""
+    if kwargs is None:
+        kwargs = plan.model.kwargs if name is None else {}
+    if name is not None:
+        return ModelSource(name, kwargs).build("meta")
+    try:
+        return ModelSource(plan.model.name, kwargs).build("meta")
+    except UsageError as error:
+        raise PlanError(
+            f"Cannot build the plan's model by its name, field model.name: {error} A model that was made in Python "
+            "is known to its plan by its class only: pass --model NAME [--model-kwargs ...]."
+        ) from error
+
+
+def planned_inputs(plan: Plan, model: nn.Module) -> Mapping[str, torch.Tensor]:
+    """The plan's inputs by the names of forward's arguments, on the meta device."""
+    parameters = {name.lower(): name for name in inspect.signature(model.forward).parameters}
+    return {  # torch.export writes names in lower case
+        parameters.get(i.name, i.name): torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta")
+        for i in plan.model.inputs
+    }
+
+
+def planned_call(plan: Plan, model: nn.Module) -> Call:
+    """A call of the model with the plan's inputs, on the meta device.
+
+    Raises:
+        PlanError: they are not the tensors that forward takes by name.
+    """
+    tensors = planned_inputs(plan, model)
+    try:
+        return as_call(model, tensors)
+    except UsageError as error:
+        raise PlanError(
+            f"Cannot call {type(model).__name__}.forward{inspect.signature(model.forward)} with the plan's inputs, "
+            f"field model.inputs: {', '.join(tensors)}. A plan's model can be called again where every input is an "
+            "argument with a name: inputs in *args, in lists or dicts, and ones with the name of a parameter of the "
+            "model are not supported."
+        ) from error
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a plan's field.
+
+    Raises:
+        PlanError: there is none of that name.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise PlanError(f"Plan field model.inputs: {name!r} is not a dtype of PyTorch.")
+    return dtype
+
+
+def rebuilt_of(
+    plan: Plan,
+    name: str | None,
+    kwargs: Mapping[str, Any] | None,
+    hardware: str | None,
+    opt: str | None,
+    model_ema: bool,
+) -> Rebuilt:
+    """All that the plan was made from.
+
+    Args:
+        name, kwargs: of the model to build, where they are not the plan's own.
+        hardware: the plan's cost model, where it is not a shipped one.
+        opt: timm's name of the optimizer that the plan is for, AdamW by default.
+        model_ema: whether it is for an average of weights beside them.
+    Raises:
+        UsageError: no such model.
+        HardwareError: the cost model is unknown, or not the plan's.
+        PlanError: as `planned_model` and `planned_call`.
+    """
+    machine = plan_hardware(plan, hardware)
+    model = planned_model(plan, name, kwargs)
+    arguments = kwargs if kwargs is not None else plan.model.kwargs if name is None else {}
+    return Rebuilt(
+        name or plan.model.name,
+        arguments,
+        model,
+        planned_inputs(plan, model),
+        planned_call(plan, model),
+        machine,
+        hardware or plan.hardware.name,
+        opt,
+        timm_average(EMA_DECAY) if model_ema else None,
+    )

@@ -1,0 +1,96 @@
+"""``autopar train``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.errors import UsageError
+from autopar.tools.cli.command import takes_flags
+from autopar.tools.cli.config import ConfigFlag
+from autopar.tools.cli.flags import DEFAULT_BATCH, MODEL_HELP, BuildFlags, PlanFlags, RunFlags
+from autopar.tools.cli.train_flags import (
+    AugmentationFlags,
+    DataFlags,
+    OptimizerFlags,
+    RegularizationFlags,
+    ScheduleFlags,
+)
+from autopar.tools.cli.unused_flags import refuse_idle
+
+
+@takes_flags
+def train(
+    model: Annotated[str, typer.Argument(help=MODEL_HELP, metavar="MODEL")],
+    data_flags: DataFlags,
+    augmentation_flags: AugmentationFlags,
+    optimizer_flags: OptimizerFlags,
+    schedule_flags: ScheduleFlags,
+    regularization_flags: RegularizationFlags,
+    build_flags: BuildFlags,
+    plan_flags: PlanFlags,
+    run_flags: RunFlags,
+    devices: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Devices to train on; by default the plan's, torchrun's processes, all GPUs here, or one CPU process.",
+            metavar="N",
+        ),
+    ] = None,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training images.", metavar="N")] = 30,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            "--batch-size",
+            "--batch",
+            "-b",
+            min=1,
+            help="Global batch: images of one update, over all devices and accumulation steps; "
+            f"the plan's, or {DEFAULT_BATCH}.",
+            metavar="N",
+        ),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of weights, split, shuffling and everything random.", metavar="N")
+    ] = 0,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on from a checkpoint: its folder, or an earlier run's --output.", metavar="PATH"),
+    ] = None,
+    checkpoint_steps: Annotated[
+        int | None, typer.Option(min=1, help="Also save the last checkpoint every N updates.", metavar="N")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Folder for results; runs/MODEL by default.", metavar="DIR"),
+    ] = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Remove the run that the --output holds already, instead of refusing it."),
+    ] = False,
+    plan: Annotated[Path | None, typer.Option(help="Use this plan instead of making one.", metavar="PLAN.json")] = None,
+    config: ConfigFlag = None,
+) -> None:
+    """Train MODEL on images over N devices, and show that its weights work in the unmodified model."""
+    from autopar.ir.plan import Plan
+    from autopar.tools.cli.train_run import Run, run
+
+    del config  # its values came in as those of the other flags
+    refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs)
+    constraints = plan_flags.constraints() | optimizer_flags.precision(plan_flags.precision)
+    given = Plan.load(plan) if plan is not None else None
+    if given is not None and constraints:
+        raise UsageError(f"--plan decides already; leave out {', '.join(constraints)}.")
+    constraints |= run_flags.constraints() | optimizer_flags.clipping()
+    accumulated = optimizer_flags.grad_accum_steps
+    batch = batch_size or (given.batch * accumulated if given is not None else DEFAULT_BATCH)
+    folder = output or Path("runs") / model.replace(":", "_")
+    run(
+        Run(
+            model, build_flags, data_flags, augmentation_flags, optimizer_flags, schedule_flags, regularization_flags,
+            devices, epochs, batch, seed, resume, checkpoint_steps, folder, overwrite, given, constraints,
+        )
+    )  # fmt: skip

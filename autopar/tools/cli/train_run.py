@@ -1,0 +1,391 @@
+"""A training run from flags to saved and verified weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from torch import nn
+
+from autopar.api.model import ParallelModel
+from autopar.api.model_source import ModelSource
+from autopar.api.parallelize import parallelize
+from autopar.errors import UsageError
+from autopar.ir.plan import Plan
+from autopar.ir.units import plural
+from autopar.runtime.launch.environment import launched, told_by_first
+from autopar.tools.cli.existing_run import check_folder, remove_earlier
+from autopar.tools.cli.flags import BuildFlags, parse_kwargs
+from autopar.tools.cli.models import SIZE_ARGUMENTS, accepts, named_plan, sized
+from autopar.tools.cli.output import save_plan, show_plan
+from autopar.tools.cli.train_flags import (
+    EMA_DECAY,
+    MIXUP_PROB,
+    MIXUP_SWITCH_PROB,
+    AugmentationFlags,
+    DataFlags,
+    OptimizerFlags,
+    RegularizationFlags,
+    ScheduleFlags,
+)
+from autopar.tools.cli.verify_weights import Proof, prove
+from autopar.train import (
+    EMA_WEIGHTS,
+    EPOCHS,
+    LAST,
+    PLAN,
+    TENSORBOARD,
+    WEIGHTS,
+    Checkpoints,
+    Data,
+    JsonLog,
+    Mixup,
+    PartSampler,
+    ProgressBar,
+    TensorBoard,
+    Trainer,
+    evaluation_loader,
+    last_of,
+    leads,
+    load_data,
+    make_folder,
+    micro_batch,
+    on_leading,
+    read_run,
+    save_weights,
+    schedule,
+    timm_average,
+    timm_optimizer,
+    training_loader,
+)
+from autopar.train.data.mixup import check_even
+from autopar.train.timm_optional import needed
+
+DEFAULT_SIDE = 32
+IN_MEMORY = ("digits", "synthetic")  # data sets so small that reading them in this process is quicker
+MOST_WORKERS = 4
+ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that do not depend on the number of epochs
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the flags of ``autopar train`` say. ``plan`` is given or None; so is ``devices``."""
+
+    model: str
+    build: BuildFlags
+    data: DataFlags
+    augmentation: AugmentationFlags
+    optimizer: OptimizerFlags
+    schedule: ScheduleFlags
+    regularization: RegularizationFlags
+    devices: int | None
+    epochs: int
+    batch_size: int
+    seed: int
+    resume: Path | None
+    checkpoint_steps: int | None
+    folder: Path
+    overwrite: bool
+    plan: Plan | None
+    constraints: Mapping[str, Any]
+
+    @property
+    def at_once(self) -> int:
+        """Images that go through the model at once."""
+        return micro_batch(self.batch_size, self.optimizer.grad_accum_steps)
+
+    @property
+    def workers(self) -> int:
+        """Processes that read images, for each rank."""
+        if self.data.workers is not None:
+            return self.data.workers
+        return 0 if self.data.data in IN_MEMORY else min(MOST_WORKERS, os.cpu_count() or 1)
+
+    def mixup(self, num_classes: int) -> Mixup | None:
+        flags = self.regularization
+        if flags.mixup == flags.cutmix == 0:
+            return None
+        prob = MIXUP_PROB if flags.mixup_prob is None else flags.mixup_prob
+        switch = MIXUP_SWITCH_PROB if flags.mixup_switch_prob is None else flags.mixup_switch_prob
+        return Mixup(num_classes, flags.mixup, flags.cutmix, prob, switch, flags.smoothing, self.seed)
+
+    def loss_fn(self) -> nn.Module | None:
+        """timm's loss for soft targets or smoothed labels; None for plain cross-entropy."""
+        flags = self.regularization
+        if flags.mixup or flags.cutmix:
+            return needed("timm.loss", "--mixup").SoftTargetCrossEntropy()
+        return (
+            needed("timm.loss", "--smoothing").LabelSmoothingCrossEntropy(flags.smoothing) if flags.smoothing else None
+        )
+
+
+def run(asked: Run) -> None:
+    """Train, save, and compare the saved weights in the unmodified model with the parallel one.
+
+    Raises:
+        UsageError: flags that contradict each other, the data, or what is in the folder.
+        TrainingError: a loss was not finite, or the accuracies differ.
+    """
+    checkpoint = checkpoint_of(asked.resume) if asked.resume is not None else None
+    on_leading(partial(check_folder, asked.folder, checkpoint, asked.overwrite), told_by_first)
+    devices = number_of_devices(asked)
+    source, data = model_and_data(asked)
+    steps = steps_per_epoch(asked, data)
+    if checkpoint is not None:
+        check_goes_on(asked, checkpoint, settings(asked, source, data), steps)
+    torch.manual_seed(asked.seed)
+    model = source.build("cpu")
+    example = torch.empty(asked.at_once, *data.form.shape, device="meta")
+    updating = how_to_update(asked, model, steps)
+    if leads():
+        make_folder(asked.folder)
+    with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **updating, **asked.constraints) as pm:
+        trainer = trainer_of(asked, pm, source, data)
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
+        if asked.overwrite:  # as late as possible: all that can be refused has been accepted
+            on_leading(partial(remove_earlier, asked.folder), pm.told_by_first)
+        plan = named_plan(pm.plan, source)
+        if leads():
+            save_plan(plan, asked.folder / PLAN)
+            show_plan(plan)
+            length = f"{plural(asked.epochs, 'epoch')} of {plural(trainer.position.steps, 'update')}"
+            typer.echo(f"\n{data}; {length}\n")
+        fit(trainer)
+        weights, proofs = {WEIGHTS: pm.state_dict()}, {WEIGHTS: Proof.of(pm, data, asked.at_once)}
+        if asked.optimizer.model_ema:
+            weights[EMA_WEIGHTS] = pm.ema_state_dict()
+            with pm.ema_weights():
+                proofs[EMA_WEIGHTS] = Proof.of(pm, data, asked.at_once)
+        device = pm.machine.device_type
+    if leads():
+        for name, state in weights.items():
+            save_weights(state, asked.folder / name)
+        typer.echo("")
+        for name, proof in proofs.items():
+            title = "test accuracy" if name == WEIGHTS else "of averages"
+            prove(proof, source, asked.folder / name, plan, device, title)
+        files = [*weights, PLAN, EPOCHS]
+        typer.echo(f"saved          {', '.join(str(asked.folder / name) for name in files)}")
+
+
+def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
+    """The model for the data's classes, and the data in the model's image size.
+
+    Raises:
+        UsageError: flags that contradict each other, or there is no such data.
+    """
+    given = parse_kwargs(asked.build.model_kwargs)
+    flags = asked.regularization.model_kwargs()
+    for name in flags.keys() & given.keys():
+        flag = "--drop" if name == "drop_rate" else "--drop-path"
+        raise UsageError(f"{flag} {flags[name]} and --model-kwargs {name}={given[name]} are both given. Leave one out.")
+    source = ModelSource(asked.model, given | flags)
+    side = image_side(asked.build, source)
+    data = load_data(asked.data.data, asked.data.wanted(side, source.kwargs.get("in_chans", 3), asked.seed))
+    return sized(with_classes(source, data.num_classes), side), data
+
+
+def steps_per_epoch(asked: Run, data: Data) -> int:
+    """Updates of an epoch.
+
+    Raises:
+        UsageError: there is none, or batches cannot be mixed.
+    """
+    accumulated = asked.optimizer.grad_accum_steps
+    sampler = PartSampler(len(data.train.labels), asked.at_once, group=accumulated)
+    if asked.mixup(data.num_classes) is not None:
+        check_even(asked.at_once, 1)
+    return len(sampler) // accumulated
+
+
+def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
+    """Loss, optimizer, scheduler and averages as keyword arguments of `autopar.parallelize`."""
+    flags, going = asked.optimizer, asked.schedule
+    optimizer = timm_optimizer(
+        model, flags.opt, flags.lr, flags.weight_decay, flags.momentum, flags.layer_decay, **flags.options()
+    )
+    if "clip_grad_value" in asked.constraints:  # in the place of LAMB's own norm
+        optimizer = replace(optimizer, clip_grad_norm=None)
+    arguments: dict[str, Any] = {
+        "loss_fn": asked.loss_fn(),
+        "optimizer": optimizer,
+        "lr_scheduler": schedule(going.sched, asked.epochs, steps, **going.options(asked.epochs)),
+    }
+    if flags.model_ema:
+        arguments["ema"] = timm_average(EMA_DECAY if flags.model_ema_decay is None else flags.model_ema_decay)
+    return arguments
+
+
+def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -> Trainer:
+    """The trainer with all that the command writes and shows."""
+    folder = asked.folder
+    writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), Checkpoints(folder, asked.checkpoint_steps))
+    return Trainer(
+        pm,
+        training_loader(
+            pm,
+            data,
+            asked.batch_size,
+            seed=asked.seed,
+            augmentation=asked.augmentation.augmentation(data.augmentation),
+            grad_accum_steps=asked.optimizer.grad_accum_steps,
+            mixup=asked.mixup(data.num_classes),
+            num_workers=asked.workers,
+        ),
+        evaluation_loader(data, asked.at_once, pm, asked.workers),
+        epochs=asked.epochs,
+        grad_accum_steps=asked.optimizer.grad_accum_steps,
+        schedule="timm",
+        ema=asked.optimizer.model_ema,
+        callbacks=(*writing, ProgressBar()),
+        settings=settings(asked, source, data),
+    )
+
+
+def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
+    """What must not change when a run goes on: what decides on the images and targets of each step and on dropout, and
+    what a checkpoint brings along whatever the flags say (the optimizer's and the schedule's options).
+    """
+    dropout = asked.regularization.model_kwargs()
+    given: dict[str, Any] = {
+        "model": source.name,
+        "model arguments": {k: v for k, v in source.kwargs.items() if k not in dropout},
+        "--data": data.name,
+        "image size": data.form.side,
+        "number of training images": len(data.train.labels),
+        "--seed": asked.seed,
+        "--batch-size": asked.batch_size,
+    }
+    groups = (
+        asked.optimizer.carried(),
+        asked.schedule.carried(),
+        asdict(asked.augmentation),
+        asdict(asked.regularization),
+    )
+    for group in groups:
+        given |= {f"--{name.replace('_', '-')}": value for name, value in group.items()}
+    if asked.schedule.sched not in ENDLESS:
+        given["--epochs (the length of the schedule)"] = asked.epochs
+    return json.loads(json.dumps(given))  # as a checkpoint gives it back: no tuples
+
+
+def fit(trainer: Trainer) -> None:
+    """Train; on Ctrl-C say what is saved and how to go on."""
+    try:
+        trainer.fit()
+    except KeyboardInterrupt:
+        if leads():
+            typer.echo(f"\n{farewell(trainer)}", err=True)
+        raise
+
+
+def farewell(trainer: Trainer) -> str:
+    """Where an interrupted run stopped, what is saved of it, and the command that goes on."""
+    here, saved = trainer.position, trainer.saved
+    if here.epoch > trainer.epochs and saved == here:
+        return f"Interrupted after the last epoch. `autopar export {trainer.checkpoint}` writes the weights."
+    where = f"Interrupted in epoch {here.epoch}, after {here.step} of {here.steps} updates"
+    if trainer.checkpoint is None or saved is None:
+        return f"{where}. Nothing is saved."
+    what = "all of it" if saved == here else f"epoch {saved.epoch}, after {saved.step} of {saved.steps} updates,"
+    launch = launched()
+    under = f" under {launch.launcher}" if launch is not None else ""
+    return f"{where}; {what} is saved. Go on{under} with\n{command(trainer.checkpoint)}"
+
+
+def command(checkpoint: Path) -> str:
+    """This command, going on from a checkpoint."""
+    given = [(word, before) for word, before in zip(sys.argv[1:], sys.argv) if word != "--overwrite"]
+    words = [word for word, before in given if "--resume" not in (word, before) and not word.startswith("--resume=")]
+    return shlex.join(["autopar", *words, "--resume", str(checkpoint)])
+
+
+def checkpoint_of(path: Path) -> Path:
+    """The checkpoint that ``--resume`` means: a run's last one, or the folder itself.
+
+    Raises:
+        UsageError: it is not there.
+    """
+    if not path.is_dir():
+        raise UsageError(
+            f"--resume {path}: there is no such folder. Give a checkpoint, such as runs/MODEL/{LAST}, or the --output "
+            "of an earlier run."
+        )
+    return last_of(path)
+
+
+def check_goes_on(asked: Run, checkpoint: Path, now: Mapping[str, Any], steps: int) -> None:
+    """Look at a checkpoint before anything is planned.
+
+    Args:
+        now: `settings` of this run.
+        steps: updates of an epoch.
+
+    Raises:
+        CheckpointError: it is none, or is damaged.
+        UsageError: it is of another run, or that run is finished.
+    """
+    saved = read_run(checkpoint)
+    saved.check(now, steps, checkpoint)
+    done = saved.position.epoch - 1
+    if done >= asked.epochs:
+        more = (
+            f"Pass --epochs {done + 1} or more to go on."
+            if asked.schedule.sched in ENDLESS
+            else f"The schedule {asked.schedule.sched} ends there: only a new run can have more --epochs."
+        )
+        raise UsageError(
+            f"The run of {checkpoint} is finished: it has done {plural(done, 'epoch')}, --epochs is {asked.epochs}. "
+            f"{more} `autopar export {checkpoint} -o model.safetensors` writes its weights."
+        )
+
+
+def number_of_devices(asked: Run) -> int:
+    """As asked for, or those of the plan or of torchrun, or all GPUs, or one CPU process."""
+    launch = launched()
+    if asked.devices is not None:
+        return asked.devices
+    if asked.plan is not None:
+        return asked.plan.mesh.devices
+    if launch is not None:
+        return launch.world
+    gpus = 0 if asked.constraints.get("backend") == "gloo" else torch.cuda.device_count()
+    where = f"all {gpus} GPUs" if gpus > 1 else "the GPU" if gpus else "one CPU process"
+    typer.echo(f"Training on {where} of this machine; --devices N chooses another number.\n")
+    return gpus or 1
+
+
+def image_side(flags: BuildFlags, source: ModelSource) -> int:
+    """Side of the images in pixels: asked for, or the model's argument, or small.
+
+    Raises:
+        UsageError: the model's argument is not a square's side.
+    """
+    given = next((source.kwargs[name] for name in SIZE_ARGUMENTS if name in source.kwargs), None)
+    if flags.img_size is None and given is not None and not isinstance(given, int):
+        raise UsageError(f"Images are square: write the size {given} as one number, or use --img-size.")
+    return flags.img_size or given or DEFAULT_SIDE
+
+
+def with_classes(source: ModelSource, num_classes: int) -> ModelSource:
+    """The model with as many classes as the data, unless its arguments say otherwise.
+
+    Raises:
+        UsageError: they say fewer.
+    """
+    given = source.kwargs.get("num_classes")
+    if given is not None and given < num_classes:
+        raise UsageError(f"--model-kwargs num_classes={given}: the data has {num_classes} classes. Leave it out.")
+    if given is not None or not accepts(source, "num_classes"):
+        return source
+    return replace(source, kwargs={**source.kwargs, "num_classes": num_classes})

@@ -1,0 +1,74 @@
+"""Flags of ``autopar train`` that would do nothing beside the others: refused, so that nobody believes in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autopar.errors import UsageError
+from autopar.tools.cli.train_flags import AugmentationFlags, OptimizerFlags, RegularizationFlags, ScheduleFlags
+
+Values = Mapping[str, Any]  # of all flags by name; ``warmup`` is --warmup-epochs or its default
+
+
+@dataclass(frozen=True)
+class Rule:
+    """``flag`` does something only where ``acts``; ``wants`` says where that is."""
+
+    flag: str
+    acts: Callable[[Values], Any]
+    wants: str
+
+
+WARMING = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "wsd", "rsqrt", "constant")
+FIXED = ("onecycle", "none")
+
+
+def of_schedules(flag: str, *names: str) -> Rule:
+    """The rule of a flag that only some schedules read, as timm.scheduler.create_scheduler_v2 does.
+
+    A misspelt schedule is for `autopar.train.schedule` to report.
+    """
+    others = {*WARMING, *FIXED} - {*names}
+    return Rule(flag, lambda f: f["sched"] not in others, f"--sched {', '.join(names)}")
+
+
+RULES = (
+    Rule("clip_mode", lambda f: f["clip_grad"] is not None, "--clip-grad"),
+    Rule("model_ema_decay", lambda f: f["model_ema"], "--model-ema"),
+    Rule("mixup_prob", lambda f: f["mixup"] or f["cutmix"], "--mixup or --cutmix"),
+    Rule("mixup_switch_prob", lambda f: f["mixup"] and f["cutmix"], "--mixup and --cutmix"),
+    # timm's transforms change colours by the policy alone, unless it is one of three augmentations.
+    Rule("color_jitter", lambda f: f["color_jitter"] == 0 or "3a" in (f["aa"] or "3a"), "no --aa"),
+    of_schedules("warmup_epochs", *WARMING),
+    of_schedules("warmup_lr", *WARMING),
+    Rule("warmup_lr", lambda f: f["warmup"], "--warmup-epochs of at least 1"),
+    of_schedules("min_lr", "cosine", "tanh", "plateau", "poly", "wsd", "rsqrt"),
+    of_schedules("decay_epochs", "step", "wsd", "rsqrt"),
+    of_schedules("decay_milestones", "multistep"),
+    of_schedules("decay_rate", "step", "multistep", "plateau", "poly"),
+    of_schedules("sched_on_updates", *WARMING),
+)
+
+
+def refuse_idle(
+    optimizer: OptimizerFlags,
+    schedule: ScheduleFlags,
+    regularization: RegularizationFlags,
+    augmentation: AugmentationFlags,
+    epochs: int,
+) -> None:
+    """Compare flags that were given with `RULES`.
+
+    Raises:
+        UsageError: one does nothing; says what it takes.
+    """
+    values: dict[str, Any] = {"warmup": schedule.warmup(epochs)}
+    for group in (optimizer, schedule, regularization, augmentation):
+        values |= asdict(group)
+    for rule in RULES:
+        given = values[rule.flag] is not None and values[rule.flag] is not False
+        if given and not rule.acts(values):
+            flag = f"--{rule.flag.replace('_', '-')}"
+            raise UsageError(f"{flag} does nothing here: it takes {rule.wants}. Leave it out, or change that.")

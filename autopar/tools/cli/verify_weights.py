@@ -1,0 +1,70 @@
+"""The proof that trained weights do in the unmodified model what they did in the parallel one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from autopar.api.model import ParallelModel
+from autopar.api.model_source import ModelSource
+from autopar.errors import TrainingError
+from autopar.ir.plan import Plan
+from autopar.ir.units import percent, plural
+from autopar.trace.passes.bf16_params import lowered_leaf, params_to_lower
+from autopar.trace.passes.precision import low_params
+from autopar.train import Data, Evaluation, evaluate, evaluate_alone, evaluation_loader, first, load_weights
+
+MOST_IMAGES = 1024  # one process on its own would take long for many more
+# Images whose two best classes are so close that the order of sums decides, as share of all.
+ALLOWED = {"fp64": 0.0, "fp32": 0.002, "bf16": 0.02, "fp16": 0.01, "bf16-params": 0.02}
+AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the parallel model scores on test images, the first ones where there are many."""
+
+    data: Data
+    batch_size: int
+    scored: Evaluation
+
+    @staticmethod
+    def of(pm: ParallelModel, data: Data, batch_size: int) -> Proof:
+        """Evaluate; all ranks of torchrun make the call."""
+        some = replace(data, test=first(data.test, MOST_IMAGES))
+        return Proof(some, batch_size, evaluate(pm, evaluation_loader(some, batch_size, pm).epoch(1)))
+
+
+def prove(proof: Proof, source: ModelSource, weights: Path, plan: Plan, device: str, title: str) -> None:
+    """Load the weights into the unmodified model in this process and compare its accuracy.
+
+    Args:
+        title: what is printed before the figures.
+    Raises:
+        TrainingError: it is another one.
+    """
+    model = load_weights(source.build("cpu"), weights).to(device)
+    dtype, low = AUTOCAST.get(plan.precision), low_params(plan.precision)
+    for parameter in params_to_lower(model).values() if low is not None else ():
+        parameter.data = parameter.data.to(low)
+
+    def alone(x: torch.Tensor) -> Any:
+        with torch.autocast(device, dtype, enabled=dtype is not None):
+            return model(lowered_leaf(x.to(device), low) if low is not None else x.to(device))
+
+    scored = evaluate_alone(alone, evaluation_loader(proof.data, proof.batch_size).epoch(1))
+    total = scored.samples
+    typer.echo(f"{title:<14} {percent(proof.scored.accuracy, 2)}  on {plural(plan.mesh.devices, 'device')}")
+    typer.echo(
+        f"{'':<14} {percent(scored.accuracy, 2)}  with {weights.name} in the unmodified {source.name}, one process "
+        f"({scored.right} of {plural(total, 'image')})"
+    )
+    if abs(scored.right - proof.scored.right) > ALLOWED[plan.precision] * total:
+        raise TrainingError(
+            f"The unmodified {source.name} gets {scored.right} of {total} test images right with {weights}, "
+            f"the parallel model got {proof.scored.right}. Run `autopar check` on it and report that."
+        )

@@ -1,0 +1,48 @@
+"""The constraints in ``--why-not``, read as the flags of ``autopar plan`` are."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from autopar.errors import UsageError
+from autopar.tools.cli.flags import PlanFlags
+from autopar.tools.explain.why_not import Question
+
+NOT_ASKED = {"hardware", "pin"}  # the plan's own; and pins name stages of one mesh
+KINDS = {int: "a whole number", bool: "true or false", str: "a text"}
+
+
+def parse_questions(texts: Sequence[str]) -> tuple[Question, ...]:
+    """A question for each text such as ``pp=2,tp=2``.
+
+    Raises:
+        UsageError: no NAME=VALUE, an unknown name (with a near match), a value of the wrong kind, or two for one name.
+    """
+    return tuple(Question(text, parse_constraints(text)) for text in texts)
+
+
+def parse_constraints(text: str) -> dict[str, Any]:
+    """The keyword arguments of `autopar.plan` in one text; errors as `parse_questions`."""
+    hints = {name: hint for name, hint in get_type_hints(PlanFlags).items() if name not in NOT_ASKED}
+    given: dict[str, Any] = {}
+    for item in text.split(","):
+        name, equals, value = (part.strip() for part in item.partition("="))
+        name = name.removeprefix("--").replace("-", "_")
+        if not equals or not name or not value:
+            raise UsageError(f"Cannot read --why-not {text!r}. Write NAME=VALUE[,NAME=VALUE ...], such as pp=2,tp=2.")
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, 1, cutoff=0.5)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise UsageError(f"--why-not {text}: unknown constraint {name!r}.{hint} Known: {', '.join(hints)}.")
+        try:
+            read = TypeAdapter(hints[name]).validate_python(value)
+        except ValidationError as error:
+            kind = next(words for kind, words in KINDS.items() if hints[name] == kind | None)
+            raise UsageError(f"--why-not {text}: {name}={value!r} is not {kind}.") from error
+        if given.setdefault(name, read) != read:
+            raise UsageError(f"--why-not {text} gives {name} two values, {given[name]} and {read}. Give one.")
+    return given

@@ -1,0 +1,184 @@
+"""What a breakdown says: what bounds the step, and what would help."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.microbatches import microbatch_sizes
+from autopar.ir.plan import Alternative, Plan
+from autopar.ir.table import NEARLY_FULL, ranks_text, stage_ends
+from autopar.ir.units import BYTES, TIME, percent, plural, text
+from autopar.solve.result.step_breakdown import NOTABLE, Slowest, bound_text, memory_said
+from autopar.tools.explain.breakdown import Breakdown, Pipeline, Position, breakdown_of
+
+WORTH_HELP = 0.1  # share of a step from which something is said about shortening a part of it
+EDITED = 1e-6  # relative; a file's numbers are exact
+
+
+@dataclass(frozen=True)
+class Help:
+    """Something that would shorten the step, and to what."""
+
+    text: str
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a plan is as fast as it is. ``notes`` say what the numbers cannot be taken for."""
+
+    headline: str
+    breakdown: Breakdown
+    helps: tuple[Help, ...]
+    notes: tuple[str, ...]
+
+
+def explained(plan: Plan) -> Explanation:
+    """The explanation of a plan, from its file alone."""
+    breakdown = breakdown_of(plan)
+    return Explanation(headline(plan, breakdown), breakdown, helps(plan, breakdown), notes(plan, breakdown))
+
+
+def headline(plan: Plan, breakdown: Breakdown) -> str:
+    """What bounds the plan, with numbers: the memory limit where the planner found so, then what takes the time, then
+    memory that is nearly full."""
+    pipeline = Pipeline.of(plan)
+    times = [
+        f + b + transfers_behind(pipeline, s)
+        for s, (f, b) in enumerate(zip(pipeline.forward_seconds, pipeline.backward_seconds))
+    ]
+    slowest = max(range(len(times)), key=times.__getitem__)
+    first, last = stage_ends(plan.stages)[slowest]
+    where = f"stage {slowest} ({first} … {last})" if first != last else f"stage {slowest} ({first})"
+    over = times[slowest] / (sum(times) / len(times)) - 1 if sum(times) else 0.0
+    share = transfers_behind(pipeline, slowest) / times[slowest] if times[slowest] else 0.0
+    said = bound_text(breakdown.spent, Slowest(where, over, share), plan.mesh, len(plan.stages), plan.microbatches)
+    what = "; ".join([said, *nearly_full(breakdown)])
+    limited = "" if is_edited(plan, breakdown) else memory_said(plan.bound_by)
+    return f"{limited}; then {what}" if limited else what
+
+
+def transfers_behind(pipeline: Pipeline, stage: int) -> float:
+    """Seconds of all that passes between a stage and the next one, for each microbatch."""
+    return sum(t for (src, dst), t in pipeline.transfers.items() if min(src, dst) <= stage < max(src, dst))
+
+
+def nearly_full(breakdown: Breakdown) -> Sequence[str]:
+    """The fullest position where memory is nearly used up, and by what."""
+    fullest = max(breakdown.positions, key=lambda p: p.memory.share)
+    memory = fullest.memory
+    if memory.share <= NEARLY_FULL:
+        return ()
+    most = f", largest part {memory.largest}" if memory.largest else ""
+    return (f"memory of {ranks_of(fullest)} {percent(memory.share, 0)} full ({text(memory.peak_bytes, BYTES)} of "
+            f"{text(memory.capacity_bytes, BYTES)}{most})",)  # fmt: skip
+
+
+def ranks_of(position: Position) -> str:
+    """``rank 3`` or ``ranks 4–7``."""
+    return f"rank{'s' if len(position.ranks) > 1 else ''} {ranks_text(position.ranks)}"
+
+
+def is_edited(plan: Plan, breakdown: Breakdown) -> bool:
+    """Whether the stages' numbers make another step than the plan's prediction."""
+    return abs(breakdown.step_seconds / plan.prediction.step_seconds - 1) > EDITED
+
+
+def notes(plan: Plan, breakdown: Breakdown) -> tuple[str, ...]:
+    """What does not fit together in the file, and what the planner found not to help."""
+    found = []
+    if is_edited(plan, breakdown):
+        found.append(
+            f"The file predicts a step of {text(plan.prediction.step_seconds, TIME)}, its stages' own times make "
+            f"{text(breakdown.step_seconds, TIME)}: it was written or edited by hand. All numbers here are from the "
+            "stages."
+        )
+    finer = finer_priced(plan)
+    waits = breakdown.spent.bubble_seconds > WORTH_HELP * breakdown.step_seconds
+    if waits and finer is not None and finer.step_seconds is not None and finer.step_seconds >= breakdown.step_seconds:
+        found.append(f"Smaller microbatches would not help: {finer.label} take {text(finer.step_seconds, TIME)}.")
+    return tuple(found)
+
+
+def helps(plan: Plan, breakdown: Breakdown) -> tuple[Help, ...]:
+    """What would shorten the step, where a part of it is worth that, largest part first."""
+    pipeline, spent, step = Pipeline.of(plan), breakdown.spent, breakdown.step_seconds
+    end = step - pipeline.seconds
+    found: list[Help] = []
+    if spent.bubble_seconds > WORTH_HELP * step:
+        found += [*more_microbatches(plan, pipeline, end), *even_stages(pipeline, end)]
+    if spent.transfer_seconds > WORTH_HELP * step:
+        found.append(faster_link(plan, pipeline, end))
+    if spent.recompute_seconds > WORTH_HELP * step:
+        again = [s.forward_seconds if s.recompute == "all" else 0.0 for s in plan.stages]
+        once = tuple(max(0.0, b - f) for b, f in zip(pipeline.backward_seconds, again))
+        found.append(
+            Help("memory enough to keep all activations", replace(pipeline, backward_seconds=once).seconds + end)
+        )
+    if spent.reduce_seconds > WORTH_HELP * step:
+        found.append(Help("a reduction that backwards hide whole", step - plan.prediction.reduce_seconds))
+    return tuple(sorted((h for h in found if h.step_seconds < (1 - NOTABLE) * step), key=lambda h: h.step_seconds))
+
+
+def more_microbatches(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Sequence[Help]:
+    """Twice as many microbatches of half the samples, all times in proportion to these; as the planner priced them
+    where it did.
+
+    Error: where it did not, smaller kernels are less efficient and messages have a latency, so the step is longer.
+    """
+    sizes, size = finer_sizes(plan), largest_size(plan)
+    if sizes[0] >= size:
+        return ()
+    count = f"{plural(len(sizes), 'microbatch', 'es')} instead of {len(pipeline.sizes)}"
+    priced = finer_priced(plan)
+    if priced is not None:
+        return (Help(f"{count}, as the planner priced it", priced.step_seconds),) if priced.step_seconds else ()
+    finer = replace(pipeline, sizes=tuple(s / size for s in sizes))
+    return (Help(f"{count}, if a sample takes as long then", finer.seconds + end_seconds),)
+
+
+def largest_size(plan: Plan) -> int:
+    """Samples of the largest microbatch."""
+    return microbatch_sizes(plan.batch // plan.mesh.dp, plan.microbatches)[0]
+
+
+def finer_sizes(plan: Plan) -> Sequence[int]:
+    """Samples of each of twice as many microbatches."""
+    local = plan.batch // plan.mesh.dp
+    return microbatch_sizes(local, min(local, 2 * plan.microbatches))
+
+
+def finer_priced(plan: Plan) -> Alternative | None:
+    """The planner's alternative with as many microbatches as in `finer_sizes`."""
+    label = plural(len(finer_sizes(plan)), "microbatch", "es")
+    found = (a for a in plan.alternatives if a.label.partition(",")[0] == label)
+    return next(found, None) if finer_sizes(plan)[0] < largest_size(plan) else None
+
+
+def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Help]:
+    """Stages that all take the mean time."""
+    count = len(pipeline.forward_seconds)
+    forward, backward = sum(pipeline.forward_seconds) / count, sum(pipeline.backward_seconds) / count
+    even = replace(pipeline, forward_seconds=(forward,) * count, backward_seconds=(backward,) * count)
+    return (Help("an even split of the same work over the stages", even.seconds + end_seconds),) if count > 1 else ()
+
+
+def faster_link(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Help:
+    """Free transfers between the two positions where that saves most."""
+    pp = plan.mesh.pp
+    hops: dict[tuple[int, int], set[tuple[int, int]]] = {}
+    for src, dst in pipeline.transfers:
+        hops.setdefault((min(src % pp, dst % pp), max(src % pp, dst % pp)), set()).add((src, dst))
+
+    def after(hop: tuple[int, int]) -> tuple[float, float]:
+        return pipeline.without(hops[hop]).seconds, -sum(pipeline.transfers[pair] for pair in hops[hop])
+
+    low, high = hop = min(hops, key=after)
+    sent = sum(m.num_bytes for m in plan.messages if (m.src, m.dst) in hops[hop])
+    seconds = sum(pipeline.transfers[pair] for pair in hops[hop])
+    between = f"ranks {ranks_text(plan.mesh.ranks(low))} and {ranks_text(plan.mesh.ranks(high))}"
+    return Help(
+        f"free transfers between {between}, now {text(sent, BYTES)} in {text(seconds, TIME)} a microbatch",
+        pipeline.without(hops[hop]).seconds + end_seconds,
+    )

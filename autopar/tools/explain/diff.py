@@ -1,0 +1,137 @@
+"""What is different between two plans of one model and batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.errors import PlanError
+from autopar.ir.microbatches import microbatches_text
+from autopar.ir.plan import Plan
+from autopar.ir.units import BYTES, text
+from autopar.tools.explain.breakdown import Breakdown, breakdown_of
+
+NONE = "–"
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that two plans do not share, and what each has there."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What two plans decide otherwise: settings, where stages begin and which operations lie outside of them, and how
+    weights and operations are split (as the files write them); and where the step of each goes. ``notes`` say why their
+    steps may not compare."""
+
+    settings: tuple[Change, ...]
+    cuts: tuple[Change, ...]
+    shardings: tuple[Change, ...]
+    before: Breakdown
+    after: Breakdown
+    notes: tuple[str, ...]
+
+
+def difference(before: Plan, after: Plan) -> Difference:
+    """The difference of two plans.
+
+    Raises:
+        PlanError: they are of other models, inputs or batches; names the field.
+    """
+    check_alike(before, after)
+    notes = []
+    if before.hardware != after.hardware:
+        notes.append(
+            f"The plans are priced for different machines, {machine(before)} and {machine(after)}: what their steps "
+            "differ by is not the plans' alone."
+        )
+    return Difference(
+        tuple(c for c in settings(before, after) if c.before != c.after),
+        tuple(cuts(before, after)),
+        (*changes(before.shardings, after.shardings), *changes(before.strategies, after.strategies)),
+        breakdown_of(before),
+        breakdown_of(after),
+        tuple(notes),
+    )
+
+
+def check_alike(before: Plan, after: Plan) -> None:
+    """Refuse plans that have nothing to compare. The precision is part of a fingerprint: it may be another one."""
+    one, other = before.model, after.model
+    fields = {
+        "model.name": (one.name, other.name),
+        "model.kwargs": (dict(one.kwargs), dict(other.kwargs)),
+        "model.num_params": (one.num_params, other.num_params),
+        "batch": (before.batch, after.batch),
+        "model.inputs": ([i.shape for i in one.inputs], [i.shape for i in other.inputs]),
+    }
+    if before.precision == after.precision:
+        fields["model.fingerprint"] = (one.fingerprint, other.fingerprint)
+    for name, (mine, others) in fields.items():
+        if mine != others:
+            what = "batches" if name == "batch" else "models"
+            raise PlanError(
+                f"The plans are of different {what}: field {name} is {mine} in the first and {others} in the second. "
+                "Compare plans of one model and batch."
+            )
+
+
+def machine(plan: Plan) -> str:
+    """The machine of a plan."""
+    return f"{plan.hardware.name} with {text(plan.hardware.memory_bytes, BYTES)}"
+
+
+def settings(before: Plan, after: Plan) -> Iterator[Change]:
+    """All that is decided once for a plan."""
+
+    for name, mine, others in (
+        ("devices", before.mesh.devices, after.mesh.devices),
+        ("hardware", machine(before), machine(after)),
+        ("mesh", before.mesh, after.mesh),
+        ("ZeRO-1", "yes" if before.zero1 else "no", "yes" if after.zero1 else "no"),
+        ("schedule", before.schedule, after.schedule),
+        ("chunks a rank", before.chunks, after.chunks),
+        ("microbatches", cut_of(before), cut_of(after)),
+        ("precision", before.precision, after.precision),
+        ("recomputing", recomputing(before), recomputing(after)),
+    ):
+        yield Change(name, str(mine), str(others))
+
+
+def cut_of(plan: Plan) -> str:
+    """The microbatches of a replica."""
+    return microbatches_text(plan.batch // plan.mesh.dp, plan.microbatches)
+
+
+def recomputing(plan: Plan) -> str:
+    """The stages that recompute."""
+    numbers = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute == "all"]
+    if not numbers:
+        return "no stage"
+    return "every stage" if len(numbers) == len(plan.stages) else f"stages {', '.join(numbers)}"
+
+
+def cuts(before: Plan, after: Plan) -> Iterator[Change]:
+    """Where stages begin, stage by stage, and the operations outside of their range."""
+    for s in range(1, max(len(before.stages), len(after.stages))):
+        here, there = (p.stages[s].first if s < len(p.stages) else NONE for p in (before, after))
+        if here != there:
+            yield Change(f"stage {s} begins with", here, there)
+    for name in sorted({*before.exceptions, *after.exceptions}):
+        here, there = (
+            f"stage {p.exceptions[name]}" if name in p.exceptions else "in its range" for p in (before, after)
+        )
+        if here != there:
+            yield Change(name, here, there)
+
+
+def changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
+    """Entries that only one table has, or that say something else."""
+    for name in sorted({*before, *after}):
+        if before.get(name) != after.get(name):
+            yield Change(name, before.get(name, NONE), after.get(name, NONE))

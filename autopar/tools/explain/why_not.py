@@ -1,0 +1,183 @@
+"""Why a plan is not another one: what planning makes of the same model with a constraint."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api.options import Options
+from autopar.api.planning.plan import constraints_of, make_plan
+from autopar.cost.hardware.load import hardware_names, load_hardware
+from autopar.errors import HardwareError, InfeasibleError, PlanError, UsageError
+from autopar.ir.hardware import Hardware
+from autopar.ir.plan import Alternative, Plan
+from autopar.ir.table import compared
+from autopar.ir.units import TIME, text
+from autopar.solve.result.step_breakdown import excess_text
+from autopar.tools.explain.breakdown import Breakdown, breakdown_of
+from autopar.trace.call import Call
+from autopar.trace.lower import lowered
+from autopar.train import timm_optimizer
+
+ALIKE = 5e-4  # relative difference of two steps that prints as none
+
+
+@dataclass(frozen=True)
+class Question:
+    """A constraint as it was written, and as keyword arguments of `autopar.plan`."""
+
+    asked: str
+    constraints: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rebuilt:
+    """The model of a plan, how it is named and made, the plan's inputs by name, and the plan's machine, of which
+    ``machine`` is the name or file. ``opt`` is timm's name of the optimizer that is planned for, None for AdamW, and
+    ``ema`` makes the average of weights that is kept beside them."""
+
+    name: str
+    kwargs: Mapping[str, Any]
+    model: nn.Module
+    inputs: Mapping[str, torch.Tensor]
+    call: Call
+    hardware: Hardware
+    machine: str
+    opt: str | None = None
+    ema: Callable[[nn.Module], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The best plan under a constraint and where its time goes, or None where there is none; ``text`` says how it
+    compares, or why there is none, and ``command`` how to get it where it is the faster one."""
+
+    asked: str
+    text: str
+    plan: Plan | None = None
+    breakdown: Breakdown | None = None
+    command: str = ""
+
+
+def plan_hardware(plan: Plan, file: str | None) -> Hardware:
+    """The machine that a plan was priced for.
+
+    Args:
+        file: a name or a TOML file, where the plan's is not a shipped one.
+    Raises:
+        HardwareError: it is none of the shipped ones, or the file describes another machine.
+    """
+    name = plan.hardware.name
+    if file is None:
+        if name not in hardware_names():
+            raise HardwareError(
+                f"The plan was priced for cost model {name} (field hardware.name), which autopar does not ship. Pass "
+                "its file: --hardware FILE.toml."
+            )
+        return load_hardware(name)
+    hardware = load_hardware(file)
+    if hardware.name != name:
+        raise HardwareError(
+            f"--hardware {file} is cost model {hardware.name}, the plan was priced for {name} (field hardware.name); "
+            "steps on two machines do not compare. Give the plan's, or plan again for this one."
+        )
+    return hardware
+
+
+def asked_of(plan: Plan, hardware: Hardware, question: Question) -> Mapping[str, Any]:
+    """The keyword arguments of `autopar.plan`: what the plan fixes, and what is asked; nothing else of it counts.
+
+    The schedule is the one that `autopar.plan` takes by default, or any where the plan has several chunks a rank or
+    these are asked for.
+    """
+    # Prices of one kind compare; nothing is measured to answer.
+    fixed: dict[str, Any] = {
+        "precision": plan.precision, "cost": "auto" if plan.hardware.cost == "measured" else "analytic"
+    }  # fmt: skip
+    if plan.hardware.memory_bytes != hardware.memory_bytes:
+        fixed["memory"] = plan.hardware.memory_bytes
+    if plan.chunks > 1 or question.constraints.get("chunks", 1) > 1:
+        fixed["schedule"] = "auto"
+    return fixed | dict(question.constraints)
+
+
+def answers(plan: Plan, rebuilt: Rebuilt, questions: Sequence[Question]) -> tuple[Answer, ...]:
+    """The answer to each question.
+
+    Raises:
+        UsageError: a constraint is impossible, whatever the model.
+        PlanError: the model is not the plan's.
+        TraceError: the model cannot be traced.
+    """
+    asked = [asked_of(plan, rebuilt.hardware, question) for question in questions]
+    for given in asked:
+        constraints_of(Options.of(given), plan.mesh.devices, plan.batch)
+    check_model_of(plan, rebuilt)
+    return tuple(answer(plan, rebuilt, question.asked, given) for question, given in zip(questions, asked))
+
+
+def check_model_of(plan: Plan, rebuilt: Rebuilt) -> None:
+    """Refuse another model than the plan's. Raises as `Plan.stage_of`."""
+    graph = lowered(rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train", rebuilt.name, plan.precision)
+    plan.stage_of(graph)
+
+
+def answer(plan: Plan, rebuilt: Rebuilt, asked: str, given: Mapping[str, Any]) -> Answer:
+    """The best plan under the constraint beside the one in the file."""
+    model, options = rebuilt.model, Options.of(given)
+    optimizer = timm_optimizer(model, rebuilt.opt, None) if rebuilt.opt is not None else None
+    try:
+        found, _ = make_plan(
+            model, rebuilt.call, plan.mesh.devices, options, rebuilt.hardware, rebuilt.name, rebuilt.kwargs, optimizer,
+            rebuilt.ema,
+        )  # fmt: skip
+    except (PlanError, HardwareError):
+        raise
+    except (UsageError, InfeasibleError) as error:  # what is asked is possible, but not of this model or machine
+        return Answer(asked, str(error))
+    breakdown, before = breakdown_of(found), breakdown_of(plan)
+    seconds = breakdown.step_seconds
+    if found.hardware.cost != plan.hardware.cost:
+        return Answer(
+            asked,
+            f"{text(seconds, TIME)} a step by the cost model, which does not compare with the file's: there operations "
+            "were timed. Time those of this question: autopar plan … --cost measured.",
+            found,
+            breakdown,
+        )
+    step, against = f"{text(seconds, TIME)} a step", compared(Alternative(asked, seconds), before.step_seconds)
+    if found.decision == plan.decision:
+        return Answer(asked, f"{step}: that is the plan in the file.", found, breakdown)
+    if abs(seconds - before.step_seconds) < ALIKE * seconds:
+        return Answer(asked, f"{step}, as fast as the plan in the file.", found, breakdown)
+    if seconds > before.step_seconds:
+        loses = excess_text(breakdown.spent, before.spent)
+        return Answer(asked, f"{step}, {against}{f': {loses}' if loses else ''}.", found, breakdown)
+    said = f"{step}, {against} than the plan in the file: that is not the best one."
+    return Answer(asked, said, found, breakdown, command_for(plan, rebuilt, given))
+
+
+def command_for(plan: Plan, rebuilt: Rebuilt, given: Mapping[str, Any]) -> str:
+    """The command that plans with the given constraints."""
+    words = ["autopar", "plan", rebuilt.name, "--devices", str(plan.mesh.devices), "--hardware", rebuilt.machine]
+    for name, tensor in rebuilt.inputs.items():
+        kind = "" if tensor.dtype == torch.float32 else f":{str(tensor.dtype).removeprefix('torch.')}"
+        words += ["--input", f"{name}={','.join(map(str, tensor.shape))}{kind}"]
+    if rebuilt.kwargs:
+        words += ["--model-kwargs", *(f"{name}={value}" for name, value in rebuilt.kwargs.items())]
+    if rebuilt.opt is not None:
+        words += ["--opt", rebuilt.opt]
+    if rebuilt.ema is not None:
+        words.append("--model-ema")
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{'' if value else 'no-'}{flag}")
+        else:
+            words += [f"--{flag}", f"{value}B" if name == "memory" and isinstance(value, int) else str(value)]
+    return shlex.join([*words, "--output", "plan.json"])

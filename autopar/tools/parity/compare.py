@@ -1,0 +1,231 @@
+"""The same steps twice, every tensor compared; and the loss that is taken where none is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autopar.api.model import ParallelModel
+from autopar.api.parallelize import parallelize
+from autopar.errors import TrainingError, UsageError
+from autopar.ir.plan import Plan
+from autopar.ir.pytree import leaves
+from autopar.ir.units import plural
+from autopar.tools.parity.difference import Named, Row, compared
+from autopar.tools.parity.reference import LossFunction, Reference, StepOutcome, named_outputs, output_in
+from autopar.tools.parity.rounding import rounding_of, update_rounding
+from autopar.tools.parity.without_dropout import LEAST_SAMPLES, quiet_copy, random_operations
+from autopar.trace.call import Call, as_call
+from autopar.trace.passes.precision import low_params
+
+LEARNING_RATE = 1e-3
+# AdamW divides a gradient by its own size plus this. Rounding of δ in a gradient becomes up to lr·δ/ε in a weight, and
+# where the true gradient is zero (the key bias of attention) rounding is all there is: sums made in another order leave
+# 1e-6, of which the usual 1e-8 would make a full step.
+EPSILON = 1e-3
+
+MOST_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where float16 gradients are lost
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What was compared, and what could not be. ``loss`` and ``notes`` are for people.
+
+    ``autocast`` is the low dtype of mixed precision, None without.
+    """
+
+    plan: Plan
+    steps: int
+    loss: str
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...]
+    autocast: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything that was compared is equal within tolerance."""
+        return all(row.ok for row in self.rows)
+
+
+def compare(
+    model: nn.Module,
+    x: Any,
+    y: Any = None,
+    devices: int = 2,
+    steps: int = 3,
+    loss_fn: LossFunction | None = None,
+    plan: Plan | None = None,
+    **constraints: Any,
+) -> Parity:
+    """How a model split over devices compares with the same model on one.
+
+    Args:
+        model: left untouched; dropout and the like are switched off in copies.
+        x: input as for `ParallelModel.train_step`, at the global batch.
+        y: target of ``loss_fn``; without both, class labels are drawn for logits, and any other output is trained to be
+            small (mean of squares).
+        steps: AdamW steps.
+        plan, constraints: as for `autopar.parallelize`. Stages are compiled only with ``compile=True``, because kernels
+            that fuse operations round otherwise.
+
+    Raises:
+        UsageError: a loss without targets or the other way round, or no step.
+        Others as `autopar.parallelize`.
+    """
+    if steps < 1:
+        raise UsageError(f"steps={steps} must be at least 1.")
+    if (y is None) != (loss_fn is None):
+        raise UsageError("Pass both a target and a loss_fn to compare, or neither.")
+    quiet, notes = quiet_copy(model)
+    call = as_call(quiet, x)
+    random = random_operations(quiet, call)
+    if random:
+        more = f" and {len(random) - 3} more" if len(random) > 3 else ""
+        notes.append(
+            f"not compared: training. Random operations remain, and each rank draws its own numbers: "
+            f"{', '.join(random[:3])}{more}"
+        )
+    loss_name = "the caller's loss"
+    if loss_fn is None:
+        loss_fn, y, loss_name = default_loss(quiet, call)
+    if constraints.get("compile") is None:
+        constraints["compile"] = False
+    optimizer = functools.partial(torch.optim.AdamW, lr=LEARNING_RATE, eps=EPSILON)
+    with (
+        repeatable_kernels(),
+        parallelize(quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, **constraints) as pm,
+        threads(pm.machine.num_threads),
+    ):
+        copies = low_params(pm.plan.precision)
+        references = [Reference(quiet, loss_fn, optimizer, pm, call, pm.autocast, copies)]
+        if pm.autocast is not None:
+            references.append(Reference(quiet, loss_fn, optimizer, pm, call))
+        rows = [] if random else trained(pm, references, call, x, y, steps)
+        rows.append(evaluated(pm, references, call))
+    return Parity(pm.plan, 0 if random else steps, loss_name, tuple(rows), tuple(notes), pm.autocast)
+
+
+def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, y: Any, steps: int) -> list[Row]:
+    """All trained for some steps, and what they computed compared.
+
+    Args:
+        references: the one to equal; in mixed precision then one in float32.
+    Raises:
+        TrainingError: float16 gradients overflow whatever the loss scale.
+    """
+    runs = [Record() for _ in (pm, *references)]
+    step = skipped = 0
+    while step < steps:
+        result = pm.train().forward_backward(x, y, return_outputs=True)
+        here = [StepOutcome(result.loss, named_outputs(result.outputs), list(pm.gradients().items()))]
+        here += [reference.forward_backward(call, y) for reference in references]
+        updated = not pm.optimizer_step().skipped
+        for reference in references:
+            reference.optimizer_step(updated)
+        if updated:
+            step += 1
+            for run, outcome in zip(runs, here, strict=True):
+                run.add(step, outcome)
+        elif (skipped := skipped + 1) > MOST_SKIPPED:
+            raise TrainingError(
+                f"Nothing to compare: the gradients of {pm.plan.model.name} overflow float16 at every loss scale "
+                f'(now {pm.loss_scale():g}). Their loss or inputs are too large; precision="bf16" has a wider range.'
+            )
+    rounding = rounding_of(pm.autocast)
+    rows = [
+        compared("outputs, train mode", *(run.outputs for run in runs), rounding=rounding),
+        compared("loss", *(run.losses for run in runs), rounding=rounding),
+        compared("gradients", *(run.gradients for run in runs), rounding=rounding),
+    ]
+    states = [pm.state_dict(), *(reference.state() for reference in references)]
+    parameters = {name for name, _ in references[0].model.named_parameters(remove_duplicate=False)}
+    updates = update_rounding(pm.autocast, LEARNING_RATE * steps)
+    for quantity, wanted, allowed in (("weights", True, updates), ("buffers", False, rounding)):
+        parts = [[(n, t) for n, t in state.items() if (n in parameters) is wanted] for state in states]
+        if any(parts[:2]):
+            rows.append(compared(f"{quantity} after {plural(steps, 'step')}", *parts, rounding=allowed))
+    return rows
+
+
+def evaluated(pm: ParallelModel, references: list[Reference], call: Call) -> Row:
+    """The outputs of all in eval mode, with the weights that the parallel model has by now."""
+    outputs = [named_outputs(pm.eval()(*call.args, **call.kwargs))]
+    for reference in references:
+        reference.model.load_state_dict(pm.state_dict())
+        outputs.append(reference.outputs(call))
+    return compared("outputs, eval mode", *outputs, rounding=rounding_of(pm.autocast))
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the steps of one run gave."""
+
+    outputs: Named = field(default_factory=list)
+    losses: Named = field(default_factory=list)
+    gradients: Named = field(default_factory=list)
+
+    def add(self, step: int, outcome: StepOutcome) -> None:
+        self.outputs.extend(in_step(step, outcome.outputs))
+        self.losses.append((f"step {step}", torch.tensor(outcome.loss, dtype=torch.float64)))
+        self.gradients.extend(in_step(step, outcome.gradients))
+
+
+def in_step(step: int, named: Named) -> Named:
+    return [(f"{name}, step {step}", tensor) for name, tensor in named]
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """As many threads as a worker has, so that sums are made in the same order."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def repeatable_kernels() -> Iterator[None]:
+    """cuDNN without TF32 and without kernels whose sums differ from run to run; workers started inside follow."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.allow_tf32, cudnn.deterministic
+    cudnn.allow_tf32, cudnn.deterministic = False, True
+    try:
+        yield
+    finally:
+        cudnn.allow_tf32, cudnn.deterministic = before
+
+
+# -- the loss that is taken where none is given -----------------------------------------------------------------------
+
+
+def default_loss(model: nn.Module, call: Call) -> tuple[LossFunction, Any, str]:
+    """A loss for any output, its target, and what it is called."""
+    part = call.first(min(LEAST_SAMPLES, call.batch))
+    output = output_in(model, part, "train")  # some return more in training than in evaluation
+    if is_logits(output, part.batch):
+        generator = torch.Generator().manual_seed(0)
+        labels = torch.randint(output.shape[1], (call.batch,), generator=generator)
+        return F.cross_entropy, labels, f"cross entropy with random labels of {output.shape[1]} classes"
+    return mean_of_squares, torch.zeros(call.batch), "mean of squares over all outputs"
+
+
+def is_logits(output: Any, batch: int) -> bool:
+    """Whether an output is a row of numbers for each sample."""
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point() or output.ndim != 2:
+        return False
+    return output.shape[0] == batch and output.shape[1] > 1
+
+
+def mean_of_squares(output: Any, target: Any) -> torch.Tensor:
+    """The mean square of each floating-point output, summed; the target is not looked at."""
+    floats = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.float().square().mean() for leaf in floats]).sum()

@@ -1,0 +1,103 @@
+"""How far tensors are apart, and what is near enough."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import isfinite
+
+import torch
+
+from autopar.tools.parity.rounding import NO_ROUNDING, Rounding
+
+ABSOLUTE, RELATIVE = 1e-5, 1e-4
+# Below this 2-norm, 1e-5 would hide a wrong tensor: the absolute tolerance becomes 1e-4 of the norm, at least 1e-7.
+SMALL_NORM, LEAST_ABSOLUTE = 0.1, 1e-7
+
+Named = list[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity compared.
+
+    ``max_absolute`` is the largest difference of an element, ``max_relative`` the largest 2-norm of a tensor's
+    difference over the tensor's own. ``worst`` names the tensor that is nearest to its tolerance, or furthest beyond.
+    """
+
+    quantity: str
+    num_tensors: int
+    max_absolute: float
+    max_relative: float
+    bitwise: bool
+    ok: bool
+    worst: str
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far two tensors are apart. ``excess`` is the largest difference over its tolerance: 1 is the limit."""
+
+    absolute: float
+    relative: float
+    excess: float
+
+
+def compared(
+    quantity: str, actual: Named, expected: Named, exact: Named | None = None, rounding: Rounding = NO_ROUNDING
+) -> Row:
+    """The row of two lists of tensors; a name on one side only is a failure.
+
+    Args:
+        exact: in mixed precision, what is expected in float32.
+        rounding: what a tensor may be off beside its distance to that.
+    """
+    ours, theirs = dict(actual), dict(expected)
+    unmatched = [name for name in (*ours, *theirs) if name not in ours or name not in theirs]
+    if unmatched:
+        side = "the parallel model" if unmatched[0] in ours else "the model on one device"
+        return Row(quantity, len(theirs), float("inf"), float("inf"), False, False, f"{unmatched[0]}: only in {side}")
+    found = {name: difference(ours[name], tensor) for name, tensor in theirs.items()}
+    for name, tensor in exact or ():
+        if isfinite(found[name].excess):  # of one shape and dtype, and finite
+            wider = rounding.excess(ours[name], theirs[name], tensor)
+            found[name] = replace(found[name], excess=min(found[name].excess, wider))
+    worst = max(found, key=lambda name: found[name].excess, default="")
+    bitwise = all(same(ours[name], tensor) for name, tensor in theirs.items())
+    return Row(
+        quantity,
+        len(found),
+        max((d.absolute for d in found.values()), default=0.0),
+        max((d.relative for d in found.values()), default=0.0),
+        bitwise,
+        all(d.excess <= 1 for d in found.values()),
+        worst,
+    )
+
+
+def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
+    """How far a tensor is from the expected one; infinitely where shape or dtype differ or a number is not finite.
+
+    Tolerance: 1e-5 + 1e-4·|expected|; where the expected tensor's 2-norm is below 0.1, 1e-4 of the norm (at least 1e-7)
+    instead of 1e-5. Integers and booleans must be equal.
+    """
+    infinite = Difference(float("inf"), float("inf"), float("inf"))
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        return infinite
+    if not expected.numel() or (same(actual, expected) and bool(torch.isfinite(expected).all())):
+        return Difference(0.0, 0.0, 0.0)
+    if not (expected.is_floating_point() or expected.is_complex()):
+        gap = (actual.double() - expected.double()).abs().max().item()
+        return Difference(gap, float("inf"), float("inf"))
+    ours, theirs = (t.to(torch.complex128 if t.is_complex() else torch.float64) for t in (actual, expected))
+    gap = (ours - theirs).abs()
+    norm = theirs.norm().item()
+    if not bool(torch.isfinite(gap).all()):
+        return infinite
+    floor = ABSOLUTE if norm >= SMALL_NORM else max(LEAST_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
+    relative = gap.norm().item() / norm if norm else float("inf")
+    return Difference(gap.max().item(), relative, (gap / (floor + RELATIVE * theirs.abs())).max().item())
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit by bit, but for the sign of zero."""
+    return actual.dtype == expected.dtype and torch.equal(actual, expected)

@@ -1,0 +1,47 @@
+"""Random operations in a model: switching off those that have a switch, and naming those that are left."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from torch import nn
+
+from autopar.trace.call import Call
+from autopar.trace.copy_model import copied
+from autopar.trace.passes.counter_rng import draws
+from autopar.trace.trace import trace
+
+# Modules that draw random numbers in training, and the attribute that holds the probability; by class name because some
+# are timm's or torchvision's.
+SWITCHES = {
+    "Dropout": "p", "Dropout1d": "p", "Dropout2d": "p", "Dropout3d": "p", "AlphaDropout": "p",
+    "FeatureAlphaDropout": "p", "MultiheadAttention": "dropout", "LSTM": "dropout", "GRU": "dropout", "RNN": "dropout",
+    "DropPath": "drop_prob", "DropBlock2d": "drop_prob", "PatchDropout": "prob", "StochasticDepth": "p",
+}  # fmt: skip
+LEAST_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
+
+
+def quiet_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
+    """A deep copy of the model with dropout and the like switched off, and a sentence that says so where any was on."""
+    quiet = copied(model)
+    found: defaultdict[str, list[float]] = defaultdict(list)
+    for module in quiet.modules():
+        kind = type(module).__name__
+        attribute = SWITCHES.get(kind)
+        if attribute is not None and getattr(module, attribute, 0):
+            found[kind].append(getattr(module, attribute))
+            setattr(module, attribute, 0.0)
+    listed = ", ".join(f"{len(on)} × {kind} ({between(on)})" for kind, on in sorted(found.items()))
+    return quiet, [f"switched off for the comparison: {listed}"] if found else []
+
+
+def between(numbers: list[float]) -> str:
+    """``0.1``, or ``0.02 to 0.2`` where they differ."""
+    low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def random_operations(model: nn.Module, call: Call) -> list[str]:
+    """Names of the operations of the training graph that draw random numbers."""
+    part = call.first(min(LEAST_SAMPLES, call.batch))
+    return [op.name for op in trace(model, part.args, part.kwargs, "train").ops if draws(op)]

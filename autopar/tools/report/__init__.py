@@ -1,0 +1,1 @@
+"""Tables, pictures and traces of plans and measurements."""

@@ -1,0 +1,96 @@
+"""The printed result of ``autopar bench``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.text import labelled, plain_table
+from autopar.ir.units import BYTES, TIME, percent, plural, text
+from autopar.tools.bench.result import BenchResult, Row
+
+INDENT = 2  # of what is said about a run below its name
+
+
+def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
+    """What was measured, a line per contestant, the plans' bubbles, and their memory rank by rank."""
+    precision = f"{result.precision}{', channels_last' if result.channels_last else ''}"
+    lines = [
+        ("model", f"{result.model}, {result.flops_per_image / 1e9:,.1f} GFLOP to train on an image"),
+        ("batch", f"{plural(result.batch, 'image')} of {' × '.join(map(str, result.shape[1:]))}, {precision}"),
+        ("plan", result.plan),
+        ("machine", result.machine),
+        ("measured", f"medians of {plural(result.steps, 'step')} after {result.warmup}, the slowest rank's time"),
+    ]
+    parts = [labelled(lines), "", rate_table(result)]
+    planned = [row for row in result.best if row.pipeline is not None]
+    if planned:
+        parts += ["", bubble_table(planned)]
+    for row in planned:
+        if row.contestant == "autopar":
+            parts += ["", memory_table(row, result.memory)]
+    return parts
+
+
+def rate_table(result: BenchResult) -> Table:
+    """The best variant of each contestant, or why it has none."""
+    table = plain_table()
+    table.add_column("run", overflow="fold", max_width=46)
+    for title in ("step", "samples/s", "TFLOP/s per device", "peak memory"):
+        table.add_column(title, justify="right", overflow="fold")
+    fastest = max((row.samples_per_second or 0.0 for row in result.best if row.devices > 1), default=0.0)
+    for row in result.best:
+        lines: list[RenderableType] = [Text(row.title, style="bold" if row.contestant == "autopar" else "")]
+        lines += [Padding.indent(Text(part, style="dim"), INDENT) for part in (row.label, row.note) if part]
+        if row.median_seconds is None or row.samples_per_second is None or row.tflops_per_device is None:
+            lines.append(Padding.indent(Text(row.reason or "", style="yellow"), INDENT))
+            table.add_row(Group(*lines), "–", "–", "–", "–")
+            continue
+        rate = Text(f"{row.samples_per_second:,.1f}", style="green" if row.samples_per_second == fastest else "")
+        flops = f"{row.tflops_per_device:,.{3 if row.tflops_per_device < 1 else 1}f}"
+        table.add_row(Group(*lines), text(row.median_seconds, TIME), rate, flops, text(max(row.peak_bytes), BYTES))
+    return table
+
+
+def bubble_table(rows: Sequence[Row]) -> Table:
+    """Predicted and measured step and bubble of the contestants that run plans."""
+    table = plain_table()
+    table.add_column("run")
+    for title in ("predicted step", "measured", "bubble predicted", "measured", "bubble bound", "of bound"):
+        table.add_column(title, justify="right", overflow="fold")
+    for row in rows:
+        assert row.pipeline is not None and row.median_seconds is not None and row.of_bound is not None
+        table.add_row(
+            row.title,
+            text(row.pipeline.predicted_seconds, TIME),
+            text(row.median_seconds, TIME),
+            percent(row.pipeline.bubble_predicted),
+            percent(row.pipeline.bubble_measured),
+            text(row.pipeline.bound_seconds, TIME),
+            percent(row.of_bound),
+        )
+    return table
+
+
+def memory_table(row: Row, memory: str) -> Table:
+    """Predicted and measured peak memory of each rank of the plan."""
+    table = plain_table()
+    assert row.pipeline is not None
+    counted = row.pipeline.tensor_bytes
+    for title in ("rank", "predicted peak", *(["in tensors"] if counted else []), memory, "against prediction"):
+        table.add_column(title, justify="right", overflow="fold")
+    for rank, peak in enumerate(row.peak_bytes):
+        predicted = row.pipeline.predicted_bytes[rank]
+        compared = counted[rank] if counted else peak
+        table.add_row(
+            str(rank),
+            text(predicted, BYTES),
+            *([text(counted[rank], BYTES)] if counted else []),
+            text(peak, BYTES),
+            f"{100 * (compared / predicted - 1):+.1f} %",
+        )
+    return table

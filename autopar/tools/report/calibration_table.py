@@ -1,0 +1,48 @@
+"""The printed result of ``autopar bench --calibrate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.text import labelled, plain_table
+from autopar.ir.units import BYTES, TIME, text
+from autopar.tools.bench.calibration import Calibration, summary
+from autopar.tools.report.bench_table import INDENT
+
+
+def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
+    """Machine and cost model, a line for each plan, the errors of all."""
+    head = (
+        ("machine", calibration.machine),
+        ("cost model", f"{calibration.hardware}, {calibration.cost}"),
+        ("peaks", calibration.memory),
+    )
+    return [labelled(head), "", points_table(calibration), "", labelled(summary(calibration))]
+
+
+def points_table(calibration: Calibration) -> Table:
+    """Step and fullest rank of each plan, predicted and measured."""
+    table = plain_table()
+    table.add_column("model, batch, plan", overflow="fold", max_width=46)
+    for title in ("predicted step", "measured", "error", "predicted peak", "measured", "worst rank"):
+        table.add_column(title, justify="right", overflow="fold")
+    for point in calibration.points:
+        table.add_row(
+            Group(f"{point.model}, {point.batch:,}", Padding.indent(Text(point.plan, style="dim"), INDENT)),
+            text(point.predicted_seconds, TIME),
+            text(point.measured_seconds, TIME),
+            signed(point.time_error),
+            text(max(point.predicted_bytes), BYTES),
+            text(max(point.measured_bytes), BYTES),
+            signed(max(point.memory_errors, key=abs)),
+        )
+    return table
+
+
+def signed(error: float) -> str:
+    return f"{100 * error:+.1f} %"

@@ -1,0 +1,74 @@
+"""Chrome trace events, which Perfetto shows: rows of actions and arrows between them, measured or simulated.
+
+Source: "Trace Event Format" (Duffy), phases X, M, C, s and f; a flow binds to the slices that enclose its ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.schedule.actions import Action
+
+TICK_US = 1e-3  # an arrow leaves a slice this long before its end, so that it lies inside
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Something that a thread of a process does, in µs."""
+
+    process: int
+    thread: int
+    start_us: float
+    end_us: float
+
+
+def row_names(process: int, name: str, threads: Mapping[int, str]) -> list[Event]:
+    """What a process and its threads are called; processes are shown in the order of their numbers."""
+    return [
+        {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
+        {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
+        *(
+            {"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": text}}
+            for thread, text in threads.items()
+        ),
+    ]
+
+
+def slice_event(where: Slice, name: str, colour: str | None = None) -> Event:
+    """A bar."""
+    event = {"ph": "X", "pid": where.process, "tid": where.thread, "name": name}
+    event |= {"ts": where.start_us, "dur": round(where.end_us - where.start_us, 6)}
+    return event | ({"cname": colour} if colour else {})
+
+
+def arrow_events(number: int, src: Action, dst: Action, sender: Slice, receiver: Slice) -> tuple[Event, Event]:
+    """Both ends of the arrow from the end of the action that sends to the start of the one that receives."""
+    # An action sends before it ends, and a process that is suspended just then ends it late.
+    arrives = receiver.start_us
+    inside = round(sender.end_us - min(TICK_US, (sender.end_us - sender.start_us) / 2), 6)
+    leaves = max(sender.start_us, min(arrives, inside))
+    name = f"{'activation' if src.kind == 'F' else 'gradient'} s{src.chunk} → s{dst.chunk} mb{src.microbatch}"
+    common = {"name": name, "cat": "transfer", "id": number}
+    return (
+        {**common, "ph": "s", "pid": sender.process, "tid": sender.thread, "ts": leaves},
+        {**common, "ph": "f", "bp": "e", "pid": receiver.process, "tid": receiver.thread, "ts": max(arrives, leaves)},
+    )
+
+
+def counter_event(process: int, name: str, time_us: float, value: float) -> Event:
+    """What a counter shows from a time on."""
+    return {"ph": "C", "pid": process, "name": name, "ts": time_us, "args": {name: value}}
+
+
+def title(action: Action) -> str:
+    """``F s1 mb3``."""
+    return f"{action.kind} s{action.chunk} mb{action.microbatch}"
+
+
+def colour(action: Action) -> str:
+    """One of Chrome's colour names."""
+    return "thread_state_running" if action.kind == "F" else "rail_response"

@@ -1,0 +1,208 @@
+"""What ``autopar explain`` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from autopar.ir.plan import Alternative, Plan
+from autopar.ir.table import GAP, NEARLY_FULL, batch_text, compared, ranks_text, schedule_text
+from autopar.ir.text import labelled, plain_table, wrapped
+from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
+from autopar.solve.result.step_breakdown import Spent
+from autopar.tools.explain.advice import Explanation
+from autopar.tools.explain.breakdown import Breakdown, Position
+from autopar.tools.explain.diff import Change, Difference
+from autopar.tools.explain.memory import BUFFERS
+from autopar.tools.explain.why_not import Answer
+
+ROUNDING = 1e-9  # share of a step that is none
+LONGEST_LIST = 24  # rows of shardings that differ
+NONE = "–"
+# In a terminal too narrow for whole words.
+HYPHENATED = {
+    "recomputation": "recom-\nputation",
+    "collectives": "collec-\ntives",
+    "transfers": "trans-\nfers",
+    "reduction": "reduc-\ntion",
+    "optimizer": "opti-\nmizer",
+}
+
+
+def explanation_parts(plan: Plan, explanation: Explanation, width: int) -> Sequence[RenderableType]:
+    """What bounds the plan, where the step of each position goes, its memory, and what would help."""
+    breakdown = explanation.breakdown
+    step, error = breakdown.step_seconds, percent(plan.prediction.error, 0)
+    lines = [
+        ("bound by", explanation.headline),
+        ("step", f"{text(step, TIME)} ±{error} (predicted)"),
+        ("plan", described(plan)),
+        *(("note", note) for note in explanation.notes),
+    ]
+    parts: list[RenderableType] = [labelled(lines), "", time_table(breakdown, width)]
+    parts += [f"in {unit_of(step, TIME)[0]} and % of the step", "", memory_table(breakdown)]
+    if any(p.memory.largest for p in breakdown.positions):
+        parts.append("* the largest part; gradients count with the weights, state is the optimizer's")
+    if explanation.helps:
+        parts += ["", help_table(explanation, step)]
+    return parts
+
+
+def described(plan: Plan) -> str:
+    """A plan on a line."""
+    return (
+        f"{plan.model.name}, {plan.mesh}{', ZeRO-1' if plan.zero1 else ''}, {schedule_text(plan)}, {plan.precision}, "
+        f"batch {batch_text(plan)}, on {plan.hardware.device} (cost model {plan.hardware.name})"
+    )
+
+
+def time_table(breakdown: Breakdown, width: int) -> Table:
+    """A row per position: each part of the step, and its share of it below; parts that are nowhere are left out."""
+    names = shown(*(p.spent for p in breakdown.positions))
+    unit = unit_of(breakdown.step_seconds, TIME)
+    digits = decimals(breakdown.step_seconds / unit[1])
+
+    def number(seconds: float) -> str:
+        return f"{seconds / unit[1]:,.{digits}f}"
+
+    rows = []
+    for position in breakdown.positions:
+        spent = position.spent.by_name
+        cells = (f"{number(spent[n])}\n{share(spent[n], breakdown.step_seconds)}" for n in names)
+        rows.append([*of_position(position), *cells, number(position.spent.seconds)])
+    titles = ["ranks", "stages", *names, "step"]
+    texts = [[title, *"\n".join(cells).split("\n")] for title, *cells in zip(titles, *rows)]
+    if sum(max(map(len, t)) + GAP for t in texts) - GAP > width:
+        titles = [HYPHENATED.get(title, title) for title in titles]
+    table = plain_table()
+    for title in titles:
+        table.add_column(title, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def share(seconds: float, step_seconds: float) -> str:
+    """A part of the step in percent."""
+    return percent(seconds / step_seconds) if step_seconds else NONE
+
+
+def shown(*parts: Spent) -> Sequence[str]:
+    """The parts of a step that are anywhere, and compute."""
+    return [n for n in parts[0].by_name if n == "compute" or any(p.by_name[n] > ROUNDING * p.seconds for p in parts)]
+
+
+def of_position(position: Position) -> Sequence[str]:
+    """The ranks and the stages at a position."""
+    return ranks_text(position.ranks), ", ".join(map(str, position.stages))
+
+
+def memory_table(breakdown: Breakdown) -> Table:
+    """A row per position: its peak, what is spare, and what it is made of, the largest marked."""
+    memories = [p.memory for p in breakdown.positions]
+    names = [n for n in memories[0].by_name if n != BUFFERS or any(m.buffer_bytes for m in memories)]
+    table = plain_table()
+    for title in ("ranks", "stages", "peak memory", "spare", *names):
+        table.add_column(title, justify="right", no_wrap=title == "peak memory", overflow="fold")
+    peaks, spare = column([m.peak_bytes for m in memories], BYTES), column([m.spare_bytes for m in memories], BYTES)
+    for i, (position, memory) in enumerate(zip(breakdown.positions, memories)):
+        parts = [
+            f"{text(memory.by_name[n], BYTES)}{' *' if n == memory.largest else '  '}" for n in names if memory.by_name
+        ]
+        style = "yellow" if memory.share > NEARLY_FULL else ""
+        table.add_row(
+            *of_position(position), f"{peaks[i]} {percent(memory.share, 0):>5}", spare[i], *parts, style=style
+        )
+    return table
+
+
+def help_table(explanation: Explanation, step_seconds: float) -> Table:
+    """What would shorten the step, by the numbers of this plan."""
+    table = plain_table()
+    table.add_column("what would help")
+    table.add_column("step", justify="right", no_wrap=True)
+    table.add_column("", justify="right", no_wrap=True)
+    for item in explanation.helps:
+        row = Alternative(item.text, item.step_seconds)
+        table.add_row(item.text, text(item.step_seconds, TIME), compared(row, step_seconds))
+    return table
+
+
+def answer_parts(plan: Plan, breakdown: Breakdown, answer: Answer) -> Sequence[RenderableType]:
+    """Why not: how the best plan with a constraint compares, and where its time goes instead."""
+    lines = [("why not", answer.asked), ("answer", answer.text)]
+    if answer.plan is None or answer.breakdown is None:
+        return [labelled(lines)]
+    lines.append(("plan", described(answer.plan)))
+    if answer.command:
+        lines.append(("get it", answer.command))
+    table = spent_table(("part of the step", "this plan", answer.asked), breakdown.spent, answer.breakdown.spent)
+    return [labelled(lines), "", table]
+
+
+def spent_table(titles: tuple[str, str, str], before: Spent, after: Spent) -> Table:
+    """The parts of two steps side by side, of their mean ranks."""
+    table = plain_table()
+    table.add_column(titles[0], no_wrap=True)
+    for title in (*titles[1:], "difference"):
+        table.add_column(title, justify="right")
+    names = shown(before, after)
+    rows = [*((n, before.by_name[n], after.by_name[n]) for n in names), ("step", before.seconds, after.seconds)]
+    unit = unit_of(max(before.seconds, after.seconds), TIME)
+    for name, mine, other in rows:
+        change = round((other - mine) / unit[1], 2) * unit[1]
+        sign = "+" if change > 0 else ""
+        table.add_row(name, in_unit(mine, unit, 2), in_unit(other, unit, 2), f"{sign}{in_unit(change or 0.0, unit, 2)}")
+    return table
+
+
+def difference_parts(before: Plan, after: Plan, found: Difference, width: int) -> Sequence[RenderableType]:
+    """The two plans side by side: what they decide otherwise, their memory, the parts of their steps."""
+    titles = ("this plan", "the other")
+    parts: list[RenderableType] = []
+    if found.notes:
+        parts += [labelled([("note", note) for note in found.notes]), ""]
+    room = max(20, (width - 30) // 2)
+    groups: Mapping[str, Sequence[Change]] = {
+        "setting": found.settings, "cut": found.cuts, "split": found.shardings[:LONGEST_LIST]
+    }  # fmt: skip
+    for name, rows in groups.items():
+        if rows:
+            parts += [change_table((name, *titles), rows, room), ""]
+    more = len(found.shardings) - LONGEST_LIST
+    if more > 0:
+        parts += [f"and {more} more that are split otherwise (--json lists all)", ""]
+    if not any(groups.values()):
+        parts += ["Both plans decide the same.", ""]
+    parts += [peak_table(found), "", spent_table(("part of the step", *titles), found.before.spent, found.after.spent)]
+    return parts
+
+
+def change_table(titles: tuple[str, ...], rows: Sequence[Change], room: int) -> Table:
+    """What differs, a row each."""
+    table = plain_table()
+    for title in titles:
+        table.add_column(title)
+    for row in rows:
+        table.add_row(wrapped(row.name, room), wrapped(row.before, room), wrapped(row.after, room))
+    return table
+
+
+def peak_table(found: Difference) -> Table:
+    """The peak memory of each position."""
+    table = plain_table()
+    table.add_column("position", justify="right")
+    for title in ("ranks", "peak memory, this plan", "ranks", "the other"):
+        table.add_column(title, justify="right")
+    both = (found.before.positions, found.after.positions)
+    for i in range(max(map(len, both))):
+        cells = []
+        for positions in both:
+            cells += (
+                [ranks_text(positions[i].ranks), f"{text(positions[i].memory.peak_bytes, BYTES)} "
+                 f"{percent(positions[i].memory.share, 0):>5}"] if i < len(positions) else [NONE, NONE]
+            )  # fmt: skip
+        table.add_row(str(i), *cells)
+    return table

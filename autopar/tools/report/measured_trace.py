@@ -1,0 +1,109 @@
+"""A measured step as Chrome trace events, which Perfetto shows: all ranks on one clock, transfers as arrows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.mesh import Place
+from autopar.ir.plan import Plan
+from autopar.runtime.engine.executor import Span
+from autopar.runtime.spec import rank_text
+from autopar.schedule.actions import Action
+from autopar.tools.report.chrome_trace import Slice, arrow_events, colour, row_names, slice_event, title
+
+# How late a GPU's first action may seem, by `Stopwatch.host_ns`, beyond another's; on CPU there is no error.
+ALIGNMENT_SECONDS = 50e-6
+COMPUTE, STEP = 0, 1  # thread numbers
+THREADS = {COMPUTE: "compute", STEP: "whole step"}
+
+Transfer = tuple[Action, Action]
+
+
+@dataclass(frozen=True)
+class StepOnClock:
+    """One step of all ranks. Spans count from each rank's first action, all else is the host's clock.
+
+    ``whole`` has for each rank when the step was called and when its device was idle again.
+    """
+
+    spans: Mapping[int, tuple[Span, ...]]
+    started_ns: Mapping[int, int]
+    whole: Mapping[int, tuple[int, int]]
+
+
+def trace_events(plan: Plan, step: StepOnClock, edges: Iterable[tuple[int, int]] | None = None) -> dict[str, Any]:
+    """The events as JSON's types: a process for each rank, times in µs since the first rank began.
+
+    Args:
+        edges: (src, dst) of stages with src < dst that exchange tensors; consecutive ones by default.
+    """
+    zero = min(begun for begun, _ in step.whole.values())
+    events: list[dict[str, Any]] = []
+    slices: dict[tuple[int, Action], Slice] = {}
+    for rank in sorted(step.spans):
+        events += row_names(rank, rank_text(plan.mesh, rank, plan.chunks), THREADS)
+        offset = (step.started_ns[rank] - zero) / 1e3
+        begun, ended = ((t - zero) / 1e3 for t in step.whole[rank])
+        last = begun
+        for span in step.spans[rank]:
+            start, last = (offset + 1e6 * t for t in (span.start_seconds, span.end_seconds))
+            slices[rank, span.action] = Slice(rank, COMPUTE, start, last)
+            events.append(slice_event(slices[rank, span.action], title(span.action), colour(span.action)))
+        events.append(slice_event(Slice(rank, STEP, begun, ended), "step"))
+        if last < ended:
+            events.append(slice_event(Slice(rank, COMPUTE, last, ended), "sum and update", "grey"))
+    for number, (rank, src, dst) in enumerate(transfers(plan, slices, edges)):
+        events += arrow_events(number, src, dst, slices[rank, src], slices[peer(plan, rank, dst.chunk), dst])
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "plan": plan.decision,
+            "clock": "the host's monotonic clock, one for all processes; GPU actions by events in the stream",
+            "alignment_error_us": 1e6 * ALIGNMENT_SECONDS,
+        },
+    }
+
+
+def transfers(
+    plan: Plan, slices: Mapping[tuple[int, Action], Any], edges: Iterable[tuple[int, int]] | None
+) -> Iterable[tuple[int, Action, Action]]:
+    """(sending rank, action that sends, action that receives) for every tensor's way between ranks."""
+    count = len(plan.stages)
+    pairs = [(i, i + 1) for i in range(count - 1)] if edges is None else sorted(edges)
+    for rank, action in slices:
+        ways = pairs if action.kind == "F" else [(dst, src) for src, dst in pairs]
+        for src, dst in ways:
+            if src != action.chunk or peer(plan, rank, dst) == rank:
+                continue
+            there = Action(action.kind, dst, action.microbatch)
+            if (peer(plan, rank, dst), there) in slices:
+                yield rank, action, there
+
+
+def peer(plan: Plan, rank: int, stage: int) -> int:
+    """The rank that runs a stage in the same replica and at the same shard."""
+    place = plan.mesh.place(rank)
+    return plan.mesh.rank(Place(stage % plan.mesh.pp, place.replica, place.shard))
+
+
+def early_arrivals(trace: Mapping[str, Any]) -> list[str]:
+    """Transfers that a trace shows to arrive before the action that sends them began, by more than the clocks' error.
+
+    There are none in a sound trace. Slices are compared: arrows never go back in time.
+    """
+    starts = {(e["pid"], e["name"]): e["ts"] for e in trace["traceEvents"] if e["ph"] == "X"}
+    senders = {e["id"]: e["pid"] for e in trace["traceEvents"] if e["ph"] == "s"}
+    found = []
+    for event in trace["traceEvents"]:
+        if event["ph"] != "f":
+            continue
+        what, src, _, dst, microbatch = event["name"].split()
+        kind = "F" if what == "activation" else "B"
+        began = starts[senders[event["id"]], f"{kind} {src} {microbatch}"]
+        arrived = starts[event["pid"], f"{kind} {dst} {microbatch}"]
+        if arrived < began - trace["otherData"]["alignment_error_us"]:
+            found.append(f"{event['name']}: its sender began at {began:.1f} µs, it was there at {arrived:.1f} µs")
+    return found

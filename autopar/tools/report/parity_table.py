@@ -1,0 +1,105 @@
+"""The printed comparison of ``autopar check``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+from rich.table import Table
+
+from autopar.ir.layout import Layout
+from autopar.ir.plan import Plan
+from autopar.ir.table import batch_text, schedule_text, stage_ends
+from autopar.ir.text import labelled, plain_table
+from autopar.ir.units import COUNT, plural, text
+from autopar.tools.parity.compare import EPSILON, LEARNING_RATE, Parity
+from autopar.tools.parity.difference import ABSOLUTE, RELATIVE, SMALL_NORM, Row
+from autopar.tools.parity.rounding import TIMES, rounding_of, update_rounding
+from autopar.trace.passes.precision import low_params
+
+
+def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
+    """What was compared and how it came out; ``plan`` is the comparison's own under its full name."""
+    stages = " | ".join(first if first == last else f"{first} … {last}" for first, last in stage_ends(plan.stages))
+    devices = plural(plan.mesh.devices, "device")
+    trained = f"{plural(parity.steps, 'AdamW step')} (lr {LEARNING_RATE:g}, eps {EPSILON:g}), " if parity.steps else ""
+    lines = [
+        ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters"),
+        ("compared", f"a: on {devices}; b: {reference_text(parity)} on one device, with the same microbatches"),
+        ("mesh", mesh_text(plan)),
+        ("batch", f"{batch_text(plan)}, schedule {schedule_text(plan)}"),
+        ("stages", stages),
+        ("training", f"{trained}{parity.loss}" if parity.steps else "not compared"),
+        (
+            "tolerance",
+            f"|a−b| ≤ {ABSOLUTE:.0e} + {RELATIVE:.0e}·|b| for every element; in a tensor with ‖b‖ < {SMALL_NORM:g}, "
+            f"{ABSOLUTE / SMALL_NORM:.0e}·‖b‖ instead of {ABSOLUTE:.0e}",
+        ),
+        *(("", text) for text in noise_texts(parity)),
+        *(("note", note) for note in parity.notes),
+    ]
+    return [labelled(lines), "", row_table(parity.rows), "", verdict(parity)]
+
+
+def reference_text(parity: Parity) -> str:
+    """What the model is compared with."""
+    if low_params(parity.plan.precision):
+        return f"the unmodified model with copies of its parameters in {parity.autocast}"
+    return "the unmodified model" + (f" under torch.autocast in {parity.autocast}" if parity.autocast else "")
+
+
+def noise_texts(parity: Parity) -> Sequence[str]:
+    """The tolerance of mixed precision."""
+    if parity.autocast is None:
+        return ()
+    relative = rounding_of(parity.autocast).relative
+    updates = update_rounding(parity.autocast, LEARNING_RATE * parity.steps)
+    return (
+        f"or ‖a−b‖ ≤ {TIMES:g}·‖b−c‖ + {relative:.0e}·‖b‖ for every tensor, where c is b in float32; for weights "
+        f"{updates.absolute:.0e}·√n + {updates.single:.0e} instead of {relative:.0e}·‖b‖",
+    )
+
+
+def mesh_text(plan: Plan) -> str:
+    """The mesh, and how much its tensor axis splits: a comparison in which that is nothing proves little."""
+    weights = [text for text in plan.shardings.values() if Layout.parse(text).splits]
+    labels = [label for label in plan.strategies.values() if label]
+    split = f", {plural(len(labels), 'operation')} and {plural(len(weights), 'weight')} split (repeated ones once)"
+    return f"{plan.mesh}{', ZeRO-1' if plan.zero1 else ''}{split if plan.mesh.tp > 1 else ''}"
+
+
+def row_table(rows: Sequence[Row]) -> Table:
+    """A row per quantity."""
+    table = plain_table()
+    table.add_column("quantity")
+    for title in ("tensors", "max |a−b|", "max ‖a−b‖/‖b‖"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("result", no_wrap=True)
+    table.add_column("worst tensor")
+    for row in rows:
+        result = "ok, bitwise equal" if row.bitwise and row.ok else "ok" if row.ok else "FAILED"
+        table.add_row(
+            row.quantity,
+            f"{row.num_tensors:,}",
+            number(row.max_absolute),
+            number(row.max_relative),
+            result,
+            "" if row.bitwise else row.worst,
+            style="" if row.ok else "red",
+        )
+    return table
+
+
+def number(value: float) -> str:
+    """A difference with two digits; nothing at all is plain 0."""
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def verdict(parity: Parity) -> str:
+    """One line: equal, equal bit by bit, or what is not."""
+    failed = [row.quantity for row in parity.rows if not row.ok]
+    if failed:
+        return f"FAILED: {', '.join(failed)} differ by more than the tolerance."
+    what = "Everything" if parity.steps else "Evaluation, the only thing compared,"
+    how = "bit by bit" if all(row.bitwise for row in parity.rows) else "within the tolerance"
+    return f"{what} is equal {how}."

@@ -1,0 +1,75 @@
+"""A simulated step as Chrome trace events: a process for each position of the pipeline, and what its memory holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.tools.report.chrome_trace import (
+    Event,
+    Slice,
+    arrow_events,
+    colour,
+    counter_event,
+    row_names,
+    slice_event,
+    title,
+)
+from autopar.tools.simulate.step import Position, SimulatedStep
+
+COMPUTE = 0  # the one thread
+GIB = 2**30
+
+
+def trace_events(step: SimulatedStep) -> dict[str, Any]:
+    """The events as JSON's types, times in µs since the start of the step."""
+    slices = {
+        span.action: Slice(span.rank, COMPUTE, in_us(span.start_seconds), in_us(span.end_seconds))
+        for span in step.timeline.spans
+    }
+    events: list[Event] = []
+    for number, position in enumerate(step.positions):
+        events += row_names(number, name_of(position), {COMPUTE: "compute"})
+        events += [slice_event(slices[s.action], title(s.action), colour(s.action)) for s in position.spans]
+        events += end_events(step, number, position)
+        events += memory_events(number, position)
+    for number, transfer in enumerate(step.transfers):
+        events += arrow_events(number, transfer.src, transfer.dst, slices[transfer.src], slices[transfer.dst])
+    return {
+        "traceEvents": events,
+        "displayTimeUnit": "ms",
+        "otherData": {
+            "plan": step.plan.decision,
+            "schedule": step.schedule,
+            "clock": "simulated",
+            "relative_error": step.plan.prediction.error,
+        },
+    }
+
+
+def end_events(step: SimulatedStep, number: int, position: Position) -> list[Event]:
+    """Reduction and optimizer, where there are any."""
+    begins, reduced = step.pipeline_seconds, step.pipeline_seconds + position.reduce_seconds
+    parts = {
+        "reduction": Slice(number, COMPUTE, in_us(begins), in_us(reduced)),
+        "optimizer": Slice(number, COMPUTE, in_us(reduced), in_us(reduced + position.optimizer_seconds)),
+    }
+    return [slice_event(where, name, "grey") for name, where in parts.items() if where.end_us > where.start_us]
+
+
+def memory_events(number: int, position: Position) -> list[Event]:
+    """A track of GiB, where the plan says what is held."""
+    if position.memory is None:
+        return []
+    points = zip(position.memory.seconds, position.memory.num_bytes)
+    return [counter_event(number, "memory GiB", in_us(t), round(held / GIB, 4)) for t, held in points]
+
+
+def name_of(position: Position) -> str:
+    """``ranks 0–511 (stage 0)``."""
+    stages = f"{'stage' if len(position.stages) == 1 else 'stages'} {', '.join(map(str, position.stages))}"
+    return f"{position.name} ({stages})"
+
+
+def in_us(seconds: float) -> float:
+    """µs, with three decimals."""
+    return round(1e6 * seconds, 3)

@@ -1,0 +1,207 @@
+"""The printed result of ``autopar simulate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autopar.ir.table import NEARLY_FULL, NOTABLE, batch_text, ranks_text
+from autopar.ir.text import labelled, plain_table
+from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
+from autopar.tools.simulate.step import Position, SimulatedStep
+
+GAP = 2  # columns between two cells
+MOST_ROWS = 16  # of the timeline
+
+
+def simulation_parts(step: SimulatedStep, own: SimulatedStep, width: int) -> Sequence[RenderableType]:
+    """What was simulated, a row per position of the pipeline, and the timeline where it fits.
+
+    Args:
+        own: the step under the plan's own schedule.
+        width: of the screen, in columns.
+    """
+    parts: list[RenderableType] = [labelled([*header(step), *notes(step, own)]), "", position_table(step, width)]
+    if step.schedule != own.schedule:
+        parts += ["", comparison_table(step, own)]
+    names = [position.name for position in step.positions]
+    if len(names) <= MOST_ROWS and step.timeline.fits(width, names):
+        rows = "\n".join(step.timeline.rows(width, names))
+        parts += ["", Text("the pipeline; numbers are microbatches, dots wait"), Text(rows, no_wrap=True)]
+    return parts
+
+
+def header(step: SimulatedStep) -> list[tuple[str, str]]:
+    """What was simulated and how long it takes."""
+    plan, mesh = step.plan, step.plan.mesh
+    band = f"±{percent(plan.prediction.error, 0)}"
+    chunks = f", {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
+    return [
+        ("model", f"{plan.model.name}, {text(plan.model.num_params, COUNT)} parameters, {plan.precision}"),
+        ("batch", batch_text(plan)),
+        (
+            "devices",
+            f"{mesh.devices:,} × {plan.hardware.device}, {text(plan.hardware.memory_bytes, BYTES)} each, over "
+            f"{plan.hardware.link} (cost model {plan.hardware.name})",
+        ),
+        ("mesh", f"{mesh}{', ZeRO-1' if plan.zero1 else ''}"),
+        ("schedule", f"{step.schedule}{chunks}"),
+        (
+            "step",
+            f"{text(step.step_seconds, TIME)} {band}, {step.samples_per_second:,.1f} samples/s {band} (simulated)",
+        ),
+        *(("", words) for words in ends(step)),
+        ("bubble", f"{percent(step.bubble_fraction)} of the pipeline's {text(step.pipeline_seconds, TIME)}"),
+    ]
+
+
+def ends(step: SimulatedStep) -> list[str]:
+    """What follows the pipeline, where it is worth a line."""
+    if step.end_seconds < NOTABLE * step.step_seconds:
+        return []
+    reduce_seconds = step.plan.prediction.reduce_seconds
+    parts = {
+        "pipeline": step.pipeline_seconds,
+        "reduction": reduce_seconds,
+        "optimizer": step.end_seconds - reduce_seconds,
+    }
+    return [" + ".join(f"{name} {text(seconds, TIME)}" for name, seconds in parts.items() if seconds > 0)]
+
+
+def notes(step: SimulatedStep, own: SimulatedStep) -> list[tuple[str, str]]:
+    """What the plan does not say, or says otherwise, and what does not fit."""
+    found = []
+    said, seconds = step.plan.prediction.step_seconds, own.step_seconds
+    if abs(seconds - said) > NOTABLE * said:
+        found.append(
+            (
+                "note",
+                f"the plan predicts {text(said, TIME)} under {own.schedule}; the times of its stages make "
+                f"{text(seconds, TIME)}: it was edited or made by hand",
+            )
+        )
+    if any(position.memory is None for position in step.positions):
+        found.append(
+            (
+                "memory",
+                "not simulated: the plan does not say what its stages hold (field stages.*.memory); it was made by "
+                "hand. `autopar plan … -o` says it",
+            )
+        )
+    capacity = step.plan.hardware.memory_bytes
+    over = [position for position in step.positions if peak_bytes(position) > capacity]
+    if over:
+        fullest = max(over, key=peak_bytes)
+        needs = "needs" if len(fullest.ranks) == 1 else "need"
+        others = f"; {len(over)} of {plural(len(step.positions), 'position')} are too full" if len(over) > 1 else ""
+        found.append(
+            (
+                "memory",
+                f"does not fit: {fullest.name} {needs} {text(peak_bytes(fullest), BYTES)} of "
+                f"{text(capacity, BYTES)}{others}",
+            )
+        )
+    return found
+
+
+def position_table(step: SimulatedStep, width: int) -> Table:
+    """A row per position: how its ranks spend the step, and what they hold at most.
+
+    Collectives are those of tensor parallelism and what of the gradients' reduction the pipeline does not hide.
+    """
+    positions, capacity = step.positions, step.plan.hardware.memory_bytes
+    collectives = [p.collective_seconds + p.reduce_seconds for p in positions]
+    peaks, shares = [peak_bytes(p) for p in positions], [percent(peak_bytes(p) / capacity, 0) for p in positions]
+    whole = step.step_seconds
+    cells = {
+        "ranks": [ranks_text(p.ranks) for p in positions],
+        "stages" if step.plan.chunks > 1 else "stage": [stages_text(p) for p in positions],
+        "busy": [percent(p.busy_seconds / whole if whole else 0.0, 0) for p in positions],
+        "compute": column([p.compute_seconds for p in positions], TIME),
+        **({"collectives": column(collectives, TIME)} if any(collectives) else {}),
+        "waiting": column([step.waiting_seconds(p) for p in positions], TIME),
+        "optimizer": column([p.optimizer_seconds for p in positions], TIME),
+    }
+    if all(p.memory is not None for p in positions):
+        wide = max(map(len, shares))
+        cells["peak memory"] = [f"{peak} {share:>{wide}}" for peak, share in zip(column(peaks, BYTES), shares)]
+    if sum(GAP + max(map(len, (title, *texts))) for title, texts in cells.items()) > width:
+        cells.pop("stages", None)
+    table = plain_table()
+    for title in cells:
+        table.add_column(title, justify="right", no_wrap=True)
+    for i, position in enumerate(positions):
+        share = peak_bytes(position) / capacity
+        style = "red" if share > 1 else "yellow" if share > NEARLY_FULL else ""
+        table.add_row(*(texts[i] for texts in cells.values()), style=style)
+    return table
+
+
+def comparison_table(step: SimulatedStep, own: SimulatedStep) -> Table:
+    """The schedule that was asked for beside the plan's."""
+    table = plain_table()
+    table.add_column("schedule", no_wrap=True)
+    for title in ("step", "bubble", "peak memory", "compared"):
+        table.add_column(title, justify="right")
+    for one in (step, own):
+        peak = max(peak_bytes(position) for position in one.positions)
+        ratio = one.step_seconds / own.step_seconds if own.step_seconds else 1.0
+        faster = "slower" if ratio >= 1 else "faster"
+        table.add_row(
+            f"{one.schedule}{' (the plan)' if one is own else ''}",
+            text(one.step_seconds, TIME),
+            percent(one.bubble_fraction),
+            text(peak, BYTES) if peak else "–",
+            "–" if one is own else f"{percent(abs(ratio - 1))} {faster}",
+        )
+    return table
+
+
+def peak_bytes(position: Position) -> int:
+    """The most that a rank at a position holds; 0 where the plan does not say."""
+    return position.memory.peak_bytes if position.memory is not None else 0
+
+
+def stages_text(position: Position) -> str:
+    """``3``, ``0, 4``, ``0, 4 … 20``."""
+    numbers = [str(stage) for stage in position.stages]
+    return ", ".join(numbers) if len(numbers) <= 3 else f"{numbers[0]}, {numbers[1]} … {numbers[-1]}"
+
+
+def numbers(step: SimulatedStep, own: SimulatedStep) -> dict[str, Any]:
+    """All of it but spans and curves, as JSON's types."""
+    plan = step.plan
+    return {
+        "model": plan.model.name,
+        "batch": plan.batch,
+        "mesh": {"pp": plan.mesh.pp, "tp": plan.mesh.tp, "dp": plan.mesh.dp},
+        "chunks": plan.chunks,
+        "microbatches": plan.microbatches,
+        "schedule": step.schedule,
+        "step_seconds": step.step_seconds,
+        "pipeline_seconds": step.pipeline_seconds,
+        "end_seconds": step.end_seconds,
+        "samples_per_second": step.samples_per_second,
+        "bubble_fraction": step.bubble_fraction,
+        "capacity_bytes": plan.hardware.memory_bytes,
+        "positions": [
+            {
+                "first_rank": position.ranks[0],
+                "last_rank": position.ranks[-1],
+                "stages": position.stages,
+                "compute_seconds": position.compute_seconds,
+                "collective_seconds": position.collective_seconds,
+                "reduce_seconds": position.reduce_seconds,
+                "optimizer_seconds": position.optimizer_seconds,
+                "waiting_seconds": step.waiting_seconds(position),
+                "peak_bytes": position.memory.peak_bytes if position.memory is not None else None,
+            }
+            for position in step.positions
+        ],
+        "plan_schedule": own.schedule,
+        "plan_step_seconds": own.step_seconds,
+    }

@@ -1,0 +1,183 @@
+"""A simulated step as a picture: who runs what when, and what lies in memory meanwhile."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.ir.table import batch_text
+from autopar.ir.units import BYTES, TIME, percent, text, unit_of
+from autopar.schedule.timeline import Span
+from autopar.tools.report.figure import needed_figure, save_figure
+from autopar.tools.simulate.step import Position, SimulatedStep
+
+COLOURS = {
+    "forward": "#5b9bd5", "recompute": "#b7a5d8", "backward": "#e8a33d", "reduction": "#4f9d69", "optimizer": "#c0504d",
+}  # fmt: skip
+WIDTH_INCHES, MARGIN_INCHES, MEMORY_INCHES = 14.0, 1.6, 2.6
+ROW_INCHES, MOST_ROWS_INCHES = 0.34, 8.0
+LETTER_INCHES, LETTER_POINTS, LEAST_POINTS = 0.058, 6.5, 4.5
+OUTLINED_INCHES = 0.03  # bars narrower than this have no outline, which would hide them
+MOST_NAMES = 32  # of rows
+MOST_CURVES = 10
+CAPACITY_SHARE = 0.4  # the axis reaches up to the capacity where at least this share of it is needed
+PALEST, DARKEST = 0.55, 1.0  # the first and the last chunk of a rank
+LIGHTEST = 0.88  # of the palette, which ends in a yellow that is hard to see on white
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Part of a row: from when to when, in seconds, what it is, and which of the rank's stages it belongs to."""
+
+    kind: str
+    start_seconds: float
+    end_seconds: float
+    chunk: int = 0
+    label: str = ""
+
+
+def draw(step: SimulatedStep, path: Path) -> None:
+    """The picture as a PNG.
+
+    Raises:
+        UsageError: matplotlib is not installed, or the file cannot be written.
+    """
+    save_figure(figure_of(step), path)
+
+
+def figure_of(step: SimulatedStep) -> Any:
+    """The picture as matplotlib has it."""
+    rows = [bars(step, position) for position in step.positions]
+    rows_inches = min(MOST_ROWS_INCHES, ROW_INCHES * max(len(rows), 2))
+    held = all(position.memory is not None for position in step.positions)
+    heights = [rows_inches, MEMORY_INCHES] if held else [rows_inches]
+    figure = needed_figure()(figsize=(WIDTH_INCHES, sum(heights) + MARGIN_INCHES), layout="constrained")
+    panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    name, size = unit_of(step.step_seconds, TIME)
+    per_inch = step.step_seconds / size / (0.9 * WIDTH_INCHES)  # of an inch of the panel, in units of time
+    draw_rows(panels[0], step, rows, size, per_inch)
+    if held:
+        draw_memory(panels[1], step, size)
+    panels[-1].set_xlabel(f"time, {name}")
+    panels[-1].set_xlim(0, step.step_seconds / size or 1.0)
+    panels[0].set_title(heading(step), fontsize=9.5, loc="left")
+    return figure
+
+
+def heading(step: SimulatedStep) -> str:
+    plan = step.plan
+    return (
+        f"{plan.model.name}, batch {batch_text(plan)}, {plan.mesh}, {plan.precision}, {plan.hardware.device}\n"
+        f"{step.schedule}{f', {plan.chunks} chunks a rank (pale to dark)' if plan.chunks > 1 else ''}: simulated step "
+        f"{text(step.step_seconds, TIME)}, bubble {percent(step.bubble_fraction)}"
+    )
+
+
+def bars(step: SimulatedStep, position: Position) -> list[Bar]:
+    """What the ranks at a position do."""
+    found = [bar for span in position.spans for bar in bars_of(step, span)]
+    begins = step.pipeline_seconds
+    reduced = begins + position.reduce_seconds
+    found += [Bar("reduction", begins, reduced), Bar("optimizer", reduced, reduced + position.optimizer_seconds)]
+    return [bar for bar in found if bar.end_seconds > bar.start_seconds]
+
+
+def bars_of(step: SimulatedStep, span: Span) -> list[Bar]:
+    """An action; of the backward of a stage that recomputes, its forward first."""
+    action = span.action
+    stage, chunk, label = step.plan.stages[action.chunk], action.chunk // step.plan.mesh.pp, str(action.microbatch)
+    if action.kind == "F":
+        return [Bar("forward", span.start_seconds, span.end_seconds, chunk, label)]
+    share = stage.forward_seconds / stage.backward_seconds if stage.recompute == "all" and stage.backward_seconds else 0
+    turns = span.start_seconds + min(share, 1.0) * (span.end_seconds - span.start_seconds)
+    return [
+        Bar("recompute", span.start_seconds, turns, chunk),
+        Bar("backward", turns, span.end_seconds, chunk, label),
+    ]
+
+
+def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], size: float, per_inch: float) -> None:
+    """A row for each position, labels where they fit."""
+    chunks, row_inches = step.plan.chunks, min(MOST_ROWS_INCHES / len(rows), ROW_INCHES)
+    points = min(LETTER_POINTS, 72 * 0.55 * row_inches)
+    letter = LETTER_INCHES * points / LETTER_POINTS * per_inch
+    for place, row in enumerate(rows):
+        groups: dict[tuple[str, int], list[Bar]] = {}
+        for bar in row:
+            groups.setdefault((bar.kind, bar.chunk), []).append(bar)
+        for (kind, chunk), alike in groups.items():
+            spans = [(bar.start_seconds / size, (bar.end_seconds - bar.start_seconds) / size) for bar in alike]
+            wide = min(width for _, width in spans) > OUTLINED_INCHES * per_inch
+            panel.broken_barh(
+                spans, (place - 0.43, 0.86),
+                facecolors=shade(COLOURS[kind], chunk, chunks), edgecolors="white", linewidth=0.4 if wide else 0,
+            )  # fmt: skip
+            letters = max(len(bar.label) for bar in alike)  # all labels or none, but of a smaller last microbatch
+            for bar, (left, width) in zip(alike, spans, strict=True) if letters and points >= LEAST_POINTS else ():
+                if width > (letters + 0.6) * letter:
+                    panel.text(left + width / 2, place, bar.label, ha="center", va="center", fontsize=points)
+    every = -(-len(rows) // MOST_NAMES)
+    named = range(0, len(rows), every)
+    panel.set_yticks(list(named), [step.positions[i].name for i in named], fontsize=8 if every == 1 else 7)
+    panel.set_ylim(len(rows) - 0.4, -0.6)
+    panel.spines[["top", "right"]].set_visible(False)
+    draw_legend(panel, {bar.kind for row in rows for bar in row})
+
+
+def draw_legend(panel: Any, kinds: Collection[str]) -> None:
+    """What the colours mean, above the rows on the right."""
+    for kind in (kind for kind in COLOURS if kind in kinds):
+        panel.broken_barh([], (0, 0), facecolors=COLOURS[kind], label=kind)
+    panel.legend(
+        loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(COLOURS), frameon=False, fontsize=8.5,
+        borderaxespad=0.2, handlelength=1.4,
+    )  # fmt: skip
+
+
+def draw_memory(panel: Any, step: SimulatedStep, size: float) -> None:
+    """A curve for each position, or for some of them and the fullest one, and the capacity of a device."""
+    curves = {position.name: position.memory for position in step.positions if position.memory is not None}
+    capacity = step.plan.hardware.memory_bytes
+    fullest = max(curves, key=lambda name: curves[name].peak_bytes)
+    peak = curves[fullest].peak_bytes
+    shows_capacity = peak >= CAPACITY_SHARE * capacity
+    unit, unit_bytes = unit_of(capacity if shows_capacity else peak, BYTES)
+    every = -(-len(curves) // MOST_CURVES)
+    palette = importlib.import_module("matplotlib").colormaps["viridis"]
+    for place, (name, curve) in enumerate(curves.items()):
+        if place % every and name != fullest:
+            continue
+        panel.step(
+            [*(t / size for t in curve.seconds), step.step_seconds / size],
+            [n / unit_bytes for n in (*curve.num_bytes, curve.num_bytes[-1])],
+            where="post", linewidth=1.0, color=palette(LIGHTEST * place / max(1, len(curves) - 1)), label=name,
+        )  # fmt: skip
+    words = f"capacity {text(capacity, BYTES)}"
+    if shows_capacity:
+        panel.axhline(capacity / unit_bytes, color="#c23b22", linestyle="--", linewidth=1.2)
+        panel.annotate(
+            words, (0.005, capacity / unit_bytes), xycoords=("axes fraction", "data"), xytext=(0, 2),
+            textcoords="offset points", color="#c23b22", fontsize=8,
+        )  # fmt: skip
+    else:
+        panel.annotate(
+            f"↑ {words}, {percent(peak / capacity, 0)} of it needed", (0.005, 0.93), xycoords="axes fraction",
+            color="#c23b22", fontsize=8,
+        )  # fmt: skip
+    panel.set_ylim(0, 1.12 * max(peak, capacity if shows_capacity else 0) / unit_bytes)
+    panel.set_ylabel(f"memory of a rank, {unit}")
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(
+        loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False, fontsize=8,
+        title=f"some of {len(curves)} positions,\nthe fullest included" if every > 1 else None, title_fontsize=8,
+    )  # fmt: skip
+
+
+def shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
+    """The colour, paler for earlier chunks."""
+    strength = DARKEST if chunks == 1 else PALEST + (DARKEST - PALEST) * chunk / (chunks - 1)
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return (1 - strength * (1 - red), 1 - strength * (1 - green), 1 - strength * (1 - blue))

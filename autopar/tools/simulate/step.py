@@ -1,0 +1,218 @@
+"""The simulated step of a plan, under its own schedule or another one that its stages allow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from autopar.errors import PlanError, UsageError
+from autopar.ir.microbatches import microbatch_factors
+from autopar.ir.plan import INTERLEAVED, Message, Plan, ScheduleName
+from autopar.ir.table import ranks_text
+from autopar.ir.units import plural
+from autopar.schedule.actions import Action
+from autopar.schedule.generate import RECIPES, generate
+from autopar.schedule.simulate import simulate
+from autopar.schedule.timeline import Span, Timeline
+from autopar.tools.simulate.memory import MemoryCurve, memory_curve
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What one action sends to another on another rank; it leaves when its action ends."""
+
+    src: Action
+    dst: Action
+    num_bytes: int
+    start_seconds: float
+    end_seconds: float
+
+
+@dataclass(frozen=True)
+class Position:
+    """A place in the pipeline, and the ranks at it, tp × dp of them, which all do the same.
+
+    Seconds are of the whole step: ``compute_seconds`` without the tensor-parallel collectives, which are
+    ``collective_seconds``; ``reduce_seconds`` and ``optimizer_seconds`` follow the pipeline. ``memory`` is None where
+    the plan does not say what its stages hold.
+    """
+
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    spans: tuple[Span, ...]
+    compute_seconds: float
+    collective_seconds: float
+    reduce_seconds: float
+    optimizer_seconds: float
+    memory: MemoryCurve | None
+
+    @property
+    def name(self) -> str:
+        """``rank 3``, ``ranks 0–511``."""
+        return f"{'rank' if len(self.ranks) == 1 else 'ranks'} {ranks_text(self.ranks)}"
+
+    @property
+    def busy_seconds(self) -> float:
+        return self.compute_seconds + self.collective_seconds + self.reduce_seconds + self.optimizer_seconds
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """One step: the pipeline, then what it takes to reduce gradients over replicas and to update.
+
+    The rows of ``timeline`` are positions, so are the ranks of all spans.
+    """
+
+    plan: Plan
+    schedule: ScheduleName
+    timeline: Timeline
+    positions: tuple[Position, ...]
+    transfers: tuple[Transfer, ...]
+    end_seconds: float
+
+    @property
+    def pipeline_seconds(self) -> float:
+        return self.timeline.step_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        return self.pipeline_seconds + self.end_seconds
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.plan.batch / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def bubble_fraction(self) -> float:
+        """Idle share of the positions' time in the pipeline."""
+        return self.timeline.bubble_fraction
+
+    def waiting_seconds(self, position: Position) -> float:
+        """What of the step a position does nothing."""
+        return max(0.0, self.step_seconds - position.busy_seconds)
+
+
+def schedules_of(plan: Plan) -> tuple[ScheduleName, ...]:
+    """The schedules under which the plan's stages can train; the plan's own is one of them."""
+    names: tuple[ScheduleName, ...] = INTERLEAVED if plan.chunks > 1 else ("1f1b", "gpipe")
+    return names if plan.schedule in names else (*names, plan.schedule)
+
+
+def simulate_plan(plan: Plan, schedule: str | None = None) -> SimulatedStep:
+    """The training step of a plan, under its own schedule by default.
+
+    Raises:
+        UsageError: the plan's stages cannot run under this schedule, or it has no training step.
+        PlanError: a message of the plan goes back along a way on which none goes forth.
+    Error: that of the plan's times. Exposed reduction and optimizer are those that the plan predicts under its own
+        schedule; a position other than the one that the others wait for is given as much reduction, as the plan does
+        not say how much less it has.
+    """
+    name = checked_schedule(plan, schedule)
+    sizes = microbatch_factors(plan.batch // plan.mesh.dp, plan.microbatches)
+    timeline = simulate(
+        generate(name, plan.mesh.pp, len(sizes), plan.chunks),
+        [stage.forward_seconds for stage in plan.stages],
+        [stage.backward_seconds for stage in plan.stages],
+        transfer_seconds(plan),
+        sizes,
+    )
+    rows = {rank: tuple(spans) for rank, spans in groupby(timeline.spans, key=lambda span: span.rank)}
+    optimizers = [sum(plan.stages[s].optimizer_seconds for s in stages_at(plan, p)) for p in rows]
+    reduce_seconds = plan.prediction.reduce_seconds
+    end_seconds = max(reduce_seconds + plan.prediction.optimizer_seconds, *optimizers)
+    positions = tuple(
+        position_of(plan, p, spans, sum(sizes), min(reduce_seconds, end_seconds - optimizers[p]))
+        for p, spans in rows.items()
+    )
+    return SimulatedStep(plan, name, timeline, positions, transfers_of(plan, timeline, sizes), end_seconds)
+
+
+def checked_schedule(plan: Plan, asked: str | None) -> ScheduleName:
+    """The schedule that was asked for, or the plan's.
+
+    Raises:
+        UsageError: it is not one of `schedules_of`.
+    """
+    able = schedules_of(plan)
+    for name in able:
+        if name == (asked or plan.schedule):
+            return name
+    words = f"it has {plural(plan.chunks, 'chunk')} a rank, which can be simulated under {' or '.join(able)}"
+    if asked not in RECIPES:
+        raise UsageError(f"No schedule is named {asked!r}. This plan is for {plan.schedule}: {words}.")
+    if asked == "forward-only":
+        raise UsageError(
+            f"Schedule {asked} has no training step to simulate. This plan is for {plan.schedule}: {words}."
+        )
+    chunks = " --chunks 2" if asked in INTERLEAVED else ""
+    raise UsageError(
+        f"This plan's stages cannot run under schedule {asked}: {words}. Plan for it: autopar plan {plan.model.name} "
+        f"--devices {plan.mesh.devices} --pp {plan.mesh.pp} --schedule {asked}{chunks} -o other.json."
+    )
+
+
+def stages_at(plan: Plan, position: int) -> tuple[int, ...]:
+    """The stages that the ranks at a position run."""
+    return tuple(range(position, len(plan.stages), plan.mesh.pp))
+
+
+def position_of(
+    plan: Plan, position: int, spans: tuple[Span, ...], microbatches: float, reduce_seconds: float
+) -> Position:
+    """What the ranks at a position do in a step of so many whole microbatches."""
+    numbers = stages_at(plan, position)
+    stages = {s: plan.stages[s] for s in numbers}
+    collective_seconds = microbatches * sum(stage.collective_seconds for stage in stages.values())
+    memory = {s: stage.memory for s, stage in stages.items() if stage.memory is not None}
+    return Position(
+        ranks=stages[position].ranks,
+        stages=numbers,
+        spans=spans,
+        compute_seconds=sum(span.end_seconds - span.start_seconds for span in spans) - collective_seconds,
+        collective_seconds=collective_seconds,
+        reduce_seconds=reduce_seconds,
+        optimizer_seconds=sum(stage.optimizer_seconds for stage in stages.values()),
+        memory=memory_curve(spans, memory) if len(memory) == len(stages) else None,
+    )
+
+
+def transfer_seconds(plan: Plan) -> Mapping[tuple[int, int], float]:
+    """What `simulate` calls transfers.
+
+    Raises:
+        PlanError: two messages have the same ends, or a gradient has no activation.
+    """
+    ways = {(message.src, message.dst): message.seconds for message in plan.messages}
+    for i, message in enumerate(plan.messages):
+        if message.src > message.dst and (message.dst, message.src) not in ways:
+            raise PlanError(
+                f"Plan field messages.{i}: gradients go from stage {message.src} to {message.dst}, but no message goes "
+                f"from stage {message.dst} to {message.src}. Plan again."
+            )
+    if len(ways) < len(plan.messages):
+        raise PlanError(
+            f"Plan field messages: {len(plan.messages)} messages for {len(ways)} pairs of stages; each pair may have "
+            "one in each direction. Plan again."
+        )
+    return ways
+
+
+def transfers_of(plan: Plan, timeline: Timeline, sizes: tuple[float, ...]) -> tuple[Transfer, ...]:
+    """Everything that travels between ranks, in the order of the actions that send it."""
+    sent: dict[tuple[str, int], list[Message]] = {}
+    for message in plan.messages:
+        if (message.src - message.dst) % plan.mesh.pp:
+            sent.setdefault(("F" if message.src < message.dst else "B", message.src), []).append(message)
+    return tuple(
+        Transfer(
+            src=span.action,
+            dst=Action(span.action.kind, message.dst, span.action.microbatch),
+            num_bytes=round(message.num_bytes * sizes[span.action.microbatch]),
+            start_seconds=span.end_seconds,
+            end_seconds=span.end_seconds + message.seconds * sizes[span.action.microbatch],
+        )
+        for span in timeline.spans
+        for message in sent.get((span.action.kind, span.action.chunk), ())
+    )

@@ -1,0 +1,1 @@
+"""Rewrites of a traced graph: random operations, autocast, bfloat16 parameters."""

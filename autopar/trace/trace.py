@@ -1,0 +1,144 @@
+"""The first stage: an unmodified model and example inputs become an `ir.Graph` of ATen operations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export.graph_signature import ConstantArgument, InputKind
+
+from autopar.errors import TraceError
+from autopar.ir.graph import Graph, Mode, Op, Ref, Value, Weight, dtype_name, refs
+from autopar.ir.names import unused_name
+from autopar.trace.convert import Converter, value_from
+from autopar.trace.export import ADVICE, export
+from autopar.trace.fake import own_tensor
+from autopar.trace.hooks import check_hooks
+from autopar.trace.masks import without_idle_masks
+
+__all__ = ["ADVICE", "check_hooks", "trace", "weight_tensors"]
+
+
+def trace(
+    model: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    mode: Mode = "train",
+    name: str = "",
+) -> Graph:
+    """The graph of ``model(*args, **kwargs)`` in one mode; the model itself is left untouched.
+
+    Args:
+        model: on any device, the meta device included; parameters and buffers keep their names.
+        args: positional inputs at the microbatch shape; nested structures of tensors and constants.
+        kwargs: keyword inputs likewise.
+        mode: train leaves submodules as they are if the model is in training mode, so that frozen ones stay frozen.
+        name: what to call the model; its class name if empty.
+
+    Raises:
+        TraceError: torch.export refuses the model, or its graph holds something that cannot be split.
+    """
+    program = export(model, tuple(args), dict(kwargs or {}), mode)
+    constants = {k: own_tensor(v) for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
+    known_as = aliases(model)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    weights: dict[str, Weight] = {}
+    inputs: list[Value] = []
+    input_leaves: list[Any] = []
+    known: dict[Any, Value] = {}
+    placeholders = program.graph.find_nodes(op="placeholder")
+    specs = program.graph_signature.input_specs
+    targets = {known_as.get(spec.target, (spec.target,))[0] for spec in specs if spec.target is not None}
+    for node, spec in zip(placeholders, specs, strict=True):
+        if isinstance(spec.arg, ConstantArgument):
+            input_leaves.append(spec.arg.value)
+        elif spec.kind is InputKind.USER_INPUT:
+            # A parameter may be called like an argument of forward.
+            taken = targets | {n.name for n in placeholders if n is not node}
+            inputs.append(value_from(unused_name(node.name, taken), node.meta["val"]))
+            input_leaves.append(Ref(inputs[-1].name))
+            known[node] = inputs[-1]
+        elif spec.target is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            weight = weight_of(spec.kind, spec.target, node.meta["val"], known_as, model)
+            weights[weight.name] = replace(weight, requires_grad=weight.name in trainable)
+            known[node] = replace(value_from(weight.name, node.meta["val"]), requires_grad=weight.name in trainable)
+        else:
+            raise TraceError(
+                f"Cannot use {spec.kind.name.lower()} {spec.target} of {type(model).__name__}: not a tensor."
+            )
+    converter = Converter(known, set(weights))
+    outputs = converter.run(program.graph)
+    ops = live(without_idle_masks(converter.finished()), outputs)
+    kept = {op.name for op in ops}
+    used = {r for op in ops for r in op.reads} | set(refs(outputs))
+    groups = (tuple(n for n in names if n in kept) for names in converter.together())
+    return Graph(
+        model=name or type(model).__name__,
+        mode=mode,
+        batch=next((v.shape[0] for v in inputs if v.shape), 1),
+        inputs=tuple(inputs),
+        weights=tuple(w for w in weights.values() if w.kind != "constant" or w.name in used),
+        ops=ops,
+        outputs=outputs if isinstance(outputs, tuple) else (outputs,),
+        leaves=tuple(input_leaves),
+        in_spec=program.call_spec.in_spec,
+        out_spec=program.call_spec.out_spec,
+        together=tuple(g for g in groups if len(g) > 1),
+        constants={k: constants[k] for k in weights if k in constants and weights[k].kind == "constant"},
+    )
+
+
+def weight_tensors(model: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
+    """The tensors behind ``graph.weights``, by canonical name: the model's own, not copies."""
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    return {w.name: graph.constants[w.name] if w.kind == "constant" else own[w.name] for w in graph.weights}
+
+
+def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """For each name of a parameter or buffer, all names of the same tensor, in the model's order."""
+    by_tensor: dict[int, list[str]] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    for name, tensor in named:
+        by_tensor.setdefault(id(tensor), []).append(name)
+    return {name: tuple(by_tensor[id(tensor)]) for name, tensor in named}
+
+
+def weight_of(
+    kind: InputKind, target: str, val: torch.Tensor, known_as: Mapping[str, tuple[str, ...]], model: nn.Module
+) -> Weight:
+    """The weight behind a placeholder, under the first of its names."""
+    dtype, order = dtype_name(val.dtype), value_from(target, val).memory_order
+    order = () if order == tuple(range(val.ndim)) else order
+    if kind is InputKind.CONSTANT_TENSOR or target not in known_as:
+        return Weight(target, "constant", tuple(val.shape), dtype, order=order)
+    names = known_as[target]
+    if kind is InputKind.PARAMETER:
+        return Weight(names[0], "parameter", tuple(val.shape), dtype, names=names, order=order)
+    saved = tuple(n for n in names if is_persistent(model, n))
+    return Weight(names[0], "buffer", tuple(val.shape), dtype, names=saved, order=order)
+
+
+def is_persistent(model: nn.Module, name: str) -> bool:
+    """Whether a buffer is part of the state dict. torch has no public question for it; the set is stable since 1.6."""
+    owner, _, attribute = name.rpartition(".")
+    return attribute not in model.get_submodule(owner)._non_persistent_buffers_set
+
+
+def live(ops: list[Op], outputs: Any) -> tuple[Op, ...]:
+    """The operations that an output or an update depends on, in order."""
+    needed = set(refs(outputs))
+    updated = {name for op in ops if not op.outputs for name in refs(op.args)}
+    kept: list[Op] = []
+    for op in reversed(ops):
+        if (
+            not op.outputs
+            or op.mutates
+            or needed & {v.name for v in op.outputs}
+            or updated & {v.name for v in op.outputs}
+        ):
+            kept.append(op)
+            needed |= set(op.reads)
+    return tuple(reversed(kept))

@@ -1,0 +1,1 @@
+"""Data sets, transforms, samplers and loaders whose order does not depend on the plan."""

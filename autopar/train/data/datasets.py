@@ -1,0 +1,222 @@
+"""Data sets by name: what there is to train and to test on, and where it is looked for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import UsageError
+from autopar.ir.units import plural
+from autopar.runtime.launch.environment import launched
+from autopar.train.data.images import Arrays, Files, Images, Noise, first
+from autopar.train.data.transforms import Augmentation, Format, image_format
+from autopar.train.timm_optional import needed
+
+TEST_SHARE = 0.2
+DIGITS_LARGEST = 16.0  # of a pixel
+# Of the digits' pixels divided by 16, and of CIFAR's (torchvision's reference scripts use them).
+DIGITS_MEAN, DIGITS_STD = (0.305,), (0.376,)
+CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+CIFAR100_MEAN, CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+SYNTHETIC_CLASSES = 10
+SYNTHETIC_TRAINING, SYNTHETIC_TEST = 512, 128
+TRAINING_FOLDER, TEST_FOLDERS = "train", ("val", "validation", "test")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a run wants of a data set: images of ``side`` pixels with so many channels.
+
+    ``folder`` is where files are, ``download`` whether to fetch them there. ``seed`` decides which digits are for
+    testing and what synthetic images look like. Of more images than asked for the first ones are taken.
+    """
+
+    side: int
+    channels: int = 3
+    seed: int = 0
+    folder: Path | None = None
+    download: bool = False
+    num_train: int | None = None
+    num_test: int | None = None
+
+
+@dataclass(frozen=True)
+class Data:
+    """A data set in two parts, and what its images are turned into.
+
+    ``augmentation`` is what training on such images usually does.
+    """
+
+    name: str
+    train: Images
+    test: Images
+    num_classes: int
+    form: Format
+    augmentation: Augmentation
+
+    def __str__(self) -> str:
+        channels, side, _ = self.form.shape
+        return (
+            f"{self.name}: {len(self.train.labels):,} training and {plural(len(self.test.labels), 'test image')} of "
+            f"{channels}×{side}×{side}, {plural(self.num_classes, 'class', 'es')}"
+        )
+
+
+def load_data(name: str, wanted: Wanted) -> Data:
+    """A data set by name.
+
+    Raises:
+        UsageError: unknown name (with near matches), files are missing (with the place where they belong), or a library
+            is.
+    """
+    if name not in DATASETS:
+        near = difflib.get_close_matches(name, DATASETS, 2, cutoff=0.4)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise UsageError(f"No data set is named {name!r}.{hint} There is {', '.join(DATASETS)}.")
+    data = DATASETS[name](wanted)
+    train, test = first(data.train, wanted.num_train), first(data.test, wanted.num_test)
+    return Data(name, train, test, data.num_classes, data.form, data.augmentation)
+
+
+def digits(wanted: Wanted) -> Data:
+    """Handwritten digits: 1,797 grey images of 8×8 from the UCI repository; a fifth of each class is for testing."""
+    refuse_files("digits", wanted)
+    loaded = needed("sklearn.datasets", "Data set 'digits'", "scikit-learn").load_digits()
+    pixels, labels = np.rint(loaded.images * (255 / DIGITS_LARGEST)).astype(np.uint8), loaded.target
+    test = stratified(labels, TEST_SHARE, wanted.seed)
+    train_part, test_part = (Arrays(pixels[mask], labels[mask].tolist()) for mask in (~test, test))
+    form = image_format(wanted.channels, wanted.side, DIGITS_MEAN, DIGITS_STD)
+    return Data("digits", train_part, test_part, 10, form, Augmentation())
+
+
+def stratified(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
+    """A mask that takes this share of each class, at random by the seed."""
+    generator = np.random.default_rng(seed)
+    mask = np.zeros(len(labels), dtype=bool)
+    for label in np.unique(labels):
+        members = np.flatnonzero(labels == label)
+        mask[generator.permutation(members)[: round(share * len(members))]] = True
+    return mask
+
+
+def synthetic(wanted: Wanted) -> Data:
+    """Random images with random labels, for trying things out: nothing can be learnt but by heart."""
+    refuse_files("synthetic", wanted)
+    generator = np.random.default_rng(wanted.seed)
+    counts = (wanted.num_train or SYNTHETIC_TRAINING, wanted.num_test or SYNTHETIC_TEST)
+    train, test = (
+        Noise(generator.integers(0, SYNTHETIC_CLASSES, count).tolist(), wanted.side, wanted.seed, stream)
+        for stream, count in enumerate(counts)
+    )
+    form = image_format(wanted.channels, wanted.side, (0.5,) * 3, (0.29,) * 3)
+    return Data("synthetic", train, test, SYNTHETIC_CLASSES, form, Augmentation())
+
+
+def cifar(
+    kind: str, classes: int, folder: str, mean: tuple[float, ...], std: tuple[float, ...], wanted: Wanted
+) -> Data:
+    """CIFAR's 50,000 training and 10,000 test images of 32×32, read by torchvision from its Python files."""
+    name = kind.lower()
+    root = wanted.folder or Path("data")
+    source = getattr(needed("torchvision.datasets", f"Data set {name!r}"), kind)
+    if not wanted.download and not (root / folder).is_dir():
+        raise UsageError(
+            f"Data set {name!r} is not in {root}: there is no folder {root / folder}. Put the unpacked {source.url} "
+            f"there (files {', '.join(file for file, _ in source.test_list)}, …), say where it is with "
+            "--data-dir, or add --download."
+        )
+    launch = launched()
+    if wanted.download and launch is not None:
+        raise UsageError(
+            f"--download under torchrun: {launch.world} processes would write the same files in {root}. Fetch them "
+            f"once before, with python -c \"import torchvision; torchvision.datasets.{kind}('{root}', download=True)\"."
+        )
+    train, test = (read_cifar(source, root, is_train, wanted.download, name) for is_train in (True, False))
+    form = image_format(wanted.channels, wanted.side, mean, std)
+    augmentation = Augmentation(shift=wanted.side // 8, hflip=0.5)  # 4 of 32 pixels, as papers have it
+    return Data(name, train, test, classes, form, augmentation)
+
+
+def read_cifar(source: Any, root: Path, train: bool, download: bool, name: str) -> Arrays:
+    """One part of CIFAR.
+
+    Raises:
+        UsageError: a file is missing or damaged, or it cannot be downloaded.
+    """
+    try:
+        part = source(str(root), train=train, download=download)
+    except OSError as error:
+        raise UsageError(
+            f"Data set {name!r} could not be fetched from {source.url} into {root}: {error}. "
+            "Without a network, put the unpacked archive there by other means."
+        ) from error
+    except RuntimeError as error:
+        raise UsageError(
+            f"Data set {name!r} in {root} is incomplete or damaged: a file of {source.base_folder} is missing or has "
+            "another checksum. Unpack the archive again, or remove the folder and add --download."
+        ) from error
+    return Arrays(part.data, list(part.targets))
+
+
+def image_folder(wanted: Wanted) -> Data:
+    """Images in folders named as their classes, under ``train`` and ``val``."""
+    layout = "FOLDER/train/CLASS/IMAGE and FOLDER/val/CLASS/IMAGE"
+    if wanted.download:
+        raise UsageError("Data set 'imagefolder' is your own files; nothing can be downloaded. Leave --download out.")
+    if wanted.folder is None:
+        raise UsageError(f"Data set 'imagefolder' needs --data-dir FOLDER, with images as {layout}.")
+    tests = [wanted.folder / name for name in TEST_FOLDERS if (wanted.folder / name).is_dir()]
+    if not (wanted.folder / TRAINING_FOLDER).is_dir() or not tests:
+        tried = [TRAINING_FOLDER] if not (wanted.folder / TRAINING_FOLDER).is_dir() else list(TEST_FOLDERS)
+        raise UsageError(
+            f"Data set 'imagefolder' is not in {wanted.folder}: there is no folder "
+            f"{' or '.join(str(wanted.folder / name) for name in tried)}. Images must lie as {layout}."
+        )
+    classes, train = read_folder(wanted.folder / TRAINING_FOLDER, layout)
+    test_classes, test = read_folder(tests[0], layout)
+    if classes != test_classes:
+        other = sorted(set(classes) ^ set(test_classes))
+        raise UsageError(
+            f"Data set 'imagefolder': {wanted.folder / TRAINING_FOLDER} has {plural(len(classes), 'class', 'es')}, "
+            f"{tests[0]} has {len(test_classes)}; only one of them has {', '.join(other[:3])}. Use the same class "
+            "folders in both."
+        )
+    form = image_format(wanted.channels, wanted.side, IMAGENET_MEAN, IMAGENET_STD, crop=0.875)
+    augmentation = Augmentation(scale=(0.08, 1.0), ratio=(3 / 4, 4 / 3), hflip=0.5, color_jitter=0.4)
+    return Data("imagefolder", train, test, len(classes), form, augmentation)
+
+
+def read_folder(folder: Path, layout: str) -> tuple[list[str], Files]:
+    """Class names in order, and the images of a folder of class folders.
+
+    Raises:
+        UsageError: there is no class, or one without images.
+    """
+    try:
+        found = needed("torchvision.datasets", "Data set 'imagefolder'").ImageFolder(str(folder))
+    except OSError as error:
+        raise UsageError(f"Data set 'imagefolder': {error}. Images must lie as {layout}.") from error
+    return found.classes, Files([path for path, _ in found.samples], found.targets, found.loader)
+
+
+def refuse_files(name: str, wanted: Wanted) -> None:
+    """Refuse a place for files of a data set that has none."""
+    if wanted.folder is not None or wanted.download:
+        flag = "--download" if wanted.download else f"--data-dir {wanted.folder}"
+        raise UsageError(f"Data set {name!r} needs no files. Leave {flag} out.")
+
+
+DATASETS: Mapping[str, Callable[[Wanted], Data]] = {
+    "digits": digits,
+    "cifar10": partial(cifar, "CIFAR10", 10, "cifar-10-batches-py", CIFAR10_MEAN, CIFAR10_STD),
+    "cifar100": partial(cifar, "CIFAR100", 100, "cifar-100-python", CIFAR100_MEAN, CIFAR100_STD),
+    "imagefolder": image_folder,
+    "synthetic": synthetic,
+}

@@ -1,0 +1,91 @@
+"""Labelled images by number: in memory, in files, or drawn when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from autopar.errors import UsageError
+from autopar.train.timm_optional import needed
+
+
+class Images(Protocol):
+    """One part of a data set. Its labels are known without reading an image."""
+
+    @property
+    def labels(self) -> Sequence[int]: ...
+
+    def image(self, index: int) -> Any:
+        """A PIL image."""
+        ...
+
+
+@dataclass(frozen=True)
+class Arrays:
+    """Images in memory: uint8 [samples, height, width] or [samples, height, width, 3]."""
+
+    pixels: np.ndarray
+    labels: Sequence[int]
+
+    def image(self, index: int) -> Any:
+        return pillow().fromarray(self.pixels[index])
+
+
+@dataclass(frozen=True)
+class Files:
+    """Images in files."""
+
+    paths: Sequence[str]
+    labels: Sequence[int]
+    load: Callable[[str], Any]
+
+    def image(self, index: int) -> Any:
+        """The image in a file.
+
+        Raises:
+            UsageError: it cannot be read; names the file.
+        """
+        try:
+            return self.load(self.paths[index])
+        except (OSError, SyntaxError) as error:  # Pillow raises the latter for some broken files
+            raise UsageError(
+                f"Cannot read image {index} of {len(self.paths)}, {self.paths[index]}: {error}. "
+                "Replace the file, or take it out of the folder."
+            ) from error
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Square images of random pixels, each fixed by the seed and its number; ``stream`` tells parts apart."""
+
+    labels: Sequence[int]
+    side: int
+    seed: int
+    stream: int
+
+    def image(self, index: int) -> Any:
+        pixels = np.random.default_rng([self.seed, self.stream, index]).integers(0, 256, (self.side, self.side, 3))
+        return pillow().fromarray(pixels.astype(np.uint8))
+
+
+@dataclass(frozen=True)
+class First:
+    """The first of the images: as many as there are labels."""
+
+    images: Images
+    labels: Sequence[int]
+
+    def image(self, index: int) -> Any:
+        return self.images.image(index)
+
+
+def first(images: Images, count: int | None) -> Images:
+    """The first ``count`` images; all of them for None or where there are fewer."""
+    return images if count is None or count >= len(images.labels) else First(images, images.labels[:count])
+
+
+def pillow() -> Any:
+    return needed("PIL.Image", "Reading images", "pillow")

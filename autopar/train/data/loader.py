@@ -1,0 +1,232 @@
+"""Batches for one rank: read by torch's DataLoader where the rank needs images, else only their labels and shape."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from autopar.api.model import ParallelModel
+from autopar.errors import UsageError
+from autopar.train.data.datasets import Data
+from autopar.train.data.images import Images
+from autopar.train.data.mixup import Mixup, check_even
+from autopar.train.data.sampler import Key, PartSampler
+from autopar.train.data.transforms import Augmentation, Transform, evaluation_transform, training_transform
+
+
+class Batch(NamedTuple):
+    """A rank's part of a batch; the first ``count`` samples are real, the others fill it up."""
+
+    x: Any
+    y: Any
+    count: int
+
+
+class Loader(Protocol):
+    """What a `autopar.train.Trainer` reads."""
+
+    def __len__(self) -> int:
+        """Batches of an epoch."""
+        ...
+
+    def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch (from 1), from batch ``first`` (from 0) on."""
+        ...
+
+
+class Unreadable(NamedTuple):
+    """Takes the place of an image that could not be read, on its way out of a loader process."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Samples(Dataset[Any]):
+    """Images as tensors with labels, by key. What is random in the transform depends on seed and key alone."""
+
+    images: Images
+    transform: Transform
+    seed: int
+    random: bool
+
+    def __getitem__(self, key: Key) -> tuple[torch.Tensor, int] | Unreadable:
+        try:
+            image = self.images.image(key.index)
+        except UsageError as error:
+            return Unreadable(str(error))
+        label = int(self.images.labels[key.index])
+        if not self.random:
+            return self.transform(image), label
+        with seeded(self.seed, *key):
+            return self.transform(image), label
+
+
+@contextmanager
+def seeded(*seed: int) -> Iterator[None]:
+    """Within ``with`` Python, numpy and torch draw from this seed on CPU; afterwards they go on where they were."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    draws = np.random.SeedSequence([part & 0xFFFFFFFF for part in seed]).generate_state(3)
+    random.seed(int(draws[0]))
+    np.random.seed(draws[1])
+    torch.default_generator.manual_seed(int(draws[2]))
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def collated(
+    samples: Sequence[tuple[torch.Tensor, int] | Unreadable],
+) -> tuple[torch.Tensor, torch.Tensor] | Unreadable:
+    """Samples as a batch, or what is wrong with one of them."""
+    good = [s for s in samples if not isinstance(s, Unreadable)]
+    if len(good) < len(samples):
+        return next(s for s in samples if isinstance(s, Unreadable))
+    return torch.stack([image for image, _ in good]), torch.tensor([label for _, label in good])
+
+
+def ignore_interrupts(worker: int) -> None:
+    """Leave Ctrl-C to the process that reads from this one: it may need another batch before it ends."""
+    del worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class PartLoader:
+    """One rank's part of all batches of a data set."""
+
+    def __init__(
+        self,
+        samples: Samples,
+        sampler: PartSampler,
+        shape: tuple[int, ...],
+        reads: bool,
+        num_workers: int = 0,
+        mixup: Mixup | None = None,
+        group: int = 1,
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            shape: of an image's tensor.
+            reads: whether this rank needs images; if not, its batches hold tensors on the meta device instead.
+            num_workers: processes that read images; 0 reads in this one.
+            group: batches of one update, all mixed alike.
+        """
+        self.sampler, self.shape, self.mixup, self.group = sampler, shape, mixup, group
+        self.labels = samples.images.labels
+        self.source: DataLoader[Any] | None = None
+        if reads:
+            self.source = DataLoader(
+                samples,
+                batch_sampler=sampler,
+                num_workers=num_workers,
+                persistent_workers=num_workers > 0,
+                worker_init_fn=ignore_interrupts,
+                collate_fn=collated,
+                pin_memory=torch.cuda.is_available(),
+                generator=torch.Generator(),  # or else it draws from the user's
+            )
+
+    def __len__(self) -> int:
+        return self.sampler.num_batches
+
+    def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
+        """The batches of an epoch; see `Loader`.
+
+        Raises:
+            UsageError: an image cannot be read.
+        """
+        self.sampler.start(number, first)
+        parts = self.labelled() if self.source is None else iter(self.source)
+        for batch, (part, count) in enumerate(zip(parts, self.sampler.counts(), strict=True), first):
+            if isinstance(part, Unreadable):
+                raise UsageError(part.reason)
+            x, y = part
+            if self.mixup is not None:
+                update = ((number - 1) * len(self) + batch) // self.group
+                x, y = self.mixup(x, y, update)
+            yield Batch(x, y, count)
+
+    def labelled(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Batches without images."""
+        for keys in self.sampler:
+            x = torch.empty(len(keys), *self.shape, device="meta")
+            yield x, torch.tensor([int(self.labels[key.index]) for key in keys])
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Batches (x, y) of a user's own iterable, such as a DataLoader, gone through anew each epoch."""
+
+    batches: Iterable[Any]
+    length: int
+
+    def __len__(self) -> int:
+        return self.length
+
+    def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
+        del number
+        for i, (x, y) in enumerate(self.batches):
+            if i >= first:
+                yield Batch(x, y, len(y))
+
+
+def training_loader(
+    pm: ParallelModel,
+    data: Data,
+    batch_size: int,
+    *,
+    seed: int = 0,
+    augmentation: Augmentation | None = None,
+    grad_accum_steps: int = 1,
+    mixup: Mixup | None = None,
+    num_workers: int = 0,
+) -> PartLoader:
+    """This rank's part of the training images, shuffled and augmented alike on every mesh.
+
+    Args:
+        batch_size: samples of one update, over all devices and accumulation steps.
+        augmentation: of the images; by default what is usual for the data.
+
+    Raises:
+        UsageError: the batch is too large, or cannot be shared.
+    """
+    size = micro_batch(batch_size, grad_accum_steps)
+    if mixup is not None:
+        check_even(size, pm.data_size)
+    augmentation = data.augmentation if augmentation is None else augmentation
+    sampler = PartSampler(len(data.train.labels), size, pm.data_rank, pm.data_size, seed=seed, group=grad_accum_steps)
+    samples = Samples(data.train, training_transform(data.form, augmentation), seed, augmentation.random)
+    return PartLoader(samples, sampler, data.form.shape, pm.needs_inputs, num_workers, mixup, grad_accum_steps)
+
+
+def evaluation_loader(data: Data, batch_size: int, pm: ParallelModel | None = None, num_workers: int = 0) -> PartLoader:
+    """This rank's part of the test images, in order; all of them without a parallel model."""
+    rank, size, reads = (pm.data_rank, pm.data_size, pm.needs_inputs) if pm is not None else (0, 1, True)
+    sampler = PartSampler(len(data.test.labels), batch_size, rank, size, training=False)
+    samples = Samples(data.test, evaluation_transform(data.form), 0, random=False)
+    return PartLoader(samples, sampler, data.form.shape, reads, num_workers)
+
+
+def micro_batch(batch_size: int, grad_accum_steps: int) -> int:
+    """Samples that go through the model at once.
+
+    Raises:
+        UsageError: the batch cannot be accumulated in so many equal steps.
+    """
+    if batch_size % grad_accum_steps:
+        raise UsageError(
+            f"A batch of {batch_size} cannot be accumulated in {grad_accum_steps} equal steps. "
+            f"Use a multiple of {grad_accum_steps}."
+        )
+    return batch_size // grad_accum_steps

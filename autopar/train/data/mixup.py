@@ -1,0 +1,93 @@
+"""Mixup and CutMix by timm, drawn and paired alike on every mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from autopar.errors import UsageError
+from autopar.train.timm_optional import needed
+
+STREAM = 0x4D69  # keeps these draws apart from others by the same seed
+
+
+@dataclass(frozen=True)
+class Mixup:
+    """How to mix the images of a batch, named as timm's flags.
+
+    timm mixes a batch with itself backwards, so that each image's partner would depend on how the batch is cut.
+    Here neighbours are partners: image 2i and image 2i + 1.
+    """
+
+    num_classes: int
+    mixup: float = 0.0
+    cutmix: float = 0.0
+    prob: float = 1.0
+    switch_prob: float = 0.5
+    smoothing: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.mixup, self.cutmix) < 0 or self.mixup == self.cutmix == 0:
+            raise UsageError(f"Mixup {self.mixup} and CutMix {self.cutmix} must be at least 0, and one of them above.")
+
+    def __call__(self, x: torch.Tensor, target: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mixed images and soft targets [batch, classes]; the same share and box for all parts of a step.
+
+        Args:
+            x: images [batch, channels, height, width]; may be on the meta device where only targets matter.
+            target: classes [batch].
+            step: updates before this one.
+        """
+        mix = needed("timm.data", "Mixup").Mixup(
+            mixup_alpha=self.mixup,
+            cutmix_alpha=self.cutmix,
+            prob=self.prob,
+            switch_prob=self.switch_prob,
+            mode="batch",
+            label_smoothing=self.smoothing,
+            num_classes=self.num_classes,
+        )
+        order = outside_in(len(x))
+        with numpy_seeded(self.seed, STREAM, step):
+            mixed, soft = mix(x[order], target[order])
+        back = order.argsort()
+        return mixed[back], soft[back]
+
+
+def outside_in(count: int) -> torch.Tensor:
+    """An order of so many samples in which neighbours (2i, 2i + 1) are as far from the start as from the end."""
+    return torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2).flip(0)])
+
+
+@contextmanager
+def numpy_seeded(*seed: int) -> Iterator[None]:
+    """Within ``with`` numpy's global generator draws from this seed; afterwards it goes on where it was."""
+    before = np.random.get_state()
+    np.random.seed([part & 0xFFFFFFFF for part in seed])
+    try:
+        yield
+    finally:
+        np.random.set_state(before)
+
+
+def check_even(batch_size: int, parts: int) -> None:
+    """Refuse batches whose parts hold no whole pairs.
+
+    Args:
+        batch_size: samples that go through the model at once.
+        parts: data-parallel ranks that each read a part.
+
+    Raises:
+        UsageError: says which batch would do.
+    """
+    if batch_size % (2 * parts):
+        shared = f", shared by {parts} data-parallel ranks," if parts > 1 else ""
+        raise UsageError(
+            f"Mixup and CutMix mix images in pairs: a batch of {batch_size}{shared} leaves an image alone. "
+            f"Use a multiple of {2 * parts} per accumulation step, or leave --mixup and --cutmix out."
+        )

@@ -1,0 +1,302 @@
+"""The training loop: updates, an evaluation after each epoch, and what is told of them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import isfinite
+from os import PathLike
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import DataLoader
+
+from autopar.api.model import ParallelModel
+from autopar.api.step_result import StepResult
+from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
+from autopar.ir.units import plural
+from autopar.train.callbacks import Callback
+from autopar.train.data.loader import Batch, Loader, Plain
+from autopar.train.evaluation import Evaluation, evaluate, plain_scores
+from autopar.train.run.interrupt import Interrupt, Interrupted, noted_interrupts
+from autopar.train.run.reports import EpochReport, Position, Running, StepReport
+from autopar.train.run.state import SavedRun, read_run
+
+Schedule = Literal["none", "update", "epoch", "timm"]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """An update that was launched: what it came to is known when its results have been read."""
+
+    position: Position
+    results: tuple[StepResult, ...]
+    samples: int
+    lr: float
+
+    @property
+    def ready(self) -> bool:
+        """Whether telling of it waits for nothing: after the same later update on every rank."""
+        return all(result.ready for result in self.results)
+
+
+class Trainer:
+    """Trains a parallel model for some epochs and tells callbacks of it.
+
+    What it does in between is a few lines of ``pm.train_step``, which a loop of your own can do as well. On GPUs it
+    launches an update before the numbers of the last one are there, so that callbacks are told of it up to two updates
+    later; but always before an evaluation, a checkpoint or the end.
+
+    Callbacks may read its ``position``, ``history`` (a report for each epoch) and ``best`` (the highest score so far).
+    """
+
+    def __init__(
+        self,
+        pm: ParallelModel,
+        train_loader: Loader | DataLoader[Any],
+        eval_loader: Loader | DataLoader[Any] | None = None,
+        *,
+        epochs: int,
+        grad_accum_steps: int = 1,
+        schedule: Schedule = "none",
+        ema: bool = False,
+        callbacks: Sequence[Callback] = (),
+        scores: Callable[[Any], torch.Tensor] = plain_scores,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Get ready; nothing runs yet.
+
+        Args:
+            train_loader: of `autopar.train.training_loader`, or a DataLoader of your own. Its batches are those that go
+                through the model at once.
+            grad_accum_steps: batches of an update.
+            schedule: when the learning rate's scheduler steps: never, after each update, after each epoch, or after
+                both as timm's schedulers do.
+            ema: evaluate the averaged weights as well; the model must have been made with ``ema=``.
+            scores: gets [batch, classes] from the model's output.
+            settings: plain values that a run must share with the checkpoint that it goes on from, by name.
+
+        Raises:
+            UsageError: a number is out of range.
+        """
+        if epochs < 1 or grad_accum_steps < 1:
+            raise UsageError(f"epochs={epochs} and grad_accum_steps={grad_accum_steps} must be at least 1.")
+        self.pm, self.epochs, self.grad_accum_steps = pm, epochs, grad_accum_steps
+        self.train_loader = as_loader(train_loader)
+        self.eval_loader = as_loader(eval_loader) if eval_loader is not None else None
+        self.schedule, self.ema, self.scores = schedule, ema, scores
+        self.callbacks = tuple(callbacks)
+        self.settings = json.loads(json.dumps(dict(settings or {})))  # as a checkpoint gives them back
+        steps = len(self.train_loader) // grad_accum_steps
+        if steps == 0:
+            raise UsageError(
+                f"An epoch has {plural(len(self.train_loader), 'batch', 'es')}, an update takes "
+                f"grad_accum_steps={grad_accum_steps}. Use a smaller batch or fewer accumulation steps."
+            )
+        self.position, self.running = Position(1, 0, steps), Running()
+        self.history: list[EpochReport] = []
+        self.best: float | None = None
+        self.peak_bytes = 0
+        self.checkpoint: Path | None = None  # the last one written or read
+        self.saved: Position | None = None  # where that one is
+        self.resumed: Path | None = None  # the one that the run goes on from
+        self.own: set[Path] = set()  # folders that callbacks took for this run, where a later fit() goes on
+        self.interrupt = Interrupt()
+        self.launched: deque[Launched] = deque()  # updates that callbacks were not told of yet
+
+    # -- training ----------------------------------------------------------------------------------------------
+
+    def fit(self) -> list[EpochReport]:
+        """Train from the current position to the last epoch; what each epoch came to.
+
+        The first Ctrl-C is heeded between two updates, or batches of an evaluation: callbacks are told, `Checkpoints`
+        saves, and KeyboardInterrupt is raised. The second one is raised at once.
+
+        Raises:
+            TrainingError: a loss is not finite; names epoch and step. Checkpoints stay as they are.
+        """
+        with ExitStack() as ends:
+            self.interrupt = ends.enter_context(noted_interrupts())
+            for callback in self.callbacks:
+                ends.callback(callback.on_end, self)
+                callback.on_start(self)
+            try:
+                while self.position.epoch <= self.epochs:
+                    self.train_epoch()
+                    self.finish_epoch()
+            except Interrupted:
+                self.tell(all_of_them=True)
+                for callback in self.callbacks:
+                    callback.on_interrupt(self)
+                raise
+        return self.history
+
+    def end_if_asked(self, wait: bool = False) -> None:
+        """Raise Interrupted on all ranks if Ctrl-C came to any of them; one batch late, or at once if they ``wait``."""
+        asked = self.pm.any_rank if wait else self.pm.any_rank_so_far
+        if asked(self.interrupt.asked):
+            raise Interrupted
+
+    def train_epoch(self) -> None:
+        """The updates that are left of the current epoch."""
+        self.pm.train()
+        batches = self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps)
+        while not self.position.epoch_done:
+            self.update(batches)
+            self.tell()
+            for callback in self.callbacks:
+                callback.on_update(self)
+            self.end_if_asked()
+
+    def update(self, batches: Iterator[Batch]) -> None:
+        """Launch one update, of as many batches as it takes."""
+        k = self.grad_accum_steps
+        results, samples = [], 0
+        lr = max(self.pm.learning_rates(), default=0.0)
+        for i in range(k):
+            batch = next(batches)
+            step = self.pm.train_step if i == k - 1 else self.pm.forward_backward
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better by `tell`
+                results.append(step(batch.x, batch.y, share=1 / k))
+            samples += batch.count * self.pm.data_size
+        self.position = self.position.next
+        self.launched.append(Launched(self.position, tuple(results), samples, lr))
+        if self.schedule == "timm":
+            self.pm.lr_scheduler.step_update(self.position.update)
+        elif self.schedule == "update":
+            self.pm.lr_scheduler.step()
+
+    def tell(self, all_of_them: bool = False) -> None:
+        """Tell callbacks of the updates whose numbers are there, or wait for those of all.
+
+        Raises:
+            TrainingError: a loss is not finite.
+        """
+        while self.launched and (all_of_them or self.launched[0].ready):
+            report = self.report(self.launched.popleft())
+            for callback in self.callbacks:
+                callback.on_step(self, report)
+
+    def report(self, update: Launched) -> StepReport:
+        """What an update came to; waits for it."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better below
+            loss = sum(result.loss for result in update.results) / self.grad_accum_steps
+        last, position = update.results[-1], update.position
+        if not isfinite(loss) and not last.skipped:
+            raise self.not_finite(loss, update)
+        seconds = sum(result.step_seconds for result in update.results)
+        self.running = self.running.plus(None if last.skipped else loss, seconds, update.samples, update.lr)
+        if self.peak_bytes == 0:
+            self.measure_memory()
+        return StepReport(
+            position.epoch, position.step, position.update, loss, update.lr, last.grad_norm,
+            self.running.samples_per_second, self.peak_bytes, last.skipped,
+        )  # fmt: skip
+
+    def not_finite(self, loss: float, update: Launched) -> TrainingError:
+        position = update.position
+        saved = f"The last checkpoint is {self.checkpoint}. " if self.checkpoint is not None else ""
+        return TrainingError(
+            f"The loss became {loss} in epoch {position.epoch}, step {position.step} of "
+            f"{position.steps}, at a learning rate of {update.lr:.3g}. The weights are of no use any more. {saved}"
+            "Use a lower learning rate, clip gradients, or look at the data of this step."
+        )
+
+    def finish_epoch(self) -> None:
+        """Evaluate, tell, and go on to the next epoch."""
+        self.tell(all_of_them=True)
+        done, running = self.position, self.running
+        plain, averaged = self.evaluations()
+        self.measure_memory()
+        score = averaged or plain
+        best = score is not None and (self.best is None or score.accuracy > self.best)
+        report = EpochReport(
+            done.epoch,
+            done.update,
+            running.mean_loss,
+            running.lr,
+            running.samples_per_second,
+            self.peak_bytes,
+            plain.accuracy if plain else None,
+            plain.top5 if plain else None,
+            plain.loss if plain else None,
+            averaged.accuracy if averaged else None,
+            best,
+        )
+        if self.schedule == "timm":
+            self.pm.lr_scheduler.step(done.epoch, report.score)
+        elif self.schedule == "epoch":
+            self.pm.lr_scheduler.step()
+        self.history.append(report)
+        self.best = report.score if best else self.best
+        self.position, self.running = done.next_epoch, Running()
+        for callback in self.callbacks:
+            callback.on_epoch(self, report)
+        self.end_if_asked(wait=True)
+
+    def evaluations(self) -> tuple[Evaluation | None, Evaluation | None]:
+        """Of the weights, and of their averages; None where there are none, or nothing to evaluate on."""
+        if self.eval_loader is None:
+            return None, None
+        plain = evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
+        if not self.ema:
+            return plain, None
+        with self.pm.ema_weights():
+            return plain, evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
+
+    def test_batches(self, loader: Loader) -> Iterator[Batch]:
+        """All batches, unless Ctrl-C comes: then the run goes on with this evaluation, from its start."""
+        for batch in loader.epoch(1):
+            yield batch
+            try:
+                self.end_if_asked()
+            except Interrupted:
+                self.pm.zero_grad()  # what random operations drew for this evaluation is drawn again then
+                raise
+
+    def measure_memory(self) -> None:
+        self.peak_bytes = max(stats.peak_bytes for stats in self.pm.stats().values())
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write a checkpoint of the model and of where the training is; all ranks of torchrun make the call.
+
+        Callbacks are told of all updates in it first.
+
+        Raises:
+            TrainingError: the loss of one of them is not finite; nothing was written.
+        """
+        self.tell(all_of_them=True)
+        run = SavedRun(self.position, self.running, tuple(self.history), self.best, self.settings)
+        self.pm.save_checkpoint(folder, extra=run.to_extra())
+        self.checkpoint, self.saved = Path(folder), self.position
+        for callback in self.callbacks:
+            callback.on_checkpoint(self, self.checkpoint)
+
+    def resume(self, folder: str | PathLike[str]) -> None:
+        """Go on from a checkpoint, on whatever mesh.
+
+        Raises:
+            UsageError: it was not written by a trainer, or by one with other settings; says which. Nothing was changed.
+            CheckpointError: as `ParallelModel.load_checkpoint`.
+        """
+        run = read_run(folder)
+        run.check(self.settings, self.position.steps, folder)
+        self.pm.load_checkpoint(folder)
+        self.position, self.running, self.best = run.position, run.running, run.best
+        self.history = list(run.history)
+        self.checkpoint = self.resumed = Path(folder)
+        self.saved = self.position
+
+
+def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
+    """A loader that knows epochs."""
+    return Plain(loader, len(loader)) if isinstance(loader, DataLoader) else loader

@@ -1,0 +1,177 @@
+"""timm's optimizers by name, with its parameter groups, for a model of which each rank has a part."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.api.model_source import need
+from autopar.errors import UsageError
+from autopar.runtime.spec import Parameters
+from autopar.train.timm_optional import needed
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters by original name, and the options that they share (``weight_decay``, ``lr_scale``, …)."""
+
+    names: tuple[str, ...]
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class TimmOptimizer:
+    """Makes the optimizer of a rank; plain data, so that it travels to workers.
+
+    ``clip_grad_norm`` is the limit that the optimizer itself would set to the norm of all gradients (LAMB: 1.0). A rank
+    does not see all of them, so `autopar.parallelize` does it, beside any ``clip_grad_norm`` of its caller.
+    """
+
+    name: str
+    lr: float | None
+    groups: tuple[Group, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    clip_grad_norm: float | None = None
+
+    def __call__(self, parameters: Parameters) -> torch.optim.Optimizer:
+        """The optimizer; a group keeps those of its parameters that are there.
+
+        Raises:
+            UsageError: none of the names is there: the groups are another model's.
+        """
+        known = dict(parameters.named_parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [known[n] for n in group.names if n in known], **group.options} for group in self.groups
+        ]
+        if not any(group["params"] for group in groups):
+            raise UsageError(
+                f"None of the {sum(len(g.names) for g in self.groups)} parameters that {self.name} has groups for is "
+                f"among the model's {len(known)}: {', '.join(self.groups[0].names[:2])} … against "
+                f"{', '.join(list(known)[:2])} …. Make the optimizer with the model that is parallelized."
+            )
+        factory = need("timm.optim", f"Optimizer {self.name!r}")
+        return factory.create_optimizer_v2(groups, self.name, lr=self.lr, **self.options)
+
+
+def timm_optimizer(
+    model: nn.Module,
+    opt: str,
+    lr: float | None,
+    weight_decay: float = 0.0,
+    momentum: float | None = None,
+    layer_decay: float | None = None,
+    filter_bias_and_bn: bool = True,
+    **options: Any,
+) -> TimmOptimizer:
+    """What makes timm's optimizer ``opt``, for the ``optimizer`` argument of `autopar.parallelize`.
+
+    The groups are those of ``timm.optim.create_optimizer_v2`` with the same arguments: no weight decay of biases and
+    norms and of the model's ``no_weight_decay()``, learning rates that fall from layer to layer with ``layer_decay``.
+
+    Args:
+        model: the unmodified model.
+        momentum: of an optimizer that has one, 0.9 by default.
+        options: the optimizer's own, such as ``betas=(0.9, 0.98)``.
+
+    Raises:
+        UsageError: no model, unknown name or option, or an optimizer that needs a library or curvature that is not
+            there.
+    """
+    if not isinstance(model, nn.Module) or not isinstance(opt, str):
+        raise UsageError(
+            f"timm_optimizer was given a {type(model).__name__} and a {type(opt).__name__}; it takes a model and "
+            'the name of an optimizer, such as timm_optimizer(model, "lamb", lr=1e-3).'
+        )
+    library = need("timm.optim", f"Optimizer {opt!r}")
+    accepted = arguments(library, opt)
+    if momentum is not None:
+        options["momentum"] = momentum
+    unknown = [name for name in options if name not in accepted]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], accepted, 1)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise UsageError(f"timm's {opt} has no option {unknown[0]!r}.{hint} It has {', '.join(accepted)}.")
+    limit = None
+    if "max_grad_norm" in accepted:
+        limit = options.get("max_grad_norm", accepted["max_grad_norm"])
+        options["max_grad_norm"] = None
+    groups = explained(opt, lambda: named_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn))
+    made = TimmOptimizer(opt, lr, groups, options, limit)
+    stand_ins = {name: nn.Parameter(torch.zeros(1)) for group in groups for name in group.names}
+    example = explained(opt, lambda: made(Parameters(stand_ins)))
+    if getattr(example, "is_second_order", False):
+        raise UsageError(
+            f"timm's {opt} differentiates gradients once more, and stages and shards do not keep what that takes. "
+            "Choose a first-order one, such as adamw."
+        )
+    return made
+
+
+def arguments(library: Any, opt: str) -> dict[str, Any]:
+    """The options of an optimizer and their defaults.
+
+    Raises:
+        UsageError: unknown name, or a library or device that it needs is missing.
+    """
+    known = library.list_optimizers()
+    prefix, _, name = opt.lower().rpartition("_")  # timm knows lookahead_adam too
+    if name not in known or prefix not in ("", "lookahead"):
+        near = difflib.get_close_matches(opt.lower(), known, 3)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise UsageError(
+            f"timm has no optimizer {opt!r}.{hint} It has {len(known)}, such as adamw, sgd, lamb, lars, adafactor, "
+            "muon: timm.optim.list_optimizers()."
+        )
+    found = explained(opt, lambda: library.get_optimizer_class(name, bind_defaults=False))
+    given = inspect.signature(found).parameters.values()
+    return {p.name: p.default for p in given if p.name not in ("params", "lr", "weight_decay")}
+
+
+def explained(opt: str, make: Callable[[], Any]) -> Any:
+    """What a call into timm returns; what it raises becomes one message."""
+    try:
+        return make()
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"timm's optimizer {opt} cannot be made: {type(error).__name__}: {str(error).rstrip('.')}."
+        ) from error
+
+
+def named_groups(
+    library: Any, model: nn.Module, weight_decay: float, layer_decay: float | None, filter_bias_and_bn: bool
+) -> tuple[Group, ...]:
+    """timm's parameter groups of a model, by name."""
+    exempt = getattr(model, "no_weight_decay", set)()
+    options: dict[str, Any] = {
+        "weight_decay": weight_decay, "no_weight_decay_list": exempt, "weight_decay_exclude_1d": filter_bias_and_bn,
+    }  # fmt: skip
+    if layer_decay is None:
+        groups = library.param_groups_weight_decay(model, **options)
+    else:
+        groups = library.param_groups_layer_decay(model, layer_decay=layer_decay, **options)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return tuple(
+        Group(tuple(names[id(p)] for p in group["params"]), {k: v for k, v in group.items() if k != "params"})
+        for group in groups
+    )
+
+
+def timm_average(decay: float) -> Callable[[nn.Module], Any]:
+    """What makes timm's moving average of weights, for the ``ema`` argument of `autopar.parallelize`.
+
+    Args:
+        decay: what of the average each update leaves.
+
+    Raises:
+        UsageError: timm is not there.
+    """
+    return functools.partial(needed("timm.utils", "--model-ema").ModelEmaV3, decay=decay)

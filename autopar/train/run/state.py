@@ -1,0 +1,77 @@
+"""How far a training run was when it saved a checkpoint, and whether another run may go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from autopar.api.checkpoint import read_header
+from autopar.errors import UsageError
+from autopar.ir.units import plural
+from autopar.runtime.checkpoint.folder import check_files
+from autopar.train.run.reports import EpochReport, Position, Running
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """What a trainer saves beside the model.
+
+    ``running`` are the sums of the epoch at ``position``; ``settings`` what a run that goes on must share.
+    """
+
+    position: Position
+    running: Running
+    history: tuple[EpochReport, ...]
+    best: float | None
+    settings: Mapping[str, Any]
+
+    def to_extra(self) -> dict[str, Any]:
+        """As plain data, for `ParallelModel.save_checkpoint`."""
+        return asdict(self)
+
+    def check(self, settings: Mapping[str, Any], steps: int, folder: str | PathLike[str]) -> None:
+        """Compare with the run that is to go on, of so many updates in an epoch.
+
+        Raises:
+            UsageError: says what would change.
+        """
+        before = self.settings
+        names = [*before, *(name for name in settings if name not in before)]
+        changes = [f"{n} from {before.get(n)} to {settings.get(n)}" for n in names if before.get(n) != settings.get(n)]
+        if changes:
+            raise UsageError(
+                f"Checkpoint {folder} cannot be resumed so: this would change {', '.join(changes)}. That would be "
+                "another run. Give the values of the one that wrote it, or start anew."
+            )
+        if self.position.steps != steps:
+            raise UsageError(
+                f"Checkpoint {folder} is of epochs of {plural(self.position.steps, 'update')}, now they have "
+                f"{steps}. Use the batch size and the data of the run that wrote it."
+            )
+
+
+def read_run(folder: str | PathLike[str]) -> SavedRun:
+    """How far the run was that wrote a checkpoint.
+
+    Raises:
+        CheckpointError: the folder has no whole checkpoint.
+        UsageError: it was not written by a trainer.
+    """
+    header = read_header(folder)
+    check_files(Path(folder), header)
+    extra = header.extra
+    if not isinstance(extra, Mapping) or not {"position", "settings"} <= extra.keys():
+        raise UsageError(
+            f"Checkpoint {folder} does not say how far a training was, because no Trainer wrote it. "
+            "Load it with pm.load_checkpoint and start at epoch 1."
+        )
+    return SavedRun(
+        Position(**extra["position"]),
+        Running(**extra["running"]),
+        tuple(EpochReport(**report) for report in extra["history"]),
+        extra["best"],
+        extra["settings"],
+    )
