@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 DEMO_FOLDER := runs/demo
 
-.PHONY: demo test check lint wheel build bench clean
+.PHONY: demo test test-full check lint wheel build bench clean
 
 # Each stamp says that .venv holds what pyproject.toml asked for when it was last read.
 $(BIN)/python:
@@ -30,7 +30,11 @@ demo: $(VENV)/train.stamp
 	  --overwrite
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=20
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=20 --durations-min=2
+
+# Whole matrices, and as many random examples as each test asks for.
+test-full: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest --full -n auto --maxprocesses 8 --dist loadfile --durations=20
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check

@@ -1,13 +1,17 @@
 """Settings of the whole suite."""
 
 import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import effort
 import pytest
 import torch
+import traces
 from hypothesis import settings
 
 # As many as a worker process gets on 2 cores: sums are then ordered alike, and numbers agree to the last bit.
@@ -17,15 +21,50 @@ torch.set_num_threads(1)
 # What was measured on this machine before must not decide on plans here; processes that tests start inherit it.
 os.environ["AUTOPAR_CACHE"] = tempfile.mkdtemp(prefix="autopar-test-cache-")
 
-# New examples at every run find more; a change is judged by the same ones each time.
-settings.register_profile("CI", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("CI")
+# Machine code of compiled regions outlives a run, wherever temporary files go.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(sys.prefix) / "inductor"))
+
+# The same examples every time for what is run most; new ones at every full run find more, but a change is judged by
+# the same ones each time.
+settings.register_profile("fast", derandomize=True, max_examples=20)
+settings.register_profile("full", derandomize=bool(os.environ.get("CI")))
+
+collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--full", action="store_true", help="run everything: whole matrices, and all random examples that tests ask for"
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # not one of xdist's workers, which inherit it
+        os.environ[traces.VARIABLE] = tempfile.mkdtemp(prefix="autopar-test-traces-")
+    traces.share()
+    if config.getoption("full"):
+        os.environ[effort.VARIABLE] = "1"
+    settings.load_profile("full" if effort.full() else "fast")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ[traces.VARIABLE])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Drop what is marked full from a run that is not."""
+    later = [item for item in items if item.get_closest_marker("full")] if not effort.full() else []
+    if later:
+        config.hook.pytest_deselected(items=later)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
 
 
 @pytest.fixture(scope="session")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Mapping[tuple[str, str], list[Any]]:
+def trained() -> Mapping[tuple[str, str], list[Any]]:
     """For each case and mesh of `training_worker`, what each rank found; it runs once, for all files that ask."""
     from trained import train_all
 
-    return train_all(Path(tmp_path_factory.mktemp("training")))
+    folder = Path(os.environ[traces.VARIABLE]) / "training"
+    folder.mkdir(exist_ok=True)
+    return train_all(folder)

@@ -26,9 +26,10 @@ from autopar.runtime.launch.devices import this_machine
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import part
+from autopar.trace import lower
 from autopar.trace.call import as_call
 from autopar.trace.lower import lowered
-from autopar.trace.trace import trace, weight_tensors
+from autopar.trace.trace import weight_tensors
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
@@ -84,7 +85,7 @@ def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:
     Cuts avoid operations that must stay together.
     """
     call = as_call(model, x).first(2)
-    graph = trace(model, call.args, call.kwargs)
+    graph = lower.trace(model, call.args, call.kwargs)
     place = {op.name: i for i, op in enumerate(graph.ops)}
     spans = [(min(place[n] for n in names), max(place[n] for n in names)) for names in graph.together]
     free = [i for i in range(1, len(graph.ops)) if not any(low < i <= high for low, high in spans)]

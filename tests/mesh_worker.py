@@ -1,6 +1,6 @@
-"""Run by torchrun: every model under every mesh of as many ranks as there are, compared with one device.
+"""Run as by torchrun: models under meshes of as many ranks as there are, compared with one device.
 
-Arguments: the folder for results, a cost model, then models or nothing for all.
+Arguments: the folder for results, a cost model, then cells, as vit=1-2-1 (pp, tp, dp).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mesh_models import BATCH, MODELS, Case
 from reference import Reference
 from torch import nn
-from traced_once import traced_once
+from traces import share
 
 import autopar
 from autopar.ir.layout import REPLICATED
@@ -27,10 +27,6 @@ from autopar.runtime.launch.spmd import TorchrunRanks
 from autopar.tools.parity.compare import EPSILON
 from autopar.tools.parity.difference import difference
 
-MESHES = {
-    2: ((1, 2, 1), (1, 1, 2)),
-    4: ((1, 4, 1), (2, 2, 1), (1, 1, 4), (2, 1, 2), (1, 2, 2)),
-}  # (pp, tp, dp)
 MICROBATCHES = 4  # of the global batch: of one size under every mesh, so that each model is traced once
 State = dict[str, torch.Tensor]
 # As in autopar.tools.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
@@ -129,26 +125,31 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, hardware, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    share()
+    folder, hardware = Path(sys.argv[1]), sys.argv[2]
+    meshes: dict[str, list[str]] = {}
+    for cell in sys.argv[3:]:
+        name, mesh = cell.split("=")
+        meshes.setdefault(name, []).append(mesh)
     dist.init_process_group("gloo")
-    for name in names or MODELS:
+    for name in meshes:
         # The state of each mesh is loaded under the next one; the first gets one that no mesh has made.
         torch.manual_seed(1)
         fresh = MODELS[name].make().to(MODELS[name].dtype).state_dict()
         state = {weight: tensor + 1 for weight, tensor in fresh.items()}
-        with traced_once():
-            for mesh in MESHES[dist.get_world_size()]:
-                try:
-                    zero1 = name in ("vit", "resnet18", "tied")
-                    result, state = run(MODELS[name], mesh, hardware, zero1, state)
-                except Exception:
-                    result = Result({}, {}, {}, traceback.format_exc())
-                if dist.get_rank() == 0 or result.error:
-                    suffix = f"-rank{dist.get_rank()}" if result.error else ""
-                    file = folder / f"{name}-{'-'.join(map(str, mesh))}{suffix}.json"
-                    file.write_text(json.dumps(asdict(result)))
-                if result.error:
-                    os._exit(1)
+        for mesh in meshes[name]:
+            try:
+                zero1 = name in ("vit", "resnet18", "tied")
+                pp, tp, dp = map(int, mesh.split("-"))
+                result, state = run(MODELS[name], (pp, tp, dp), hardware, zero1, state)
+            except Exception:
+                result = Result({}, {}, {}, traceback.format_exc())
+            if dist.get_rank() == 0 or result.error:
+                suffix = f"-rank{dist.get_rank()}" if result.error else ""
+                file = folder / f"{name}-{mesh}{suffix}.json"
+                file.write_text(json.dumps(asdict(result)))
+            if result.error:
+                os._exit(1)
     dist.destroy_process_group()
 
 

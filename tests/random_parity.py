@@ -1,4 +1,4 @@
-"""A model that drops whatever can be dropped, and its losses; run by torchrun, it prints those of two replicas."""
+"""A model that drops whatever can be dropped, and its losses; run as by torchrun, it prints those of two replicas."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from traces import share
 from zoo import tiny_vit
 
 import autopar
@@ -46,6 +47,7 @@ def losses(pm: autopar.ParallelModel, steps: int = STEPS) -> list[float]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    share()
     with split_model(dropping_vit(), (1, 1, 2), microbatches=3) as pm:
         assert (pm.data_size, pm.data_rank) == (2, int(os.environ["RANK"]))
         found = losses(pm)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from forks import forked
 
 from autopar.ir.mesh import Mesh
 from autopar.runtime.comm.mesh_groups import Axes, connect
@@ -28,16 +27,8 @@ def run_on_ranks(script: str, folder: Path) -> Mapping[str, str]:
     Args:
         folder: for the ranks to find each other in.
     """
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "FOLDER": str(folder), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    command = [sys.executable, script]
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(r)}, stderr=subprocess.PIPE, text=True)
-        for r in range(WORLD)
-    ]
-    errors = [process.communicate(timeout=200)[1] for process in ranks]
-    assert not any(process.returncode for process in ranks), "\n".join(errors)[-3000:]
+    done = forked(Path(script), [], [{"FOLDER": str(folder), "RANK": str(rank)} for rank in range(WORLD)], None)
+    assert not done.returncode, done.stderr[-3000:]
     found: dict[str, str] = {}
     for r in range(WORLD):
         for case, text in json.loads((folder / f"{r}.json").read_text()).items():

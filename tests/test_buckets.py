@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import timm
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -32,7 +33,7 @@ def all_weights(weights: list[Weight]) -> dict[str, torch.Tensor]:
     return {w.name: torch.randn(w.shape).to(getattr(torch, w.stored_dtype)) for w in weights}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(models(), st.integers(1, 4), st.booleans(), st.integers(1, 20_000))
 def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bool, limit: int) -> None:
     owners = replica_owners([weights], {}, dp) if zero1 else {}
@@ -66,7 +67,7 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bo
         assert all(torch.equal(view, tensors[name]) for name, view in views.items())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(models(), st.integers(2, 4))
 def test_no_owner_has_more_than_the_others_by_a_bucket_s_largest(weights: list[Weight], dp: int) -> None:
     owners = replica_owners([weights], {}, dp)
@@ -75,7 +76,7 @@ def test_no_owner_has_more_than_the_others_by_a_bucket_s_largest(weights: list[W
         assert max(load) - min(load) <= max(aligned(w.numel) for w in group)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(models(), models(), st.integers(2, 3))
 def test_a_tied_weight_has_one_owner_on_all_stages(first: list[Weight], second: list[Weight], dp: int) -> None:
     tied = weight("tied", (700,))

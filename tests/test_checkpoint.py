@@ -34,7 +34,7 @@ from checkpoint_models import (
 )
 from safetensors import safe_open
 from test_mesh_parity import slow_compute
-from test_torchrun import torchrun
+from test_torchrun import run_on_two
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typer.testing import CliRunner
 from zoo import Tied
@@ -134,6 +134,7 @@ TORCHRUN = """
 import os, sys, warnings
 import torch
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from checkpoint_models import IMAGES, LABELS, start
 import autopar
 
@@ -162,7 +163,7 @@ print(f"rank {rank} agrees {loss!r}", flush=True)
 def test_under_torchrun_the_ranks_write_to_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "saved"
     monkeypatch.setenv("TESTS_FOLDER", str(folder))
-    done = torchrun(tmp_path, "", TORCHRUN)
+    done = run_on_two(tmp_path, TORCHRUN)
     assert done.returncode == 0, done.stderr[-3000:]
     loss = float(done.stdout.split("agrees ")[1].split("rank")[0])
     with start("convolutions", seed=5) as pm:

@@ -35,6 +35,7 @@ def test_own_model() -> None:
     assert difference is not None and float(difference[1]) < 1e-5
 
 
+@pytest.mark.full
 def test_compare_meshes() -> None:
     script = str(EXAMPLES / "compare_meshes.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script]
@@ -69,12 +70,14 @@ def column(name: str, text: str) -> list[float]:
     return [float(figure) for figure in re.findall(rf"^epoch .* {name} +([\d.e+-]+)", text, re.MULTILINE)]
 
 
+@pytest.mark.full
 def test_vit_pipeline() -> None:
     text = printed("vit_pipeline.py", *SMALL_VIT, "--epochs", "1")
     assert "batch       16 in 4 microbatches of 4" in text and "mesh        pp 2 × tp 1 × dp 1" in text
     assert [1.5 < loss < 3.5 for loss in column("loss", text)] == [True], text
 
 
+@pytest.mark.full
 def test_an_example_does_not_replace_its_earlier_run(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLES / "vit_pipeline.py"), *SMALL_VIT, "--devices", "1", "--epochs", "1"]
     first, second, third = (
@@ -92,6 +95,7 @@ def test_hf_vit_hybrid() -> None:
     assert [1.5 < loss < 3.5 for loss in column("loss", text)] == [True] * 2, text
 
 
+@pytest.mark.full
 def test_resnet_pipeline() -> None:
     flags = ("--model", "test_resnet", *SMALL, "--epochs", "4", "--warmup-epochs", "2")
     text = printed("resnet_pipeline.py", *flags)
@@ -110,12 +114,14 @@ def losses(parallel: str, devices: int, torchrun: int = 0) -> list[float]:
     return column("loss", printed("vit_data_to_hybrid.py", *all_flags, torchrun=torchrun, wrote=wrote))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("parallel", "devices"), [("data", 2), ("pipeline", 2), ("tensor", 2), ("hybrid", 4)])
 def test_vit_data_to_hybrid(parallel: str, devices: int) -> None:
     expected = losses("data", 2, torchrun=2)
     assert len(expected) == 2 and losses(parallel, devices) == pytest.approx(expected, abs=2e-4)
 
 
+@pytest.mark.full
 def test_vit_large_batch() -> None:
     flags = ("--devices", "2", "--batch-size", "32", "--grad-accum-steps", "2", "--epochs", "2", "--warmup-epochs", "1")
     text = printed("vit_large_batch.py", *SMALL_VIT, *flags)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from effort import only
 from handmade import even_firsts, in_threads, plan_by_hand
 from reference import Reference, assert_all_close, assert_close
 from torch import nn
@@ -66,8 +67,12 @@ PIPELINES += [("interleaved", 4, 2), ("interleaved", 6, 2), ("interleaved", 6, 3
 PIPELINES += [("interleaved-overlap", 4, 2), ("interleaved-overlap", 6, 3)]
 
 
-@pytest.mark.parametrize(("schedule", "stages", "chunks"), PIPELINES)
-@pytest.mark.parametrize("name", MODELS)
+CELLS = [(name, *pipeline) for name in MODELS for pipeline in PIPELINES]
+# Each pipeline with two models, each model with several pipelines.
+KEPT = [(name, *p) for i, name in enumerate(MODELS) for j, p in enumerate(PIPELINES) if (i - j) % len(MODELS) in (0, 2)]
+
+
+@pytest.mark.parametrize(("name", "schedule", "stages", "chunks"), only(KEPT, CELLS))
 def test_equals_one_device_for_any_number_of_microbatches(name: str, schedule: str, stages: int, chunks: int) -> None:
     torch.manual_seed(0)
     make, data, loss_fn = MODELS[name]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -131,7 +132,7 @@ def solved(problem: JointProblem, known: Assignment | None = None, solver: Solve
 
 
 @given(problems(), st.sampled_from(["HiGHS"] * 14 + ["CBC"]))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200), deadline=None)
 def test_the_optimum_equals_brute_force(problem: JointProblem, solver: SolverName) -> None:
     expected = brute_force(problem)
     if expected is None:
@@ -150,7 +151,7 @@ def test_the_optimum_equals_brute_force(problem: JointProblem, solver: SolverNam
 
 
 @given(problems())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_known_solution_does_not_change_the_optimum(problem: JointProblem) -> None:
     first = solve_joint(problem)
     if isinstance(first, Joint):
@@ -161,7 +162,7 @@ def test_a_known_solution_does_not_change_the_optimum(problem: JointProblem) -> 
 
 
 @given(problems(rules=False), st.integers(1, 12))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_lower_bound_is_below_the_optimum(problem: JointProblem, solved_for: int) -> None:
     problem = replace(problem, share_kinds=True)
     best = brute_force(problem)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from effort import examples
 from graphs import MACHINE, MLP, X, buffer, graph, op, parameter, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -191,7 +192,7 @@ def test_a_dtype_without_peak():
         priced(MLP, machine=replace(MACHINE, peak_flops={"bfloat16": 1e9}))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.data())
 def test_groups_of_random_graphs_cover_every_operation_once_and_in_order(data: st.DataObject):
     names, ops = ["x", "w"], []

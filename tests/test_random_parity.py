@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forks import run_ranks
 from random_parity import BATCH, data, dropping_vit, losses, split_model
 from test_mesh_parity import slow_compute
 from torch import nn
@@ -42,10 +40,7 @@ def test_losses_are_those_of_one_device(
 
 
 def test_losses_of_two_replicas_under_torchrun(one_device: list[float]) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    worker = str(Path(__file__).parent / "random_parity.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", worker]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = run_ranks(2, Path(__file__).parent / "random_parity.py")
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(one_device, rel=1e-5)
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from handmade import plan_by_hand
 from test_faults import FAULT_SECONDS, alive, mlp, wait_for, workers
-from test_torchrun import torchrun
+from test_torchrun import run_on_two
 from torch import nn
 from torch._dynamo.exc import Unsupported
 
@@ -324,6 +324,7 @@ import os, sys
 import torch
 import torch.distributed as dist
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from handmade import plan_by_hand
 from zoo import Tied
 import autopar
@@ -379,7 +380,7 @@ pm.train_step(x, y)
 
 
 def test_ranks_of_a_launcher_exchange_one_row_of_numbers_a_step(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "", TALK)
+    done = run_on_two(tmp_path, TALK)
     assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"], done.stderr[-3000:]
     assert done.returncode != 0
     expected = r"DeviceMemoryError: Rank 1 \(stage 1\) ran out of memory during train_step in action 1F0, with layers.1"

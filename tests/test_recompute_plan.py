@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from effort import examples
 from handmade import in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -82,7 +83,7 @@ def mixed(problem: CutProblem, stage_of: tuple[int, ...], flags: tuple[bool, ...
 
 
 @given(open_problems())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
     expected = brute_force(problem)
     if expected is None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import cast
 
 import pytest
+from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -124,7 +125,7 @@ def questions(draw: st.DrawFn, microbatches: st.SearchStrategy[int]) -> tuple[Co
 
 
 @given(questions(st.integers(1, 4)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_certificate_is_the_distance_from_the_optimum(
     asked: tuple[Constraints, JointProblem],
 ) -> None:
@@ -141,7 +142,7 @@ def test_the_certificate_is_the_distance_from_the_optimum(
 
 
 @given(questions(st.just(1)))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_the_plan_is_the_best_over_choices_and_cuts(asked: tuple[Constraints, JointProblem]) -> None:
     """With one microbatch the formula is the simulated step, but where messages overlap and cuts were moved therefore;
     each value has one reader, so that prices are exact."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from dataclasses import replace
 
@@ -20,9 +21,15 @@ from autopar.sharding.parse import bind
 from autopar.sharding.rule import Rule, strategies, strategy
 from autopar.sharding.table import RULES
 
-EXAMPLES = [example(case) for case in all_cases()]
+CASES = list(all_cases())
 OUTERS = (2, 3)
 UNSPLIT = {key for key, entry in RULES.items() if entry in (shapes.replicated, shapes.drawn)}
+
+
+@functools.cache
+def example_of(number: int) -> Example:
+    """The example of a case."""
+    return example(CASES[number])
 
 
 def rule_for(this: Example) -> Rule:
@@ -37,30 +44,33 @@ def labels(this: Example, ranks: int) -> list[str]:
     return [found.label for found in strategies(rule, ranks, dict.fromkeys(rule.free, OUTERS))]
 
 
-RUNS: dict[tuple[int, str], list[int]] = {}
-for i, this in enumerate(EXAMPLES):
-    for ranks in (2, 4):
-        for label in labels(this, ranks):
-            RUNS.setdefault((i, label), []).append(ranks)
+def runs(this: Example) -> list[tuple[str, int]]:
+    """Strategies and numbers of ranks."""
+    return [(label, ranks) for ranks in (2, 4) for label in labels(this, ranks)]
 
 
-def title(number: int, label: str) -> str:
-    return f"{EXAMPLES[number].op.target.removeprefix('aten.')}-{number}-{label or 'whole'}"
+TITLES = [f"{case.target.removeprefix('aten.')}-{i}" for i, case in enumerate(CASES)]
 
 
-@pytest.mark.parametrize(("number", "label"), list(RUNS), ids=[title(*run) for run in RUNS])
-def test_parts_equal_the_whole(number: int, label: str) -> None:
-    this = EXAMPLES[number]
+@pytest.mark.parametrize("number", range(len(CASES)), ids=TITLES)
+def test_parts_equal_the_whole(number: int) -> None:
+    this = example_of(number)
     rule = rule_for(this)
-    for ranks in RUNS[number, label]:
+    assert runs(this)
+    for label, ranks in runs(this):
         found = strategy(rule, label, ranks)
         assert found is not None
-        check(this, rule, found, ranks)
+        try:
+            check(this, rule, found, ranks)
+        except Exception as error:
+            error.add_note(f"over {ranks} ranks, split by {label or 'nothing'}")
+            raise
 
 
 def test_examples_cover_the_table() -> None:
-    split = {(key_of(EXAMPLES[i].op.target), n) for (i, label), sizes in RUNS.items() if label for n in sizes}
-    whole = {key_of(this.op.target) for this in EXAMPLES}
+    every = [example_of(number) for number in range(len(CASES))]
+    split = {(key_of(this.op.target), ranks) for this in every for label, ranks in runs(this) if label}
+    whole = {key_of(this.op.target) for this in every}
     assert whole == set(RULES)
     assert {key for key in RULES if (key, 2) not in split or (key, 4) not in split} == UNSPLIT
 

@@ -8,6 +8,7 @@ from itertools import combinations
 import pytest
 import timm
 import torch
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_executor import TwoHeads
@@ -103,7 +104,7 @@ def narrow(graph: Graph, facts: Facts) -> list[int]:
 
 
 @given(chains())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_segments_need_the_least_memory(chain: tuple[Graph, Facts]) -> None:
     graph, facts = chain
     places = narrow(graph, facts)

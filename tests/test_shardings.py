@@ -7,6 +7,7 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def memory(graph: ChoiceGraph, picks: tuple[int, ...], in_flight: int) -> int:
     choice_graphs(), st.integers(1, 4), st.integers(1, 3), st.sampled_from((0.0, 1e-4, 1e-2)),
     st.sampled_from(["HiGHS"] * 9 + ["CBC"]),
 )  # fmt: skip
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_the_optimum_equals_brute_force(
     graph: ChoiceGraph, microbatches: int, in_flight: int, price: float, solver: SolverName
 ) -> None:
@@ -168,7 +169,7 @@ def test_out_of_time_everything_is_replicated_with_an_honest_gap() -> None:
 
 
 @given(choice_graphs())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_pareto_runs_from_the_fastest_to_the_least_memory(graph: ChoiceGraph) -> None:
     found = list(pareto(graph, 2, 2))
     assert found[0].objective_seconds == pytest.approx(solve_shardings(graph, 2, in_flight=2).objective_seconds)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from effort import examples
 from handmade import plan_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -202,7 +203,7 @@ def test_a_curve_drops_only_where_a_rank_waits() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 3), st.sampled_from(["own", "other"]))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_a_curve_is_what_is_held_at_every_moment(pp: int, microbatches: int, chunks: int, which: str) -> None:
     plan = large(Mesh(pp), microbatches, chunks)
     step = simulate_plan(plan, None if which == "own" else schedules_of(plan)[1])

@@ -9,6 +9,7 @@ from itertools import product
 
 import pulp
 import pytest
+from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,7 +163,7 @@ def problems(draw: st.DrawFn) -> CutProblem:
 
 
 @given(problems())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=examples(250), deadline=None)
 def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
     try:
         units = merge(problem)  # the order in which a backward lets go of what was saved is that of whole units
@@ -185,7 +186,7 @@ def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
 
 
 @given(problems(), st.sampled_from(["params", "flops", "uniform"]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_other_balances_equal_brute_force(problem: CutProblem, balance: Balance) -> None:
     cost = replace(problem.cost, together=())
     problem = replace(problem, cost=cost, pins={}, capacity_bytes=None, balance=balance)
@@ -211,7 +212,7 @@ def test_other_balances_equal_brute_force(problem: CutProblem, balance: Balance)
 
 
 @given(problems())
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_pruned_and_whole_programs_have_one_optimum(problem: CutProblem) -> None:
     problem = replace(problem, cost=replace(problem.cost, together=()), pins={})
     known = contiguous_cuts(problem)
@@ -231,7 +232,7 @@ def test_pruned_and_whole_programs_have_one_optimum(problem: CutProblem) -> None
 
 
 @given(problems())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_least_memory_equals_brute_force(problem: CutProblem) -> None:
     problem = replace(problem, cost=replace(problem.cost, together=()), pins={}, capacity_bytes=None)
     solved = solve(memory_program(problem, stage_ranges(problem)), "HiGHS")
@@ -248,7 +249,7 @@ def test_least_memory_equals_brute_force(problem: CutProblem) -> None:
 
 
 @given(cost_graphs(), st.integers(1, 5), st.integers(1, 2))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_contiguous_cuts_are_the_best_of_their_kind(cost: CostGraph, microbatches: int, boundaries: int) -> None:
     stages = min(boundaries + 1, cost.loss)
     free = replace(cost, together=(), weights=tuple(replace(w, optimizer_seconds=0.0) for w in cost.weights))

@@ -8,11 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from forks import run_ranks
+
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
 from torch import nn
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from handmade import plan_by_hand
 from reference import Reference, assert_all_close, assert_close
 from zoo import Tied
@@ -76,8 +80,16 @@ print(f"rank {rank} agrees", flush=True)
 """
 
 
-def torchrun(folder: Path, mode: str, script: str = SCRIPT) -> subprocess.CompletedProcess[str]:
+def run_on_two(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """A script on two ranks as torchrun starts them."""
     (folder / "script.py").write_text(script)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TESTS", str(Path(__file__).parent))
+        return run_ranks(2, folder / "script.py", folder=folder)
+
+
+def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
     tests = str(Path(__file__).parent)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TESTS": tests}
     command = [
@@ -111,6 +123,7 @@ REPLICAS = """
 import os, sys
 import torch
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from handmade import plan_by_hand
 from reference import Reference, assert_all_close, assert_close
 from zoo import Tied
@@ -152,7 +165,7 @@ print(f"rank {rank} agrees", flush=True)
 
 
 def test_each_replica_is_given_its_own_part(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "", REPLICAS)
+    done = run_on_two(tmp_path, REPLICAS)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
 
@@ -161,6 +174,7 @@ SHARDS = """
 import os, sys
 import torch
 sys.path.insert(0, os.environ["TESTS"])
+import traces; traces.share()
 from handmade import plan_by_hand
 from reference import Reference, assert_all_close
 from zoo import Tied
@@ -198,7 +212,7 @@ print(f"rank {rank} agrees", flush=True)
 
 
 def test_ranks_that_share_operations_need_the_same_samples(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "", SHARDS)
+    done = run_on_two(tmp_path, SHARDS)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
 
@@ -212,7 +226,7 @@ autopar.parallelize(model, 2, torch.randn(8, 8), microbatches=2 if os.environ["R
 
 
 def test_ranks_that_planned_differently_are_told(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "", DISAGREEING)
+    done = run_on_two(tmp_path, DISAGREEING)
     assert done.returncode != 0
     said = "The 2 ranks do not run the same plan: rank 0 has 2 microbatches; rank 1 has 4 microbatches. Their models"
     assert said in done.stderr, done.stderr[-3000:]
@@ -249,7 +263,7 @@ print(f"rank {rank} agrees", flush=True)
 
 
 def test_every_rank_hears_that_a_folder_holds_a_run(tmp_path: Path) -> None:
-    done = torchrun(tmp_path, "own", FOLDER)
+    done = run_on_two(tmp_path, FOLDER)
     assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
     assert len((tmp_path / "new" / "steps.jsonl").read_text().splitlines()) == 2

@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
+from effort import only
 from handmade import run_in_one_process
 from torch import nn
 from zoo import SharedModule, Tied, TwoInputs, UNet, Updating, resnet18, tiny_vit
@@ -588,8 +589,11 @@ FAMILIES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize("family", FAMILIES)
+CELLS = [(family, mode) for family in FAMILIES for mode in ("train", "eval")]
+KEPT = [(family, "eval" if i % 3 == 2 else "train") for i, family in enumerate(FAMILIES)]
+
+
+@pytest.mark.parametrize(("family", "mode"), only(KEPT, CELLS))
 def test_one_stage_equals_the_model_to_the_last_bit(family: str, mode: Mode) -> None:
     torch.manual_seed(0)
     model, args = FAMILIES[family]()

@@ -29,6 +29,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_torchrun_has_the_losses_of_one_device(alone, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "--no-python", sys.executable)
     # The first stages read images, the last ones labels; each pipeline has its half of every batch.

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from effort import only
+from forks import run_ranks
 from test_mesh_parity import slow_compute
 from training_worker import CASES
 
@@ -17,16 +17,14 @@ WORLDS = (2, 4)
 
 
 def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
-    """What each rank found in each case under each mesh."""
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    worker, hardware = str(Path(__file__).parent / "training_worker.py"), str(slow_compute(folder))
-    failures = []
-    for ranks in WORLDS:
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-        done = subprocess.run([*command, worker, str(folder), hardware], env=environment, capture_output=True,
-                              text=True)  # fmt: skip
-        if done.returncode:
-            failures.append(done.stderr[-3000:])
+    """What each rank found in each case under each mesh.
+
+    Args:
+        folder: one for all processes of a session; the first that asks runs the cases, others wait.
+    """
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        failures = [] if list(folder.glob("*.json")) else train(folder)
     found: dict[tuple[str, str], list[Any]] = {}
     for file in sorted(folder.glob("*.json")):
         name, mesh, _ = file.stem.split("+")
@@ -37,10 +35,25 @@ def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
     return found
 
 
-def cases(kind: str) -> list[tuple[str, str]]:
+def train(folder: Path) -> list[str]:
+    """Run all cases; what went wrong with each number of ranks."""
+    worker, hardware = Path(__file__).parent / "training_worker.py", str(slow_compute(folder))
+    failures = []
+    for ranks in WORLDS:
+        done = run_ranks(ranks, worker, str(folder), hardware)
+        if done.returncode:
+            failures.append(done.stderr[-3000:])
+    return failures
+
+
+def cases(kind: str) -> list[Any]:
     """Names and meshes of the cases with averages (``ema``), with a schedule alone, or with neither (``optimizer``)."""
     kinds = {name: "ema" if c.ema else "schedule" if c.schedule else "optimizer" for name, c in CASES.items()}
-    return [(n, "-".join(map(str, mesh))) for n, c in CASES.items() if kinds[n] == kind for mesh in c.meshes]
+    cells = {
+        (name, "-".join(map(str, mesh))): mesh not in case.later
+        for name, case in CASES.items() if kinds[name] == kind for mesh in case.meshes
+    }  # fmt: skip
+    return only([cell for cell, kept in cells.items() if kept], cells)
 
 
 def assert_equals_one_device(found: list[Any], quantities: set[str]) -> None:

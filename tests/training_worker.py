@@ -1,7 +1,7 @@
-"""Run by torchrun: optimizers, schedules, accumulation and averages under every mesh of as many ranks as there are,
+"""Run as by torchrun: optimizers, schedules, accumulation and averages under every mesh of as many ranks as there are,
 compared with the unmodified model on one device by rank 0.
 
-Arguments: the folder for results, a cost model, then cases or nothing for all.
+Arguments: the folder for results, a cost model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import timm.utils
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from effort import full
 from torch import nn
-from traced_once import traced_once
+from traces import share
 from zoo import tiny_vit
 
 import autopar
@@ -39,7 +40,11 @@ EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9, use_warmup=True)
 
 @dataclass(frozen=True)
 class Case:
-    """An optimizer by timm's name and options, or by callable; and what else there is."""
+    """An optimizer by timm's name and options, or by callable; and what else there is.
+
+    Attributes:
+        later: meshes under which it runs in a full run only.
+    """
 
     meshes: tuple[Mesh, ...]
     opt: str | Callable[[Any], torch.optim.Optimizer]
@@ -49,6 +54,7 @@ class Case:
     accumulate: bool = False
     ema: bool = False
     resumed: bool = False  # from the checkpoint of the mesh before
+    later: tuple[Mesh, ...] = ()
 
 
 COSINE = {
@@ -57,20 +63,22 @@ COSINE = {
 }  # fmt: skip
 LAMB = {"lr": 1e-2, "weight_decay": 0.05}
 CASES = {
-    "lamb": Case((TP, DP, PP), "lamb", LAMB),
+    "lamb": Case((TP, DP, PP), "lamb", LAMB, later=(DP, PP)),
     "lamb that clips its trust": Case((TP,), "lambc", LAMB | {"max_grad_norm": 0.1}),
     "lamb clipped by the caller too": Case((TP,), "lamb", LAMB, {"clip_grad_norm": 0.05}),
-    "lars": Case((TP, DP), "lars", {"lr": 1.0, "weight_decay": 0.05}),
+    "lars": Case((TP, DP), "lars", {"lr": 1.0, "weight_decay": 0.05}, later=(TP,)),
     "muon": Case((TP,), "muon", {"lr": 1e-2, "weight_decay": 0.05}),
-    "adafactor": Case((TP, DP), functools.partial(torch.optim.Adafactor, lr=1e-2)),
+    "adafactor": Case((TP, DP), functools.partial(torch.optim.Adafactor, lr=1e-2), later=(TP,)),
     "lookahead over lamb": Case((TP,), "lookahead_lamb", LAMB | {"max_grad_norm": None}),
-    "clipped by value": Case((TP, DP), functools.partial(torch.optim.SGD, lr=1.0), {}, {"clip_grad_value": 0.01}),
+    "clipped by value": Case(
+        (TP, DP), functools.partial(torch.optim.SGD, lr=1.0), {}, {"clip_grad_value": 0.01}, later=(TP,)),
     "layer decay": Case(
         (TP, PP), "adamw", {"lr": 1e-2, "weight_decay": 0.05, "layer_decay": 0.5, "eps": 1e-3},
-        schedule=COSINE, resumed=True),
-    "accumulation": Case((TP, DP, BOTH), functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9), accumulate=True),
+        schedule=COSINE, resumed=True, later=(TP,)),
+    "accumulation": Case(
+        (TP, DP, BOTH), functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9), accumulate=True, later=(TP, DP)),
     "resumed": Case((DP, TP, PP, BOTH, ALL), "lamb", LAMB, schedule=COSINE, ema=True, resumed=True),
-    "average": Case((TP, DP), functools.partial(torch.optim.SGD, lr=0.5), ema=True),
+    "average": Case((TP, DP), functools.partial(torch.optim.SGD, lr=0.5), ema=True, later=(TP,)),
 }  # fmt: skip
 
 
@@ -202,7 +210,7 @@ def averaged(judge: Judge, pm: autopar.ParallelModel, alone: Alone) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)
-    folder, hardware, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    folder, hardware = Path(sys.argv[1]), sys.argv[2]
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
     example = torch.zeros(8, 3, 32, 32, dtype=torch.float64)
@@ -216,13 +224,13 @@ def main() -> None:
             ).to_json()  # fmt: skip
         told = [planned]
         dist.broadcast_object_list(told)
-        for name in names or CASES:
-            if (pp, tp, dp) not in CASES[name].meshes:
+        for name, case in CASES.items():
+            if (pp, tp, dp) not in case.meshes or ((pp, tp, dp) in case.later and not full()):
                 continue
             slots: dict[str, list[list[int]]] = {}
             error, worst = "", {}
             try:
-                worst = run(CASES[name], autopar.Plan.from_json(told[0]), slots, folder / f"{name}-{world}")
+                worst = run(case, autopar.Plan.from_json(told[0]), slots, folder / f"{name}-{world}")
             except Exception:
                 error = traceback.format_exc()
             file = folder / f"{name}+{pp}-{tp}-{dp}+{rank}.json"
@@ -233,5 +241,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with traced_once():
-        main()
+    share()
+    main()

@@ -61,9 +61,7 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
         name = unused_name(f"{weight.name}.sum", taken)
         taken.add(name)
         used[name] = total
-        return replace(
-            op, target="autopar.accumulating_linear.default", args=(x, weight, bias, Ref(name)), kwargs=()
-        )
+        return replace(op, target="autopar.accumulating_linear.default", args=(x, weight, bias, Ref(name)), kwargs=())
 
     return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
 
