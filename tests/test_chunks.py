@@ -37,7 +37,7 @@ from autopar.schedule.generate import generate
 from autopar.schedule.replay import replayed_seconds
 from autopar.solve.cuts.problem import slowest_count
 from autopar.solve.result.make_plan import Setting
-from autopar.solve.space.candidates import MOST_CHUNKS, Pipeline, Point, pipeline_floor, pipelines_of, points_of
+from autopar.solve.space.candidates import MAX_CHUNKS, Pipeline, Point, pipeline_floor, pipelines_of, points_of
 from autopar.solve.space.constraints import Constraints, memory_for
 
 FREE = replace(MACHINE, link=Link(0.0, 1e15))
@@ -70,7 +70,7 @@ def test_what_is_considered() -> None:
     assert pipelines_of(asked, two) == (Pipeline("1f1b", 1),)
     assert pipelines_of(replace(asked, schedule="gpipe"), two) == (Pipeline("gpipe", 1),)
     auto = replace(asked, schedule="auto")
-    numbers = range(2, MOST_CHUNKS + 1)
+    numbers = range(2, MAX_CHUNKS + 1)
     assert pipelines_of(auto, two) == (Pipeline("1f1b"), *(Pipeline(s, n) for n in numbers for s in INTERLEAVED))
     assert pipelines_of(auto, one) == (Pipeline("1f1b"),)
     for name in INTERLEAVED:

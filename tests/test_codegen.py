@@ -97,7 +97,7 @@ def test_follow_goes_where_the_weights_are_when_a_name_means_another_operation()
 def test_follow_never_runs_backwards_and_keeps_updates_together() -> None:
     stage_of = follow(DIAMOND, {"a": 2, "b": 0, "c": 1, "d": 0, "e": 1, "f": 0}, {})
     assert stage_of == dict.fromkeys("abcdef", 2)
-    tied = graph(op("a", "x"), op("b", "a"), op("c", "b"), outputs=("c",), together=(("b", "c"),))
+    tied = graph(op("a", "x"), op("b", "a"), op("c", "b"), outputs=("c",), colocated=(("b", "c"),))
     assert follow(tied, {"a": 0, "b": 1, "c": 2}, {}) == {"a": 0, "b": 1, "c": 1}
 
 

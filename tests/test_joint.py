@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import UsageError
 from autopar.ir.hardware import Link
-from autopar.ir.strategies import ChoiceGraph
+from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import SolverName
 from autopar.solve.joint.problem import Assignment, JointProblem
 from autopar.solve.joint.solve import Joint, Unsolved, solve_joint
@@ -36,7 +36,7 @@ def brute_force(problem: JointProblem) -> float | None:
         for stage_of in stages
         if all(stage_of[made_by[v]] <= stage_of[g] for g, group in enumerate(graph.groups) for v in group.reads)
         and all(stage_of[g] == s for g, s in problem.pins.items())
-        and all(len({stage_of[g] for g in names}) == 1 for names in problem.together)
+        and all(len({stage_of[g] for g in names}) == 1 for names in problem.colocated)
     ]
     values = [
         step_seconds(problem, picks, stage_of)
@@ -49,10 +49,10 @@ def brute_force(problem: JointProblem) -> float | None:
 
 def allowed(problem: JointProblem) -> list[tuple[int, ...]]:
     groups, found = problem.graph.groups, []
-    for picks in product(*(range(len(g.choices)) for g in groups)):
+    for picks in product(*(range(len(g.strategies)) for g in groups)):
         stored: dict[str, set[str]] = {}
         for g, k in zip(groups, picks):
-            for weight, layout in zip(g.weights, g.choices[k].stores):
+            for weight, layout in zip(g.weights, g.strategies[k].weight_layouts):
                 stored.setdefault(weight, set()).add(str(layout))
         alike = all(i == k for g, i in zip(groups, picks) for h, k in zip(groups, picks) if g.kind == h.kind)
         if (alike or not problem.share_kinds) and all(len(layouts) == 1 for layouts in stored.values()):
@@ -62,16 +62,16 @@ def allowed(problem: JointProblem) -> list[tuple[int, ...]]:
 
 def step_seconds(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, ...]) -> float:
     groups = problem.graph.groups
-    chosen = [g.choices[k] for g, k in zip(groups, picks)]
-    made = {v: (s, layout) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.makes, c.gives)}
-    read = {(v, layout, s) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.reads, c.takes)}
+    chosen = [g.strategies[k] for g, k in zip(groups, picks)]
+    made = {v: (s, layout) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.makes, c.output_layouts)}
+    read = {(v, layout, s) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.reads, c.input_layouts)}
     times, steps = [], []
     for stage in range(problem.stages):
         here = [c for c, s in zip(chosen, stage_of) if s == stage]
         time = sum(c.forward_seconds + c.backward_seconds for c in here)
         for v, layout, s in read:
             if s == stage and made[v][1] != layout:
-                conversion = problem.graph.conversions[v, made[v][1], layout]
+                conversion = problem.graph.resharding[v, made[v][1], layout]
                 time += conversion.forward_seconds + conversion.backward_seconds
         over = {v for v, _, s in read if made[v][0] <= stage < s}
         num_bytes = sum(problem.graph.value_bytes[v] / (problem.ranks if made[v][1].splits else 1) for v in over)
@@ -87,12 +87,12 @@ def memory(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, .
     needs, made = [0] * problem.stages, {}
     copies: set[tuple] = set()
     for group, k, s in zip(problem.graph.groups, picks, stage_of):
-        choice = group.choices[k]
+        choice = group.strategies[k]
         needs[s] += choice.weight_bytes + problem.in_flight[s] * choice.saved_bytes
-        copies |= {(s, v, made[v], read) for v, read in zip(group.reads, choice.takes) if made[v] != read}
-        made |= dict(zip(group.makes, choice.gives))
+        copies |= {(s, v, made[v], read) for v, read in zip(group.reads, choice.input_layouts) if made[v] != read}
+        made |= dict(zip(group.makes, choice.output_layouts))
     for s, *copied in copies:
-        needs[s] += problem.in_flight[s] * problem.graph.conversions[tuple(copied)].saved_bytes
+        needs[s] += problem.in_flight[s] * problem.graph.resharding[tuple(copied)].saved_bytes
     return needs
 
 
@@ -119,7 +119,7 @@ def problems(draw: st.DrawFn, rules: bool = True) -> JointProblem:
         boundary=tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)),
         ranks=RANKS,
         pins=pins,
-        together=together,
+        colocated=together,
         share_kinds=draw(st.booleans()),
         gap=0.0,
     )
@@ -142,12 +142,14 @@ def test_the_optimum_equals_brute_force(problem: JointProblem, solver: SolverNam
         assert solver == "CBC" or (found.infeasible and found.solver.status == "infeasible")
         return
     found = solved(problem, solver=solver)
-    assert found.picks in allowed(problem)
-    assert step_seconds(problem, found.picks, found.stage_of) == pytest.approx(expected, rel=1e-5)
-    assert found.objective_seconds == pytest.approx(step_seconds(problem, found.picks, found.stage_of), rel=1e-12)
+    assert found.strategy_index in allowed(problem)
+    assert step_seconds(problem, found.strategy_index, found.stage_of) == pytest.approx(expected, rel=1e-5)
+    assert found.objective_seconds == pytest.approx(
+        step_seconds(problem, found.strategy_index, found.stage_of), rel=1e-12
+    )
     assert found.bound_seconds == pytest.approx(expected, rel=1e-4)
     if problem.capacity_bytes is not None:
-        assert max(memory(problem, found.picks, found.stage_of)) <= problem.capacity_bytes
+        assert max(memory(problem, found.strategy_index, found.stage_of)) <= problem.capacity_bytes
 
 
 @given(problems())
@@ -155,7 +157,7 @@ def test_the_optimum_equals_brute_force(problem: JointProblem, solver: SolverNam
 def test_a_known_solution_does_not_change_the_optimum(problem: JointProblem) -> None:
     first = solve_joint(problem)
     if isinstance(first, Joint):
-        known = Assignment(first.picks, first.stage_of)
+        known = Assignment(first.strategy_index, first.stage_of)
         again = solved(problem, known)
         assert again.objective_seconds == pytest.approx(first.objective_seconds, rel=1e-5)
         assert again.bound_seconds == pytest.approx(first.objective_seconds, rel=1e-4)
@@ -177,7 +179,7 @@ def test_the_lower_bound_is_below_the_optimum(problem: JointProblem, solved_for:
 # -- a transformer -------------------------------------------------------------------------------------------------
 
 
-def vit_problem(graph: ChoiceGraph, stages: int, microbatches: int = 8, **rest: object) -> JointProblem:
+def vit_problem(graph: StrategyGraph, stages: int, microbatches: int = 8, **rest: object) -> JointProblem:
     defaults: dict[str, object] = {
         "capacity_bytes": None,
         "in_flight": tuple(min(microbatches, stages - s) for s in range(stages)),
@@ -193,20 +195,20 @@ def test_the_decomposition_is_certified_where_memory_does_not_bind() -> None:
     joint = solved(vit_problem(graph, 2))
     bound = lower_bound_seconds(graph, fastest, 2, 8)
     assert bound <= joint.objective_seconds <= 1.03 * bound
-    assert joint.picks == fastest.picks
+    assert joint.strategy_index == fastest.strategy_index
 
 
 def test_little_memory_shards_what_is_fastest_whole() -> None:
     """Replicated is fastest here; the capacity admits it on no stage."""
     graph = vit_choices(3, Machine(all_reduce=2e-3, gather=1e-3), tokens=False)
     free = solved(vit_problem(graph, 2))
-    assert set(free.picks) == {0}
-    needs = memory(vit_problem(graph, 2), free.picks, free.stage_of)
+    assert set(free.strategy_index) == {0}
+    needs = memory(vit_problem(graph, 2), free.strategy_index, free.stage_of)
     tight = vit_problem(graph, 2, capacity_bytes=int(0.75 * max(needs)), share_kinds=False)
     found = solved(tight)
-    assert max(memory(tight, found.picks, found.stage_of)) <= 0.75 * max(needs)
+    assert max(memory(tight, found.strategy_index, found.stage_of)) <= 0.75 * max(needs)
     assert found.objective_seconds > free.objective_seconds
-    assert any(found.picks) and found.solver.status == "optimal"
+    assert any(found.strategy_index) and found.solver.status == "optimal"
     hopeless = solve_joint(replace(tight, capacity_bytes=2**20))
     assert isinstance(hopeless, Unsolved) and hopeless.infeasible
 
@@ -217,7 +219,11 @@ def test_out_of_time_the_known_solution_stands_in_with_an_honest_gap() -> None:
     quarter = len(graph.groups) // 4
     known = Assignment((0,) * len(graph.groups), tuple(min(g // quarter, 3) for g in range(len(graph.groups))))
     found = solved(problem, known)
-    assert (found.picks, found.stage_of, found.solver.status) == (known.picks, known.stage_of, "time limit")
+    assert (found.strategy_index, found.stage_of, found.solver.status) == (
+        known.strategy_index,
+        known.stage_of,
+        "time limit",
+    )
     assert found.objective_seconds == pytest.approx(step_seconds(problem, *vars(known).values()))
     assert 0 < found.bound_seconds < found.objective_seconds
     nothing = solve_joint(problem)

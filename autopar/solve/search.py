@@ -22,16 +22,16 @@ from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_ti
 from autopar.solve.result.reasons import bound_by
 from autopar.solve.space.candidates import (
     Candidate,
-    Floors,
+    LowerBounds,
     Pipeline,
     Point,
     does_not_fit,
-    evaluated,
+    evaluate,
     even_share_bytes,
     fullest_rank_bytes,
+    make_cut_problem,
     other_pipelines_of,
     points_of,
-    posed,
     shardings_of,
 )
 from autopar.solve.space.constraints import Constraints
@@ -62,7 +62,7 @@ Listen = Callable[[Sequence[Candidate], Decision], None]
 
 
 @dataclass(frozen=True)
-class Explored:
+class SearchResult:
     """What was evaluated of every mesh, and the meshes that turned out to be none, with the reason."""
 
     by_mesh: Mapping[Mesh, list[Candidate]]
@@ -113,14 +113,14 @@ def search(
     """
     setting = Setting(graph, hardware, model, constraints, costs)
     meshes = possible_meshes(constraints, hardware)
-    floors = Floors(setting, {}, slack)
+    floors = LowerBounds(setting, {}, slack)
     explored = explore(setting, floors, meshes)
     chosen = fastest_pipeline(setting, floors, explored)
     if chosen is None:
         check_pieces(setting, explored)
-        chosen = leanest(setting, explored)
+        chosen = least_memory_candidate(setting, explored)
     try:
-        decision, solver = decided(floors, chosen)
+        decision, solver = solve_final(floors, chosen)
     except InfeasibleError as error:
         mesh, others = chosen.point.mesh, len(explored.by_mesh) - 1
         which = f" Of all meshes {mesh} needs least." if others else ""
@@ -140,7 +140,7 @@ def search(
     )  # fmt: skip
 
 
-def explore(setting: Setting, floors: Floors, meshes: Meshes) -> Explored:
+def explore(setting: Setting, floors: LowerBounds, meshes: Meshes) -> SearchResult:
     """Every mesh that may hold the best step, and the next ones until there are enough to list.
 
     Raises:
@@ -162,23 +162,23 @@ def explore(setting: Setting, floors: Floors, meshes: Meshes) -> Explored:
     if not found:
         lifted = in_the_way(setting.constraints, setting.hardware, refused)
         raise no_mesh(setting.model.name, setting.constraints, refused, lifted)
-    return Explored(found, refused)
+    return SearchResult(found, refused)
 
 
-def fastest_pipeline(setting: Setting, floors: Floors, explored: Explored) -> Candidate | None:
+def fastest_pipeline(setting: Setting, floors: LowerBounds, explored: SearchResult) -> Candidate | None:
     """The fastest that fits, compared once more with every other schedule on its mesh: their bounds are of the solver's
     model, which a simulated step may undercut."""
     best = explored.best
     if best is not None:
         known = {c.point for c in explored.by_mesh[best.point.mesh]}
         for point in other_pipelines_of(setting, best.point):
-            candidate = evaluated(setting, floors, point, float("inf")) if point not in known else None
+            candidate = evaluate(setting, floors, point, float("inf")) if point not in known else None
             if candidate is not None:
                 explored.by_mesh[point.mesh].append(candidate)
     return explored.best
 
 
-def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
+def explore_mesh(setting: Setting, floors: LowerBounds, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
     """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling."""
     found: list[Candidate] = []
     best = float("inf")
@@ -191,7 +191,7 @@ def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: 
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z or not point.zero1))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
-        candidate = evaluated(setting, floors, point, floors.limit(best))
+        candidate = evaluate(setting, floors, point, floors.limit(best))
         if candidate is None:
             continue
         found.append(candidate)
@@ -205,18 +205,18 @@ def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: 
     return found
 
 
-def fits_at_all(setting: Setting, floors: Floors, mesh: Mesh) -> bool:
+def fits_at_all(setting: Setting, floors: LowerBounds, mesh: Mesh) -> bool:
     """Whether the mesh fits with its smallest microbatches."""
-    candidate = evaluated(setting, floors, leanest_point(setting, mesh), float("inf"))
+    candidate = evaluate(setting, floors, least_memory_point(setting, mesh), float("inf"))
     return candidate is not None and candidate.step is not None
 
 
-def leanest_point(setting: Setting, mesh: Mesh) -> Point:
+def least_memory_point(setting: Setting, mesh: Mesh) -> Point:
     """What needs least memory of a mesh: most microbatches, ZeRO-1, and fewest stages a rank."""
     return max(points_of(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero1))
 
 
-def nothing_to_split(setting: Setting, floors: Floors, mesh: Mesh) -> str:
+def nothing_to_split(setting: Setting, floors: LowerBounds, mesh: Mesh) -> str:
     """Why tensor parallelism over that many ranks is pointless, or nothing.
 
     Raises:
@@ -239,11 +239,11 @@ def nothing_to_split(setting: Setting, floors: Floors, mesh: Mesh) -> str:
 
 def listed(notes: tuple[str, ...]) -> str:
     """The first few of what limits the ranks; a model has as many as it has kinds of layers."""
-    more = len(notes) - MOST_NOTES
-    return ", ".join(notes[:MOST_NOTES]) + (f", and {more} more" if more > 0 else "")
+    more = len(notes) - MAX_NOTES
+    return ", ".join(notes[:MAX_NOTES]) + (f", and {more} more" if more > 0 else "")
 
 
-MOST_NOTES = 5
+MAX_NOTES = 5
 
 
 def _splits(setting: Setting, point: Point, tp: int) -> bool:
@@ -251,7 +251,7 @@ def _splits(setting: Setting, point: Point, tp: int) -> bool:
     return bool(next(shardings_of(setting, replace(point, mesh=Mesh(1, tp, 1), zero1=False))).strategies)
 
 
-def check_pieces(setting: Setting, explored: Explored) -> None:
+def check_pieces(setting: Setting, explored: SearchResult) -> None:
     """Refuse devices of which every mesh has more stages than the model has pieces.
 
     Raises:
@@ -266,16 +266,16 @@ def check_pieces(setting: Setting, explored: Explored) -> None:
         raise no_mesh(setting.model.name, setting.constraints, deep | dict(explored.refused))
 
 
-def leanest(setting: Setting, explored: Explored) -> Candidate:
+def least_memory_candidate(setting: Setting, explored: SearchResult) -> Candidate:
     """The candidate that needs least memory, over all meshes: with most microbatches, ZeRO-1 and smallest sharding.
 
     Contiguous cuts of it do not fit; it is what the integer program is asked for, and what an error names.
     """
     best, least = None, float("inf")
     for mesh in explored.by_mesh:
-        point = leanest_point(setting, mesh)
+        point = least_memory_point(setting, mesh)
         *_, priced = shardings_of(setting, point)
-        problem = posed(setting, point, priced)
+        problem = make_cut_problem(setting, point, priced)
         if best is not None and even_share_bytes(problem) >= least:
             continue
         merged = merge(problem)
@@ -296,17 +296,17 @@ def devices_that_fit(setting: Setting, chosen: Candidate) -> str:
         if stages * width > setting.hardware.devices_per_node and setting.hardware.network is None:
             break
         larger = replace(chosen.point, mesh=replace(mesh, pp=stages))
-        if larger.stages <= chosen.problem.cost.loss and fits(posed(setting, larger, chosen.priced)):
+        if larger.stages <= chosen.problem.cost.loss and fits(make_cut_problem(setting, larger, chosen.priced)):
             return f" With {stages * width} devices it fits."
     return ""
 
 
-def recomputation_that_fits(setting: Setting, explored: Explored) -> str:
+def recomputation_that_fits(setting: Setting, explored: SearchResult) -> str:
     """A sentence where contiguous cuts fit once stages recompute, or nothing."""
     if setting.constraints.recompute != "none":
         return ""
     open_ = replace(setting, constraints=replace(setting.constraints, recompute="auto"))
-    fitting = fits(leanest(open_, explored).problem)
+    fitting = fits(least_memory_candidate(open_, explored).problem)
     return ' With recompute="auto" (--recompute auto) it fits.' if fitting else ""
 
 
@@ -318,7 +318,7 @@ def fits(problem: CutProblem) -> bool:
     return contiguous_cuts(merge(problem).problem) is not None
 
 
-def decided(floors: Floors, chosen: Candidate) -> tuple[Decision, SolverInfo]:
+def solve_final(floors: LowerBounds, chosen: Candidate) -> tuple[Decision, SolverInfo]:
     """The candidate with its final cuts, and what is proven of them.
 
     Raises:
@@ -331,7 +331,7 @@ def decided(floors: Floors, chosen: Candidate) -> tuple[Decision, SolverInfo]:
     return decision, certified(floors, decision, cuts)
 
 
-def even_share(floors: Floors, chosen: Candidate) -> SolverInfo:
+def even_share(floors: LowerBounds, chosen: Candidate) -> SolverInfo:
     """What is certain of a step with several stages a rank: without any bubble, with compute and update in even shares,
     it takes as long on every rank; and one microbatch passes all stages.
 
@@ -350,7 +350,7 @@ def even_share(floors: Floors, chosen: Candidate) -> SolverInfo:
     return SolverInfo("dynamic programme", "contiguous cuts", gap, 0.0, problem.balance, method)
 
 
-def certified(floors: Floors, decision: Decision, cuts: Cuts) -> SolverInfo:
+def certified(floors: LowerBounds, decision: Decision, cuts: Cuts) -> SolverInfo:
     """What was proven: of the cuts alone, or with shardings against every sharding over as many ranks.
 
     A step of any sharding takes at least (m − 1) · W/S + W, with its microbatch's lower bound W on S stages, and then

@@ -17,15 +17,15 @@ from autopar.runtime.launch.shared_memory import SharedMemory, Slot
 
 
 @dataclass(frozen=True)
-class Encoded:
+class Message:
     """A message without its tensors. ``lent``: the receiver reads them where they are, before it replies."""
 
     structure: bytes
     slots: Sequence[Slot]
-    lent: bool
+    borrowed: bool
 
 
-class Line:
+class WorkerChannel:
     """One side of what connects the caller with a worker. Messages go either way; each waits for the reply to the last.
 
     Shared memory is given back as soon as a message is read, but for one that is lent: a step follows another.
@@ -34,24 +34,24 @@ class Line:
     def __init__(self, connection: Connection, sending: SharedMemory, receiving: SharedMemory) -> None:
         self.connection, self.sending, self.receiving = connection, sending, receiving
 
-    def encode(self, message: Any, lend: bool = False) -> Encoded:
+    def encode(self, message: Any, lend: bool = False) -> Message:
         """Anything that pickles; its tensors arrive on the CPU. Raises whatever pickling does, and OSError."""
-        structure, tensors = taken_apart(message)
-        return Encoded(structure, self.sending.write(tensors) if tensors else [], lend)
+        structure, tensors = serialize(message)
+        return Message(structure, self.sending.write(tensors) if tensors else [], lend)
 
-    def decode(self, encoded: Encoded) -> Any:
+    def decode(self, encoded: Message) -> Any:
         """The message. Raises whatever the user's classes in it do."""
         tensors = self.receiving.read(encoded.slots)
-        if tensors and not encoded.lent:
+        if tensors and not encoded.borrowed:
             tensors = [view.clone() for view in tensors]
             self.receiving.clear()
         return Unpickler(io.BytesIO(encoded.structure), tensors).load()
 
-    def send(self, encoded: Encoded) -> None:
+    def send(self, encoded: Message) -> None:
         """Send a message. Raises OSError when the other side is gone, and only then."""
         self.connection.send(encoded)
 
-    def receive(self) -> Encoded:
+    def receive(self) -> Message:
         """The next message. Raises EOFError or OSError when the other side is gone, and only then."""
         return self.connection.recv()
 
@@ -92,7 +92,7 @@ class Unpickler(pickle.Unpickler):
         return self.tensors[pid]
 
 
-def taken_apart(message: Any) -> tuple[bytes, list[torch.Tensor]]:
+def serialize(message: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Structure and tensors of a message. Raises whatever pickling does."""
     file = io.BytesIO()
     pickler = Pickler(file)
@@ -100,13 +100,13 @@ def taken_apart(message: Any) -> tuple[bytes, list[torch.Tensor]]:
     return file.getvalue(), [tensor.detach() for tensor in pickler.tensors]
 
 
-def culprit(thing: Any, name: str) -> str:
+def find_unpicklable(thing: Any, name: str) -> str:
     """The innermost part of a thing that cannot be encoded, and its type: ``targets[0]['lock'], a lock``."""
     for label, part in parts(thing):
         try:
-            taken_apart(part)
+            serialize(part)
         except Exception:
-            return culprit(part, name + label)
+            return find_unpicklable(part, name + label)
     return f"{name}, {of_type(thing)}"
 
 

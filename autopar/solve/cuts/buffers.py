@@ -25,7 +25,7 @@ def buffer_bytes(problem: CutProblem, stage_of: Sequence[int]) -> tuple[int, ...
     boards = [0] * problem.stages
     if "tp" in problem.peers:
         for group, s in zip(problem.cost.groups, stage_of, strict=True):
-            boards[s % pp] = max(boards[s % pp], group.board_bytes)
+            boards[s % pp] = max(boards[s % pp], group.symmetric_buffer_bytes)
     found = [incoming[s] + problem.fixed_bytes(s) + boards[s] for s in range(problem.stages)]
     for p in range(pp):
         found[p] += most - sum(incoming[p::pp])
@@ -38,7 +38,7 @@ def incoming_bytes(problem: CutProblem, stage_of: Sequence[int]) -> list[int]:
     incoming = [0] * problem.stages
     if not problem.places:
         return incoming
-    for flow in problem.cost.flows:
+    for flow in problem.cost.edges:
         src, size = stage_of[flow.producer], problem.places * aligned(flow.num_bytes)
         for dst in {stage_of[c] for c in flow.consumers}:
             if (dst - src) % problem.pp:

@@ -70,7 +70,7 @@ class Intervals:
     def crossing(self) -> tuple[Matrix, Matrix]:
         """Bytes that cross behind the groups before j, forward and backward."""
         forward, backward = np.zeros(self.size + 1), np.zeros(self.size + 1)
-        for flow in self.problem.cost.flows:
+        for flow in self.problem.cost.edges:
             crossed = slice(flow.producer + 1, max(flow.consumers) + 1)
             forward[crossed] += flow.num_bytes
             backward[crossed] += flow.num_bytes * flow.requires_grad
@@ -80,7 +80,7 @@ class Intervals:
     def sent(self) -> NDArray[np.float64]:
         """Bytes that cross forward behind the groups before j, of which none saves them."""
         sent = np.zeros(self.size + 1)
-        for flow in self.problem.cost.flows:
+        for flow in self.problem.cost.edges:
             sent[flow.producer + 1 : min(max(flow.consumers), *flow.saved_by[:1], self.size) + 1] += flow.num_bytes
         return sent
 
@@ -93,7 +93,7 @@ class Intervals:
     def per_microbatch(self) -> Matrix:
         """Bytes that each microbatch in flight keeps: what is saved for the backward, was received and was sent, each
         tensor once."""
-        flows = [flow for flow in self.problem.cost.flows if flow.saved_by]
+        flows = [flow for flow in self.problem.cost.edges if flow.saved_by]
         later = ((flow.num_bytes, [g for g in flow.saved_by if g > flow.producer]) for flow in flows)
         twice = self.sums(later, [flow.producer for flow in flows])
         return self.saved - twice + self.problem.kept_received * self.crossing[0][None, :] + self.sent[:, None]
@@ -169,21 +169,21 @@ def intervals_of(problem: CutProblem) -> Intervals:
 
 
 @dataclass(frozen=True)
-class Fitting:
+class FeasibleIntervals:
     """Every interval on every stage within the capacity; as in `stage_costs` it recomputes where it does not fit
     otherwise. ``fits`` and ``fits_at_once`` (without recomputing) have a matrix for each stage."""
 
-    once: Intervals
-    again: Intervals | None
+    plain: Intervals
+    recomputed: Intervals | None
     fits_at_once: list[NDArray[np.bool_]]
     fits: list[NDArray[np.bool_]]
 
     def times(self, stage: int) -> StageTimes:
         """Of every interval on a stage; those that do not fit are not told apart."""
-        once = self.once.times(stage)
-        if self.again is None:
+        once = self.plain.times(stage)
+        if self.recomputed is None:
             return once
-        again, chosen = self.again.times(stage), self.fits_at_once[stage]
+        again, chosen = self.recomputed.times(stage), self.fits_at_once[stage]
         return StageTimes(
             np.where(chosen, once.stage_seconds, again.stage_seconds),
             np.where(chosen, once.added_seconds, again.added_seconds),
@@ -191,22 +191,22 @@ class Fitting:
 
     def at(self, stage: int, j: int, i: int) -> tuple[float, float]:
         """Stage and added seconds of one interval."""
-        found = self.once if self.again is None or self.fits_at_once[stage][j, i] else self.again
+        found = self.plain if self.recomputed is None or self.fits_at_once[stage][j, i] else self.recomputed
         times = found.times(stage)
         return float(times.stage_seconds[j, i]), float(times.added_seconds[j, i])
 
 
-def fitting(problem: CutProblem) -> Fitting:
+def fitting(problem: CutProblem) -> FeasibleIntervals:
     """Which intervals fit on which stage, where stages of one rank share its capacity by what they have in flight."""
     capacity = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
     limit = [capacity * problem.capacity_share(s) for s in range(problem.stages)]
     once = intervals_of(problem)
     at_once = [once.memory_bytes(s) <= limit[s] for s in range(problem.stages)]
     if not problem.may_recompute:
-        return Fitting(once, None, at_once, at_once)
+        return FeasibleIntervals(once, None, at_once, at_once)
     again = intervals_of(problem.recomputing)
     fits = [own | (again.memory_bytes(s) <= limit[s]) for s, own in enumerate(at_once)]
-    return Fitting(once, again, at_once, fits)
+    return FeasibleIntervals(once, again, at_once, fits)
 
 
 def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.cost_graph import BUCKET_BYTES, Holding
+from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
 from autopar.ir.hardware import Link
 from autopar.solve.cuts.buffers import buffer_bytes
 from autopar.solve.cuts.memory import working_bytes
@@ -28,7 +28,7 @@ class StageCost:
     transfer_seconds: float
     optimizer_seconds: float
     reduce_seconds: float
-    drag_seconds: float
+    contention_seconds: float
     num_reduced: int
     weight_bytes: int
     saved_bytes: int
@@ -99,7 +99,7 @@ class RankCost:
             sum(getattr(c, name) for c in self.stages) for name in ("reduce_seconds", "backward_seconds")
         )
         buckets = max(1, round(sum(c.num_reduced for c in self.stages) * GRADIENT_BYTES / BUCKET_BYTES))
-        drag = sum(c.drag_seconds for c in self.stages)
+        drag = sum(c.contention_seconds for c in self.stages)
         return max(reduce_seconds - backward_seconds, reduce_seconds / buckets) + drag
 
 
@@ -108,7 +108,7 @@ def one_way_seconds(num_bytes: int, link: Link) -> float:
     return link.seconds(num_bytes) if num_bytes else 0.0
 
 
-def holders(holding: Holding, stage_of: Sequence[int]) -> set[int]:
+def holders(holding: ResidentTensor, stage_of: Sequence[int]) -> set[int]:
     """Stages that hold it."""
     return {stage_of[g] for g in holding.groups}
 
@@ -119,19 +119,19 @@ def stage_costs(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost
     Where it is open which stages recompute, those do that do not fit otherwise and need less memory so; of a rank's
     stages, those first that save most.
     """
-    once = each_alone(problem, stage_of)
-    plain = at_the_fullest(problem, once)
+    once = stage_costs_unlimited(problem, stage_of)
+    plain = at_peak(problem, once)
     if not problem.may_recompute or fullest_bytes(problem, plain) <= (problem.capacity_bytes or 0):
         return plain
-    again = each_alone(problem.recomputing, stage_of)
+    again = stage_costs_unlimited(problem.recomputing, stage_of)
     found, saving = list(once), [a.memory_bytes - b.memory_bytes for a, b in zip(once, again)]
     for position in range(problem.pp):
         for s in sorted(problem.stages_at(position), key=lambda s: -saving[s]):
-            rank = rank_at_the_fullest(problem, found, position)
+            rank = rank_at_peak(problem, found, position)
             if saving[s] <= 0 or rank.memory_bytes <= (problem.capacity_bytes or 0):
                 break
             found[s] = again[s]
-    return at_the_fullest(problem, found)
+    return at_peak(problem, found)
 
 
 def rank_costs(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[RankCost, ...]:
@@ -144,20 +144,20 @@ def fullest_bytes(problem: CutProblem, costs: Sequence[StageCost]) -> int:
     return max(rank.memory_bytes for rank in rank_costs(problem, costs))
 
 
-def at_the_fullest(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
-    """The stages' costs as in `rank_at_the_fullest`."""
-    ranks = [rank_at_the_fullest(problem, costs, position) for position in range(problem.pp)]
+def at_peak(problem: CutProblem, costs: Sequence[StageCost]) -> tuple[StageCost, ...]:
+    """The stages' costs as in `rank_at_peak`."""
+    ranks = [rank_at_peak(problem, costs, position) for position in range(problem.pp)]
     return tuple(ranks[s % problem.pp].stages[s // problem.pp] for s in range(problem.stages))
 
 
-def rank_at_the_fullest(problem: CutProblem, costs: Sequence[StageCost], position: int) -> RankCost:
+def rank_at_peak(problem: CutProblem, costs: Sequence[StageCost], position: int) -> RankCost:
     """The ranks at a position, with what each of their stages holds in flight when they are fullest; of their working
     sets only the largest counts, as only one of a rank's stages runs at a time."""
     own = [costs[s] for s in problem.stages_at(position)]
     if problem.chunks == 1:
         return RankCost(tuple(own))
     held = [c.held_bytes for c in own]
-    fullest = max(problem.moments[position], key=lambda moment: sum(n * h for n, h in zip(moment, held)))
+    fullest = max(problem.in_flight_profiles[position], key=lambda moment: sum(n * h for n, h in zip(moment, held)))
     widest = max(range(len(own)), key=lambda i: own[i].transient_bytes)
     transient = [c.transient_bytes if i == widest else 0 for i, c in enumerate(own)]
     return RankCost(
@@ -165,7 +165,7 @@ def rank_at_the_fullest(problem: CutProblem, costs: Sequence[StageCost], positio
     )
 
 
-def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
+def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost, ...]:
     """The same with no stage recomputing, or all, and what each stage holds at most, whatever else its rank holds then.
 
     A tensor is counted at every boundary it crosses, in time and in memory; a weight that several stages of a rank read
@@ -180,12 +180,12 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
     for g, s in enumerate(stage_of):
         members[s].append(g)
     forward, backward = [0] * problem.stages, [0] * problem.stages
-    for flow in cost.flows:
+    for flow in cost.edges:
         for s in range(stage_of[flow.producer], max(stage_of[c] for c in flow.consumers)):
             forward[s] += flow.num_bytes
             backward[s] += flow.num_bytes * flow.requires_grad
     loads = group_loads(cost, problem.balance)
-    held: list[list[Holding]] = [[] for _ in stages]
+    held: list[list[ResidentTensor]] = [[] for _ in stages]
     for weight in cost.weights:
         by_position: dict[int, int] = {}
         for s in sorted(holders(weight, stage_of), reverse=True):
@@ -196,7 +196,7 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
     for activation in cost.saved:
         for s in holders(activation, stage_of):
             saved[s] += activation.num_bytes
-    for flow in cost.flows:  # what was received is there already
+    for flow in cost.edges:  # what was received is there already
         for s in {stage_of[g] for g in flow.saved_by}:
             saved[s] -= flow.num_bytes * (s > stage_of[flow.producer])
         # What was sent stays until the peer is known to have taken it, at the latest until its gradient comes.
@@ -217,7 +217,7 @@ def each_alone(problem: CutProblem, stage_of: Sequence[int]) -> tuple[StageCost,
             transfer_seconds=sum(one_way_seconds(n, problem.boundary[s]) for n in (forward[s], backward[s]) if n),
             optimizer_seconds=sum(w.optimizer_seconds for w in held[s]),
             reduce_seconds=sum(w.reduce_seconds for w in held[s]),
-            drag_seconds=sum(w.drag_seconds for w in held[s]),
+            contention_seconds=sum(w.contention_seconds for w in held[s]),
             num_reduced=reduced[s],
             weight_bytes=sum(map(problem.standing_bytes, held[s])),
             saved_bytes=sum(cost.groups[g].saved_bytes for g in members[s]) + saved[s],

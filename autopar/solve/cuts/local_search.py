@@ -41,12 +41,12 @@ def simulated_faster(setting: Setting, decision: Decision, *known: tuple[int, ..
         starts.append(contiguous)
     if not starts:
         return None
-    other = replace(decision, stage_of=merged.expand(polished(setting, merged.problem, *starts)))
+    other = replace(decision, stage_of=merged.expand(local_search(setting, merged.problem, *starts)))
     before, after = (step_time(setting, problem, d.stage_of).seconds for d in (decision, other))
     return other if after < (1 - problem.gap) * before else None
 
 
-def polished(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> tuple[int, ...]:
+def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> tuple[int, ...]:
     """The best of some contiguous cuts moved while that shortens the simulated step, within the capacity.
 
     The closed form that the dynamic programme minimises knows stages by the slowest one and by their sum. Where a rank
@@ -69,14 +69,14 @@ def polished(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> 
     improved = True
     while improved and len(tried) < trials:
         improved = False
-        for cuts in moved(best):
+        for cuts in neighbours(best):
             if len(tried) < trials and seconds(cuts) < seconds(best):
                 best, improved = cuts, True
                 break
     return stages_of(best, len(known[0]))
 
 
-def moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def neighbours(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """The cuts with one of them moved, or two neighbours, or more, all by as much."""
     for stride in STRIDES:
         for length in range(1, len(cuts) + 1):

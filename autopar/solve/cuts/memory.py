@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.ir.cost_graph import BUCKET_BYTES, Holding
+from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
 from autopar.solve.cuts.problem import CutProblem
 
 
-def working_bytes(problem: CutProblem, members: Sequence[int], weights: Sequence[Holding]) -> int:
+def working_bytes(problem: CutProblem, members: Sequence[int], weights: Sequence[ResidentTensor]) -> int:
     """The most that a backward needs beyond the weights that stand and all that its microbatch saved.
 
     Its groups run in reverse. While group k runs there are its working set and gradients that no bucket has yet, and
@@ -25,7 +25,7 @@ def working_bytes(problem: CutProblem, members: Sequence[int], weights: Sequence
     """
     cost = problem.cost
     here = set(members)
-    freed, come = defaultdict[int, int](int), defaultdict[int, list[Holding]](list)
+    freed, come = defaultdict[int, int](int), defaultdict[int, list[ResidentTensor]](list)
     for g in members:
         freed[g] = cost.groups[g].saved_bytes
     for saved in cost.saved:
@@ -34,7 +34,7 @@ def working_bytes(problem: CutProblem, members: Sequence[int], weights: Sequence
     for weight in weights:
         if weight.gradient_bytes and (own := here.intersection(weight.groups)):
             come[max(own)].append(weight)
-    gradients = Arrived(problem)
+    gradients = PendingGrads(problem)
     most, released = max((cost.groups[g].workspace_bytes for g in members), default=0), 0
     for g in reversed(members):
         most = max(most, cost.groups[g].transient_bytes + gradients.num_bytes - released)
@@ -42,11 +42,11 @@ def working_bytes(problem: CutProblem, members: Sequence[int], weights: Sequence
             most = max(most, gradients.add(weight) - released - freed[g])
         released += freed[g]
     # At the end gradients that are summed over shards are packed, while they stay.
-    packed = gradients.num_bytes * (not problem.has_buckets) + sum(w.packed_bytes for w in weights)
+    packed = gradients.num_bytes * (not problem.has_buckets) + sum(w.flattened_grad_bytes for w in weights)
     return max(most, gradients.rest() - released, packed - released)
 
 
-class Arrived:
+class PendingGrads:
     """Gradients that a backward has left so far and nobody has taken: those that stay where they come, or those that
     wait for the rest of their bucket (`autopar.runtime.params.grad_buffer`). Low-precision ones are widened to be added
     to sums that are there.
@@ -61,7 +61,7 @@ class Arrived:
         self.num_bytes = 0
         self.buckets: dict[bool, Bucket] = {}  # of each kind the one being filled
 
-    def add(self, weight: Holding) -> int:
+    def add(self, weight: ResidentTensor) -> int:
         """A gradient comes; how many bytes there are at most until the next one."""
         if not self.has_buckets:
             self.num_bytes += weight.gradient_bytes * self.stays
@@ -70,12 +70,12 @@ class Arrived:
         bucket = self.buckets.get(low, Bucket())
         if bucket.num_bytes + weight.gradient_bytes > BUCKET_BYTES:
             most = self.num_bytes + bucket.wide_bytes
-            self.num_bytes -= bucket.left_bytes
+            self.num_bytes -= bucket.wgrad_bytes
             bucket = Bucket()
-        self.num_bytes += weight.left_bytes
-        wide = weight.gradient_bytes if low and self.adds and weight.left_bytes else 0
+        self.num_bytes += weight.wgrad_bytes
+        wide = weight.gradient_bytes if low and self.adds and weight.wgrad_bytes else 0
         self.buckets[low] = Bucket(
-            bucket.num_bytes + weight.gradient_bytes, bucket.left_bytes + weight.left_bytes, bucket.wide_bytes + wide
+            bucket.num_bytes + weight.gradient_bytes, bucket.wgrad_bytes + weight.wgrad_bytes, bucket.wide_bytes + wide
         )
         return max(most, self.num_bytes)
 
@@ -89,5 +89,5 @@ class Bucket:
     """A bucket that gradients come to: its size so far, what they take where they came, and widened."""
 
     num_bytes: int = 0
-    left_bytes: int = 0
+    wgrad_bytes: int = 0
     wide_bytes: int = 0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from autopar.errors import UsageError
-from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.solve.cuts.problem import CutProblem
 
 
@@ -54,7 +54,7 @@ def merge(problem: CutProblem) -> Merged:
         model=cost.model,
         batch=cost.batch,
         groups=tuple(_merged_group(cost, members) for members in units),
-        flows=tuple(f for flow in cost.flows if (f := _merged_flow(flow, unit_of)) is not None),
+        edges=tuple(f for flow in cost.edges if (f := _merged_flow(flow, unit_of)) is not None),
         weights=tuple(_merged_holding(h, unit_of) for h in cost.weights),
         saved=tuple(_merged_holding(h, unit_of) for h in cost.saved),
     )
@@ -65,8 +65,8 @@ def _units(cost: CostGraph) -> list[list[int]]:
     """Sets of groups that share a stage, in an order that every flow follows and that keeps to the groups' own."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(cost.groups)))
-    graph.add_edges_from((f.producer, c) for f in cost.flows for c in f.consumers)
-    for names in cost.together:
+    graph.add_edges_from((f.producer, c) for f in cost.edges for c in f.consumers)
+    for names in cost.colocated:
         nx.add_cycle(graph, names)
     condensed = nx.condensation(graph)
     members = {u: sorted(condensed.nodes[u]["members"]) for u in condensed}
@@ -90,12 +90,12 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         segment_bytes=max(g.segment_bytes for g in groups),
         forward_collective_seconds=sum(g.forward_collective_seconds for g in groups),
         backward_collective_seconds=sum(g.backward_collective_seconds for g in groups),
-        board_bytes=max(g.board_bytes for g in groups),
+        symmetric_buffer_bytes=max(g.symmetric_buffer_bytes for g in groups),
         workspace_bytes=max(g.workspace_bytes for g in groups),
     )
 
 
-def _merged_flow(flow: Flow, unit_of: Sequence[int]) -> Flow | None:
+def _merged_flow(flow: TensorEdge, unit_of: Sequence[int]) -> TensorEdge | None:
     """The flow between units, or None if it stays within one."""
     producer = unit_of[flow.producer]
     consumers = sorted({unit_of[c] for c in flow.consumers} - {producer})
@@ -103,5 +103,5 @@ def _merged_flow(flow: Flow, unit_of: Sequence[int]) -> Flow | None:
     return replace(flow, producer=producer, consumers=tuple(consumers), saved_by=saved_by) if consumers else None
 
 
-def _merged_holding(holding: Holding, unit_of: Sequence[int]) -> Holding:
+def _merged_holding(holding: ResidentTensor, unit_of: Sequence[int]) -> ResidentTensor:
     return replace(holding, groups=tuple(sorted({unit_of[g] for g in holding.groups})))

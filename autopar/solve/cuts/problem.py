@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 from autopar.ir.comm_sizes import exchange_bytes
-from autopar.ir.cost_graph import CostGraph, Holding
+from autopar.ir.cost_graph import CostGraph, ResidentTensor
 from autopar.ir.grad_buckets import padded_bytes
 from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
@@ -35,7 +35,7 @@ class Priced:
     cost: CostGraph
     strategies: Mapping[str, str] = field(default_factory=dict)
     storage: Mapping[str, Layout] = field(default_factory=dict)
-    picks: tuple[int, ...] = ()
+    strategy_index: tuple[int, ...] = ()
     blocks: tuple[BlockSharding, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -107,7 +107,7 @@ class CutProblem:
     recompute: Recompute = "none"
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
-    moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    in_flight_profiles: tuple[tuple[tuple[int, ...], ...], ...] = ()
     peers: frozenset[Axis] = frozenset()
     input_bytes: int = 0
     reserve_bytes: int = 0
@@ -185,13 +185,13 @@ class CutProblem:
         what libraries take."""
         return self.input_bytes * (stage == 0) + (self.exchanged_bytes + self.reserve_bytes) * (stage < self.pp)
 
-    def standing_bytes(self, weight: Holding) -> int:
+    def standing_bytes(self, weight: ResidentTensor) -> int:
         """What of a weight is there before a step's last backward."""
         return weight.num_bytes - weight.gradient_bytes * self.gradients_come
 
     def __post_init__(self) -> None:
         assert self.stages >= 1 and self.microbatches >= 1
-        assert self.stages % self.chunks == 0 and len(self.moments) == (self.pp if self.chunks > 1 else 0)
+        assert self.stages % self.chunks == 0 and len(self.in_flight_profiles) == (self.pp if self.chunks > 1 else 0)
         assert len(self.in_flight) == self.stages, "one in_flight per stage"
         assert len(self.boundary) == self.stages - 1, "one link between neighbouring stages"
         assert all(0 <= group < self.cost.loss for group in self.pins), "a pinned group does not exist"
@@ -274,7 +274,7 @@ def group_loads(cost: CostGraph, balance: Balance) -> tuple[float, ...]:
     return tuple(scale * r for r in raw)
 
 
-def update_seconds(weight: Holding) -> float:
+def update_seconds(weight: ResidentTensor) -> float:
     """What a weight adds to its stage's update: its optimizer and the whole reduction of its gradient.
 
     Error: high by what of the reduction the last backward hides, which only a simulated step knows; as every stage has

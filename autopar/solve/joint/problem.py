@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.cost_graph import CostGraph, Flow, Group
+from autopar.ir.cost_graph import CostGraph, Group, TensorEdge
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import ChoiceGraph
+from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.evaluate import one_way_seconds
 from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.shardings.cost import conversion, wires
@@ -22,7 +22,7 @@ class JointProblem:
     a stage. With ``share_kinds`` groups of one kind run the same choice, otherwise each group has its own.
     """
 
-    graph: ChoiceGraph
+    graph: StrategyGraph
     stages: int
     microbatches: int
     capacity_bytes: int | None
@@ -30,7 +30,7 @@ class JointProblem:
     boundary: tuple[Link, ...]
     ranks: int
     pins: Mapping[int, int] = field(default_factory=dict)
-    together: tuple[tuple[int, ...], ...] = ()
+    colocated: tuple[tuple[int, ...], ...] = ()
     share_kinds: bool = True
     time_limit_seconds: float = 60.0
     gap: float = 1e-3
@@ -40,7 +40,7 @@ class JointProblem:
 class Assignment:
     """The choice and the stage of every group."""
 
-    picks: tuple[int, ...]
+    strategy_index: tuple[int, ...]
     stage_of: tuple[int, ...]
 
 
@@ -70,15 +70,15 @@ def stage_loads(problem: JointProblem, answer: Assignment) -> tuple[StageLoad, .
     """
     graph, stage_of = problem.graph, answer.stage_of
     seconds, step, memory = ([0.0] * problem.stages, [0.0] * problem.stages, [0] * problem.stages)
-    for group, k, s in zip(graph.groups, answer.picks, stage_of, strict=True):
-        choice = group.choices[k]
+    for group, k, s in zip(graph.groups, answer.strategy_index, stage_of, strict=True):
+        choice = group.strategies[k]
         seconds[s] += choice.seconds
         step[s] += choice.step_seconds
         memory[s] += choice.weight_bytes + problem.in_flight[s] * choice.saved_bytes
     crossing = [0] * len(problem.boundary)
     for wire in wires(graph):
-        made = wire.gives[answer.picks[wire.producer]]
-        for s, read in {(stage_of[r.group], r.takes[answer.picks[r.group]]) for r in wire.readings}:
+        made = wire.layouts[answer.strategy_index[wire.producer]]
+        for s, read in {(stage_of[r.group], r.layouts[answer.strategy_index[r.group]]) for r in wire.readings}:
             converted = conversion(graph, wire.value, made, read)
             seconds[s] += converted.seconds
             memory[s] += problem.in_flight[s] * converted.saved_bytes
@@ -101,13 +101,13 @@ def relaxed(problem: JointProblem) -> CutProblem:
     Without memory, steps and conversions: its objective at any cuts is a lower bound of the joint one.
     """
     graph = problem.graph
-    groups = tuple(Group(g.name, (), "", min(choice.seconds for choice in g.choices)) for g in graph.groups)
+    groups = tuple(Group(g.name, (), "", min(choice.seconds for choice in g.strategies)) for g in graph.groups)
     flows = tuple(
-        Flow(
+        TensorEdge(
             wire.value,
             wire.producer,
             tuple(reading.group for reading in wire.readings),
-            min(local_bytes(graph.value_bytes[wire.value], made, problem.ranks) for made in wire.gives),
+            min(local_bytes(graph.value_bytes[wire.value], made, problem.ranks) for made in wire.layouts),
             requires_grad=True,
         )
         for wire in wires(graph)

@@ -17,7 +17,7 @@ from autopar.solve.joint.program import JointProgram, joint_program
 class Joint:
     """The choice and the stage of every group, their step time, and a proven lower bound of it."""
 
-    picks: tuple[int, ...]
+    strategy_index: tuple[int, ...]
     stage_of: tuple[int, ...]
     objective_seconds: float
     bound_seconds: float
@@ -78,7 +78,7 @@ def solve_joint(
         return Unsolved(True, SolverInfo(name, "infeasible", 1.0, 0.0, method="joint"))
     program = joint_program(problem, ranges)
     outcome = run(program.cuts.lp, name, problem.gap, problem.time_limit_seconds)
-    found = Assignment(program.picks.found(), stages_found(program.cuts)) if outcome.found else None
+    found = Assignment(program.strategy_vars.found(), stages_found(program.cuts)) if outcome.found else None
     options = [answer for answer in (known, found) if answer is not None]
     if not options:
         status = "infeasible" if outcome.infeasible else "time limit"
@@ -95,5 +95,9 @@ def _certified(program: JointProgram, answer: Assignment, outcome: Outcome, name
     gap = (objective - bound) / objective if objective else 0.0
     status = "optimal" if gap <= problem.gap + SOLVER_TOLERANCE else "time limit"
     return Joint(
-        answer.picks, answer.stage_of, objective, bound, SolverInfo(name, status, gap, outcome.seconds, method="joint")
+        answer.strategy_index,
+        answer.stage_of,
+        objective,
+        bound,
+        SolverInfo(name, status, gap, outcome.seconds, method="joint"),
     )

@@ -13,11 +13,11 @@ from autopar.solve.result.make_plan import Decision, Setting, step_time
 from autopar.solve.result.reasons import parts, why_slower
 from autopar.solve.space.candidates import (
     Candidate,
-    Floors,
+    LowerBounds,
     Pipeline,
     Point,
-    evaluated,
-    judged,
+    evaluate,
+    evaluate_cuts,
     other_pipelines_of,
     point_of,
     points_of,
@@ -34,7 +34,7 @@ MAX_BALANCES = 2
 
 def alternatives(
     setting: Setting,
-    floors: Floors,
+    floors: LowerBounds,
     by_mesh: Mapping[Mesh, list[Candidate]],
     refused: Mapping[Mesh, str],
     decision: Decision,
@@ -75,7 +75,7 @@ def point_label(point: Point, dp: int) -> str:
 
 
 def neighbours(
-    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+    setting: Setting, floors: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
     """The same mesh and schedule with fewer and more microbatches, and with the other choice of ZeRO-1."""
     chosen = point_of(decision)
@@ -95,7 +95,7 @@ def alike(point: Point, pipeline: Pipeline) -> bool:
 
 
 def other_pipelines(
-    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+    setting: Setting, floors: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
     """The same with the other schedules, of each number of stages a rank the fastest one; fastest first."""
     fastest: dict[int, Candidate] = {}
@@ -107,11 +107,11 @@ def other_pipelines(
 
 
 def looked_up(
-    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
+    setting: Setting, floors: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
 ) -> list[Candidate]:
     """The candidates at some points, evaluated now where they were not before."""
     known = {c.point: c for candidates in by_mesh.values() for c in candidates}
-    found = [known[p] if p in known else evaluated(setting, floors, p, float("inf")) for p in points]
+    found = [known[p] if p in known else evaluate(setting, floors, p, float("inf")) for p in points]
     return [c for c in found if c is not None]
 
 
@@ -123,7 +123,7 @@ def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
     point = point_of(decision)
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
     found = [
-        judged(setting, point, decision.priced, replace(without_limit(problem), balance=balance), limit_bytes)
+        evaluate_cuts(setting, point, decision.priced, replace(without_limit(problem), balance=balance), limit_bytes)
         for balance in BALANCES
         if balance != problem.balance
     ]
@@ -137,10 +137,10 @@ def without_recomputation(setting: Setting, decision: Decision) -> list[Candidat
         return []
     point, cost = point_of(decision), decision.priced.cost
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
-    return [judged(setting, point, decision.priced, replace(problem, cost=cost, recompute="none"), limit_bytes)]
+    return [evaluate_cuts(setting, point, decision.priced, replace(problem, cost=cost, recompute="none"), limit_bytes)]
 
 
-def one_device(setting: Setting, floors: Floors) -> Candidate:
+def one_device(setting: Setting, floors: LowerBounds) -> Candidate:
     """The fastest of a single device, or the one that needs least."""
     alone = Mesh(1)
     pipeline = Pipeline("gpipe" if setting.constraints.schedule == "gpipe" else "1f1b")
@@ -149,6 +149,6 @@ def one_device(setting: Setting, floors: Floors) -> Candidate:
     found: list[Candidate] = []
     for point in points:
         best = min((c.seconds for c in found), default=float("inf"))
-        if (candidate := evaluated(setting, floors, point, best)) is not None:
+        if (candidate := evaluate(setting, floors, point, best)) is not None:
             found.append(candidate)
     return min(found, key=lambda c: (c.seconds, -c.point.microbatches))

@@ -178,7 +178,7 @@ def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> OpRange
 def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int], int]:
     """Bytes per microbatch from stage to stage, sent straight: activations forward, their gradients backward."""
     sent: dict[tuple[int, int], int] = {}
-    for flow in cost.flows:
+    for flow in cost.edges:
         src = stage_of[flow.producer]
         for dst in sorted({stage_of[c] for c in flow.consumers} - {src}):
             sent[src, dst] = sent.get((src, dst), 0) + flow.num_bytes

@@ -14,7 +14,7 @@ NOTABLE = 0.01
 
 
 @dataclass(frozen=True)
-class Spent:
+class StepBreakdown:
     """A step in seconds by what a rank does in it: they sum to it.
 
     ``recompute_seconds`` are forwards run again in a backward, ``bubble_seconds`` waiting for other stages, and
@@ -57,9 +57,9 @@ class Spent:
         }
 
 
-def mean(parts: Sequence[Spent]) -> Spent:
+def mean(parts: Sequence[StepBreakdown]) -> StepBreakdown:
     """What a rank spends on average."""
-    return Spent(*(sum(getattr(p, f.name) for p in parts) / len(parts) for f in fields(Spent)))
+    return StepBreakdown(*(sum(getattr(p, f.name) for p in parts) / len(parts) for f in fields(StepBreakdown)))
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Slowest:
     transfer_share: float
 
 
-def bound_text(spent: Spent, slowest: Slowest, mesh: Mesh, stages: int, microbatches: int) -> str:
+def bound_text(spent: StepBreakdown, slowest: Slowest, mesh: Mesh, stages: int, microbatches: int) -> str:
     """What keeps a step from being shorter, in one sentence; ``spent`` is of the mean rank."""
     where, parts = slowest.where, spent.by_name
     largest = max(parts, key=lambda name: parts[name])
@@ -106,7 +106,7 @@ def memory_said(bound_by: str) -> str:
     return before if then and before.startswith("memory of ") else ""
 
 
-def excess_text(own: Spent, chosen: Spent) -> str:
+def excess_text(own: StepBreakdown, chosen: StepBreakdown) -> str:
     """What a step spends its additional time on, in a few words; nothing where it is not longer."""
     mine, other = own.by_name, chosen.by_name
     excess = {name: mine[name] - other[name] for name in mine}

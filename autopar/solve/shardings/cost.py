@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import Choice, ChoiceGraph, Conversion
+from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph
 
-NOTHING = Conversion(0.0, 0.0)
+NOTHING = ReshardingCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Prices:
+class ObjectiveWeights:
     """What one choice is worth: seconds a microbatch, with ``memory_price`` in seconds per byte.
 
     Over an infinite number of ``microbatches``, what is spent once a step is worth nothing.
@@ -22,32 +22,32 @@ class Prices:
     memory_price: float = 0.0
     in_flight: int = 1
 
-    def of(self, choice: Choice) -> float:
+    def of(self, choice: ShardingStrategy) -> float:
         """seconds + step_seconds / microbatches + memory_price · (weight_bytes + in_flight · saved_bytes)."""
         memory = choice.weight_bytes + self.in_flight * choice.saved_bytes
         return choice.seconds + choice.step_seconds / self.microbatches + self.memory_price * memory
 
-    def of_conversion(self, conversion: Conversion) -> float:
+    def of_conversion(self, conversion: ReshardingCost) -> float:
         """seconds + memory_price · in_flight · saved_bytes."""
         return conversion.seconds + self.memory_price * self.in_flight * conversion.saved_bytes
 
 
 @dataclass(frozen=True)
-class Reading:
+class Consumer:
     """A group that reads a value, and in which layout under each of its choices."""
 
     group: int
-    takes: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]
 
 
 @dataclass(frozen=True)
-class Wire:
+class ValueEdge:
     """A value between groups: who makes it, in which layout under each of its choices, and who reads it."""
 
     value: str
     producer: int
-    gives: tuple[Layout, ...]
-    readings: tuple[Reading, ...]
+    layouts: tuple[Layout, ...]
+    readings: tuple[Consumer, ...]
 
 
 @dataclass(frozen=True)
@@ -59,36 +59,38 @@ class ShardingCost:
     memory_bytes: int
 
 
-def wires(graph: ChoiceGraph) -> tuple[Wire, ...]:
+def wires(graph: StrategyGraph) -> tuple[ValueEdge, ...]:
     """All values that one group makes and others read, in the order in which they are made."""
-    readings: dict[str, list[Reading]] = {}
+    readings: dict[str, list[Consumer]] = {}
     for number, group in enumerate(graph.groups):
         for position, value in enumerate(group.reads):
-            takes = tuple(choice.takes[position] for choice in group.choices)
-            readings.setdefault(value, []).append(Reading(number, takes))
+            takes = tuple(choice.input_layouts[position] for choice in group.strategies)
+            readings.setdefault(value, []).append(Consumer(number, takes))
     return tuple(
-        Wire(value, number, tuple(choice.gives[position] for choice in group.choices), tuple(readings[value]))
+        ValueEdge(
+            value, number, tuple(choice.output_layouts[position] for choice in group.strategies), tuple(readings[value])
+        )
         for number, group in enumerate(graph.groups)
         for position, value in enumerate(group.makes)
         if value in readings
     )
 
 
-def conversion(graph: ChoiceGraph, value: str, made: Layout, read: Layout) -> Conversion:
+def conversion(graph: StrategyGraph, value: str, made: Layout, read: Layout) -> ReshardingCost:
     """What converting a value costs, forward and backward; nothing where it is read as it was made."""
     if made == read:
         return NOTHING
-    assert (value, made, read) in graph.conversions, f"no conversion of {value} from {made} to {read}"
-    return graph.conversions[value, made, read]
+    assert (value, made, read) in graph.resharding, f"no conversion of {value} from {made} to {read}"
+    return graph.resharding[value, made, read]
 
 
-def sharding_cost(graph: ChoiceGraph, picks: Sequence[int], in_flight: int = 1) -> ShardingCost:
+def sharding_cost(graph: StrategyGraph, picks: Sequence[int], in_flight: int = 1) -> ShardingCost:
     """The cost of the given choice of every group, each conversion paid once per value and layout."""
-    chosen = [group.choices[k] for group, k in zip(graph.groups, picks, strict=True)]
-    converted: list[Conversion] = []
+    chosen = [group.strategies[k] for group, k in zip(graph.groups, picks, strict=True)]
+    converted: list[ReshardingCost] = []
     for wire in wires(graph):
-        made = wire.gives[picks[wire.producer]]
-        read = {reading.takes[picks[reading.group]] for reading in wire.readings}
+        made = wire.layouts[picks[wire.producer]]
+        read = {reading.layouts[picks[reading.group]] for reading in wire.readings}
         converted += (conversion(graph, wire.value, made, layout) for layout in read)
     saved = sum(cost.saved_bytes for cost in (*chosen, *converted))
     return ShardingCost(

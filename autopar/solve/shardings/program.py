@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pulp
 
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import ChoiceGraph
-from autopar.solve.shardings.cost import Prices, conversion, wires
-from autopar.solve.shardings.variables import Expr, Picks, choices_by, new_picks, transport
+from autopar.ir.strategies import StrategyGraph
+from autopar.solve.shardings.cost import ObjectiveWeights, conversion, wires
+from autopar.solve.shardings.variables import Expr, StrategyVars, choices_by, linearize_product, new_picks
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ShardingProgram:
     """The program and its decision variables; its objective counts in ``seconds``, so that it is near one."""
 
     lp: pulp.LpProblem
-    picks: Picks
+    strategy_vars: StrategyVars
     seconds: float
 
 
@@ -52,12 +52,12 @@ def layout_pairs(producer: KindLayouts, reader: KindLayouts) -> dict[tuple[Layou
     return found
 
 
-def edges(graph: ChoiceGraph, prices: Prices) -> tuple[Edge, ...]:
+def edges(graph: StrategyGraph, prices: ObjectiveWeights) -> tuple[Edge, ...]:
     """The values of the model, those at the same place of a repeated block collapsed into one."""
     found: dict[tuple[KindLayouts, tuple[KindLayouts, ...]], dict[tuple[Layout, Layout], float]] = {}
     for wire in wires(graph):
-        producer = KindLayouts(graph.groups[wire.producer].kind, wire.gives)
-        readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.takes) for r in wire.readings))
+        producer = KindLayouts(graph.groups[wire.producer].kind, wire.layouts)
+        readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.layouts) for r in wire.readings))
         paid = found.setdefault((producer, readers), {})
         for made, read in {pair: None for reader in readers for pair in layout_pairs(producer, reader)}:
             once = prices.of_conversion(conversion(graph, wire.value, made, read))
@@ -66,25 +66,25 @@ def edges(graph: ChoiceGraph, prices: Prices) -> tuple[Edge, ...]:
     return tuple(Edge(*ends, paid) for ends, paid in found.items())
 
 
-def sharding_program(graph: ChoiceGraph, prices: Prices) -> ShardingProgram:
+def sharding_program(graph: StrategyGraph, prices: ObjectiveWeights) -> ShardingProgram:
     """The program that finds the cheapest choice for every kind."""
     lp = pulp.LpProblem("shardings")
     picks = new_picks(graph, lp)
-    unit = sum(prices.of(group.choices[0]) for group in graph.groups) or 1.0
+    unit = sum(prices.of(group.strategies[0]) for group in graph.groups) or 1.0
     lp.setObjective(choice_costs(picks, prices, unit) + conversion_costs(picks, lp, prices, unit))
     return ShardingProgram(lp, picks, unit)
 
 
-def choice_costs(picks: Picks, prices: Prices, unit: float) -> Expr:
+def choice_costs(picks: StrategyVars, prices: ObjectiveWeights, unit: float) -> Expr:
     """Σ x[kind, k] · Σ over the groups of the kind of (seconds + step seconds / m + price · memory)."""
     costs = dict.fromkeys(picks.x, 0.0)
     for group in picks.graph.groups:
-        for k, choice in enumerate(group.choices):
+        for k, choice in enumerate(group.strategies):
             costs[group.kind, k] += prices.of(choice) / unit
     return pulp.lpSum(cost * picks.x[pair] for pair, cost in costs.items())
 
 
-def conversion_costs(picks: Picks, lp: pulp.LpProblem, prices: Prices, unit: float) -> Expr:
+def conversion_costs(picks: StrategyVars, lp: pulp.LpProblem, prices: ObjectiveWeights, unit: float) -> Expr:
     """Σ prices[A, B] · s[A, B] over all edges, with s[A, B] >= e_j[A, B] for every reader j."""
     total = Expr()
     for number, edge in enumerate(edges(picks.graph, prices)):
@@ -104,7 +104,7 @@ def conversion_costs(picks: Picks, lp: pulp.LpProblem, prices: Prices, unit: flo
 
 
 def occurrence(
-    picks: Picks, lp: pulp.LpProblem, name: str, producer: KindLayouts, reader: KindLayouts
+    picks: StrategyVars, lp: pulp.LpProblem, name: str, producer: KindLayouts, reader: KindLayouts
 ) -> dict[tuple[Layout, Layout], Expr]:
     """e_j[A, B]: 1 where the value is made in layout A and this reader reads it in B.
 
@@ -116,4 +116,4 @@ def occurrence(
         return {pair: picks.among(producer.kind, choices) for pair, choices in layout_pairs(producer, reader).items()}
     made = {a: picks.among(producer.kind, choices) for a, choices in choices_by(producer.layouts).items()}
     read = {b: picks.among(reader.kind, choices) for b, choices in choices_by(reader.layouts).items()}
-    return transport(lp, name, made, read)
+    return linearize_product(lp, name, made, read)

@@ -13,7 +13,7 @@ from autopar.ir.units import BYTES, text
 from autopar.schedule.generate import kept_at_once, max_in_flight, may_overlap
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
-from autopar.solve.cuts.local_search import polished
+from autopar.solve.cuts.local_search import local_search
 from autopar.solve.cuts.merge import Merged, merge
 from autopar.solve.cuts.problem import Axis, CutProblem, Priced
 from autopar.solve.result.make_plan import Decision, Setting, StepTime, step_time
@@ -21,7 +21,7 @@ from autopar.solve.space.constraints import Constraints, boundary_links, microba
 
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
 # 6 of them it is a sixth of 1F1B's.
-MOST_CHUNKS = 6
+MAX_CHUNKS = 6
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def point_of(decision: Decision) -> Point:
 
 
 @dataclass(frozen=True)
-class Floors:
+class LowerBounds:
     """Lower bounds of the step at every point.
 
     ``proven`` collects what pricing has proven of one microbatch, by tp and its samples: it holds for every mesh. What
@@ -111,7 +111,7 @@ class Floors:
         total = self.proven.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
         return pipeline_floor(self.setting, point, total, 0.0)
 
-    def learn(self, point: Point) -> float:
+    def tighten(self, point: Point) -> float:
         """`seconds` once more is proven: the shortest time of one microbatch over all shardings."""
         tp, size = key = point.mesh.tp, size_of(self.setting, point)
         self.proven[key] = self.setting.costs.bound_seconds(tp, size)
@@ -148,7 +148,7 @@ def pipelines_of(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
         return (Pipeline(asked.schedule),)
     if mesh.pp == 1:
         return (Pipeline(),)
-    chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MOST_CHUNKS))
+    chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MAX_CHUNKS))
     single: tuple[ScheduleName, ...] = ("1f1b",) if asked.schedule == "auto" else (asked.schedule,)
     several = INTERLEAVED if asked.schedule == "auto" else single
     return tuple(Pipeline(schedule, n) for n in chunks for schedule in (single if n == 1 else several))
@@ -197,7 +197,7 @@ def shardings_of(setting: Setting, point: Point) -> Iterator[Priced]:
     yield from later
 
 
-def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
+def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProblem:
     """The cut problem of a point. A single device is compared without the pins."""
     asked, mesh, microbatches = setting.constraints, point.mesh, point.microbatches
     schedule, chunks = point.pipeline.schedule, point.pipeline.chunks
@@ -225,7 +225,7 @@ def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
         recompute=asked.recompute,
         schedule=schedule,
         chunks=chunks,
-        moments=moments,
+        in_flight_profiles=moments,
         peers=peers(setting, mesh),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
@@ -256,24 +256,24 @@ def input_bytes(setting: Setting, mesh: Mesh) -> int:
     if hardware.device_type != "cuda":
         return 0
     share = setting.constraints.batch / mesh.dp / graph.batch
-    times = 2 if hardware.way.captured else 1
+    times = 2 if hardware.execution_mode.captured else 1
     return times * round(share * sum(value.num_bytes for value in graph.inputs))
 
 
-def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: float) -> Candidate | None:
+def evaluate(setting: Setting, floors: LowerBounds, point: Point, ceiling_seconds: float) -> Candidate | None:
     """The point with the fastest sharding that fits; None where its step is proven to reach the ceiling.
 
     Where no sharding fits, the smallest one, with what it needs. One that fits only with recomputation is compared with
     the smaller ones.
     """
     best: Candidate | None = None
-    if floors.learn(point) >= ceiling_seconds:
+    if floors.tighten(point) >= ceiling_seconds:
         return None
     for priced in shardings_of(setting, point):
         known = best.seconds if best is not None else float("inf")
         if step_floor(setting, point, priced) >= min(ceiling_seconds, known):
             return best if known < float("inf") else None
-        found = cut(setting, point, priced)
+        found = cut_and_evaluate(setting, point, priced)
         if best is None or found.seconds <= best.seconds:
             best = found
         if found.step is not None and not (found.problem.may_recompute and found.recomputes):
@@ -281,13 +281,13 @@ def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: f
     return best
 
 
-def cut(setting: Setting, point: Point, priced: Priced) -> Candidate:
+def cut_and_evaluate(setting: Setting, point: Point, priced: Priced) -> Candidate:
     """The point under one sharding, with its best contiguous cuts or why there are none."""
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
-    return judged(setting, point, priced, posed(setting, point, priced), limit_bytes)
+    return evaluate_cuts(setting, point, priced, make_cut_problem(setting, point, priced), limit_bytes)
 
 
-def judged(
+def evaluate_cuts(
     setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
 ) -> Candidate:
     """The same for a problem that may look at another limit when it cuts than what its cuts must stay within."""
@@ -302,7 +302,7 @@ def judged(
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return Candidate(point, problem, priced, None, None, note)
     if problem.stages > 1:
-        units = polished(setting, replace(merged.problem, capacity_bytes=limit), units)
+        units = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
     stage_of = merged.expand(units)
     return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))
 
@@ -329,7 +329,7 @@ def even_share_bytes(problem: CutProblem) -> int:
     weights = sum(map(problem.standing_bytes, problem.cost.weights))
     held = min(problem.in_flight)
     if problem.chunks > 1:
-        held = min(max(min(moment) for moment in moments) for moments in problem.moments)
+        held = min(max(min(moment) for moment in moments) for moments in problem.in_flight_profiles)
     return (weights + held * saved) // problem.pp
 
 
