@@ -55,15 +55,15 @@ class Refined:
     gap: float
 
 
-# What the joint model makes of a decision, where it has an answer.
+# The joint model's answer to a decision, if it has one.
 Refine = Callable[[Decision], Refined | None]
-# Is told everything that was evaluated, and the decision.
+# Called with all candidates that were evaluated, and the decision.
 Listen = Callable[[Sequence[Candidate], Decision], None]
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What was evaluated of every mesh, and the meshes that turned out to be none, with the reason."""
+    """Candidates evaluated on every mesh, and the meshes that were refused, with the reason."""
 
     by_mesh: Mapping[Mesh, list[Candidate]]
     refused: Mapping[Mesh, str]
@@ -103,7 +103,7 @@ def search(
     Args:
         costs: prices of one rank under any tp, dp and microbatch.
         graph: the training graph that the costs are of.
-        listen: is told of all candidates that were evaluated, and of the decision.
+        listen: called with all candidates that were evaluated, and the decision.
         slack: evaluate those too whose bound is above the best step by less than this share.
     Raises:
         UsageError: pins that name nothing or contradict each other or the model; mesh sizes that contradict the
@@ -212,12 +212,12 @@ def fits_at_all(setting: Setting, floors: LowerBounds, mesh: Mesh) -> bool:
 
 
 def least_memory_point(setting: Setting, mesh: Mesh) -> Point:
-    """What needs least memory of a mesh: most microbatches, ZeRO-1, and fewest stages a rank."""
+    """Point of a mesh that needs least memory: most microbatches, ZeRO-1, and fewest stages a rank."""
     return max(points_of(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero1))
 
 
 def nothing_to_split(setting: Setting, floors: LowerBounds, mesh: Mesh) -> str:
-    """Why tensor parallelism over that many ranks is pointless, or nothing.
+    """Reason why tensor parallelism over that many ranks is pointless, or an empty string.
 
     Raises:
         UsageError: it is, and was asked for; says what limits it and which sizes are not.
@@ -332,7 +332,7 @@ def solve_final(floors: LowerBounds, chosen: Candidate) -> tuple[Decision, Solve
 
 
 def even_share(floors: LowerBounds, chosen: Candidate) -> SolverInfo:
-    """What is certain of a step with several stages a rank: without any bubble, with compute and update in even shares,
+    """Proven bound of a step with several stages a rank: without any bubble, with compute and update in even shares,
     it takes as long on every rank; and one microbatch passes all stages.
 
     The gap is therefore at least the bubble. How much of that no cuts avoid is not known: shorter stages at both ends
@@ -351,7 +351,7 @@ def even_share(floors: LowerBounds, chosen: Candidate) -> SolverInfo:
 
 
 def certified(floors: LowerBounds, decision: Decision, cuts: Cuts) -> SolverInfo:
-    """What was proven: of the cuts alone, or with shardings against every sharding over as many ranks.
+    """Certificate: of the cuts alone or, with shardings, against every sharding over as many ranks.
 
     A step of any sharding takes at least (m − 1) · W/S + W, with its microbatch's lower bound W on S stages, and then
     the slowest update: at least an even share of all weights' with every weight split over all ranks.
@@ -383,7 +383,7 @@ def simulated(
 
 
 def refined(setting: Setting, decision: Decision, solver: SolverInfo, found: Refined) -> tuple[Decision, SolverInfo]:
-    """What was found together where that fits and its step is shorter; the decision otherwise. With what is proven."""
+    """The joint solution if it fits and its step is shorter, otherwise the decision; with its certificate."""
     problem = replace(decision.problem, cost=found.priced.cost)
     other = replace(decision, problem=problem, priced=found.priced, stage_of=found.stage_of)
     other, proven = simulated(setting, other, found.solver, decision.stage_of)

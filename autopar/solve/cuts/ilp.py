@@ -122,11 +122,11 @@ def crossings(program: Program) -> list[list[tuple[TensorEdge, Expr]]]:
 
 
 def transfer_times(program: Program, crossing: Sequence[Sequence[tuple[TensorEdge, Expr]]]) -> list[Expr]:
-    """Time of both transfers over each boundary; zero behind the last stage.
+    """Time of both transfers over each boundary; zero after the last stage.
 
     Σ_f x[f, s] · bytes/β + α · a[s] forward, the same over flows with a gradient backward; a[s] >= x[f, s], and
-    a[s] = 1 where the flows connect all groups: then two stages that are not empty cannot be without a flow between
-    them. That the solver does not see by itself (ViT-like chain, 8 stages, 1 microbatch: 7.7 s without, 2.3 s with).
+    a[s] = 1 where the flows connect all groups: then two non-empty stages always have a flow between them. The solver
+    does not see that by itself (ViT-like chain, 8 stages, 1 microbatch: 7.7 s without, 2.3 s with).
     """
     sent = [flow for flow in program.problem.cost.edges if flow.num_bytes]
     certain = {"F": _connect(program, sent), "B": _connect(program, [flow for flow in sent if flow.requires_grad])}
@@ -170,7 +170,7 @@ def held(program: Program, prefix: str, holdings: Iterable[ResidentTensor]) -> l
 
 @dataclass(frozen=True)
 class RecomputeVars:
-    """Of one stage r, 1 where it recomputes, and u[v] = r · w[v] of every group that can be on it."""
+    """Recompute variables of one stage: r is 1 if it recomputes, u[v] = r · w[v] for each group v that may be on it."""
 
     stage: Expr
     groups: Mapping[int, Expr]
@@ -367,7 +367,7 @@ def add_time_objective(
 ) -> None:
     """Minimise A · T + B · Σ t_s + C · Σ x_s + D · O with T >= t_s and O >= Σ_k h[k, s] · update_k of every stage.
 
-    t_s = Σ_v w[v, s]·load_v + Σ_v u[v, s]·forward_v + transfers behind s where the balance is time; coefficients:
+    t_s = Σ_v w[v, s]·load_v + Σ_v u[v, s]·forward_v + transfers after s where the balance is time; coefficients:
     `objective_of`; a weight's update is its optimizer and the reduction of its gradient.
     """
     o = objective_of(program.problem)

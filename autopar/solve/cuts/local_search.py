@@ -1,4 +1,4 @@
-"""Cuts improved by what the simulated step says."""
+"""Local search: moves cuts while the simulated step gets shorter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.solve.result.make_plan import Decision, Setting, step_time, step_ti
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
-# By how many groups a cut is moved at once: across a block, half of one, or one operation.
+# Numbers of groups by which a cut moves: across a block, half of one, or one operation.
 STRIDES = (8, 4, 2, 1)
 # The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
 MAX_TRIALS, MAX_ACTIONS = 250, 200_000
@@ -86,7 +86,7 @@ def neighbours(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -> float:
-    """Of the simulated step; infinite where a stage is empty, a pin is not kept, or a rank is too full."""
+    """Seconds of the simulated step; infinite if a stage is empty, a pin violated, or a rank too full."""
     edges = (0, *cuts, problem.cost.loss)  # what follows the loss is on the last stage
     if any(low >= high for low, high in pairwise(edges)):
         return float("inf")
@@ -100,7 +100,7 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -
 
 
 def cuts_of(units: Sequence[int]) -> tuple[int, ...]:
-    """Where the stages after the first begin."""
+    """First unit of each stage after the first."""
     return tuple(i for i in range(1, len(units)) if units[i] != units[i - 1])
 
 

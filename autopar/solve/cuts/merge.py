@@ -1,4 +1,4 @@
-"""Groups that must share a stage become one, so that nothing behind this module knows about `together`."""
+"""Merges groups that must share a stage, so that later modules need not know about `CostGraph.colocated`."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Merged:
 
 
 def merge(problem: CutProblem) -> Merged:
-    """The same problem where each set of groups that must share a stage is one group.
+    """The problem with each set of colocated groups merged into one.
 
-    What lies between two members has to join them, or the stages would wait for each other: the units are the strongly
-    connected components of the flows with the sets of `together` as cycles.
+    Groups on a path between two members have to join them, or stages would wait for each other. Units are the strongly
+    connected components of the edges, with each set of `colocated` added as a cycle.
 
     Raises:
         UsageError: two groups of one unit are pinned to different stages.

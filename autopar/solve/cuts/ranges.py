@@ -1,4 +1,4 @@
-"""The stages that each group can be on in any solution worth finding: what lets the integer program stay small."""
+"""Range of stages of each group in any solution worth finding; it keeps the integer program small."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cuts and shardings as one question, and what a given answer costs."""
+"""Cuts and shardings as one problem, and the cost of a given assignment."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from autopar.solve.shardings.cost import conversion, wires
 
 @dataclass(frozen=True)
 class JointProblem:
-    """Which choice every group of ``graph`` runs and on which stage, on ``ranks`` tensor-parallel ranks a stage.
+    """Assignment problem: strategy and stage of every group, on ``ranks`` tensor-parallel ranks a stage.
 
-    ``boundary``, ``in_flight``, ``pins``, ``gap`` as in `CutProblem`. ``together`` lists groups that must share
+    ``boundary``, ``in_flight``, ``pins``, ``gap`` as in `CutProblem`. ``colocated`` lists groups that must share
     a stage. With ``share_kinds`` groups of one kind run the same choice, otherwise each group has its own.
     """
 
@@ -60,7 +60,7 @@ def local_bytes(num_bytes: int, layout: Layout, ranks: int) -> int:
 
 
 def stage_loads(problem: JointProblem, answer: Assignment) -> tuple[StageLoad, ...]:
-    """What every stage spends and holds.
+    """Time and memory of every stage.
 
     A tensor is sent as it was made and converted where it is read, once for all readers of a stage; its gradient takes
     the same way back.

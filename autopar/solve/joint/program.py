@@ -150,7 +150,7 @@ def reading_of(
 
 
 def wide_transfers(program: JointProgram) -> list[Expr]:
-    """Time over each boundary, both ways, of what is sent in a larger layout than its smallest; zero behind the last.
+    """Time over each boundary, both ways, of what is sent in a larger layout than its smallest; zero after the last.
 
     r[f, b, s] >= Σ_{k: local bytes >= b, s' <= s} w[producer, k, s'] − y[consumer, s]: 1 where a value is made in a
     layout of b bytes or more and crosses boundary s. Each size pays what it has more than the next smaller one.
@@ -179,7 +179,7 @@ def wide_transfers(program: JointProgram) -> list[Expr]:
 def add_step_time(program: JointProgram, converted: Sequence[Converted]) -> None:
     """Minimise (m − 1)·T + Σ t[s] + O with T >= t[s] and O >= Σ w[v, k, s] · step seconds.
 
-    t[s] = Σ w[v, k, s] · seconds + conversions on s + transfers behind s.
+    t[s] = Σ w[v, k, s] · seconds + conversions on s + transfers after s.
     """
     cuts = program.cuts
     narrow = transfer_times(cuts, crossings(cuts))

@@ -77,7 +77,7 @@ def point_label(point: Point, dp: int) -> str:
 def neighbours(
     setting: Setting, floors: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """The same mesh and schedule with fewer and more microbatches, and with the other choice of ZeRO-1."""
+    """Alternatives on the same mesh and schedule: fewer and more microbatches, and the other choice of ZeRO-1."""
     chosen = point_of(decision)
     microbatches = chosen.microbatches
     points = [p for p in points_of(setting, chosen.mesh) if alike(p, chosen.pipeline)]
@@ -97,7 +97,7 @@ def alike(point: Point, pipeline: Pipeline) -> bool:
 def other_pipelines(
     setting: Setting, floors: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """The same with the other schedules, of each number of stages a rank the fastest one; fastest first."""
+    """Alternatives with other schedules: the fastest for each number of stages a rank; fastest first."""
     fastest: dict[int, Candidate] = {}
     for candidate in looked_up(setting, floors, by_mesh, other_pipelines_of(setting, point_of(decision))):
         known = fastest.setdefault(candidate.problem.chunks, candidate)
@@ -131,7 +131,7 @@ def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
 
 
 def without_recomputation(setting: Setting, decision: Decision) -> list[Candidate]:
-    """The same without recomputation, where the decision has any; what fits so is faster and would have been chosen."""
+    """Alternative without recomputation, if the decision has any; had it fitted, it would have been chosen."""
     problem = decision.problem
     if not any(c.recomputed for c in stage_costs(problem, decision.stage_of)):
         return []

@@ -29,7 +29,7 @@ from autopar.solve.space.constraints import Constraints, hop_link
 
 @dataclass(frozen=True)
 class Setting:
-    """What all candidates of one search share."""
+    """Inputs that all candidates of one search share."""
 
     graph: Graph
     hardware: Hardware
@@ -203,7 +203,7 @@ def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) ->
 def step_time_of(
     setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]
 ) -> StepTime:
-    """The same from the stages' costs."""
+    """As `step_time`, from the stages' costs."""
     sent = messages(problem.cost, stage_of)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]

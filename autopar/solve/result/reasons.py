@@ -1,4 +1,4 @@
-"""Where a step's time goes, and so why a plan is as fast as it is and others are slower."""
+"""Attributes a step's time: what bounds a plan, and why alternatives are slower."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autopar.solve.space.candidates import Candidate, evaluate_cuts, point_of, w
 
 
 def parts(decision: Decision, step: StepTime, batch: int) -> StepBreakdown:
-    """What the mean rank spends the step on; waiting for transfers is part of the bubble."""
+    """Breakdown of the step on the mean rank; waiting for transfers is part of the bubble."""
     problem = decision.problem
     idle = step.bubble_fraction * step.pipeline_seconds
     microbatches = batch / problem.dp / problem.cost.batch
@@ -27,14 +27,14 @@ def parts(decision: Decision, step: StepTime, batch: int) -> StepBreakdown:
 
 
 def why_slower(candidate: Candidate, chosen: StepBreakdown, batch: int) -> str:
-    """What a candidate spends its additional time on, in a few words."""
+    """Where a candidate spends its additional time, in a few words."""
     if candidate.step is None:
         return candidate.note
     return excess_text(parts(candidate.decision, candidate.step, batch), chosen)
 
 
 def bound_by(setting: Setting, decision: Decision) -> str:
-    """What keeps the step from being shorter, in one sentence."""
+    """Sentence that names what bounds the step."""
     problem, stage_of = decision.problem, decision.stage_of
     step = step_time(setting, problem, stage_of)
     spent = parts(decision, step, setting.constraints.batch)

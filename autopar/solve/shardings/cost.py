@@ -1,4 +1,4 @@
-"""What a given choice for every group costs, and the tensors that flow between the groups."""
+"""Cost of a given strategy for every group, and the value edges between groups."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ NOTHING = ReshardingCost(0.0, 0.0)
 
 @dataclass(frozen=True)
 class ObjectiveWeights:
-    """What one choice is worth: seconds a microbatch, with ``memory_price`` in seconds per byte.
+    """Weights of the objective: seconds per microbatch, with ``memory_price`` in seconds per byte.
 
-    Over an infinite number of ``microbatches``, what is spent once a step is worth nothing.
+    With infinitely many ``microbatches``, time that is spent once a step has no weight.
     """
 
     microbatches: float
@@ -34,7 +34,7 @@ class ObjectiveWeights:
 
 @dataclass(frozen=True)
 class Consumer:
-    """A group that reads a value, and in which layout under each of its choices."""
+    """A group that reads a value, and its layout under each of the group's strategies."""
 
     group: int
     layouts: tuple[Layout, ...]
@@ -42,7 +42,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class ValueEdge:
-    """A value between groups: who makes it, in which layout under each of its choices, and who reads it."""
+    """A value between groups: its producer, its layout under each of the producer's strategies, and its consumers."""
 
     value: str
     producer: int
@@ -60,7 +60,7 @@ class ShardingCost:
 
 
 def wires(graph: StrategyGraph) -> tuple[ValueEdge, ...]:
-    """All values that one group makes and others read, in the order in which they are made."""
+    """Values that one group produces and others read, in the order of their production."""
     readings: dict[str, list[Consumer]] = {}
     for number, group in enumerate(graph.groups):
         for position, value in enumerate(group.reads):
@@ -77,7 +77,7 @@ def wires(graph: StrategyGraph) -> tuple[ValueEdge, ...]:
 
 
 def conversion(graph: StrategyGraph, value: str, made: Layout, read: Layout) -> ReshardingCost:
-    """What converting a value costs, forward and backward; nothing where it is read as it was made."""
+    """Cost of resharding a value, forward and backward; zero if it is read in the layout of its producer."""
     if made == read:
         return NOTHING
     assert (value, made, read) in graph.resharding, f"no conversion of {value} from {made} to {read}"
@@ -85,7 +85,7 @@ def conversion(graph: StrategyGraph, value: str, made: Layout, read: Layout) -> 
 
 
 def sharding_cost(graph: StrategyGraph, picks: Sequence[int], in_flight: int = 1) -> ShardingCost:
-    """The cost of the given choice of every group, each conversion paid once per value and layout."""
+    """Cost of the given strategy of every group; each resharding is paid once per value and layout."""
     chosen = [group.strategies[k] for group, k in zip(graph.groups, picks, strict=True)]
     converted: list[ReshardingCost] = []
     for wire in wires(graph):

@@ -1,4 +1,4 @@
-"""How to shard every operation: the choice of every group, with a proven bound."""
+"""Chooses the sharding strategy of every group, with a proven bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PRICES = (0.0625, 0.25, 1.0, 4.0, 16.0, 1000.0)
 
 @dataclass(frozen=True)
 class Shardings:
-    """The choice of every group.
+    """Strategy of every group.
 
     ``seconds`` are compute and conversions of one microbatch, ``step_seconds`` are spent once a step, and
     ``memory_bytes`` is what the whole model holds on one rank of every stage together. ``objective_seconds`` is
@@ -44,7 +44,7 @@ class Shardings:
 
 @dataclass(frozen=True)
 class Effort:
-    """Which solver, and when it may stop."""
+    """Solver and its limits."""
 
     solver: SolverName
     time_limit_seconds: float = 10.0
@@ -53,7 +53,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Found:
-    """The best picks, their objective, its proven lower bound, and the solver's wall time."""
+    """Best strategies, their objective, its proven lower bound, and the solver's wall time."""
 
     strategy_index: tuple[int, ...]
     objective_seconds: float
@@ -70,18 +70,18 @@ def solve_shardings(
     time_limit_seconds: float = 10.0,
     gap: float = 1e-4,
 ) -> Shardings:
-    """The choice of every group that is fastest, or cheapest where memory has a price.
+    """Fastest strategy of every group, or cheapest if memory has a price.
 
     Variables, for a kind of groups and its choice k, an edge (all values that one kind makes and the same kinds read,
     in the same layouts) and its reader j, layouts A and B that some choice makes and reads: x[kind, k] binary;
     continuous e_j[A, B] (made in A, read by j in B) and s[A, B] (converted from A to B for any reader).
 
     =====================================================  =======================================================
-    Σ_k x[kind, k] = 1                                     `new_picks`
+    Σ_k x[kind, k] = 1                                     `new_strategy_vars`
     Σ_{k: stores_g = L} x[g, k] = Σ_{k: stores_h = L}      `add_agreement`, every weight, every pair of its readers g
     x[h, k]                                                and h, every layout L
-    Σ_B e_j[A, B] = Σ_{k: gives = A} x[producer, k]        `occurrence` by `transport`; where producer and reader are
-    Σ_A e_j[A, B] = Σ_{k: takes = B} x[reader, k]          one kind, e_j[A, B] = Σ_{k: gives = A, takes = B} x[k]
+    Σ_B e_j[A, B] = Σ_{k: gives = A} x[producer, k]        `occurrence` by `linearize_product`; where both are
+    Σ_A e_j[A, B] = Σ_{k: takes = B} x[reader, k]          one kind: e_j[A, B] = Σ_{k: gives = A, takes = B} x[k]
     s[A, B] >= e_j[A, B]                                   `conversion_costs`
     minimise Σ x · (seconds + step seconds / m             `choice_costs`, summed over the groups of a kind
     + price · (weight bytes + in flight · saved bytes))
@@ -94,7 +94,7 @@ def solve_shardings(
 
     Args:
         memory_price: seconds per byte.
-        in_flight: microbatches whose activations are held at once.
+        in_flight: microbatches whose activations are held simultaneously.
         solver: "HiGHS" or "CBC"; by default the first that is installed.
     """
     effort = Effort(solver or default_solver(), time_limit_seconds, gap)
@@ -177,7 +177,7 @@ def _priced(
 
 
 def _search(graph: StrategyGraph, prices: ObjectiveWeights, effort: Effort) -> Found:
-    """What the solver finds, or everything replicated where that is no worse."""
+    """The solver's solution, or everything replicated if that is no worse."""
     program = sharding_program(graph, prices)
     outcome = run(program.lp, effort.solver, effort.gap, effort.time_limit_seconds)
     options = [(0,) * len(graph.groups)] + [program.strategy_vars.found()] * outcome.found

@@ -1,4 +1,4 @@
-"""Which choice each kind of group runs: its binaries, and the constraints that any sharding obeys."""
+"""Binary variables of the strategies, and the constraints that any sharding obeys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One way to use the devices: what it takes at least, its cuts, its step; or that it does not fit."""
+"""Points of the search space: their lower bounds, their cuts, and their simulated step."""
 
 from __future__ import annotations
 
@@ -37,8 +37,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Point:
-    """What is enumerated: a mesh, microbatches per replica, whether replicas share the optimizer's state, and a
-    schedule."""
+    """Point of the search space: mesh, microbatches per replica, ZeRO-1, and schedule."""
 
     mesh: Mesh
     microbatches: int
@@ -69,12 +68,12 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of the step; infinite where it does not fit."""
+        """Seconds of the step; infinite if the point does not fit."""
         return self.step.seconds if self.step is not None else float("inf")
 
     @property
     def recomputes(self) -> bool:
-        """Whether any stage does."""
+        """Whether any stage recomputes."""
         return self.stage_of is not None and any(c.recomputed for c in stage_costs(self.problem, self.stage_of))
 
     @property
@@ -84,7 +83,7 @@ class Candidate:
 
 
 def point_of(decision: Decision) -> Point:
-    """Where a decision was found."""
+    """Point at which a decision was found."""
     problem = decision.problem
     return Point(problem.mesh, problem.microbatches, decision.zero1, Pipeline(problem.schedule, problem.chunks))
 
@@ -93,8 +92,8 @@ def point_of(decision: Decision) -> Point:
 class LowerBounds:
     """Lower bounds of the step at every point.
 
-    ``proven`` collects what pricing has proven of one microbatch, by tp and its samples: it holds for every mesh. What
-    may be slower than the best step by the share ``slack`` is still of interest.
+    ``proven`` collects proven bounds of one microbatch, by tp and samples; they hold for every mesh. Points slower than
+    the best step by at most the share ``slack`` are still evaluated.
     """
 
     setting: Setting
@@ -102,17 +101,17 @@ class LowerBounds:
     slack: float = 0.0
 
     def limit(self, best_seconds: float) -> float:
-        """Steps that are known to take as long need no look."""
+        """Seconds from which a point need not be evaluated."""
         return (1 + self.slack) * best_seconds
 
     def seconds(self, point: Point) -> float:
-        """No plan of the point has a shorter step, as far as is known without pricing it."""
+        """Lower bound of the point's step that is known without pricing it."""
         tp, size = point.mesh.tp, size_of(self.setting, point)
         total = self.proven.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
         return pipeline_floor(self.setting, point, total, 0.0)
 
     def tighten(self, point: Point) -> float:
-        """`seconds` once more is proven: the shortest time of one microbatch over all shardings."""
+        """As `seconds`, after proving the shortest time of one microbatch over all shardings."""
         tp, size = key = point.mesh.tp, size_of(self.setting, point)
         self.proven[key] = self.setting.costs.bound_seconds(tp, size)
         return self.seconds(point)
@@ -137,7 +136,7 @@ def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
 
 
 def other_pipelines_of(setting: Setting, point: Point) -> list[Point]:
-    """The same mesh, microbatches and ZeRO-1 under every other schedule."""
+    """Points with the same mesh, microbatches and ZeRO-1 under every other schedule."""
     points = points_of(setting, point.mesh)
     return [p for p in points if p != point and replace(p, pipeline=point.pipeline) == point]
 
@@ -183,8 +182,7 @@ def price_of(setting: Setting, point: Point, memory_level: int) -> Priced | None
 
 
 def shardings_of(setting: Setting, point: Point) -> Iterator[Priced]:
-    """The point's shardings, fastest first, from the first that splits anything: a mesh with tensor parallelism is
-    there to use it. One that splits nothing is only there where no other is."""
+    """Shardings of the point, fastest first. With tp > 1 the first is one that splits something, if there is any."""
     fastest = price_of(setting, point, 0)
     assert fastest is not None, f"{point} has no price"
     levels = count(1)
@@ -247,10 +245,11 @@ def peers(setting: Setting, mesh: Mesh) -> frozenset[Axis]:
 
 
 def input_bytes(setting: Setting, mesh: Mesh) -> int:
-    """What a replica's part of a step's inputs takes on a GPU: as it was given, and once more where a captured step
-    reads it. On CPU they stay where the caller has them.
+    """Bytes of a replica's inputs of a step on a GPU: the copy of the caller's tensors, and that of a captured step.
 
-    Error: all are taken to be read by the first stage, and targets to be small.
+    On CPU the caller's tensors are read in place.
+
+    Error: all inputs count for the first stage, and targets are neglected.
     """
     graph, hardware = setting.graph, setting.hardware
     if hardware.device_type != "cuda":
@@ -290,7 +289,7 @@ def cut_and_evaluate(setting: Setting, point: Point, priced: Priced) -> Candidat
 def evaluate_cuts(
     setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
 ) -> Candidate:
-    """The same for a problem that may look at another limit when it cuts than what its cuts must stay within."""
+    """As `cut_and_evaluate`, for a problem whose own capacity may differ from ``limit_bytes``."""
     merged = merge(problem)
     limit = None if limit_bytes == float("inf") else int(limit_bytes)
     if (share := even_share_bytes(problem)) > limit_bytes:
@@ -308,12 +307,12 @@ def evaluate_cuts(
 
 
 def does_not_fit(num_bytes: int) -> str:
-    """Why a candidate is out, where the fullest rank needs that much."""
+    """Note for a candidate whose fullest rank needs that many bytes."""
     return f"does not fit: {text(num_bytes, BYTES)}"
 
 
 def no_cuts_note(merged: Merged) -> str:
-    """Why a candidate has no cuts at all."""
+    """Note for a candidate without any cuts."""
     pieces = merged.problem.cost.loss
     if merged.problem.stages > pieces:
         return f"can be cut into {pieces} pieces at most"
@@ -321,7 +320,7 @@ def no_cuts_note(merged: Merged) -> str:
 
 
 def even_share_bytes(problem: CutProblem) -> int:
-    """What the fullest rank needs at least: an even share of the weights and of what is held of all stages at once."""
+    """Lower bound of the fullest rank's bytes: an even share of weights and of simultaneous activations."""
     if problem.may_recompute:
         saved = sum(min(g.saved_bytes, g.kept_bytes) for g in problem.cost.groups)
     else:
@@ -339,5 +338,5 @@ def fullest_rank_bytes(merged: Merged, units: tuple[int, ...]) -> int:
 
 
 def without_limit(problem: CutProblem) -> CutProblem:
-    """The same problem on devices of any size."""
+    """The problem without a memory limit."""
     return replace(problem, capacity_bytes=None)
