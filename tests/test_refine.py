@@ -23,7 +23,7 @@ from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.joint.problem import JointProblem
 from autopar.solve.search import search
-from autopar.solve.shardings.cost import conversion, wires
+from autopar.solve.shardings.cost import resharding_cost, value_edges
 from autopar.solve.shardings.solve import solve_shardings
 from autopar.solve.space.constraints import Constraints, boundary_links
 from tests.choice_graphs import RANKS, choice_graphs, vit_choices
@@ -61,13 +61,13 @@ class ChoicePrices:
         groups, value_bytes = self.choice_graph.groups, self.choice_graph.value_bytes
         chosen = [group.strategies[k] for group, k in zip(groups, picks)]
         seconds, flows = [c.seconds for c in chosen], []
-        for wire in wires(self.choice_graph):
+        for wire in value_edges(self.choice_graph):
             made = wire.layouts[picks[wire.producer]]
-            first = {r.layouts[picks[r.group]]: r.group for r in reversed(wire.readings)}
+            first = {r.layouts[picks[r.group]]: r.group for r in reversed(wire.consumers)}
             for layout, reader in first.items():
-                seconds[reader] += conversion(self.choice_graph, wire.value, made, layout).seconds
+                seconds[reader] += resharding_cost(self.choice_graph, wire.value, made, layout).seconds
             num_bytes = value_bytes[wire.value] // RANKS ** len(made.splits)
-            flows.append(TensorEdge(wire.value, wire.producer, tuple(r.group for r in wire.readings), num_bytes, True))
+            flows.append(TensorEdge(wire.value, wire.producer, tuple(r.group for r in wire.consumers), num_bytes, True))
         names = [(group.name,) if number < len(groups) - 1 else () for number, group in enumerate(groups)]
         cost = CostGraph(
             "net",
@@ -147,7 +147,7 @@ def test_the_plan_is_the_best_over_choices_and_cuts(asked: tuple[Constraints, Jo
     """With one microbatch the formula is the simulated step, but where messages overlap and cuts were moved therefore;
     each value has one reader, so that prices are exact."""
     constraints, problem = asked
-    assume(all(len(wire.readings) == 1 for wire in wires(problem.graph)))
+    assume(all(len(wire.consumers) == 1 for wire in value_edges(problem.graph)))
     best = brute_force(problem)
     assume(best is not None)
     plan, graph = planned(problem.graph, constraints)

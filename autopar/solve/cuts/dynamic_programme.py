@@ -29,7 +29,7 @@ class StageTimes:
 
 
 def interval_sums(
-    size: int, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None
+    size: int, amounts: Iterable[tuple[float, Sequence[int]]], before: Sequence[int] | None = None
 ) -> Matrix:
     """Element [i, j]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once.
 
@@ -37,8 +37,8 @@ def interval_sums(
         behind: for each amount, a group that must lie before i; it lies before the amount's own groups.
     """
     corners = np.zeros((size + 2, size + 2))
-    for number, (amount, groups) in enumerate(holdings):
-        previous = -1 if behind is None else behind[number]
+    for number, (amount, groups) in enumerate(amounts):
+        previous = -1 if before is None else before[number]
         for group in sorted(groups):
             # Counted by the first of its groups in the interval: previous < i <= group < j.
             corners[previous + 1, group + 1] += amount
@@ -63,8 +63,8 @@ class Intervals:
     def size(self) -> int:
         return len(self.problem.cost.groups)
 
-    def sums(self, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None) -> Matrix:
-        return np.ascontiguousarray(interval_sums(self.size, holdings, behind).T)
+    def sums(self, amounts: Iterable[tuple[float, Sequence[int]]], before: Sequence[int] | None = None) -> Matrix:
+        return np.ascontiguousarray(interval_sums(self.size, amounts, before).T)
 
     @cached_property
     def crossing(self) -> tuple[Matrix, Matrix]:
@@ -198,7 +198,7 @@ class FeasibleIntervals:
         return float(times.stage_seconds[j, i]), float(times.added_seconds[j, i])
 
 
-def fitting(problem: CutProblem) -> FeasibleIntervals:
+def feasible_intervals(problem: CutProblem) -> FeasibleIntervals:
     """Intervals that fit on each stage. Stages of one rank share its capacity by their microbatches in flight."""
     capacity = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
     limit = [capacity * problem.capacity_share(s) for s in range(problem.stages)]
@@ -231,7 +231,7 @@ def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
 
 def _cheapest(problem: CutProblem) -> tuple[int, ...] | None:
     """The cheapest contiguous cuts of which every stage fits by itself."""
-    found = fitting(problem)
+    found = feasible_intervals(problem)
 
     def seconds(s: int) -> Matrix:
         return np.where(found.fits[s], found.times(s).stage_seconds, np.inf)

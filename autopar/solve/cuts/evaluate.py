@@ -112,7 +112,7 @@ def one_way_seconds(num_bytes: int, link: Link) -> float:
     return link.seconds(num_bytes) if num_bytes else 0.0
 
 
-def holders(holding: ResidentTensor, stage_of: Sequence[int]) -> set[int]:
+def stages_holding(holding: ResidentTensor, stage_of: Sequence[int]) -> set[int]:
     """Stages that hold a resident tensor."""
     return {stage_of[g] for g in holding.groups}
 
@@ -163,7 +163,7 @@ def rank_at_peak(problem: CutProblem, costs: Sequence[StageCost], position: int)
     if problem.chunks == 1:
         return RankCost(tuple(own))
     held = [c.held_bytes for c in own]
-    fullest = max(problem.in_flight_profiles[position], key=lambda moment: sum(n * h for n, h in zip(moment, held)))
+    fullest = max(problem.in_flight_profiles[position], key=lambda profile: sum(n * h for n, h in zip(profile, held)))
     widest = max(range(len(own)), key=lambda i: own[i].transient_bytes)
     transient = [c.transient_bytes if i == widest else 0 for i, c in enumerate(own)]
     return RankCost(
@@ -194,13 +194,13 @@ def stage_costs_unlimited(problem: CutProblem, stage_of: Sequence[int]) -> tuple
     held: list[list[ResidentTensor]] = [[] for _ in stages]
     for weight in cost.weights:
         by_position: dict[int, int] = {}
-        for s in sorted(holders(weight, stage_of), reverse=True):
+        for s in sorted(stages_holding(weight, stage_of), reverse=True):
             by_position[s % problem.pp] = s
         for s in by_position.values():
             held[s].append(weight)
     saved, sent = [0] * problem.stages, [0] * problem.stages
     for activation in cost.saved:
-        for s in holders(activation, stage_of):
+        for s in stages_holding(activation, stage_of):
             saved[s] += activation.num_bytes
     for flow in cost.edges:  # received tensors are counted already
         for s in {stage_of[g] for g in flow.saved_by}:

@@ -150,7 +150,9 @@ def _connect(program: Program, flows: Sequence[TensorEdge]) -> bool:
     return len(graph) == len(program.problem.cost.groups) and nx.is_connected(graph)
 
 
-def held(program: Program, prefix: str, holdings: Iterable[ResidentTensor]) -> list[list[tuple[ResidentTensor, Expr]]]:
+def resident_vars(
+    program: Program, prefix: str, holdings: Iterable[ResidentTensor]
+) -> list[list[tuple[ResidentTensor, Expr]]]:
     """For each stage the holdings it may have to keep, with h[k, s] >= w[v, s] for every group v of holding k."""
     found: list[list[tuple[ResidentTensor, Expr]]] = [[] for _ in range(program.problem.stages)]
     for number, holding in enumerate(holdings):
@@ -237,7 +239,7 @@ def add_memory(
     Error: low as that of `Intervals.always`.
     """
     cost = program.problem.cost
-    shared = held(program, "s", cost.saved)
+    shared = resident_vars(program, "s", cost.saved)
     for s in range(program.problem.stages):
         redone = again[s].groups
         groups = [(v, cost.groups[v]) for v in program.candidates(s)]
@@ -393,7 +395,7 @@ def add_time_objective(
 def time_program(problem: CutProblem, ranges: Ranges) -> Program:
     """The program that finds the cuts of least time within the capacity."""
     program = new_program(problem, ranges, float(problem.capacity_bytes or 1))
-    weights = held(program, "h", problem.cost.weights)
+    weights = resident_vars(program, "h", problem.cost.weights)
     crossing, again = crossings(program), recomputations(program)
     if problem.capacity_bytes is not None:
         add_memory(program, weights, crossing, again, Expr(program.one))
@@ -404,7 +406,7 @@ def time_program(problem: CutProblem, ranges: Ranges) -> Program:
 def memory_program(problem: CutProblem, ranges: Ranges) -> Program:
     """The program that finds the cuts whose fullest stage is emptiest; its objective is in units of ``num_bytes``."""
     program = new_program(problem, ranges, float(problem.capacity_bytes or 1))
-    weights = held(program, "h", problem.cost.weights)
+    weights = resident_vars(program, "h", problem.cost.weights)
     fullest = program.variable("M")
     add_memory(program, weights, crossings(program), recomputations(program), fullest)
     program.lp.setObjective(fullest)

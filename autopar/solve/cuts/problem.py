@@ -27,8 +27,8 @@ TIE_BREAK = 1e-3
 class Priced:
     """A model sharded over tensor-parallel ranks and priced: ``cost`` is of one rank.
 
-    ``strategies`` maps operations, and ``storage`` weights, to how they are split; ``blocks`` is that for the
-    printed plan. ``strategy_index`` is the strategy chosen for each group. ``notes`` say what limits the number of ranks, such
+    ``strategies`` maps operations, and ``storage`` weights, to how they are split; ``blocks`` is that for the printed
+    plan. ``strategy_index`` is the strategy chosen for each group. ``notes`` say what limits the number of ranks, such
     as ``attention has 3 heads``.
     """
 

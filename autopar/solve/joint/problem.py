@@ -11,7 +11,7 @@ from autopar.ir.layout import Layout
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.evaluate import one_way_seconds
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.shardings.cost import conversion, wires
+from autopar.solve.shardings.cost import resharding_cost, value_edges
 
 
 @dataclass(frozen=True)
@@ -76,13 +76,13 @@ def stage_loads(problem: JointProblem, answer: Assignment) -> tuple[StageLoad, .
         step[s] += choice.step_seconds
         memory[s] += choice.weight_bytes + problem.in_flight[s] * choice.saved_bytes
     crossing = [0] * len(problem.boundary)
-    for wire in wires(graph):
+    for wire in value_edges(graph):
         made = wire.layouts[answer.strategy_index[wire.producer]]
-        for s, read in {(stage_of[r.group], r.layouts[answer.strategy_index[r.group]]) for r in wire.readings}:
-            converted = conversion(graph, wire.value, made, read)
+        for s, read in {(stage_of[r.group], r.layouts[answer.strategy_index[r.group]]) for r in wire.consumers}:
+            converted = resharding_cost(graph, wire.value, made, read)
             seconds[s] += converted.seconds
             memory[s] += problem.in_flight[s] * converted.saved_bytes
-        for s in range(stage_of[wire.producer], max(stage_of[r.group] for r in wire.readings)):
+        for s in range(stage_of[wire.producer], max(stage_of[r.group] for r in wire.consumers)):
             crossing[s] += local_bytes(graph.value_bytes[wire.value], made, problem.ranks)
     for s, (num_bytes, link) in enumerate(zip(crossing, problem.boundary, strict=True)):
         seconds[s] += 2 * one_way_seconds(num_bytes, link)
@@ -106,11 +106,11 @@ def relaxed(problem: JointProblem) -> CutProblem:
         TensorEdge(
             wire.value,
             wire.producer,
-            tuple(reading.group for reading in wire.readings),
+            tuple(reading.group for reading in wire.consumers),
             min(local_bytes(graph.value_bytes[wire.value], made, problem.ranks) for made in wire.layouts),
             requires_grad=True,
         )
-        for wire in wires(graph)
+        for wire in value_edges(graph)
     )
     return CutProblem(
         CostGraph("joint", 1, groups, flows),

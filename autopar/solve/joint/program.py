@@ -13,8 +13,8 @@ from autopar.ir.strategies import ReshardingCost, ShardingStrategy
 from autopar.solve.cuts.ilp import Program, crossings, new_program, transfer_times
 from autopar.solve.cuts.ranges import Ranges
 from autopar.solve.joint.problem import JointProblem, local_bytes, relaxed
-from autopar.solve.shardings.cost import Consumer, ValueEdge, conversion, wires
-from autopar.solve.shardings.variables import Expr, StrategyVars, choices_by, linearize_product, new_picks
+from autopar.solve.shardings.cost import Consumer, ValueEdge, resharding_cost, value_edges
+from autopar.solve.shardings.variables import Expr, StrategyVars, choices_by, linearize_product, new_strategy_vars
 
 # (group, choice, stage) -> w, 1 where the group runs this choice on this stage.
 Placed = Mapping[tuple[int, int, int], Expr]
@@ -55,8 +55,8 @@ def joint_program(problem: JointProblem, ranges: Ranges) -> JointProgram:
     graph = problem.graph
     if not problem.share_kinds:
         graph = replace(graph, groups=tuple(replace(g, kind=v) for v, g in enumerate(graph.groups)))
-    picks = new_picks(graph, cuts.lp)
-    program = JointProgram(problem, cuts, picks, placements(cuts, picks))
+    variables = new_strategy_vars(graph, cuts.lp)
+    program = JointProgram(problem, cuts, variables, placements(cuts, variables))
     add_together(program)
     converted = conversions(program)
     if problem.capacity_bytes is not None:
@@ -65,11 +65,11 @@ def joint_program(problem: JointProblem, ranges: Ranges) -> JointProgram:
     return program
 
 
-def placements(cuts: Program, picks: StrategyVars) -> Placed:
+def placements(cuts: Program, variables: StrategyVars) -> Placed:
     """w[v, k, s], with Σ_s w[v, k, s] = x[v, k] and Σ_k w[v, k, s] = y[v, s] − y[v, s−1]."""
     found: dict[tuple[int, int, int], Expr] = {}
-    for v, group in enumerate(picks.graph.groups):
-        chosen = {k: Expr(picks.x[group.kind, k]) for k in range(len(group.strategies))}
+    for v, group in enumerate(variables.graph.groups):
+        chosen = {k: Expr(variables.x[group.kind, k]) for k in range(len(group.strategies))}
         stages = range(cuts.ranges.earliest[v], cuts.ranges.latest[v] + 1)
         inside = {s: cuts.inside(v, s) for s in stages}
         for (k, s), w in linearize_product(cuts.lp, f"w_{v}", chosen, inside).items():
@@ -104,13 +104,13 @@ def conversions(program: JointProgram) -> list[Converted]:
     """
     graph = program.problem.graph
     found: list[Converted] = [[] for _ in range(program.problem.stages)]
-    for number, wire in enumerate(wires(graph)):
+    for number, wire in enumerate(value_edges(graph)):
         needed: dict[tuple[Layout, Layout, int], list[Expr]] = {}
-        for j, reading in enumerate(wire.readings):
+        for j, reading in enumerate(wire.consumers):
             for key, amount in reading_of(program, f"c_{number}_{j}", wire, reading).items():
                 needed.setdefault(key, []).append(amount)
         for i, ((made, read, s), amounts) in enumerate(needed.items()):
-            cost = conversion(graph, wire.value, made, read)
+            cost = resharding_cost(graph, wire.value, made, read)
             if not cost.seconds and not cost.saved_bytes:
                 continue
             once = amounts[0]
@@ -157,11 +157,11 @@ def wide_transfers(program: JointProgram) -> list[Expr]:
     """
     problem, cuts = program.problem, program.cuts
     times = [Expr() for _ in range(problem.stages)]
-    for number, wire in enumerate(wires(problem.graph)):
+    for number, wire in enumerate(value_edges(problem.graph)):
         full = problem.graph.value_bytes[wire.value]
         by_choice = [local_bytes(full, made, problem.ranks) for made in wire.layouts]
         sizes = sorted(set(by_choice))
-        ends = [cuts.ranges.latest[reading.group] for reading in wire.readings]
+        ends = [cuts.ranges.latest[reading.group] for reading in wire.consumers]
         for smaller, size in pairwise(sizes):
             wide = [k for k, num_bytes in enumerate(by_choice) if num_bytes >= size]
             made = Expr()
@@ -169,7 +169,7 @@ def wide_transfers(program: JointProgram) -> list[Expr]:
                 if s in program.stages_of(wire.producer):
                     made = made + program.among(wire.producer, wide, s)
                 crosses = cuts.variable(f"r_{number}_{size}_{s}")
-                for reading in wire.readings:
+                for reading in wire.consumers:
                     cuts.require(made - cuts.upto(reading.group, s) - crosses)
                 rate = problem.boundary[s].bytes_per_second * cuts.seconds
                 times[s] += 2 * (size - smaller) / rate * crosses

@@ -43,7 +43,7 @@ def solve_joint(
     B), x[f, s] (f crosses boundary s), r[f, b, s] (f crosses s and has b bytes or more on a rank), a[s], t[s], T, O.
 
     ======================================================  ======================================================
-    Σ_k x[v, k] = 1                                         `new_picks`
+    Σ_k x[v, k] = 1                                         `new_strategy_vars`
     x agree on every shared weight                          `add_agreement`
     order, occupancy, loss on the last stage, pins          `new_program`, `stage_ranges`: see `solve_cuts`
     y[u, s] = y[v, s] for u, v together                     `add_together`
@@ -78,7 +78,7 @@ def solve_joint(
         return Unsolved(True, SolverInfo(name, "infeasible", 1.0, 0.0, method="joint"))
     program = joint_program(problem, ranges)
     outcome = run(program.cuts.lp, name, problem.gap, problem.time_limit_seconds)
-    found = Assignment(program.strategy_vars.found(), stages_found(program.cuts)) if outcome.found else None
+    found = Assignment(program.strategy_vars.solution(), stages_found(program.cuts)) if outcome.found else None
     options = [answer for answer in (known, found) if answer is not None]
     if not options:
         status = "infeasible" if outcome.infeasible else "time limit"

@@ -16,11 +16,11 @@ from autopar.solve.space.candidates import (
     LowerBounds,
     Pipeline,
     Point,
+    enumerate_points,
     evaluate,
     evaluate_cuts,
-    other_pipelines_of,
     point_of,
-    points_of,
+    points_with_other_schedules,
     without_limit,
 )
 from autopar.solve.space.constraints import microbatch_candidates
@@ -34,7 +34,7 @@ MAX_BALANCES = 2
 
 def alternatives(
     setting: Setting,
-    floors: LowerBounds,
+    bounds: LowerBounds,
     by_mesh: Mapping[Mesh, list[Candidate]],
     refused: Mapping[Mesh, str],
     decision: Decision,
@@ -52,12 +52,12 @@ def alternatives(
     others = sorted((c for mesh, c in meshes.items() if mesh != problem.mesh), key=lambda c: c.seconds)
     rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
     rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
-    rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, floors, by_mesh, decision)]
-    rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, floors, by_mesh, decision)]
+    rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, bounds, by_mesh, decision)]
+    rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, bounds, by_mesh, decision)]
     rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
     rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]
     if problem.mesh.devices > 1:
-        alone = one_device(setting, floors)
+        alone = one_device(setting, bounds)
         rows.append(replace(listed("one device", alone), note=alone.note))
     return tuple(rows)
 
@@ -75,17 +75,17 @@ def point_label(point: Point, dp: int) -> str:
 
 
 def neighbours(
-    setting: Setting, floors: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+    setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
     """Alternatives on the same mesh and schedule: fewer and more microbatches, and the other choice of ZeRO-1."""
     chosen = point_of(decision)
     microbatches = chosen.microbatches
-    points = [p for p in points_of(setting, chosen.mesh) if alike(p, chosen.pipeline)]
+    points = [p for p in enumerate_points(setting, chosen.mesh) if alike(p, chosen.pipeline)]
     same = [p for p in points if p.zero1 == decision.zero1]
     near = [p for p in same if p.microbatches < microbatches][-1:]
     near += [p for p in same if p.microbatches > microbatches][:1]
     near += [p for p in points if p.zero1 != decision.zero1 and p.microbatches == microbatches]
-    return looked_up(setting, floors, by_mesh, near)
+    return looked_up(setting, bounds, by_mesh, near)
 
 
 def alike(point: Point, pipeline: Pipeline) -> bool:
@@ -95,11 +95,11 @@ def alike(point: Point, pipeline: Pipeline) -> bool:
 
 
 def other_pipelines(
-    setting: Setting, floors: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+    setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
     """Alternatives with other schedules: the fastest for each number of stages a rank; fastest first."""
     fastest: dict[int, Candidate] = {}
-    for candidate in looked_up(setting, floors, by_mesh, other_pipelines_of(setting, point_of(decision))):
+    for candidate in looked_up(setting, bounds, by_mesh, points_with_other_schedules(setting, point_of(decision))):
         known = fastest.setdefault(candidate.problem.chunks, candidate)
         if candidate.seconds < known.seconds:
             fastest[candidate.problem.chunks] = candidate
@@ -107,11 +107,11 @@ def other_pipelines(
 
 
 def looked_up(
-    setting: Setting, floors: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
+    setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
 ) -> list[Candidate]:
     """The candidates at some points, evaluated now where they were not before."""
     known = {c.point: c for candidates in by_mesh.values() for c in candidates}
-    found = [known[p] if p in known else evaluate(setting, floors, p, float("inf")) for p in points]
+    found = [known[p] if p in known else evaluate(setting, bounds, p, float("inf")) for p in points]
     return [c for c in found if c is not None]
 
 
@@ -140,15 +140,15 @@ def without_recomputation(setting: Setting, decision: Decision) -> list[Candidat
     return [evaluate_cuts(setting, point, decision.priced, replace(problem, cost=cost, recompute="none"), limit_bytes)]
 
 
-def one_device(setting: Setting, floors: LowerBounds) -> Candidate:
+def one_device(setting: Setting, bounds: LowerBounds) -> Candidate:
     """The fastest of a single device, or the one that needs least."""
     alone = Mesh(1)
     pipeline = Pipeline("gpipe" if setting.constraints.schedule == "gpipe" else "1f1b")
     candidates = microbatch_candidates(setting.constraints, 1)
-    points = sorted((Point(alone, m, pipeline=pipeline) for m in candidates), key=floors.seconds)
+    points = sorted((Point(alone, m, pipeline=pipeline) for m in candidates), key=bounds.seconds)
     found: list[Candidate] = []
     for point in points:
         best = min((c.seconds for c in found), default=float("inf"))
-        if (candidate := evaluate(setting, floors, point, best)) is not None:
+        if (candidate := evaluate(setting, bounds, point, best)) is not None:
             found.append(candidate)
     return min(found, key=lambda c: (c.seconds, -c.point.microbatches))

@@ -106,17 +106,17 @@ def memory_said(bound_by: str) -> str:
     return before if then and before.startswith("memory of ") else ""
 
 
-def excess_text(own: StepBreakdown, chosen: StepBreakdown) -> str:
+def excess_text(breakdown: StepBreakdown, chosen: StepBreakdown) -> str:
     """Where a step spends its additional time, in a few words; empty if it is not longer."""
-    mine, other = own.by_name, chosen.by_name
+    mine, other = breakdown.by_name, chosen.by_name
     excess = {name: mine[name] - other[name] for name in mine}
     ranked = sorted((name for name in excess if excess[name] > 0), key=lambda name: -excess[name])
     said = [name for name in ranked[:2] if excess[name] >= excess[ranked[0]] / 2]
-    if own.seconds <= chosen.seconds or not said:
+    if breakdown.seconds <= chosen.seconds or not said:
         return ""
     words = {
         "compute": f"compute {text(excess['compute'], TIME)} more",
-        "bubble": f"bubble {percent(own.bubble_fraction, 0)}",
+        "bubble": f"bubble {percent(breakdown.bubble_fraction, 0)}",
         "reduction": f"reduction {text(mine['reduction'], TIME)} exposed",
     }
     return ", ".join(words.get(name, f"{name} {text(mine[name], TIME)}") for name in said)

@@ -27,7 +27,7 @@ class ObjectiveWeights:
         memory = choice.weight_bytes + self.in_flight * choice.saved_bytes
         return choice.seconds + choice.step_seconds / self.microbatches + self.memory_price * memory
 
-    def of_conversion(self, conversion: ReshardingCost) -> float:
+    def of_resharding(self, conversion: ReshardingCost) -> float:
         """seconds + memory_price · in_flight · saved_bytes."""
         return conversion.seconds + self.memory_price * self.in_flight * conversion.saved_bytes
 
@@ -47,7 +47,7 @@ class ValueEdge:
     value: str
     producer: int
     layouts: tuple[Layout, ...]
-    readings: tuple[Consumer, ...]
+    consumers: tuple[Consumer, ...]
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,27 @@ class ShardingCost:
     memory_bytes: int
 
 
-def wires(graph: StrategyGraph) -> tuple[ValueEdge, ...]:
+def value_edges(graph: StrategyGraph) -> tuple[ValueEdge, ...]:
     """Values that one group produces and others read, in the order of their production."""
-    readings: dict[str, list[Consumer]] = {}
+    consumers: dict[str, list[Consumer]] = {}
     for number, group in enumerate(graph.groups):
         for position, value in enumerate(group.reads):
-            takes = tuple(choice.input_layouts[position] for choice in group.strategies)
-            readings.setdefault(value, []).append(Consumer(number, takes))
+            layouts = tuple(choice.input_layouts[position] for choice in group.strategies)
+            consumers.setdefault(value, []).append(Consumer(number, layouts))
     return tuple(
         ValueEdge(
-            value, number, tuple(choice.output_layouts[position] for choice in group.strategies), tuple(readings[value])
+            value,
+            number,
+            tuple(choice.output_layouts[position] for choice in group.strategies),
+            tuple(consumers[value]),
         )
         for number, group in enumerate(graph.groups)
         for position, value in enumerate(group.makes)
-        if value in readings
+        if value in consumers
     )
 
 
-def conversion(graph: StrategyGraph, value: str, made: Layout, read: Layout) -> ReshardingCost:
+def resharding_cost(graph: StrategyGraph, value: str, made: Layout, read: Layout) -> ReshardingCost:
     """Cost of resharding a value, forward and backward; zero if it is read in the layout of its producer."""
     if made == read:
         return NOTHING
@@ -84,17 +87,17 @@ def conversion(graph: StrategyGraph, value: str, made: Layout, read: Layout) -> 
     return graph.resharding[value, made, read]
 
 
-def sharding_cost(graph: StrategyGraph, picks: Sequence[int], in_flight: int = 1) -> ShardingCost:
+def sharding_cost(graph: StrategyGraph, strategy_index: Sequence[int], in_flight: int = 1) -> ShardingCost:
     """Cost of the given strategy of every group; each resharding is paid once per value and layout."""
-    chosen = [group.strategies[k] for group, k in zip(graph.groups, picks, strict=True)]
-    converted: list[ReshardingCost] = []
-    for wire in wires(graph):
-        made = wire.layouts[picks[wire.producer]]
-        read = {reading.layouts[picks[reading.group]] for reading in wire.readings}
-        converted += (conversion(graph, wire.value, made, layout) for layout in read)
-    saved = sum(cost.saved_bytes for cost in (*chosen, *converted))
+    chosen = [group.strategies[k] for group, k in zip(graph.groups, strategy_index, strict=True)]
+    reshardings: list[ReshardingCost] = []
+    for edge in value_edges(graph):
+        made = edge.layouts[strategy_index[edge.producer]]
+        read = {consumer.layouts[strategy_index[consumer.group]] for consumer in edge.consumers}
+        reshardings += (resharding_cost(graph, edge.value, made, layout) for layout in read)
+    saved = sum(cost.saved_bytes for cost in (*chosen, *reshardings))
     return ShardingCost(
-        seconds=sum(cost.seconds for cost in (*chosen, *converted)),
+        seconds=sum(cost.seconds for cost in (*chosen, *reshardings)),
         step_seconds=sum(choice.step_seconds for choice in chosen),
         memory_bytes=sum(choice.weight_bytes for choice in chosen) + in_flight * saved,
     )

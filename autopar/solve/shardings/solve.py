@@ -52,7 +52,7 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Found:
+class Solution:
     """Best strategies, their objective, its proven lower bound, and the solver's wall time."""
 
     strategy_index: tuple[int, ...]
@@ -82,10 +82,10 @@ def solve_shardings(
     x[h, k]                                                and h, every layout L
     Σ_B e_j[A, B] = Σ_{k: gives = A} x[producer, k]        `occurrence` by `linearize_product`; where both are
     Σ_A e_j[A, B] = Σ_{k: takes = B} x[reader, k]          one kind: e_j[A, B] = Σ_{k: gives = A, takes = B} x[k]
-    s[A, B] >= e_j[A, B]                                   `conversion_costs`
-    minimise Σ x · (seconds + step seconds / m             `choice_costs`, summed over the groups of a kind
+    s[A, B] >= e_j[A, B]                                   `resharding_costs`
+    minimise Σ x · (seconds + step seconds / m             `strategy_costs`, summed over the groups of a kind
     + price · (weight bytes + in flight · saved bytes))
-    + Σ s[A, B] · (conversion seconds                      `conversion_costs`, summed over the values of an edge
+    + Σ s[A, B] · (conversion seconds                      `resharding_costs`, summed over the values of an edge
     + price · in flight · saved bytes)
     =====================================================  =======================================================
 
@@ -176,21 +176,21 @@ def _priced(
     )
 
 
-def _search(graph: StrategyGraph, prices: ObjectiveWeights, effort: Effort) -> Found:
+def _search(graph: StrategyGraph, prices: ObjectiveWeights, effort: Effort) -> Solution:
     """The solver's solution, or everything replicated if that is no worse."""
     program = sharding_program(graph, prices)
     outcome = run(program.lp, effort.solver, effort.gap, effort.time_limit_seconds)
-    options = [(0,) * len(graph.groups)] + [program.strategy_vars.found()] * outcome.found
-    options = [picks for picks in options if agrees(graph, picks)]
+    options = [(0,) * len(graph.groups)] + [program.strategy_vars.solution()] * outcome.found
+    options = [indices for indices in options if agrees(graph, indices)]
     assert options, "groups that replicate everything store a weight in different layouts"
-    best = min(options, key=lambda picks: _objective(graph, picks, prices))
+    best = min(options, key=lambda indices: _objective(graph, indices, prices))
     objective = _objective(graph, best, prices)
     # Needs no solver: every group at its cheapest, no conversions.
     floor = sum(min(map(prices.of, group.strategies)) for group in graph.groups)
     bound = min(max(outcome.bound * program.seconds, floor), objective)
-    return Found(best, objective, bound, outcome.seconds)
+    return Solution(best, objective, bound, outcome.seconds)
 
 
-def _objective(graph: StrategyGraph, picks: Sequence[int], prices: ObjectiveWeights) -> float:
-    cost = sharding_cost(graph, picks, prices.in_flight)
+def _objective(graph: StrategyGraph, indices: Sequence[int], prices: ObjectiveWeights) -> float:
+    cost = sharding_cost(graph, indices, prices.in_flight)
     return cost.seconds + cost.step_seconds / prices.microbatches + prices.memory_price * cost.memory_bytes

@@ -28,7 +28,7 @@ class StrategyVars:
         """Σ x[kind, k] over the given choices."""
         return pulp.lpSum(self.x[kind, k] for k in choices)
 
-    def found(self) -> tuple[int, ...]:
+    def solution(self) -> tuple[int, ...]:
         """The choice of every group, read from the solver's values."""
         chosen: dict[int, int] = {}
         for (kind, k), variable in self.x.items():
@@ -37,7 +37,7 @@ class StrategyVars:
         return tuple(chosen.get(group.kind, 0) for group in self.graph.groups)
 
 
-def new_picks(graph: StrategyGraph, lp: pulp.LpProblem) -> StrategyVars:
+def new_strategy_vars(graph: StrategyGraph, lp: pulp.LpProblem) -> StrategyVars:
     """The binaries of all kinds, with Σ_k x[kind, k] = 1 and the agreement on shared weights."""
     sizes: dict[int, int] = {}
     for group in graph.groups:
@@ -51,38 +51,40 @@ def new_picks(graph: StrategyGraph, lp: pulp.LpProblem) -> StrategyVars:
         for kind, size in sizes.items()
         for k in range(size)
     }
-    picks = StrategyVars(graph, x)
+    variables = StrategyVars(graph, x)
     for kind, size in sizes.items():
         if size > 1:
-            lp.addConstraint(picks.among(kind, range(size)) == 1)
-    add_agreement(picks, lp)
-    return picks
+            lp.addConstraint(variables.among(kind, range(size)) == 1)
+    add_agreement(variables, lp)
+    return variables
 
 
-def add_agreement(picks: StrategyVars, lp: pulp.LpProblem) -> None:
+def add_agreement(variables: StrategyVars, lp: pulp.LpProblem) -> None:
     """Σ x[g, k] over stores_g[k] = L equals Σ x[h, k] over stores_h[k] = L: groups that read one weight agree.
 
     For every weight, its first reader g, every other reader h, and every layout L that either can store.
     """
     readers: dict[str, list[tuple[int, tuple[Layout, ...]]]] = {}
-    for group in picks.graph.groups:
+    for group in variables.graph.groups:
         for number, weight in enumerate(group.weights):
-            stores = tuple(choice.weight_layouts[number] for choice in group.strategies)
-            readers.setdefault(weight, []).append((group.kind, stores))
+            layouts = tuple(choice.weight_layouts[number] for choice in group.strategies)
+            readers.setdefault(weight, []).append((group.kind, layouts))
     pairs = {(first, other) for first, *others in readers.values() for other in others if other != first}
-    for (kind, stores), (other_kind, other_stores) in sorted(pairs, key=str):
-        ours, theirs = choices_by(stores), choices_by(other_stores)
+    for (kind, layouts), (other_kind, other_layouts) in sorted(pairs, key=str):
+        ours, theirs = choices_by(layouts), choices_by(other_layouts)
         for layout in dict.fromkeys((*ours, *theirs)):
-            difference = picks.among(kind, ours.get(layout, ())) - picks.among(other_kind, theirs.get(layout, ()))
+            difference = variables.among(kind, ours.get(layout, ())) - variables.among(
+                other_kind, theirs.get(layout, ())
+            )
             lp.addConstraint(difference == 0)
 
 
-def agrees(graph: StrategyGraph, picks: Sequence[int]) -> bool:
+def agrees(graph: StrategyGraph, strategy_index: Sequence[int]) -> bool:
     """Whether all groups that read one weight store it alike."""
     stored: dict[str, Layout] = {}
     return all(
         stored.setdefault(weight, layout) == layout
-        for group, k in zip(graph.groups, picks, strict=True)
+        for group, k in zip(graph.groups, strategy_index, strict=True)
         for weight, layout in zip(group.weights, group.strategies[k].weight_layouts, strict=True)
     )
 

@@ -97,7 +97,7 @@ class LowerBounds:
     """
 
     setting: Setting
-    proven: dict[tuple[int, int], float]
+    proven_seconds: dict[tuple[int, int], float]
     slack: float = 0.0
 
     def limit(self, best_seconds: float) -> float:
@@ -106,27 +106,27 @@ class LowerBounds:
 
     def seconds(self, point: Point) -> float:
         """Lower bound of the point's step that is known without pricing it."""
-        tp, size = point.mesh.tp, size_of(self.setting, point)
-        total = self.proven.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
+        tp, size = point.mesh.tp, microbatch_samples(self.setting, point)
+        total = self.proven_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
         return pipeline_floor(self.setting, point, total, 0.0)
 
     def tighten(self, point: Point) -> float:
         """As `seconds`, after proving the shortest time of one microbatch over all shardings."""
-        tp, size = key = point.mesh.tp, size_of(self.setting, point)
-        self.proven[key] = self.setting.costs.bound_seconds(tp, size)
+        tp, size = key = point.mesh.tp, microbatch_samples(self.setting, point)
+        self.proven_seconds[key] = self.setting.costs.bound_seconds(tp, size)
         return self.seconds(point)
 
 
-def size_of(setting: Setting, point: Point) -> int:
+def microbatch_samples(setting: Setting, point: Point) -> int:
     """Samples of the point's largest microbatch."""
     return microbatch_size(setting.constraints.batch // point.mesh.dp, point.microbatches)
 
 
-def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
+def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
     """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open;
     of schedules that run the same actions in the same order only the first."""
     wanted = setting.constraints.zero1
-    for pipeline in pipelines_of(setting.constraints, mesh):
+    for pipeline in allowed_pipelines(setting.constraints, mesh):
         for zero1 in (False, True) if wanted is None else (wanted,):
             if not zero1 or mesh.dp > 1:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
@@ -135,13 +135,13 @@ def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
                         yield point
 
 
-def other_pipelines_of(setting: Setting, point: Point) -> list[Point]:
+def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
     """Points with the same mesh, microbatches and ZeRO-1 under every other schedule."""
-    points = points_of(setting, point.mesh)
+    points = enumerate_points(setting, point.mesh)
     return [p for p in points if p != point and replace(p, pipeline=point.pipeline) == point]
 
 
-def pipelines_of(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
+def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
     """The schedules to consider on a mesh, of as many stages a rank the one that needs least memory first."""
     if asked.schedule != "auto" and asked.schedule not in INTERLEAVED:
         return (Pipeline(asked.schedule),)
@@ -160,7 +160,7 @@ def pipeline_floor(setting: Setting, point: Point, total_seconds: float, largest
         shadow and a simulated step can be shorter (`one_f_one_b_seconds`). With several stages a rank there is none:
         a rank is busy for an even share at least, and runs the largest group once per microbatch.
     """
-    microbatches = setting.constraints.batch / point.mesh.dp / size_of(setting, point)
+    microbatches = setting.constraints.batch / point.mesh.dp / microbatch_samples(setting, point)
     if point.pipeline.chunks > 1:
         return max(max(microbatches / point.mesh.pp, 1) * total_seconds, microbatches * largest_seconds)
     return (microbatches - 1) * max(total_seconds / point.stages, largest_seconds) + total_seconds
@@ -175,18 +175,18 @@ def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
     return pipeline_floor(setting, point, priced.seconds, largest) + update / point.mesh.pp
 
 
-def price_of(setting: Setting, point: Point, memory_level: int) -> Priced | None:
+def priced_at(setting: Setting, point: Point, memory_level: int) -> Priced | None:
     """The point's prices under its fastest sharding, or a smaller one."""
-    mesh, size = point.mesh, size_of(setting, point)
+    mesh, size = point.mesh, microbatch_samples(setting, point)
     return setting.costs.priced(mesh.tp, mesh.dp, point.zero1, size, point.microbatches, memory_level)
 
 
-def shardings_of(setting: Setting, point: Point) -> Iterator[Priced]:
+def shardings_at(setting: Setting, point: Point) -> Iterator[Priced]:
     """Shardings of the point, fastest first. With tp > 1 the first is one that splits something, if there is any."""
-    fastest = price_of(setting, point, 0)
+    fastest = priced_at(setting, point, 0)
     assert fastest is not None, f"{point} has no price"
     levels = count(1)
-    later = iter(lambda: price_of(setting, point, next(levels)), None)
+    later = iter(lambda: priced_at(setting, point, next(levels)), None)
     if point.mesh.tp > 1 and not fastest.strategies:
         first = next((priced for priced in later if priced.strategies), None)
         yield fastest if first is None else first
@@ -201,13 +201,13 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
     schedule, chunks = point.pipeline.schedule, point.pipeline.chunks
     compared = mesh.devices != asked.devices
     in_flight = [max_in_flight(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp)]
-    moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    profiles: tuple[tuple[tuple[int, ...], ...], ...] = ()
     if chunks > 1:
         if point.stages > priced.cost.loss:  # more than groups: refused, while listing what they hold takes minutes
-            moments = (((1,) * chunks,),) * mesh.pp
+            profiles = (((1,) * chunks,),) * mesh.pp
         else:
-            moments = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
-        in_flight = [moments[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
+            profiles = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
+        in_flight = [profiles[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
     return CutProblem(
         cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,
         stages=point.stages,
@@ -223,7 +223,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         recompute=asked.recompute,
         schedule=schedule,
         chunks=chunks,
-        in_flight_profiles=moments,
+        in_flight_profiles=profiles,
         peers=peers(setting, mesh),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
@@ -259,16 +259,16 @@ def input_bytes(setting: Setting, mesh: Mesh) -> int:
     return times * round(share * sum(value.num_bytes for value in graph.inputs))
 
 
-def evaluate(setting: Setting, floors: LowerBounds, point: Point, ceiling_seconds: float) -> Candidate | None:
+def evaluate(setting: Setting, bounds: LowerBounds, point: Point, ceiling_seconds: float) -> Candidate | None:
     """The point with the fastest sharding that fits; None where its step is proven to reach the ceiling.
 
     Where no sharding fits, the smallest one, with what it needs. One that fits only with recomputation is compared with
     the smaller ones.
     """
     best: Candidate | None = None
-    if floors.tighten(point) >= ceiling_seconds:
+    if bounds.tighten(point) >= ceiling_seconds:
         return None
-    for priced in shardings_of(setting, point):
+    for priced in shardings_at(setting, point):
         known = best.seconds if best is not None else float("inf")
         if step_floor(setting, point, priced) >= min(ceiling_seconds, known):
             return best if known < float("inf") else None
@@ -328,7 +328,7 @@ def even_share_bytes(problem: CutProblem) -> int:
     weights = sum(map(problem.standing_bytes, problem.cost.weights))
     held = min(problem.in_flight)
     if problem.chunks > 1:
-        held = min(max(min(moment) for moment in moments) for moments in problem.in_flight_profiles)
+        held = min(max(min(profile) for profile in profiles) for profiles in problem.in_flight_profiles)
     return (weights + held * saved) // problem.pp
 
 
