@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import effort
 import pytest
 import torch
-import traces
 from hypothesis import settings
+from support import effort, traces
 
 # As many as a worker process gets on 2 cores: sums are then ordered alike, and numbers agree to the last bit.
 # Parameters whose true gradient is zero (the key bias of attention) would otherwise carry rounding noise through AdamW.
@@ -63,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def trained() -> Mapping[tuple[str, str], list[Any]]:
     """For each case and mesh of `training_worker`, what each rank found; it runs once, for all files that ask."""
-    from trained import train_all
+    from support.trained import train_all
 
     folder = Path(os.environ[traces.VARIABLE]) / "training"
     folder.mkdir(exist_ok=True)

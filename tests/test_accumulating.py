@@ -12,9 +12,9 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import even_firsts, in_threads, plan_by_hand
+from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.models import Tied, tiny_vit
 from torch import nn
-from zoo import Tied, tiny_vit
 
 import autopar
 from autopar.codegen import compile as compiled

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks import axis_key, index, main, run_on_ranks, summed, tensor_axis
+from support.ranks import axis_key, index, main, run_on_ranks, summed, tensor_axis
 from timm.models.vision_transformer import Attention, Block
 from torch import nn
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import in_threads, plan_by_hand, run_in_one_process
-from reference import Reference
+from support.handmade import in_threads, plan_by_hand, run_in_one_process
+from support.reference import Reference
 from torch import nn
 
 import autopar

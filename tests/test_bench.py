@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from effort import full, only
+from support.effort import full, only
 from test_cli import invoke
 from timm import create_model
 from torch import nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from graphs import MACHINE, graph, op, parameter, value
+from support.graphs import MACHINE, graph, op, parameter, value
 
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from boards import ThreadBoards, thread_boards
-from handmade import in_threads, plan_by_hand
-from random_plans import TP, random_labels, random_layouts
+from support.boards import ThreadBoards, thread_boards
+from support.handmade import in_threads, plan_by_hand
+from support.models import UNet, resnet18, tiny_vit
+from support.random_plans import TP, random_labels, random_layouts
 from torch import nn
-from zoo import UNet, resnet18, tiny_vit
 
 import autopar
 from autopar.api.model import ParallelModel

@@ -7,9 +7,9 @@ from itertools import pairwise
 import pytest
 import timm
 import torch
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 from autopar.ir.grad_buckets import ALIGNMENT, LARGEST_WASTE, aligned, grouped
 from autopar.ir.graph import Weight

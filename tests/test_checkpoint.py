@@ -17,7 +17,8 @@ import timm.optim
 import timm.utils
 import torch
 import torch.nn.functional as F
-from checkpoint_models import (
+from safetensors import safe_open
+from support.checkpoint_models import (
     ADAMW,
     CLASSES,
     IMAGES,
@@ -32,12 +33,11 @@ from checkpoint_models import (
     start,
     trained,
 )
-from safetensors import safe_open
+from support.models import Tied
 from test_mesh_parity import slow_compute
 from test_torchrun import run_on_two
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typer.testing import CliRunner
-from zoo import Tied
 
 import autopar
 from autopar import ResumeWarning
@@ -133,9 +133,8 @@ def test_a_fused_weight_is_written_in_the_strides_of_its_heads(legs: dict[str, d
 TORCHRUN = """
 import os, sys, warnings
 import torch
-sys.path.insert(0, os.environ["TESTS"])
-import traces; traces.share()
-from checkpoint_models import IMAGES, LABELS, start
+from support import traces; traces.share()
+from support.checkpoint_models import IMAGES, LABELS, start
 import autopar
 
 torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoint_models import (
+from support.checkpoint_models import (
     ADAMW,
     CLASSES,
     ROWS,
@@ -134,9 +134,8 @@ def test_a_disk_that_is_too_small(saved: Path, monkeypatch: pytest.MonkeyPatch) 
 FULL = """
 import os, shutil, sys
 from pathlib import Path
-sys.path.insert(0, os.environ["TESTS"])
 import torch
-from checkpoint_models import CLASSES, ROWS, assert_equal, save_small, small
+from support.checkpoint_models import CLASSES, ROWS, assert_equal, save_small, small
 from autopar import CheckpointError
 from autopar.api.checkpoint import read_header, read_weights
 
@@ -169,10 +168,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     mounting = ["unshare", "--map-root-user", "--mount", "sh", "-ec", 'mount -t tmpfs -o size=1m none "$0"; exec "$@"']
     if shutil.which("unshare") is None or subprocess.run([*mounting, str(tmp_path), "true"]).returncode:
         pytest.skip("this machine lets nobody mount a file system")
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        "TESTS": str(Path(__file__).parent),
-    }
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [*mounting, str(tmp_path), sys.executable, "-c", FULL, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]

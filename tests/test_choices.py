@@ -11,8 +11,8 @@ from functools import cache, cached_property
 import pytest
 import timm
 import torch
-from graphs import MACHINE, graph, op, parameter, value
-from zoo import Tied, Updating, tiny_vit
+from support.graphs import MACHINE, graph, op, parameter, value
+from support.models import Tied, Updating, tiny_vit
 
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing

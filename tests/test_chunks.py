@@ -9,9 +9,9 @@ from itertools import combinations, pairwise
 from typing import Any
 
 import pytest
-from effort import examples
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 from test_search import (
     GIB,
     MACHINE,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import run_in_one_process
+from support.handmade import run_in_one_process
+from support.models import Tied, TwoInputs, UNet, Updating, tiny_vit
 from torch import nn
-from zoo import Tied, TwoInputs, UNet, Updating, tiny_vit
 
 import autopar
 from autopar.codegen.emit import graph_module, source

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import TIMEOUT_SECONDS, axis_key, main, run_on_ranks, summed, tensor_axis
+from support.ranks import TIMEOUT_SECONDS, axis_key, main, run_on_ranks, summed, tensor_axis
 
 from autopar import UsageError
 from autopar.ir.mesh import Mesh

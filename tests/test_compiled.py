@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import Tied, UNet, resnet18, tiny_vit
 from torch import nn
-from zoo import Tied, UNet, resnet18, tiny_vit
 
 import autopar
 from autopar.codegen import compile as compiled

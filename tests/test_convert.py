@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from ranks import axis_key, index, main, run_on_ranks, summed, tensor_axis
+from support.ranks import axis_key, index, main, run_on_ranks, summed, tensor_axis
 
 from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, partial_layout, split_layout
 from autopar.ops.registry import operator

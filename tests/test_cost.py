@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zoo import UNet
+from support.models import UNet
 
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.hardware.load import load_hardware

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rule_oracle import cut, numbered
+from support.rule_oracle import cut, numbered
 
 from autopar.ir.layout import TP, split_layout
 from autopar.ops.counter_rng import WORD, philox, rows

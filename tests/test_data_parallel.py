@@ -11,12 +11,12 @@ import pytest
 import timm.optim
 import torch
 import torch.nn.functional as F
-from effort import only
-from handmade import even_firsts, in_threads, plan_by_hand
-from reference import Reference, assert_all_close, assert_close
+from support.effort import only
+from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.models import Tied, UNet, Updating
+from support.reference import Reference, assert_all_close, assert_close
 from test_executor import TwoHeads, loss_of_some, main_loss
 from torch import nn
-from zoo import Tied, UNet, Updating
 
 import autopar
 from autopar.api.batch import partition

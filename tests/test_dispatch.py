@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import in_threads, plan_by_hand
+from support.handmade import in_threads, plan_by_hand
 from test_faults import mlp
 
 from autopar import UsageError

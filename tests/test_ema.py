@@ -11,12 +11,12 @@ import pytest
 import timm.utils
 import torch
 import torch.nn.functional as F
-from handmade import in_threads, plan_by_hand
-from reference import Reference, assert_all_close, assert_close
+from support.handmade import in_threads, plan_by_hand
+from support.models import Tied
+from support.reference import Reference, assert_all_close, assert_close
+from support.trained import assert_equals_one_device, cases
 from test_data_parallel import ADAMW, Normed, data
 from torch import nn
-from trained import assert_equals_one_device, cases
-from zoo import Tied
 
 import autopar
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from boards import ThreadBoards, on_all
-from handmade import in_threads, plan_by_hand
-from zoo import tiny_vit
+from support.boards import ThreadBoards, on_all
+from support.handmade import in_threads, plan_by_hand
+from support.models import tiny_vit
 
 from autopar.runtime.comm import replica_collectives as exchange
 from autopar.runtime.comm.replica_collectives import CollectiveExchange, SymmetricExchange, exchange_of

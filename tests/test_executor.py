@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from effort import only
-from handmade import even_firsts, in_threads, plan_by_hand
-from reference import Reference, assert_all_close, assert_close
+from support.effort import only
+from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.models import SharedModule, Tied, TwoInputs, UNet, Updating
+from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
-from zoo import SharedModule, Tied, TwoInputs, UNet, Updating
 
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Value

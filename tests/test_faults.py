@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import plan_by_hand
+from support.handmade import plan_by_hand
 from torch import nn
 
 import autopar

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import timm
 import torch
-from graphs import graph, op, parameter, value
+from support.graphs import graph, op, parameter, value
+from support.models import tiny_vit
 from torch import nn
-from zoo import tiny_vit
 
 from autopar.api.planning.plan import example_call
 from autopar.codegen import compile as compiled

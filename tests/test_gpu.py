@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import even_firsts, plan_by_hand
-from reference import Reference, assert_all_close, assert_close
+from support.handmade import even_firsts, plan_by_hand
+from support.models import Tied, UNet, resnet18, tiny_vit
+from support.reference import Reference, assert_all_close, assert_close
 from test_gpu_faults import pids
 from timm import create_model
 from torch import nn
-from zoo import Tied, UNet, resnet18, tiny_vit
 
 import autopar
 from autopar import WorkerError

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from zoo import tiny_vit
+from support.models import tiny_vit
 
 import autopar
 from autopar.codegen import emit as module

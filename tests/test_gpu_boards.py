@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from zoo import UNet, resnet18, tiny_vit
+from support.models import UNet, resnet18, tiny_vit
 
 import autopar
 from autopar.errors import CaptureWarning

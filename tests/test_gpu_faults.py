@@ -19,8 +19,8 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import tiny_vit
 from test_launch import free_port
-from zoo import tiny_vit
 
 import autopar
 from autopar import DeviceMemoryError, NonFiniteLossWarning, WorkerError
@@ -142,8 +142,7 @@ SCRIPT = """
 import functools, json, os, signal, sys, time
 import torch
 import torch.nn.functional as F
-sys.path.insert(0, os.environ["TESTS"])
-from zoo import tiny_vit
+from support.models import tiny_vit
 import autopar
 
 mode, mesh = sys.argv[1], json.loads(sys.argv[2])
@@ -182,7 +181,7 @@ def seconds_to_the_end(folder: Path, mode: str, mesh: str, launcher: str) -> tup
     """How long after the fault all processes had ended, and what they said."""
     (folder / "script.py").write_text(SCRIPT)
     quiet = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    quiet |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TESTS": str(Path(__file__).parent)}
+    quiet |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     commands = [[sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]]
     variables: list[dict[str, str]] = [{}]
     if launcher == "srun":

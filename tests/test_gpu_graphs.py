@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import resnet18, tiny_vit
 from timm.scheduler import CosineLRScheduler
 from torch import nn
-from zoo import resnet18, tiny_vit
 
 import autopar
 from autopar.errors import CaptureWarning

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import even_firsts, plan_by_hand
-from reference import Reference, assert_all_close
+from support.handmade import even_firsts, plan_by_hand
+from support.models import Tied, UNet, tiny_vit
+from support.reference import Reference, assert_all_close
 from torch import nn
-from zoo import Tied, UNet, tiny_vit
 
 import autopar
 from autopar.errors import CaptureWarning

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import plan_by_hand
+from support.handmade import plan_by_hand
+from support.models import resnet18, tiny_vit
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
-from zoo import resnet18, tiny_vit
 
 import autopar
 from autopar.ir.graph import Weight

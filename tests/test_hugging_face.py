@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import Reference, assert_all_close, assert_close
+from support.reference import Reference, assert_all_close, assert_close
 
 import autopar
 from autopar.cost.hardware.load import cost_model_dir

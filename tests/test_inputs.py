@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import in_threads, plan_by_hand
+from support.handmade import in_threads, plan_by_hand
+from support.models import ManyOutputs, TwoInputs, tiny_vit
 from torch import nn
-from zoo import ManyOutputs, TwoInputs, tiny_vit
 
 import autopar
 from autopar import NonFiniteLossWarning, ParallelModel, PlanError, UsageError, WorkerError

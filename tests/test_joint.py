@@ -6,9 +6,10 @@ from dataclasses import replace
 from itertools import product
 
 import pytest
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
+from tests.choice_graphs import RANKS, Machine, choice_graphs, vit_choices
 
 from autopar.errors import UsageError
 from autopar.ir.hardware import Link
@@ -17,7 +18,6 @@ from autopar.solve.backend import SolverName
 from autopar.solve.joint.problem import Assignment, JointProblem
 from autopar.solve.joint.solve import Joint, Unsolved, solve_joint
 from autopar.solve.shardings.solve import lower_bound_seconds, solve_shardings
-from tests.choice_graphs import RANKS, Machine, choice_graphs, vit_choices
 
 # -- an evaluator of its own ---------------------------------------------------------------------------------------
 

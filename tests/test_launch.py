@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from effort import only
+from support.effort import only
 
 from autopar import UsageError
 from autopar.cost.hardware.load import load_hardware

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import Tied, resnet18, tiny_vit
 from torch import nn
-from zoo import Tied, resnet18, tiny_vit
 
 import autopar
 from autopar import UsageError

@@ -11,9 +11,9 @@ import timm
 import timm.utils
 import torch
 import torch.nn.functional as F
-from handmade import in_threads
+from support.handmade import in_threads
+from support.models import resnet18, tiny_vit
 from torch import nn
-from zoo import resnet18, tiny_vit
 
 import autopar
 from autopar.api.program_cache import Programs

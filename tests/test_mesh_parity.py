@@ -11,9 +11,9 @@ import re
 from pathlib import Path
 
 import pytest
-from effort import full, only
-from forks import run_ranks
-from mesh_models import MODELS
+from support.effort import full, only
+from support.forks import SCRIPTS, run_ranks
+from support.mesh_models import MODELS
 
 from autopar.cost.hardware.load import cost_model_dir
 
@@ -50,7 +50,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], d
     cells = CELLS if full() else KEPT
     for ranks in MESHES:
         chosen = [f"{name}={mesh}" for name, mesh in cells if mesh in MESHES[ranks]]
-        done = run_ranks(ranks, Path(__file__).parent / "mesh_worker.py", str(folder), str(hardware), *chosen)
+        done = run_ranks(ranks, SCRIPTS / "mesh_worker.py", str(folder), str(hardware), *chosen)
         if done.returncode:
             failures.append(done.stderr[-3000:])
     read = {}

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import tiny_vit
 from torch import nn
-from zoo import tiny_vit
 
 import autopar
 from autopar.cost.hardware.load import cost_model_dir

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from handmade import plan_by_hand
+from support.handmade import plan_by_hand
 from torch import nn
 
 import autopar

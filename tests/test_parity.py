@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import plan_by_hand
-from reference import Reference, assert_all_close, assert_close
+from support.handmade import plan_by_hand
+from support.models import Tied, TwoInputs, UNet, resnet18, tiny_vit
+from support.reference import Reference, assert_all_close, assert_close
 from test_executor import TwoHeads
 from torch import nn
-from zoo import Tied, TwoInputs, UNet, resnet18, tiny_vit
 
 import autopar
 from autopar.ir.pytree import leaves

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import ManyOutputs, TwoInputs, tiny_vit
 from torch import nn
-from zoo import ManyOutputs, TwoInputs, tiny_vit
 
 from autopar.errors import UsageError
 from autopar.tools.parity.compare import compare, default_loss

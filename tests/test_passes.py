@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from graphs import MACHINE
+from support.graphs import MACHINE
 from torch import nn
 
 from autopar.cost.ops.op_cost import Pricing, op_costs

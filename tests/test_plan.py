@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from handmade import plan_by_hand
+from support.handmade import plan_by_hand
 from torch import nn
 
 from autopar import Plan, PlanError

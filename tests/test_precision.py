@@ -15,12 +15,12 @@ import pytest
 import timm.utils
 import torch
 import torch.nn.functional as F
-from handmade import in_threads, plan_by_hand
-from reference import Reference, samples
+from support.handmade import in_threads, plan_by_hand
+from support.models import Tied, UNet, Updating, tiny_vit
+from support.reference import Reference, samples
 from test_mesh_parity import slow_compute
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from zoo import Tied, UNet, Updating, tiny_vit
 
 import autopar
 from autopar.api.precision import check_device

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from effort import examples
-from graphs import MACHINE, MLP, X, buffer, graph, op, parameter, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
+from support.graphs import MACHINE, MLP, X, buffer, graph, op, parameter, value
 
 from autopar.cost.groups.cost_graph import price, reweighted
 from autopar.cost.groups.weight_memory import Sharing

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import timm
 import torch
-from graphs import MACHINE, H, X, buffer, graph, op, parameter, value
+from support.graphs import MACHINE, H, X, buffer, graph, op, parameter, value
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

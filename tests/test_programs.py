@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from handmade import plan_by_hand
-from mesh_models import MODELS
+from support.handmade import plan_by_hand
+from support.mesh_models import MODELS
 from test_mesh_parity import slow_compute
 from torch import nn
 

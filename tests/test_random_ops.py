@@ -13,8 +13,8 @@ import timm
 import torch
 import torch.nn.functional as F
 import torchvision
+from support.models import tiny_vit
 from torch import Tensor, nn
-from zoo import tiny_vit
 
 import autopar
 from autopar.codegen.emit import graph_module

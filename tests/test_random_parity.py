@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forks import run_ranks
-from random_parity import BATCH, data, dropping_vit, losses, split_model
+from support.forks import SCRIPTS, run_ranks
+from support.random_parity import BATCH, data, dropping_vit, losses, split_model
 from test_mesh_parity import slow_compute
 from torch import nn
 
@@ -40,7 +40,7 @@ def test_losses_are_those_of_one_device(
 
 
 def test_losses_of_two_replicas_under_torchrun(one_device: list[float]) -> None:
-    done = run_ranks(2, Path(__file__).parent / "random_parity.py")
+    done = run_ranks(2, SCRIPTS / "random_parity.py")
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == pytest.approx(one_device, rel=1e-5)
 

@@ -7,9 +7,9 @@ import random
 
 import pytest
 import torch
-from handmade import plan_by_hand
-from mesh_models import MODELS
-from random_plans import TP, random_labels, random_layouts
+from support.handmade import plan_by_hand
+from support.mesh_models import MODELS
+from support.random_plans import TP, random_labels, random_layouts
 
 from autopar.tools.parity.compare import compare
 from autopar.trace.call import as_call

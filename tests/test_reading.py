@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import plan_by_hand
+from support.handmade import plan_by_hand
 from test_faults import FAULT_SECONDS, alive, mlp, wait_for, workers
 from test_torchrun import run_on_two
 from torch import nn
@@ -323,10 +323,9 @@ TALK = """
 import os, sys
 import torch
 import torch.distributed as dist
-sys.path.insert(0, os.environ["TESTS"])
-import traces; traces.share()
-from handmade import plan_by_hand
-from zoo import Tied
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.models import Tied
 import autopar
 from autopar.runtime.launch.spmd import TorchrunRanks
 

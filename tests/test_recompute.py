@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from handmade import even_firsts, in_threads, plan_by_hand
-from reference import Reference, assert_all_close, assert_close
+from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.models import Updating, tiny_vit
+from support.reference import Reference, assert_all_close, assert_close
 from test_data_parallel import Normed
 from test_executor import MODELS, vectors
 from torch import nn
-from zoo import Updating, tiny_vit
 
 import autopar
 from autopar.api.recompute import own_segments

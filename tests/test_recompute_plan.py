@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from effort import examples
-from handmade import in_threads
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import Reference, assert_all_close
+from support.effort import examples
+from support.handmade import in_threads
+from support.models import tiny_vit
+from support.reference import Reference, assert_all_close
 from test_solve import memory, problems
 from test_solve import step_seconds as seconds_at_once
-from zoo import tiny_vit
 
 import autopar
 from autopar.errors import InfeasibleError, UsageError

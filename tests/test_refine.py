@@ -7,9 +7,10 @@ from functools import partial
 from typing import cast
 
 import pytest
-from effort import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.effort import examples
+from tests.choice_graphs import RANKS, choice_graphs, vit_choices
 
 from autopar.api.planning.costs import Costs
 from autopar.api.planning.refine import refine
@@ -26,7 +27,6 @@ from autopar.solve.search import search
 from autopar.solve.shardings.cost import conversion, wires
 from autopar.solve.shardings.solve import solve_shardings
 from autopar.solve.space.constraints import Constraints, boundary_links
-from tests.choice_graphs import RANKS, choice_graphs, vit_choices
 from tests.test_joint import brute_force, step_seconds
 
 MACHINE = replace(load_hardware("h200-nvlink"), link=Link(1e-3, 1e3))

@@ -7,8 +7,8 @@ import inspect
 from dataclasses import replace
 
 import pytest
-from rule_cases import Case, all_cases, case, fixed, x
-from rule_oracle import Example, check, example
+from support.rule_cases import Case, all_cases, case, fixed, x
+from support.rule_oracle import Example, check, example
 
 from autopar.ir.layout import REPLICATED
 from autopar.sharding.bound_call import Call, Function, build

@@ -9,8 +9,8 @@ import timm
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from rule_cases import Case, case, n, x
-from rule_oracle import cut, example
+from support.rule_cases import Case, case, n, x
+from support.rule_oracle import cut, example
 
 from autopar.ir.graph import Op, Ref, Value
 from autopar.ir.layout import Layout, split_layout

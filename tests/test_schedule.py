@@ -6,9 +6,9 @@ from itertools import pairwise
 from typing import get_args
 
 import pytest
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 from autopar.errors import ScheduleError, UsageError
 from autopar.ir.plan import INTERLEAVED, ScheduleName

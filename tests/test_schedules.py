@@ -9,9 +9,9 @@ import pytest
 import timm.scheduler
 import torch
 import torch.nn.functional as F
-from handmade import in_threads, plan_by_hand
+from support.handmade import in_threads, plan_by_hand
+from support.trained import assert_equals_one_device, cases
 from torch import nn
-from trained import assert_equals_one_device, cases
 
 import autopar
 from autopar.train import schedule

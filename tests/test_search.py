@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import HardwareError, InfeasibleError, UsageError

@@ -8,9 +8,9 @@ from itertools import combinations
 import pytest
 import timm
 import torch
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 from test_executor import TwoHeads
 from torch import nn
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from itertools import pairwise, product
 
 import pytest
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
+from tests.choice_graphs import BOTH, Machine, choice_graphs, vit_choices
 
 from autopar.ir.layout import REPLICATED
 from autopar.ir.strategies import Choice, ChoiceGraph, Conversion
@@ -17,7 +18,6 @@ from autopar.solve.backend import SolverName
 from autopar.solve.shardings.cost import Prices
 from autopar.solve.shardings.program import edges, sharding_program
 from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings
-from tests.choice_graphs import BOTH, Machine, choice_graphs, vit_choices
 
 
 def allowed(graph: ChoiceGraph) -> list[tuple[int, ...]]:

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from effort import examples
-from handmade import plan_by_hand
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
+from support.handmade import plan_by_hand
+from support.models import UNet, tiny_vit
 from test_bench import check_trace
 from torch import nn
-from zoo import UNet, tiny_vit
 
 import autopar
 from autopar.errors import PlanError, UsageError

@@ -9,9 +9,9 @@ from itertools import product
 
 import pulp
 import pytest
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from boards import on_all
+from support.boards import on_all
 
 from autopar.runtime.comm import symmetric_collectives as symmetric_axis
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator

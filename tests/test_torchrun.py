@@ -8,18 +8,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-from forks import run_ranks
+from support.forks import run_ranks
 
 SCRIPT = """
 import os, sys
 import torch, torch.distributed as dist
 from torch import nn
-sys.path.insert(0, os.environ["TESTS"])
-import traces; traces.share()
-from handmade import plan_by_hand
-from reference import Reference, assert_all_close, assert_close
-from zoo import Tied
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.reference import Reference, assert_all_close, assert_close
+from support.models import Tied
 import autopar
 
 torch.set_num_threads(1)
@@ -83,15 +81,12 @@ print(f"rank {rank} agrees", flush=True)
 def run_on_two(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
     """A script on two ranks as torchrun starts them."""
     (folder / "script.py").write_text(script)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TESTS", str(Path(__file__).parent))
-        return run_ranks(2, folder / "script.py", folder=folder)
+    return run_ranks(2, folder / "script.py", folder=folder)
 
 
 def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT)
-    tests = str(Path(__file__).parent)
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TESTS": tests}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     command = [
         sys.executable,
         "-m",
@@ -122,11 +117,10 @@ def test_autopar_makes_and_ends_its_own_group_and_an_exception_ends_the_run(tmp_
 REPLICAS = """
 import os, sys
 import torch
-sys.path.insert(0, os.environ["TESTS"])
-import traces; traces.share()
-from handmade import plan_by_hand
-from reference import Reference, assert_all_close, assert_close
-from zoo import Tied
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.reference import Reference, assert_all_close, assert_close
+from support.models import Tied
 import autopar
 
 torch.set_num_threads(1)
@@ -173,11 +167,10 @@ def test_each_replica_is_given_its_own_part(tmp_path: Path) -> None:
 SHARDS = """
 import os, sys
 import torch
-sys.path.insert(0, os.environ["TESTS"])
-import traces; traces.share()
-from handmade import plan_by_hand
-from reference import Reference, assert_all_close
-from zoo import Tied
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.reference import Reference, assert_all_close
+from support.models import Tied
 import autopar
 
 torch.set_num_threads(1)

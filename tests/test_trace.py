@@ -11,10 +11,10 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from effort import only
-from handmade import run_in_one_process
+from support.effort import only
+from support.handmade import run_in_one_process
+from support.models import SharedModule, Tied, TwoInputs, UNet, Updating, resnet18, tiny_vit
 from torch import nn
-from zoo import SharedModule, Tied, TwoInputs, UNet, Updating, resnet18, tiny_vit
 
 from autopar.codegen.split import split
 from autopar.errors import TraceError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from train_cli import TINY, invoke, losses, records, start
+from support.train_cli import TINY, invoke, losses, records, start
 
 import autopar
 from autopar.ir.units import percent

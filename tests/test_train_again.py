@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from train_cli import MAIN, SHORT, TINY, invoke, losses, records, start
+from support.train_cli import MAIN, SHORT, TINY, invoke, losses, records, start
 
 from autopar.tools.cli.train_run import command
 from autopar.train import read_run

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from handmade import in_threads
+from support.handmade import in_threads
 from timm.utils import ModelEmaV3
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset

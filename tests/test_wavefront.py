@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from effort import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.effort import examples
 
 from autopar.schedule.fast_1f1b import pipeline_seconds
 from autopar.schedule.generate import generate

@@ -15,10 +15,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from effort import full
+from support.effort import full
 
 from autopar.measure.workers import HOST, free_port
 
+SCRIPTS = Path(__file__).parent  # those that several test modules or ranks run
 PATIENT_SECONDS = 5.0  # for ranks that are told to end
 Done = subprocess.CompletedProcess[str]
 
@@ -62,9 +63,8 @@ def forked(script: Path, arguments: Sequence[str], more: Sequence[Mapping[str, s
 def server() -> subprocess.Popen[str]:
     """The process that forks; it ends with this one."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    process = subprocess.Popen(
-        [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    command = [sys.executable, "-m", "support.forks"]
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdin is not None
     atexit.register(process.stdin.close)
     return process

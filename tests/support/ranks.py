@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from forks import forked
+from support.forks import forked
 
 from autopar.ir.mesh import Mesh
 from autopar.runtime.comm.mesh_groups import Axes, connect

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from support.models import tiny_vit
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from zoo import tiny_vit
 
 import autopar
 from autopar.api.checkpoint import read_header

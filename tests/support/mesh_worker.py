@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mesh_models import BATCH, MODELS, Case
-from reference import Reference
+from support.mesh_models import BATCH, MODELS, Case
+from support.reference import Reference
+from support.traces import share
 from torch import nn
-from traces import share
 
 import autopar
 from autopar.ir.layout import REPLICATED

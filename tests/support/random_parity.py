@@ -8,9 +8,9 @@ import os
 from typing import Any
 
 import torch
+from support.models import tiny_vit
+from support.traces import share
 from torch import nn
-from traces import share
-from zoo import tiny_vit
 
 import autopar
 

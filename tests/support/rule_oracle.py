@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rule_cases import Case
+from support.rule_cases import Case
 from torch import Tensor
 
 from autopar.ir.graph import Op, Ref, Value, refs

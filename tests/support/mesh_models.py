@@ -9,11 +9,11 @@ from typing import Any
 import timm
 import torch
 import torch.nn.functional as F
+from support.models import Tied, tiny_vit
 from timm.models.eva import Eva
 from timm.models.mlp_mixer import MlpMixer
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
-from zoo import Tied, tiny_vit
 
 BATCH, CLASSES = 16, 10
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from effort import only
-from forks import run_ranks
+from support.effort import only
+from support.forks import SCRIPTS, run_ranks
+from support.training_worker import CASES
 from test_mesh_parity import slow_compute
-from training_worker import CASES
 
 WORLDS = (2, 4)
 
@@ -37,7 +37,7 @@ def train_all(folder: Path) -> Mapping[tuple[str, str], list[Any]]:
 
 def train(folder: Path) -> list[str]:
     """Run all cases; what went wrong with each number of ranks."""
-    worker, hardware = Path(__file__).parent / "training_worker.py", str(slow_compute(folder))
+    worker, hardware = SCRIPTS / "training_worker.py", str(slow_compute(folder))
     failures = []
     for ranks in WORLDS:
         done = run_ranks(ranks, worker, str(folder), hardware)

@@ -22,10 +22,10 @@ import timm.utils
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from effort import full
+from support.effort import full
+from support.models import tiny_vit
+from support.traces import share
 from torch import nn
-from traces import share
-from zoo import tiny_vit
 
 import autopar
 from autopar.tools.parity.difference import difference
