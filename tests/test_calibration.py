@@ -9,8 +9,8 @@ from datetime import date
 from pathlib import Path
 
 import pytest
-from test_bench import FLAGS, request
-from test_cli import invoke
+from support.bench import FLAGS, request
+from support.cli import invoke
 
 from autopar.cost.hardware.load import cost_model_dir, load_hardware
 from autopar.errors import UsageError

@@ -33,9 +33,9 @@ from support.checkpoint_models import (
     start,
     trained,
 )
+from support.forks import run_on_two
+from support.hardware import slow_compute
 from support.models import Tied
-from test_mesh_parity import slow_compute
-from test_torchrun import run_on_two
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from typer.testing import CliRunner
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from support.effort import examples
-from test_search import (
+from support.block_chains import (
     GIB,
     MACHINE,
     Unsharded,
@@ -25,6 +24,7 @@ from test_search import (
     plan_for,
     priced,
 )
+from support.effort import examples
 
 from autopar.errors import InfeasibleError, PlanError, UsageError
 from autopar.ir.cost_graph import CostGraph

@@ -11,11 +11,12 @@ import pytest
 import timm.optim
 import torch
 import torch.nn.functional as F
+from support.cases import ADAMW, data
 from support.effort import only
 from support.handmade import even_firsts, in_threads, plan_by_hand
-from support.models import Tied, UNet, Updating
+from support.models import Normed, Tied, TwoHeads, UNet, Updating, loss_of_some, main_loss
+from support.parity import updated_alike
 from support.reference import Reference, assert_all_close, assert_close
-from test_executor import TwoHeads, loss_of_some, main_loss
 from torch import nn
 
 import autopar
@@ -34,30 +35,7 @@ from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 from autopar.tools.bench.bubble import bubble_bound_seconds
 
-ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 MESHES = [(1, 2, False), (1, 4, True), (2, 2, False), (2, 2, True), (3, 2, True)]  # pp, dp, zero1
-
-
-class Normed(nn.Module):
-    """Batch norm on both sides of a cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        convolve = functools.partial(nn.Conv1d, 8, 8, 1, bias=False)  # a bias would have no gradient but noise
-        self.layers = nn.Sequential(convolve(), nn.BatchNorm1d(8), nn.ReLU(), convolve(), nn.BatchNorm1d(8))
-        self.head = nn.Linear(24, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(x).flatten(1))
-
-
-def data(name: str, batch: int) -> tuple[Any, Any]:
-    if name == "tied":
-        return torch.randint(0, 32, (batch, 5)), torch.randint(0, 32, (batch,))
-    if name == "unet":
-        return torch.randn(batch, 3, 8, 8), torch.rand(batch, 1, 8, 8)
-    x = torch.randn(batch, 8, 3) if name == "normed" else torch.randn(batch, 8)
-    return x, torch.randint(0, 4, (batch,))
 
 
 MODELS: dict[str, tuple[Any, Any]] = {
@@ -77,15 +55,6 @@ def outputs_agree(pm: Any, reference: Reference, x: Any, train: bool) -> None:
         assert_close(actual, expected, f"output, train={train}")
     pm.train()
     reference.model.train()
-
-
-def updated_alike(pm: Any, reference: Reference, x: Any, y: Any) -> None:
-    """One training step on both sides: loss and norm."""
-    loss = reference.forward_backward(x, y, pm.plan.microbatches, pm.plan.mesh.dp)
-    norm = nn.utils.get_total_norm(reference.gradients().values()).item()
-    reference.step()
-    result = pm.train_step(x, y)
-    assert (result.loss, result.grad_norm) == (pytest.approx(loss, abs=1e-5), pytest.approx(norm, rel=1e-4))
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)

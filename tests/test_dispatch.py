@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.faults import mlp
 from support.handmade import in_threads, plan_by_hand
-from test_faults import mlp
 
 from autopar import UsageError
 from autopar.api.dispatch import KNOWN_CUTS

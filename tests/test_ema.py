@@ -11,11 +11,11 @@ import pytest
 import timm.utils
 import torch
 import torch.nn.functional as F
+from support.cases import ADAMW, data
 from support.handmade import in_threads, plan_by_hand
-from support.models import Tied
+from support.models import Normed, Tied
 from support.reference import Reference, assert_all_close, assert_close
 from support.trained import assert_equals_one_device, cases
-from test_data_parallel import ADAMW, Normed, data
 from torch import nn
 
 import autopar

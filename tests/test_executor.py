@@ -6,7 +6,7 @@ import gc
 import resource
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import MODELS, tied, vectors
 from support.effort import only
 from support.handmade import even_firsts, in_threads, plan_by_hand
-from support.models import SharedModule, Tied, TwoInputs, UNet, Updating
+from support.models import Tied, TwoHeads, loss_of_some, main_loss
 from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
 
@@ -31,36 +32,6 @@ from autopar.runtime.memory import peaks as memory
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate, max_in_flight
 from autopar.schedule.order import Links, progress
-
-
-def two_input_loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output["class"], target) + output["early"].square().mean() + output["features"].mean()
-
-
-def unet(batch: int) -> tuple[Any, Any]:
-    return torch.randn(batch, 3, 8, 8), torch.rand(batch, 1, 8, 8)
-
-
-def tied(batch: int) -> tuple[Any, Any]:
-    return torch.randint(0, 32, (batch, 5)), torch.randint(0, 32, (batch,))
-
-
-def two_inputs(batch: int) -> tuple[Any, Any]:
-    return {"image": torch.randn(batch, 3, 8, 8), "text": torch.randn(batch, 6)}, torch.randint(0, 5, (batch,))
-
-
-def vectors(batch: int) -> tuple[Any, Any]:
-    return torch.randn(batch, 8), torch.randint(0, 4, (batch,))
-
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, Any]], Any]] = {
-    "unet": (UNet, unet, F.mse_loss),
-    "tied": (Tied, tied, F.cross_entropy),
-    "two inputs": (TwoInputs, two_inputs, two_input_loss),
-    "updating": (Updating, vectors, F.cross_entropy),
-    "shared": (SharedModule, vectors, F.cross_entropy),
-}
-
 
 PIPELINES = [(schedule, stages, 1) for schedule in ("1f1b", "gpipe") for stages in (1, 2, 4)]
 PIPELINES += [("interleaved", 4, 2), ("interleaved", 6, 2), ("interleaved", 6, 3), ("interleaved", 3, 3)]
@@ -207,30 +178,6 @@ def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, chunks: in
             kept = "interleaved" if schedule == "forward-only" else schedule
             bound = max_in_flight(kept, 0, ranks, microbatches, chunks) + chunks
             assert most <= (microbatches if schedule == "gpipe" else bound)
-
-
-class TwoHeads(nn.Module):
-    """A head that the loss may not read, behind a tensor of its own that crosses cuts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.middle, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        side = torch.tanh(self.side(x))
-        main = torch.relu(self.middle(torch.relu(self.first(x))))
-        return {"main": self.head(main), "other": self.other(side)}
-
-
-def main_loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(output["main"], target)
-
-
-def loss_of_some(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
-    """Reads the other head too where the first target is 0."""
-    loss = main_loss(output, target)
-    return loss + F.cross_entropy(output["other"], target) if target[0] == 0 else loss
 
 
 @pytest.mark.parametrize("loss_fn", [main_loss, loss_of_some])

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli import USER_MODELS, invoke
+from support.cli import USER_MODELS, invoke
 
 import autopar
 from autopar.api.model_source import ModelSource

@@ -13,48 +13,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from support.faults import FAULT_SECONDS, alive, mlp, wait_for, workers
 from support.handmade import plan_by_hand
 from torch import nn
 
 import autopar
 from autopar import UsageError, WorkerError
 
-FAULT_SECONDS = 10.0  # the longest that a fault may take to be reported or cleaned up
 X, Y = torch.randn(6, 8), torch.randint(0, 4, (6,))
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4), nn.Dropout(0.1)
-    )  # fmt: skip
-
-
-def alive(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def workers(pid: int | None = None) -> dict[int, int]:
-    """Process id of each rank's worker, by rank."""
-    found = {}
-    for child in psutil.process_iter(["pid", "ppid", "cmdline"]):
-        line = child.info["cmdline"] or []
-        if child.info["ppid"] == (pid or os.getpid()) and "autopar.runtime.launch" in line:
-            found[int(line[-1])] = child.info["pid"]
-    return found
-
-
-def wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.02)
 
 
 def sleeping_loss(marker: Path) -> Callable[[Any, Any], torch.Tensor]:

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.faults import workers
 from support.handmade import even_firsts, plan_by_hand
 from support.models import Tied, UNet, resnet18, tiny_vit
 from support.reference import Reference, assert_all_close, assert_close
-from test_gpu_faults import pids
 from timm import create_model
 from torch import nn
 
@@ -119,13 +119,13 @@ def test_killed_rank_ends_the_others() -> None:
 
     x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     pm = autopar.parallelize(tiny_vit(), 2, x, microbatches=4, loss_fn=slow, optimizer=ADAMW, compile=False)
-    first = pids()[0]
+    first = workers()[0]
     threading.Timer(1.0, os.kill, (first, signal.SIGKILL)).start()
     start = time.monotonic()
     with pytest.raises(WorkerError, match=r"Rank 0 .*SIGKILL"):
         pm.train_step(x, y)
     assert time.monotonic() - start < FAULT_SECONDS
-    assert not pids()
+    assert not workers()
 
 
 def test_exception_ends_all_with_its_cause() -> None:
@@ -138,7 +138,7 @@ def test_exception_ends_all_with_its_cause() -> None:
     with pytest.raises(WorkerError, match=r"Rank 1 .*1F0.*no loss today"):
         pm.train_step(x, y)
     assert time.monotonic() - start < FAULT_SECONDS
-    assert not pids()
+    assert not workers()
 
 
 def test_checkpoints_go_from_mesh_to_mesh(tmp_path: Path) -> None:

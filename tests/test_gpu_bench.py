@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_bench import check_trace, request
+from support.bench import check_trace, request
 
 import autopar
 from autopar import InfeasibleError, Plan

@@ -15,12 +15,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from support.faults import free_port, workers
 from support.models import tiny_vit
-from test_launch import free_port
 
 import autopar
 from autopar import DeviceMemoryError, NonFiniteLossWarning, WorkerError
@@ -89,12 +88,6 @@ def test_a_loss_that_is_not_finite_warns_when_it_is_read() -> None:
 # -- faults in worker processes ----------------------------------------------------------------------------------------
 
 
-def pids() -> dict[int, int]:
-    """Workers by rank; this process may have others beside them, which compile for it."""
-    children = [(child.pid, child.cmdline()) for child in psutil.Process().children()]
-    return {int(line[-1]): pid for pid, line in children if "autopar.runtime.launch" in line}
-
-
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("options", [PLAIN, PLAIN | {"cuda_graph": True}], ids=["plain", "graph"])
@@ -105,14 +98,14 @@ def test_a_rank_killed_between_steps_ends_all(victim: int, mesh: dict[str, int],
 
     def kill() -> None:
         killed.append(time.monotonic())
-        os.kill(pids()[victim], signal.SIGKILL)
+        os.kill(workers()[victim], signal.SIGKILL)
 
     threading.Timer(3.0, kill).start()
     with pytest.raises(WorkerError, match=rf"^Rank {victim} .* died during train_step.*: killed by SIGKILL"):
         while True:
             pm.train_step(X, Y)  # nobody reads the numbers
     assert time.monotonic() - killed[0] < FAULT_SECONDS
-    assert not pids()
+    assert not workers()
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -133,7 +126,7 @@ def test_a_rank_that_really_runs_out_of_memory_is_named(mesh: dict[str, int]) ->
     ):
         pm.train_step(X, -Y - 1)
     assert time.monotonic() - begun < FAULT_SECONDS
-    assert not pids()
+    assert not workers()
 
 
 # -- faults under a launcher -------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import ADAMW
 from support.handmade import even_firsts, plan_by_hand
 from support.models import Tied, UNet, tiny_vit
+from support.parity import images, labels, outputs_agree, state_agrees, step_agrees, three_steps, three_steps_of
 from support.reference import Reference
-from test_parity import ADAMW, images, labels, outputs_agree, state_agrees, step_agrees, three_steps, three_steps_of
 
 import autopar
 from autopar.ir.plan import INTERLEAVED

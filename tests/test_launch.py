@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.effort import only
+from support.faults import free_port
 
 from autopar import UsageError
 from autopar.cost.hardware.load import load_hardware
@@ -165,14 +163,6 @@ with autopar.parallelize(
         torch.testing.assert_close(tensor, alone.state_dict()[name], rtol=1e-4, atol=1e-5)
 print(f"rank {launch.rank} agrees with {torch.get_num_threads()} thread", flush=True)
 """
-
-
-def free_port() -> int:
-    """A port that nobody has, among those that the system gives to nobody by itself before it is listened to."""
-    while True:
-        with socket.socket() as chosen, contextlib.suppress(OSError):
-            chosen.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
-            return chosen.getsockname()[1]
 
 
 def started(

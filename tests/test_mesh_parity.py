@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 from support.effort import full, only
 from support.forks import SCRIPTS, run_ranks
+from support.hardware import slow_compute
 from support.mesh_models import MODELS
-
-from autopar.cost.hardware.load import cost_model_dir
 
 MESHES = {2: ("1-2-1", "1-1-2"), 4: ("1-4-1", "2-2-1", "1-1-4", "2-1-2", "1-2-2")}
 CELLS = [(name, mesh) for name in MODELS for meshes in MESHES.values() for mesh in meshes]
@@ -27,19 +25,6 @@ KEPT = [
 ]  # fmt: skip
 # An operation that is never split in these models would make the comparison worthless.
 QUANTITIES = {"moved", "outputs", "loss", "gradients", "norm", "weights", "state", "eval"}
-
-
-def slow_compute(folder: Path) -> Path:
-    """A cost model in which moving data costs nothing, so that the solver splits whatever can be split."""
-    text = (cost_model_dir() / "cpu-generic.toml").read_text()
-    head, *tables = re.split(r"(?m)^(?=\[(?:link|collective)\])", text)
-    changed = "".join(tables)
-    changed = re.sub(r"(latency = \{ value = )[\d.e-]+", r"\g<1>0", changed, count=len(tables))
-    bandwidth = r'(bandwidth = \{ value = )[\d.e-]+(, unit = )"[^"]+"'
-    changed = re.sub(bandwidth, r'\g<1>1000\2"PB/s"', changed, count=len(tables))
-    file = folder / "slow-compute.toml"
-    file.write_text(head + changed)
-    return file
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ import timm.optim
 import timm.utils
 import torch
 import torch.nn.functional as F
+from support.cases import ADAMW, data
 from support.handmade import even_firsts, in_threads, plan_by_hand
+from support.hardware import slow_compute
 from support.models import Tied, tiny_vit
+from support.parity import updated_alike
 from support.reference import Reference, assert_all_close, assert_close
 from support.trained import assert_equals_one_device, cases
-from test_data_parallel import ADAMW, data, updated_alike
-from test_mesh_parity import slow_compute
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -16,9 +16,9 @@ import timm.utils
 import torch
 import torch.nn.functional as F
 from support.handmade import in_threads, plan_by_hand
-from support.models import Tied, UNet, Updating, tiny_vit
+from support.hardware import slow_compute
+from support.models import Autocast, Tied, UNet, Updating, loss_in_bf16, tiny_vit
 from support.reference import Reference, samples
-from test_mesh_parity import slow_compute
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -263,25 +263,8 @@ def test_fp32_changes_nothing() -> None:
 # -- one device -----------------------------------------------------------------------------------------------------
 
 
-class Autocast(nn.Module):
-    """A model under torch.autocast."""
-
-    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.model, self.dtype = model, dtype
-
-    def forward(self, *args: Any) -> Any:
-        with torch.autocast("cpu", self.dtype):
-            return self.model(*args)
-
-
 def own_state(reference: Reference) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): t for name, t in reference.model.state_dict().items()}
-
-
-def loss_in_bf16(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return F.cross_entropy(output, target)
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], int]] = {

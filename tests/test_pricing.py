@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_mesh_parity import slow_compute
+from support.hardware import slow_compute
 from torch import nn
 
 import autopar

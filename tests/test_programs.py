@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.handmade import plan_by_hand
+from support.hardware import slow_compute
 from support.mesh_models import MODELS
-from test_mesh_parity import slow_compute
 from torch import nn
 
 import autopar

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.forks import SCRIPTS, run_ranks
+from support.hardware import slow_compute
 from support.random_parity import BATCH, data, dropping_vit, losses, split_model
-from test_mesh_parity import slow_compute
 from torch import nn
 
 import autopar

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.faults import FAULT_SECONDS, alive, mlp, wait_for, workers
+from support.forks import run_on_two
 from support.handmade import plan_by_hand
-from test_faults import FAULT_SECONDS, alive, mlp, wait_for, workers
-from test_torchrun import run_on_two
 from torch import nn
 from torch._dynamo.exc import Unsupported
 

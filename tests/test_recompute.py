@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import MODELS, vectors
 from support.handmade import even_firsts, in_threads, plan_by_hand
-from support.models import Updating, tiny_vit
+from support.models import Normed, Updating, tiny_vit
 from support.reference import Reference, assert_all_close, assert_close
-from test_data_parallel import Normed
-from test_executor import MODELS, vectors
 from torch import nn
 
 import autopar

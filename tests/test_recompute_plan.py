@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cut_problems import memory, problems
+from support.cut_problems import step_seconds as seconds_at_once
 from support.effort import examples
 from support.handmade import in_threads
 from support.models import tiny_vit
 from support.reference import Reference, assert_all_close
-from test_solve import memory, problems
-from test_solve import step_seconds as seconds_at_once
 
 import autopar
 from autopar.errors import InfeasibleError, UsageError

@@ -16,10 +16,8 @@ import torch
 import torch.nn.functional as F
 from support.effort import only
 from support.handmade import even_firsts, in_threads, plan_by_hand
-from support.models import Tied, UNet, tiny_vit
+from support.models import Autocast, Tied, TwoHeads, UNet, loss_in_bf16, loss_of_some, main_loss, tiny_vit
 from support.reference import Reference, assert_all_close
-from test_executor import TwoHeads, loss_of_some, main_loss
-from test_precision import Autocast, loss_in_bf16
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
-from test_executor import TwoHeads
+from support.models import TwoHeads
 from torch import nn
 
 from autopar.cost.groups.checkpoint_segments import TOLERANCE, segmented, segments

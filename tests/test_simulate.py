@@ -14,10 +14,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.bench import check_trace
 from support.effort import examples
 from support.handmade import plan_by_hand
 from support.models import UNet, tiny_vit
-from test_bench import check_trace
 from torch import nn
 
 import autopar

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from support.forks import run_ranks
+from support.forks import run_on_two
 
 SCRIPT = """
 import os, sys
@@ -76,12 +76,6 @@ if sys.argv[1] == "fail":
     autopar.parallelize(model, 2, x, loss_fn=loss_fn, plan=plan).forward_backward(x, y)
 print(f"rank {rank} agrees", flush=True)
 """
-
-
-def run_on_two(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
-    """A script on two ranks as torchrun starts them."""
-    (folder / "script.py").write_text(script)
-    return run_ranks(2, folder / "script.py", folder=folder)
 
 
 def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.train_cli import TINY, invoke, losses, records, start
+from support.cli import invoke
+from support.train_cli import TINY, losses, records, start
 
 import autopar
 from autopar.ir.units import percent

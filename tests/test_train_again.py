@@ -14,7 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.train_cli import MAIN, SHORT, TINY, invoke, losses, records, start
+from support.cli import invoke
+from support.train_cli import MAIN, SHORT, TINY, losses, records, start
 
 from autopar.tools.cli.train_run import command
 from autopar.train import read_run

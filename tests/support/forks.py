@@ -132,3 +132,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     assert autopar.parallelize and autopar.plan  # which imports them
     serve()
+
+
+def run_on_two(folder: Path, script: str) -> subprocess.CompletedProcess[str]:
+    """A script on two ranks as torchrun starts them."""
+    (folder / "script.py").write_text(script)
+    return run_ranks(2, folder / "script.py", folder=folder)

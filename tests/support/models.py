@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -144,3 +145,57 @@ class ManyOutputs(nn.Module):
         rows = self.second(h).reshape(-1, 4)
         outputs = {"rows": rows, "table": self.table.weight * 2, "penalty": h.square().mean(), "number": 3}
         return outputs | ({"pooled": h.mean(0)} if self.pooled else {})
+
+
+class TwoHeads(nn.Module):
+    """A head that the loss may not read, behind a tensor of its own that crosses cuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.side = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.middle, self.head, self.other = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        side = torch.tanh(self.side(x))
+        main = torch.relu(self.middle(torch.relu(self.first(x))))
+        return {"main": self.head(main), "other": self.other(side)}
+
+
+def main_loss(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(output["main"], target)
+
+
+def loss_of_some(output: dict[str, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+    """Reads the other head too where the first target is 0."""
+    loss = main_loss(output, target)
+    return loss + F.cross_entropy(output["other"], target) if target[0] == 0 else loss
+
+
+class Normed(nn.Module):
+    """Batch norm on both sides of a cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        convolve = functools.partial(nn.Conv1d, 8, 8, 1, bias=False)  # a bias would have no gradient but noise
+        self.layers = nn.Sequential(convolve(), nn.BatchNorm1d(8), nn.ReLU(), convolve(), nn.BatchNorm1d(8))
+        self.head = nn.Linear(24, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(x).flatten(1))
+
+
+class Autocast(nn.Module):
+    """A model under torch.autocast."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.model, self.dtype = model, dtype
+
+    def forward(self, *args: Any) -> Any:
+        with torch.autocast("cpu", self.dtype):
+            return self.model(*args)
+
+
+def loss_in_bf16(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.cross_entropy(output, target)

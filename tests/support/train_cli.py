@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-from typer.testing import CliRunner
-
 import autopar
-from autopar.tools.cli.app import app
 
 ROOT = Path(autopar.__file__).parents[1]
 TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "embed_dim=48", "num_heads=3"]
@@ -23,11 +19,6 @@ SHORT = [
     "--val-num-samples", "99", "--shift", "2", "--reprob", "0.3", "--mixup", "0.4", "--cutmix", "1",
     "--smoothing", "0.1", "--warmup-epochs", "1", "--sched-on-updates", "--clip-grad", "1", "--microbatches", "2",
 ]  # fmt: skip
-
-
-def invoke(*args: str) -> tuple[int, str, str]:
-    result = CliRunner().invoke(app, list(args), prog_name="autopar")
-    return result.exit_code, result.stdout, re.sub(r"\s+", " ", result.stderr)
 
 
 def start(folder: Path, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from support.effort import only
 from support.forks import SCRIPTS, run_ranks
+from support.hardware import slow_compute
 from support.training_worker import CASES
-from test_mesh_parity import slow_compute
 
 WORLDS = (2, 4)
 
