@@ -1,4 +1,10 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite.
+
+- ``support/``: what several test modules share; no test module imports another.
+- ``unit/<room>/``: the rooms of the package, in this process.
+- ``integration/``: real processes. ``cli/``: the command line. ``docs/``: README, examples, layers, this tree.
+- ``gpu/``: left out where there is no CUDA; ``pytest tests/gpu --collect-only`` lists them anywhere.
+"""
 
 import os
 import shutil
@@ -28,7 +34,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(sys.prefix) / "inducto
 settings.register_profile("fast", derandomize=True, max_examples=20)
 settings.register_profile("full", derandomize=bool(os.environ.get("CI")))
 
-collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 from hypothesis import strategies as st
 
 from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
 from autopar.ir.hardware import Link
 from autopar.solve.cuts.problem import CutProblem
+
+
+def brute_force(problem: CutProblem) -> float | None:
+    """Least step time over all assignments that obey the rules, or None where none does."""
+    cost, last = problem.cost, problem.stages - 1
+    best = None
+    for stage in product(range(problem.stages), repeat=cost.loss):
+        stage_of = (*stage, last)
+        if (
+            set(stage) == set(range(problem.stages))
+            and all(stage_of[f.producer] <= stage_of[c] for f in cost.flows for c in f.consumers)
+            and all(len({stage_of[g] for g in names}) == 1 for names in cost.together)
+            and all(stage_of[g] == s for g, s in problem.pins.items())
+            and (problem.capacity_bytes is None or max(memory(problem, stage_of)) <= problem.capacity_bytes)
+        ):
+            value = step_seconds(problem, stage_of)
+            best = value if best is None else min(best, value)
+    return best
 
 
 def step_seconds(problem: CutProblem, stage_of: tuple[int, ...]) -> float:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from support.layers import LAYERS
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "architecture.md").read_text()
 PATH = re.compile(r"`((?:autopar|cost_models|tests|examples|docs)/[\w./-]*)`|\]\(([\w./-]+)\)")
 LAYER = re.compile(r"^\| (\d+) \| (.+) \|$", re.MULTILINE)

@@ -21,7 +21,7 @@ from torch import nn
 import autopar
 from autopar.train import TimmOptimizer
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_own_model() -> None:

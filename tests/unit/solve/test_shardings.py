@@ -9,8 +9,8 @@ from itertools import pairwise, product
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.choice_graphs import BOTH, Machine, choice_graphs, vit_choices
 from support.effort import examples
-from tests.choice_graphs import BOTH, Machine, choice_graphs, vit_choices
 
 from autopar.ir.layout import REPLICATED
 from autopar.ir.strategies import Choice, ChoiceGraph, Conversion

@@ -331,7 +331,7 @@ def test_an_abandoned_step_leaves_no_gradient(precision: Precision) -> None:
 
 
 def test_the_transport_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they do with it: tests/test_collectives.py and tests/test_gpu_graphs.py."""
+    """What they do with it: tests/integration/collectives and tests/gpu/test_gpu_graphs.py."""
     model, x = nn.Linear(8, 8), torch.randn(4, 8)
     with pytest.raises(UsageError, match=r"transport='mpi' is unknown\. It is one of auto, nccl, symmetric"):
         autopar.parallelize(model, 2, x, transport="mpi")

@@ -9,8 +9,9 @@ from typing import cast
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from support.choice_graphs import RANKS, choice_graphs, vit_choices
 from support.effort import examples
-from tests.choice_graphs import RANKS, choice_graphs, vit_choices
+from support.joint_problems import brute_force, step_seconds
 
 from autopar.api.planning.costs import Costs
 from autopar.api.planning.refine import refine
@@ -27,7 +28,6 @@ from autopar.solve.search import search
 from autopar.solve.shardings.cost import conversion, wires
 from autopar.solve.shardings.solve import solve_shardings
 from autopar.solve.space.constraints import Constraints, boundary_links
-from tests.test_joint import brute_force, step_seconds
 
 MACHINE = replace(load_hardware("h200-nvlink"), link=Link(1e-3, 1e3))
 

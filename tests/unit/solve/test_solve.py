@@ -11,7 +11,7 @@ import pulp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cut_problems import cost_graphs, group, memory, problems, step_seconds
+from support.cut_problems import brute_force, cost_graphs, group, memory, problems, step_seconds
 from support.effort import examples
 
 from autopar.errors import InfeasibleError, UsageError
@@ -29,27 +29,6 @@ from autopar.solve.cuts.solve import solve_cuts
 
 MIB = 2**20
 NVLINK = Link(27e-6, 250e9)
-
-# -- an evaluator of its own ---------------------------------------------------------------------------------------
-
-
-def brute_force(problem: CutProblem) -> float | None:
-    """Least step time over all assignments that obey the rules, or None where none does."""
-    cost, last = problem.cost, problem.stages - 1
-    best = None
-    for stage in product(range(problem.stages), repeat=cost.loss):
-        stage_of = (*stage, last)
-        if (
-            set(stage) == set(range(problem.stages))
-            and all(stage_of[f.producer] <= stage_of[c] for f in cost.flows for c in f.consumers)
-            and all(len({stage_of[g] for g in names}) == 1 for names in cost.together)
-            and all(stage_of[g] == s for g, s in problem.pins.items())
-            and (problem.capacity_bytes is None or max(memory(problem, stage_of)) <= problem.capacity_bytes)
-        ):
-            value = step_seconds(problem, stage_of)
-            best = value if best is None else min(best, value)
-    return best
-
 
 # -- random models -------------------------------------------------------------------------------------------------
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import product
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.choice_graphs import RANKS, Machine, choice_graphs, vit_choices
 from support.effort import examples
-from tests.choice_graphs import RANKS, Machine, choice_graphs, vit_choices
+from support.joint_problems import allowed, brute_force, memory, step_seconds
 
 from autopar.errors import UsageError
 from autopar.ir.hardware import Link
@@ -18,83 +18,6 @@ from autopar.solve.backend import SolverName
 from autopar.solve.joint.problem import Assignment, JointProblem
 from autopar.solve.joint.solve import Joint, Unsolved, solve_joint
 from autopar.solve.shardings.solve import lower_bound_seconds, solve_shardings
-
-# -- an evaluator of its own ---------------------------------------------------------------------------------------
-
-
-def brute_force(problem: JointProblem) -> float | None:
-    """Least step time over all choices and stages that obey the rules, or None where none does."""
-    graph, last = problem.graph, problem.stages - 1
-    made_by = {value: g for g, group in enumerate(graph.groups) for value in group.makes}
-    stages = [
-        (*first, last)
-        for first in product(range(problem.stages), repeat=len(graph.groups) - 1)
-        if set(first) == set(range(problem.stages))
-    ]
-    stages = [
-        stage_of
-        for stage_of in stages
-        if all(stage_of[made_by[v]] <= stage_of[g] for g, group in enumerate(graph.groups) for v in group.reads)
-        and all(stage_of[g] == s for g, s in problem.pins.items())
-        and all(len({stage_of[g] for g in names}) == 1 for names in problem.together)
-    ]
-    values = [
-        step_seconds(problem, picks, stage_of)
-        for picks in allowed(problem)
-        for stage_of in stages
-        if problem.capacity_bytes is None or max(memory(problem, picks, stage_of)) <= problem.capacity_bytes
-    ]
-    return min(values, default=None)
-
-
-def allowed(problem: JointProblem) -> list[tuple[int, ...]]:
-    groups, found = problem.graph.groups, []
-    for picks in product(*(range(len(g.choices)) for g in groups)):
-        stored: dict[str, set[str]] = {}
-        for g, k in zip(groups, picks):
-            for weight, layout in zip(g.weights, g.choices[k].stores):
-                stored.setdefault(weight, set()).add(str(layout))
-        alike = all(i == k for g, i in zip(groups, picks) for h, k in zip(groups, picks) if g.kind == h.kind)
-        if (alike or not problem.share_kinds) and all(len(layouts) == 1 for layouts in stored.values()):
-            found.append(picks)
-    return found
-
-
-def step_seconds(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, ...]) -> float:
-    groups = problem.graph.groups
-    chosen = [g.choices[k] for g, k in zip(groups, picks)]
-    made = {v: (s, layout) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.makes, c.gives)}
-    read = {(v, layout, s) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.reads, c.takes)}
-    times, steps = [], []
-    for stage in range(problem.stages):
-        here = [c for c, s in zip(chosen, stage_of) if s == stage]
-        time = sum(c.forward_seconds + c.backward_seconds for c in here)
-        for v, layout, s in read:
-            if s == stage and made[v][1] != layout:
-                conversion = problem.graph.conversions[v, made[v][1], layout]
-                time += conversion.forward_seconds + conversion.backward_seconds
-        over = {v for v, _, s in read if made[v][0] <= stage < s}
-        num_bytes = sum(problem.graph.value_bytes[v] / (problem.ranks if made[v][1].splits else 1) for v in over)
-        if num_bytes:
-            link = problem.boundary[stage]
-            time += 2 * (link.latency_seconds + num_bytes / link.bytes_per_second)
-        times.append(time)
-        steps.append(sum(c.step_seconds for c in here))
-    return (problem.microbatches - 1) * max(times) + sum(times) + max(steps)
-
-
-def memory(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, ...]) -> list[int]:
-    needs, made = [0] * problem.stages, {}
-    copies: set[tuple] = set()
-    for group, k, s in zip(problem.graph.groups, picks, stage_of):
-        choice = group.choices[k]
-        needs[s] += choice.weight_bytes + problem.in_flight[s] * choice.saved_bytes
-        copies |= {(s, v, made[v], read) for v, read in zip(group.reads, choice.takes) if made[v] != read}
-        made |= dict(zip(group.makes, choice.gives))
-    for s, *copied in copies:
-        needs[s] += problem.in_flight[s] * problem.graph.conversions[tuple(copied)].saved_bytes
-    return needs
-
 
 # -- random problems -----------------------------------------------------------------------------------------------
 

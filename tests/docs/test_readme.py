@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from autopar.tools.cli.app import app
 
-TEXT = (Path(__file__).parents[1] / "README.md").read_text()
+TEXT = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS: list[str] = re.findall(r"^```python\n(.*?)^```$", TEXT, re.DOTALL | re.MULTILINE)
 # What makes a block small; the second one goes on from the first.
 SMALLER = (
