@@ -10,9 +10,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -63,13 +61,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if later:
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-
-
-@pytest.fixture(scope="session")
-def trained() -> Mapping[tuple[str, str], list[Any]]:
-    """For each case and mesh of `training_worker`, what each rank found; it runs once, for all files that ask."""
-    from support.trained import train_all
-
-    folder = Path(os.environ[traces.VARIABLE]) / "training"
-    folder.mkdir(exist_ok=True)
-    return train_all(folder)

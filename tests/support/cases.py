@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from support.models import SharedModule, Tied, TwoInputs, UNet, Updating
+from support.models import ConvNet, SharedModule, Tied, TwoInputs, UNet, Updating, tiny_vit
 from torch import nn
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
@@ -48,3 +48,14 @@ def data(name: str, batch: int) -> tuple[Any, Any]:
     if name == "normed":
         return torch.randn(batch, 8, 3), torch.randint(0, 4, (batch,))
     return {"tied": tied, "unet": unet}.get(name, vectors)(batch)
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor], int]] = {
+    "vit": (lambda: tiny_vit(2), lambda: torch.randn(8, 3, 32, 32), 10),
+    "convolutions": (ConvNet, lambda: torch.randn(8, 3, 8, 8), 4),
+    "tied": (Tied, lambda: torch.randint(0, 32, (8, 6)), 32),
+    "in place": (Updating, lambda: torch.randn(8, 8), 4),
+}

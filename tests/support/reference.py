@@ -113,3 +113,7 @@ def assert_all_close(actual: dict[str, torch.Tensor], expected: dict[str, torch.
     assert list(actual) == list(expected), f"{what}: names {set(actual) ^ set(expected)}"
     for name, tensor in expected.items():
         assert_close(actual[name], tensor, f"{what} of {name}")
+
+
+def own_state(reference: Reference) -> dict[str, torch.Tensor]:
+    return {name.removeprefix("model."): t for name, t in reference.model.state_dict().items()}

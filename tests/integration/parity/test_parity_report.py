@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.cases import CASES, DTYPES
 from support.models import ManyOutputs, TwoInputs, tiny_vit
 from torch import nn
 
 from autopar.errors import UsageError
+from autopar.ir.plan import Precision
 from autopar.tools.parity.compare import compare, default_loss
 from autopar.tools.parity.difference import compared, difference
 from autopar.tools.parity.rounding import update_rounding
@@ -160,3 +162,24 @@ def test_updates_in_bfloat16(wrong, ok):
         actual[index] = before[index] + factor * update[index]
     rounding = update_rounding("bfloat16", 1e-3)
     assert compared("weights", [("w", actual)], [("w", before + update)], [("w", before + update)], rounding).ok is ok
+
+
+@pytest.mark.parametrize(("name", "mesh", "precision"), [
+    ("convolutions", (2, 1, 1), "bf16"),
+    ("vit", (1, 2, 1), "bf16"),
+    ("tied", (1, 1, 2), "bf16"),
+    ("vit", (2, 1, 1), "fp16"),
+])  # fmt: skip
+def test_processes_equal_autocast(name: str, mesh: tuple[int, int, int], precision: Precision) -> None:
+    torch.manual_seed(0)
+    make, inputs, classes = CASES[name]
+    model, x, y = make(), inputs(), torch.randint(0, classes, (8,))
+    pp, tp, dp = mesh
+    parity = compare(
+        model, x, y, 2, loss_fn=F.cross_entropy, pp=pp, tp=tp, dp=dp, microbatches=2, precision=precision,
+        zero1=True if dp > 1 else None,
+    )  # fmt: skip
+    assert parity.autocast == str(DTYPES[precision]).removeprefix("torch.")
+    assert parity.ok, [row for row in parity.rows if not row.ok]
+    if precision == "bf16" and mesh == (2, 1, 1):
+        assert all(row.bitwise for row in parity.rows)

@@ -15,19 +15,11 @@ from support.cases import ADAMW, data
 from support.handmade import in_threads, plan_by_hand
 from support.models import Normed, Tied
 from support.reference import Reference, assert_all_close, assert_close
-from support.trained import assert_equals_one_device, cases
 from torch import nn
 
 import autopar
 
 EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9)
-
-
-@pytest.mark.parametrize(("name", "mesh"), cases("ema"))
-def test_equals_timm_on_one_device(trained: Any, name: str, mesh: str) -> None:
-    assert_equals_one_device(
-        trained[name, mesh], {"averages", "outputs of averages", "weights within", "outputs after"}
-    )
 
 
 @pytest.mark.parametrize("options", [{}, {"exclude_buffers": True}, {"foreach": False, "device": "cpu"}])

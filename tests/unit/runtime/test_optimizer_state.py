@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from support.models import tiny_vit
 from torch import nn
 
 import autopar
-from autopar.cost.hardware.load import cost_model_dir
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Weight
 from autopar.runtime.optim.state_bytes import kept_bytes, state_bytes
@@ -81,28 +79,6 @@ def test_one_that_fails_is_named() -> None:
         state_bytes(functools.partial(Picky, lr=0.1), [weight("w", 4, 4)])
     with pytest.raises(UsageError, match=r"optimizer=<lambda> returns .*; it must return a torch\.optim\.Optimizer"):
         autopar.plan(nn.Linear(4, 4), 1, torch.randn(4, 4), optimizer=lambda params: 3)  # type: ignore
-
-
-@pytest.mark.parametrize("mesh", [{"pp": 2}, {"dp": 2, "zero1": True}, {"tp": 2}], ids=str)
-def test_what_is_predicted_is_what_ranks_keep(mesh: dict[str, Any], tmp_path: Path) -> None:
-    # Where collectives take no time, all is split with any optimizer.
-    text, path = (cost_model_dir() / "cpu-generic.toml").read_text(), tmp_path / "near.toml"
-    head, collective = text.split("[collective]")
-    collective = collective.replace("value = 2.4,", "value = 2.4e9,").replace("value = 340,", "value = 0,")
-    path.write_text(f"{head}[collective]{collective}")
-    model, x, y = tiny_vit(2), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
-    predicted: list[list[int]] = []
-    measured: list[list[int]] = []
-    for make in (SGD, functools.partial(torch.optim.AdamW, lr=1e-3)):
-        with autopar.parallelize(model, 2, x, optimizer=make, microbatches=2, hardware=str(path), **mesh) as pm:
-            pm.train_step(x, y)
-            predicted.append([pm.plan.prediction.peak_bytes[rank] for rank in range(2)])
-            measured.append([pm.stats()[rank].optimizer_bytes for rank in range(2)])
-    assert measured[0] == [0, 0]
-    for rank in range(2):
-        # Replicas share whole parameters out as evenly as they can; the prediction has exact halves.
-        expected = pytest.approx(measured[1][rank], rel=0.1 if "dp" in mesh else 0.01)
-        assert predicted[1][rank] - predicted[0][rank] == expected
 
 
 def test_a_plan_for_less_state_fits_into_less_memory() -> None:

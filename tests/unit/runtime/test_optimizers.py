@@ -1,4 +1,4 @@
-"""Optimizers of any kind under every mesh: what they need to see, their groups, clipping, and batches in pieces."""
+"""Optimizers of any kind: what they need to see, their groups, clipping, and batches in pieces."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ import torch
 import torch.nn.functional as F
 from support.cases import ADAMW, data
 from support.handmade import even_firsts, in_threads, plan_by_hand
-from support.hardware import slow_compute
 from support.models import Tied, tiny_vit
 from support.parity import updated_alike
 from support.reference import Reference, assert_all_close, assert_close
-from support.trained import assert_equals_one_device, cases
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -32,58 +30,10 @@ from autopar.runtime.optim.build import use_fused_kernels
 from autopar.runtime.optim.probe import couples, kind_of, split_wrongly
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import Parameters, RankSpec
-from autopar.train import schedule, timm_optimizer
+from autopar.train import timm_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]
 LAMB = functools.partial(timm.optim.Lamb, lr=1e-2, weight_decay=0.05)
-
-
-# -- real processes ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("name", "mesh"), cases("optimizer"))
-def test_equals_one_device(trained: Any, name: str, mesh: str) -> None:
-    assert_equals_one_device(trained[name, mesh], set())
-
-
-def test_whole_parameters_have_their_state_on_one_shard(trained: Any) -> None:
-    shapes = {name: list(p.shape) for name, p in tiny_vit(2, embed_dim=32, num_heads=4).named_parameters()}
-    first, second = (data["slots"] for data in trained["lamb", "1-2-1"])
-    split = set(first) ^ set(second)
-    assert {"blocks.0.attn.qkv.weight", "blocks.1.mlp.fc2.weight"} <= split and "norm.bias" in set(first) & set(second)
-    assert set(first) | set(second) == set(shapes)
-    for name in split:  # the two moments
-        assert (first | second)[name] == [shapes[name]] * 2
-    elements = [sum(torch.Size(shapes[n]).numel() for n in split & set(own)) for own in (first, second)]
-    assert max(elements) < 1.1 * min(elements)
-
-
-def test_workers_of_a_plain_script(tmp_path: Any) -> None:
-    torch.manual_seed(0)
-    model = tiny_vit(1, embed_dim=32, num_heads=4)
-    x, y = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
-    lamb: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.05, "eps": 1e-3}
-    cosine = schedule("cosine", 4, 1, warmup_epochs=1, step_on_epochs=False)
-    ema = functools.partial(timm.utils.ModelEmaV3, decay=0.9)
-    plan = autopar.plan(model, 2, x, hardware=str(slow_compute(tmp_path)), memory="64GiB", tp=2, microbatches=2)
-    with autopar.parallelize(
-        model, 2, x, optimizer=timm_optimizer(model, "lamb", **lamb), plan=plan, lr_scheduler=cosine, ema=ema
-    ) as pm:
-        optimizer = timm.optim.create_optimizer_v2(model, "lamb", **lamb)
-        scheduler, average = cosine(optimizer), ema(model)
-        for step in range(1, 4):
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step_update(step)
-            average.update(model, step=step)
-            pm.train_step(x, y)
-            pm.lr_scheduler.step_update(step)
-            assert pm.learning_rates() == [group["lr"] for group in optimizer.param_groups]
-        assert_all_close(pm.state_dict(), dict(model.state_dict()), "weight")
-        assert_all_close(pm.ema_state_dict(), dict(average.module.state_dict()), "average")
-        with pm.ema_weights(), torch.no_grad():
-            assert_close(pm.eval()(x), average.module(x), "output")
 
 
 # -- what an optimizer needs to see -----------------------------------------------------------------------------------
