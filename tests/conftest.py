@@ -1,18 +1,21 @@
-"""Settings of the whole suite."""
+"""Settings of the whole suite.
+
+- ``support/``: what several test modules share; no test module imports another.
+- ``unit/<room>/``: the rooms of the package, in this process.
+- ``integration/``: real processes. ``cli/``: the command line. ``docs/``: README, examples, layers, this tree.
+- ``gpu/``: left out where there is no CUDA; ``pytest tests/gpu --collect-only`` lists them anywhere.
+"""
 
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-import effort
 import pytest
 import torch
-import traces
 from hypothesis import settings
+from support import effort, traces
 
 # As many as a worker process gets on 2 cores: sums are then ordered alike, and numbers agree to the last bit.
 # Parameters whose true gradient is zero (the key bias of attention) would otherwise carry rounding noise through AdamW.
@@ -29,7 +32,7 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(sys.prefix) / "inducto
 settings.register_profile("fast", derandomize=True, max_examples=20)
 settings.register_profile("full", derandomize=bool(os.environ.get("CI")))
 
-collect_ignore_glob = [] if torch.cuda.is_available() else ["test_gpu*.py"]
+collect_ignore = [] if torch.cuda.is_available() else ["gpu"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -58,13 +61,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if later:
         config.hook.pytest_deselected(items=later)
         items[:] = [item for item in items if not item.get_closest_marker("full")]
-
-
-@pytest.fixture(scope="session")
-def trained() -> Mapping[tuple[str, str], list[Any]]:
-    """For each case and mesh of `training_worker`, what each rank found; it runs once, for all files that ask."""
-    from trained import train_all
-
-    folder = Path(os.environ[traces.VARIABLE]) / "training"
-    folder.mkdir(exist_ok=True)
-    return train_all(folder)

@@ -1,11 +1,12 @@
 """What a rank spends on one way of running a group: seconds and bytes of its parts, and conversions inside the group.
 
 Error: against `price` of the graph that `shard_graph` makes of the same choices, on ViT, Swin, ConvNeXt, ResNet-18 and
-Mixer with 2 and 4 ranks (tests/test_choices.py). Seconds of assignments that no change of one kind improves agree to
-0.1 %; those of arbitrary ones to 6 %, because a sum that is wanted in several layouts is reduced once for each in the
-graph and once, then gathered, here. Weights and what they cost once a step agree exactly. Saved bytes agree to 3 %, and
-for arbitrary assignments to 7 %: a tensor that several groups save counts for the first of them, in the layout in
-which it saves that; copies in other layouts count where that group makes the tensor or comes before the one that does.
+Mixer with 2 and 4 ranks (tests/unit/cost/test_choices.py). Seconds of assignments that no change of one kind improves
+agree to 0.1 %; those of arbitrary ones to 6 %, because a sum that is wanted in several layouts is reduced once for each
+in the graph and once, then gathered, here. Weights and what they cost once a step agree exactly. Saved bytes agree to
+3 %, and for arbitrary assignments to 7 %: a tensor that several groups save counts for the first of them, in the layout
+in which it saves that; copies in other layouts count where that group makes the tensor or comes before the one that
+does.
 """
 
 from __future__ import annotations

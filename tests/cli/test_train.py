@@ -1,0 +1,254 @@
+"""Whole runs of ``autopar train``: what is printed and written, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from support.cli import invoke
+from support.train_cli import TINY, losses, records, start
+
+import autopar
+from autopar.ir.units import percent
+from autopar.tools.cli.unused_flags import RULES
+from autopar.train import Wanted, evaluate_alone, evaluation_loader, load_data
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder and the output of a short run on two processes."""
+    folder = tmp_path_factory.mktemp("run")
+    process = start(
+        folder, "train", *TINY, "--data", "digits", "--devices", "2", "--epochs", "3", "--microbatches", "2",
+        "--train-num-samples", "512", "--val-num-samples", "200", "--lr", "5e-3", "--sched", "onecycle",
+        "--shift", "1", "--clip-grad", "1", "-o", "out",
+    )  # fmt: skip
+    printed, error = process.communicate(timeout=200)
+    assert process.returncode == 0, error
+    return folder / "out", printed
+
+
+# -- what is printed and written ---------------------------------------------------------------------------------------
+
+
+def test_train_learns_and_reports(trained):
+    folder, printed = trained
+    history = records(folder / "history.jsonl")
+    assert [h["epoch"] for h in history] == [1, 2, 3] and len(losses(folder)) == 24
+    assert history[2]["loss"] < history[0]["loss"]
+    assert (
+        len(
+            re.findall(r"^epoch [123]/3  loss .*  accuracy .* %  lr .* samples/s  process \+[\d.]+ MiB$", printed, re.M)
+        )
+        == 3
+    )
+    assert "digits: 512 training and 200 test images of 3×32×32, 10 classes; 3 epochs of 8 updates" in printed
+    figures = re.findall(r"(\d+\.\d+) %  (?:on 2 devices|with model.safetensors in the unmodified)", printed)
+    assert len(figures) == 2 and figures[0] == figures[1]
+    assert float(figures[0]) == pytest.approx(100 * history[2]["accuracy"], abs=0.01)
+    assert {p.name for p in folder.iterdir()} >= {"last", "best", "tensorboard", "plan.json", "model.safetensors"}
+
+
+def test_the_weights_load_into_the_unmodified_model(trained):
+    import timm
+
+    folder, _ = trained
+    plan = autopar.Plan.load(folder / "plan.json")
+    model = timm.create_model(plan.model.name, **plan.model.kwargs)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    scored = evaluate_alone(model.eval(), evaluation_loader(load_data("digits", Wanted(32, num_test=200)), 64).epoch(1))
+    assert scored.accuracy == records(folder / "history.jsonl")[-1]["accuracy"]
+
+
+def test_the_saved_plan_can_be_used_again(trained, tmp_path):
+    folder, _ = trained
+    code, out, error = invoke(
+        "train", *TINY, "--data", "digits", "--plan", str(folder / "plan.json"), "--epochs", "1",
+        "--batch-size", "1024", "--grad-accum-steps", "2", "-o", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0, error
+    assert "epoch 1/1" in out and "1 epoch of 1 update\n" in out
+    code, out, _ = invoke("codegen", str(tmp_path / "plan.json"), "--rank", "0")
+    assert code == 0 and re.match(r"# rank 0 .*\n# stage 0, train, microbatch of \d+: ", out), out
+
+
+def test_a_config_file_and_averaged_weights(tmp_path):
+    (tmp_path / "run.toml").write_text(
+        'data = "synthetic"\ndevices = 4\nepochs = 1\nbatch-size = 16\ntrain_num_samples = 32\nval-num-samples = 8\n'
+        'model-ema = true\nmodel-ema-decay = 0.5\nopt = "lamb"\ndrop-path = 0.1\namp-dtype = "float32"\n'
+        "[model-kwargs]\ndepth = 1\npatch_size = 8\nembed_dim = 24\nnum_heads = 3\n"
+    )
+    out = tmp_path / "out"
+    code, printed, error = invoke(
+        "train", TINY[0], "--config", str(tmp_path / "run.toml"), "--devices", "1", "-o", str(out),
+        "--clip-mode", "value", "--clip-grad", "0.5",
+    )  # fmt: skip
+    assert code == 0, error
+    assert "drop_path_rate=0.1" in printed and "1 epoch of 2 updates\n" in printed
+    plain, averaged = (load_file(out / name) for name in ("model.safetensors", "model_ema.safetensors"))
+    assert plain.keys() == averaged.keys() and not torch.equal(plain["head.weight"], averaged["head.weight"])
+    record = records(out / "history.jsonl")[0]
+    assert f"accuracy {percent(record['accuracy']):>7} (EMA {percent(record['ema_accuracy'])})  lr" in printed
+    for title, name, score in (("test accuracy", "accuracy", "model"), ("of averages", "ema_accuracy", "model_ema")):
+        figure = percent(record[name], 2)
+        assert re.search(rf"{title} +{figure}  on 1 device\n +{figure}  with {score}\.safetensors in the unm", printed)
+
+
+def test_one_cpu_process_without_devices(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    code, printed, error = invoke(
+        "train", *TINY, "--data", "synthetic", "--epochs", "1", "--batch-size", "8", "--train-num-samples", "8",
+        "--val-num-samples", "1", "-o", str(tmp_path),
+    )  # fmt: skip
+    assert code == 0, error
+    assert printed.startswith("Training on one CPU process of this machine; --devices N chooses another number.\n")
+    assert "8 training and 1 test image of" in printed and "on 1 device\n" in printed and "of 1 image)" in printed
+    assert not re.search(r"\b1 (epochs|updates|devices|images|microbatches|stages)\b", printed), printed
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--data", "cifar", "--devices", "2"], "No data set is named 'cifar'. Did you mean cifar10 or cifar100?"),
+        (["--data", "cifar10", "--devices", "2"], "there is no folder data/cifar-10-batches-py. Put the unpacked"),
+        (["--data", "digits", "--devices", "2", "--batch-size", "2000"], "A batch of 2000 is more than the 1,438"),
+        (
+            ["--data", "digits", "--devices", "2", "--batch-size", "2000", "--grad-accum-steps", "4"],
+            "A batch of 2000 in 4 accumulation steps of 500 is more than the 1,438 training images. Use a batch "
+            "(--batch-size) of 1438 or less and fewer accumulation steps (--grad-accum-steps), which must divide it.",
+        ),
+        (
+            ["--data", "digits", "--devices", "2", "--batch-size", "4", "--microbatches", "5"],
+            "microbatches=5 of a batch",
+        ),
+        (["--data", "digits", "--devices", "2", "--model-kwargs", "num_classes=5"], "num_classes=5: the data has 10"),
+        (["--data", "digits", "--plan", "none.json"], "Cannot read plan file none.json"),
+        (["--data", "digits", "--devices", "2", "-o", "/dev/null/x"], "Cannot make the folder /dev/null/x"),
+        (["--data", "digits", "--devices", "1", "--opt", "adamv"], "adamv"),
+        (["--data", "digits", "--devices", "1", "--sched", "cosin"], "Did you mean cosine?"),
+        (
+            ["--data", "digits", "--devices", "1", "--epochs", "3", "--warmup-epochs", "3"],
+            "'cosine' over 3 epochs with warmup_epochs=3: the learning rate would never reach its peak. Use 2 or less",
+        ),
+        (["--data", "digits", "--devices", "1", "--momentum", "0.5"], "timm's adamw has no option 'momentum'"),
+        (
+            ["--data", "digits", "--devices", "1", "--opt", "sgd", "--opt-betas", "0.5", "0.9"],
+            "timm's sgd has no option 'betas'",
+        ),
+        (["--data", "digits", "--devices", "1", "--mixup", "0.2", "-b", "33"], "a batch of 33 leaves an image alone"),
+        (
+            ["--data", "digits", "--devices", "1", "-b", "30", "--grad-accum-steps", "4"],
+            "A batch of 30 cannot be accumulated in 4 equal steps. Use a multiple of 4.",
+        ),
+        (
+            ["--data", "digits", "--devices", "1", "--clip-grad", "1", "--clip-mode", "agc"],
+            "--clip-mode agc is unknown",
+        ),
+        (["--data", "digits", "--devices", "1", "--amp-dtype", "half"], "--amp-dtype half is unknown"),
+        (
+            ["--data", "digits", "--devices", "1", "--amp-dtype", "float16", "--precision", "bf16"],
+            "--amp-dtype float16 and --precision bf16 disagree",
+        ),
+        (
+            ["--data", "digits", "--devices", "1", "--drop", "0.1", "--model-kwargs", "drop_rate=0.2"],
+            "--drop 0.1 and --model-kwargs drop_rate=0.2 are both given",
+        ),
+        (["--data", "digits", "--devices", "1", "--resume", "none"], "--resume none: there is no such folder."),
+        (["--data", "digits", "--config", "none.toml"], "Cannot read --config none.toml: No such file"),
+    ],
+)
+def test_bad_arguments_of_train(args, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, error = invoke("train", *TINY, *args)
+    assert code == 2
+    assert message in error, error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("epoch = 3", "there is no flag --epoch. Did you mean epochs?"),
+        ("warmup-epoch = 3", "Did you mean warmup-epochs"),
+        ("epochs = 3.5", "(key epochs of --config run.toml)"),
+        ('val-num-samples = "all"', "(key val-num-samples of --config run.toml)"),
+        ("epochs = [3]", "epochs must be one value; it is [3]."),
+        ("scale = 0.5", "scale must be a list, such as [1, 2]; it is 0.5."),
+        ("epochs 3", "is no TOML file"),
+    ],
+)
+def test_bad_config_files(text, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(text)
+    code, _, error = invoke("train", *TINY, "--data", "digits", "--config", "run.toml")
+    assert code == 2
+    assert message in re.sub(r"( [│┃])+ ", " ", error), error
+
+
+def test_a_flag_wins_over_the_file_and_its_errors_do_not_name_it(tmp_path):
+    (tmp_path / "run.toml").write_text("epochs = 3")
+    _, _, error = invoke("train", *TINY, "--data", "digits", "--epochs", "2.5", "--config", str(tmp_path / "run.toml"))
+    assert "--epochs" in error and "--config" not in error
+
+
+IDLE = {
+    "--clip-mode norm": "--clip-grad",
+    "--model-ema-decay 0.9": "--model-ema",
+    "--mixup-prob 0.5": "--mixup or --cutmix",
+    "--mixup-switch-prob 0.5 --mixup 0.2": "--mixup and --cutmix",
+    "--color-jitter 0.2 --aa rand-m9": "no --aa",
+    "--warmup-epochs 1 --sched none": "--sched cosine, tanh",
+    "--warmup-lr 0.1 --sched onecycle": "--sched cosine, tanh",
+    "--warmup-lr 0.1 --warmup-epochs 0": "--warmup-epochs of at least 1",
+    "--min-lr 0.1 --sched step": "--sched cosine, tanh, plateau",
+    "--decay-epochs 2": "--sched step, wsd, rsqrt",
+    "--decay-milestones 2 --sched poly": "--sched multistep",
+    "--decay-rate 0.5": "--sched step, multistep, plateau, poly",
+    "--sched-on-updates --sched onecycle": "--sched cosine, tanh",
+}
+
+
+@pytest.mark.parametrize("flags", IDLE)
+def test_flags_that_would_do_nothing(flags):
+    code, _, error = invoke("train", *TINY, "--data", "digits", *flags.split())
+    assert code == 2
+    assert f"{flags.split()[0]} does nothing here: it takes {IDLE[flags]}" in error, error
+
+
+def test_every_rule_of_idle_flags_is_tested():
+    assert {rule.flag for rule in RULES} == {flags.split()[0].strip("-").replace("-", "_") for flags in IDLE}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--mixup-prob 0.5 --cutmix 1", "--color-jitter 0 --aa rand-m9", "--color-jitter 0.1 --aa 3a",
+        "--sched multistep --decay-milestones 3", "--sched cosin --min-lr 0.1",
+        "--sched-on-updates --warmup-lr 0.1 --warmup-epochs 1",
+    ],
+)  # fmt: skip
+def test_flags_that_do_something(flags, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    _, _, error = invoke("train", *TINY, "--data", "none", "--devices", "1", *flags.split())
+    assert "No data set is named 'none'" in error, error
+
+
+def test_a_plan_and_constraints_exclude_each_other(trained):
+    code, _, error = invoke(
+        "train", *TINY, "--data", "digits", "--plan", str(trained[0] / "plan.json"), "--memory", "1GiB"
+    )
+    assert (code, error) == (2, "error: --plan decides already; leave out memory. ")
+
+
+def test_a_plan_of_another_model_is_refused(trained, tmp_path):
+    code, _, error = invoke(
+        "train", "vit_tiny_patch16_224", "--model-kwargs", "depth=3", "patch_size=8", "--data", "digits",
+        "--plan", str(trained[0] / "plan.json"), "-o", str(tmp_path),
+    )  # fmt: skip
+    assert code == 2
+    assert "The plan is for another model" in error

@@ -1,0 +1,256 @@
+"""The same calls under torchrun: every rank is a device and sees the same numbers as one device."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from support.forks import run_on_two
+
+SCRIPT = """
+import os, sys
+import torch, torch.distributed as dist
+from torch import nn
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.reference import Reference, assert_all_close, assert_close
+from support.models import Tied
+import autopar
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+own_group = sys.argv[1] == "own"
+if own_group:
+    dist.init_process_group("gloo")
+torch.manual_seed(0)
+truth = Tied()
+x, y = torch.randint(0, 32, (7, 5)), torch.randint(0, 32, (7,))
+model = Tied()
+if rank == 0:
+    model.load_state_dict(truth.state_dict())  # the other rank starts from other weights: rank 0's count
+adamw = lambda p: torch.optim.AdamW(p, lr=1e-2)
+plan = plan_by_hand(truth, x, 4, ["layers.1.1.linear"])
+
+try:
+    autopar.parallelize(model, 3, x, plan=plan)
+    raise SystemExit("devices=3 was accepted")
+except autopar.UsageError as error:
+    assert "devices=3, but torchrun started 2 processes. Pass devices=2 or --nproc-per-node 3." in str(error), error
+
+reference = Reference(truth, make_optimizer=adamw)
+for round in range(2):  # a second model in the same processes
+    with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
+        if round == 1:
+            pm.load_state_dict(reference.model.state_dict())
+            reference = Reference(reference.model, make_optimizer=adamw)
+        for _ in range(2):
+            loss = reference.forward_backward(x, y, 4)
+            result = pm.forward_backward(x, y, return_outputs=True)
+            assert abs(result.loss - loss) < 1e-5, (result.loss, loss)
+            assert_close(result.outputs, reference.forward(x, 4)[0], "outputs of a step")
+            assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+            reference.step()
+            pm.optimizer_step()
+        assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
+        pm.eval()
+        reference.model.eval()
+        assert_close(pm(x), reference.forward(x, 4)[0], "output")
+        reference.model.train()
+        assert pm.stats().keys() == {0, 1}
+    assert dist.is_initialized() == own_group
+    try:
+        pm(x)
+        raise SystemExit("a closed model answered")
+    except autopar.UsageError:
+        pass
+
+def loss_fn(output, target):
+    raise ArithmeticError("no loss today")
+
+if own_group:
+    dist.destroy_process_group()
+if sys.argv[1] == "fail":
+    autopar.parallelize(model, 2, x, loss_fn=loss_fn, plan=plan).forward_backward(x, y)
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def torchrun(folder: Path, mode: str) -> subprocess.CompletedProcess[str]:
+    (folder / "script.py").write_text(SCRIPT)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "script.py",
+        mode,
+    ]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_every_rank_has_the_numbers_of_one_device(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "own")
+    assert done.returncode == 0, done.stderr[-3000:]
+    # The launcher may put one rank's text between another's and its line end.
+    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+
+
+def test_autopar_makes_and_ends_its_own_group_and_an_exception_ends_the_run(tmp_path: Path) -> None:
+    done = torchrun(tmp_path, "fail")
+    assert done.returncode != 0 and "agrees" not in done.stdout
+    assert "ArithmeticError: no loss today" in done.stderr, done.stderr[-3000:]
+    assert "autopar: rank 1 (stage 1), in action 1F0" in done.stderr
+
+
+REPLICAS = """
+import os, sys
+import torch
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.reference import Reference, assert_all_close, assert_close
+from support.models import Tied
+import autopar
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = Tied()
+x, y = torch.randint(0, 32, (10, 5)), torch.randint(0, 32, (10,))
+adamw = lambda p: torch.optim.AdamW(p, lr=1e-2)
+reference = Reference(model, make_optimizer=adamw)
+plan = plan_by_hand(model, x, 2, [], dp=2, zero1=True)
+with autopar.parallelize(model, 2, x, optimizer=adamw, plan=plan) as pm:
+    assert (pm.data_rank, pm.data_size) == (rank, 2)
+    own = slice(5 * rank, 5 * rank + 5)
+    for _ in range(2):
+        loss = reference.forward_backward(x, y, 2, 2)
+        result = pm.forward_backward(x[own], y[own], return_outputs=True)
+        assert abs(result.loss - loss) < 1e-5, (result.loss, loss)
+        assert_close(result.outputs, reference.forward(x, 2, 2)[0][own], "outputs of a step")
+        assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+        reference.step()
+        pm.optimizer_step()
+    try:
+        pm.train_step(x[: 4 + rank], y[: 4 + rank])
+        raise SystemExit("unequal parts were accepted")
+    except autopar.UsageError as error:
+        assert "different sizes: 4 on data rank 0, 5 on data rank 1. Each call takes an equal part" in str(error), error
+    loss = reference.forward_backward(x[:6], y[:6], 2, 2)
+    reference.step()
+    assert abs(pm.train_step(x[3 * rank : 3 * rank + 3], y[3 * rank : 3 * rank + 3]).loss - loss) < 1e-5
+    assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
+    pm.load_state_dict(model.state_dict())
+    assert_all_close(pm.state_dict(), dict(model.state_dict()), "state")
+    assert_close(pm.eval()(x[own]), model.eval()(x).detach()[own], "output")
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def test_each_replica_is_given_its_own_part(tmp_path: Path) -> None:
+    done = run_on_two(tmp_path, REPLICAS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+
+
+SHARDS = """
+import os, sys
+import torch
+from support import traces; traces.share()
+from support.handmade import plan_by_hand
+from support.reference import Reference, assert_all_close
+from support.models import Tied
+import autopar
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+torch.manual_seed(0)
+model = Tied()
+x, y = torch.randint(0, 32, (8, 5)), torch.randint(0, 32, (8,))
+sgd = lambda p: torch.optim.SGD(p, lr=0.1)
+reference = Reference(model, make_optimizer=sgd)
+plan = plan_by_hand(
+    model, x, 2, [], tp=2, strategies={"layers.*.*.linear": "n"}, shardings={"layers.0.1.weight": "tp:0"}
+)
+
+def refused(x, y, message):
+    try:
+        pm.train_step(x, y)
+        raise SystemExit(f"accepted: {message}")
+    except autopar.UsageError as error:
+        assert message in str(error), error
+
+with autopar.parallelize(model, 2, x, optimizer=sgd, plan=plan) as pm:
+    assert (pm.data_rank, pm.data_size) == (0, 1)
+    refused(x[: 4 + rank], y[: 4 + rank], "different sizes: 4 on data rank 0, 5 on data rank 0")
+    refused(x.roll(rank, 0), y, "Ranks 0 and 1 were given different inputs or targets, but share each operation (tp=2)")
+    refused(x, y.roll(rank), "Ranks 0 and 1 were given different inputs or targets")
+    reference.forward_backward(x, y, 2)
+    reference.step()
+    pm.train_step(x, y)
+    assert_all_close(pm.state_dict(), dict(reference.model.state_dict()), "state")
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def test_ranks_that_share_operations_need_the_same_samples(tmp_path: Path) -> None:
+    done = run_on_two(tmp_path, SHARDS)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+
+
+DISAGREEING = """
+import os, torch, autopar
+from torch import nn
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+autopar.parallelize(model, 2, torch.randn(8, 8), microbatches=2 if os.environ["RANK"] == "0" else 4)
+"""
+
+
+def test_ranks_that_planned_differently_are_told(tmp_path: Path) -> None:
+    done = run_on_two(tmp_path, DISAGREEING)
+    assert done.returncode != 0
+    said = "The 2 ranks do not run the same plan: rank 0 has 2 microbatches; rank 1 has 4 microbatches. Their models"
+    assert said in done.stderr, done.stderr[-3000:]
+
+
+FOLDER = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+import autopar
+from autopar.train import Checkpoints, JsonLog, Trainer
+
+torch.set_num_threads(1)
+rank = int(os.environ["RANK"])
+folder = Path(f"of rank {rank}")  # each rank has a disk of its own, and rank 0's holds a run
+if rank == 0:
+    folder.mkdir()
+    (folder / "steps.jsonl").write_text("{}")
+batches = torch.utils.data.DataLoader([(torch.randn(3), 1)] * 8, batch_size=4)
+model, sgd = nn.Linear(3, 2), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+with autopar.parallelize(model, 2, torch.empty(8, 3), optimizer=sgd, dp=2) as pm:
+    for callback in (JsonLog(folder), Checkpoints(folder)):
+        try:
+            Trainer(pm, batches, epochs=1, callbacks=(callback,)).fit()
+            raise SystemExit("another run was accepted")
+        except autopar.UsageError as error:
+            assert str(error).startswith("of rank 0 holds a run already: steps.jsonl of 1 update. It has no"), error
+    assert folder.exists() == (rank == 0)
+    Trainer(pm, batches, epochs=1, callbacks=(JsonLog(Path("new")), Checkpoints(Path("new")))).fit()
+assert (Path("of rank 0") / "steps.jsonl").read_text() == "{}"
+print(f"rank {rank} agrees", flush=True)
+"""
+
+
+def test_every_rank_hears_that_a_folder_holds_a_run(tmp_path: Path) -> None:
+    done = run_on_two(tmp_path, FOLDER)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert sorted(re.findall(r"rank \d agrees", done.stdout)) == ["rank 0 agrees", "rank 1 agrees"]
+    assert len((tmp_path / "new" / "steps.jsonl").read_text().splitlines()) == 2

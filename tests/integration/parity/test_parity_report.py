@@ -1,0 +1,185 @@
+"""What `autopar check` measures: differences, what is switched off, and whole comparisons with real processes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.cases import CASES, DTYPES
+from support.models import ManyOutputs, TwoInputs, tiny_vit
+from torch import nn
+
+from autopar.errors import UsageError
+from autopar.ir.plan import Precision
+from autopar.tools.parity.compare import compare, default_loss
+from autopar.tools.parity.difference import compared, difference
+from autopar.tools.parity.rounding import update_rounding
+from autopar.tools.parity.without_dropout import copy_without_dropout, random_operations
+from autopar.trace.call import as_call
+
+ONES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("actual", "expected", "ok"),
+    [
+        (ONES, ONES, True),
+        (ONES + 1e-4, ONES, True),
+        (ONES + 2e-4, ONES, False),
+        (ONES * 1e-6 * (1 + 5e-2), ONES * 1e-6, True),  # rounding noise of the size of 1e-7
+        (ONES * 1e-5 * 1.5, ONES * 1e-5, False),  # 5e-6 off, which an absolute 1e-5 would let pass
+        (torch.zeros(4), ONES * 1e-5, False),
+        (ONES.double(), ONES, False),
+        (torch.ones(5), ONES, False),
+        (torch.tensor([float("nan")]), torch.tensor([float("nan")]), False),
+        (torch.tensor([3]), torch.tensor([3]), True),
+        (torch.tensor([3]), torch.tensor([4]), False),
+        (torch.empty(0), torch.empty(0), True),
+    ],
+)
+def test_tolerance(actual, expected, ok):
+    assert (difference(actual, expected).excess <= 1) is ok
+
+
+def test_a_row_names_the_worst_tensor():
+    row = compared("weights", [("a", ONES), ("b", ONES + 1e-3)], [("a", ONES), ("b", ONES)])
+    assert (row.num_tensors, row.ok, row.bitwise, row.worst) == (2, False, False, "b")
+    assert row.max_absolute == pytest.approx(1e-3, rel=1e-3)
+    assert row.max_relative == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_a_missing_tensor_is_a_failure():
+    row = compared("gradients", [("a", ONES)], [("a", ONES), ("b", ONES)])
+    assert (row.ok, row.worst) == (False, "b: only in the model on one device")
+
+
+def test_dropout_and_drop_path_are_switched_off_in_a_copy():
+    model = tiny_vit(depth=2, drop_rate=0.1, drop_path_rate=0.2)
+    x = torch.randn(2, 3, 32, 32)
+    assert random_operations(model, as_call(model, x))
+    quiet, notes = copy_without_dropout(model)
+    assert not random_operations(quiet, as_call(quiet, x))
+    assert "2 × DropPath (0.2)" in notes[0] and "× Dropout (0.1)" in notes[0]
+    assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)  # type: ignore[union-attr,index]
+
+
+def test_the_loss_fits_the_output():
+    logits = nn.Linear(4, 3)
+    assert (
+        default_loss(logits, as_call(logits, torch.randn(5, 4)))[2] == "cross entropy with random labels of 3 classes"
+    )
+    single = nn.Linear(4, 1)  # whose cross entropy would be zero whatever it computes
+    assert default_loss(single, as_call(single, torch.randn(5, 4)))[2] == "mean of squares over all outputs"
+
+
+class Auxiliary(nn.Module):
+    """A second output in training only, with batch norm, as in torchvision's GoogLeNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = torch.relu(self.norm(self.first(x)))
+        return (self.second(h), h.mean(1)) if self.training else self.second(h)
+
+
+@pytest.mark.parametrize(
+    "model", [Auxiliary(), nn.Sequential(nn.Linear(4, 6), nn.Unflatten(1, (2, 3)), nn.Flatten(0, 1))]
+)
+def test_the_loss_fits_what_is_returned_in_training(model):
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    loss_fn, target, name = default_loss(model, as_call(model, torch.randn(5, 4)))
+    assert name == "mean of squares over all outputs"
+    assert loss_fn(model(torch.randn(5, 4)), target).item() > 0
+    model = model.eval()
+    assert default_loss(model, as_call(model, torch.randn(5, 4)))[2] == name and not model.training
+    assert Auxiliary().norm.num_batches_tracked == state.get("norm.num_batches_tracked", 0)
+
+
+def test_frozen_submodules_stay_frozen_in_both():
+    norm = nn.BatchNorm1d(6).eval()
+    model = nn.Sequential(nn.Linear(4, 6), norm, nn.ReLU(), nn.Linear(6, 3))
+    x, y = torch.randn(6, 4), torch.randint(3, (6,))
+    parity = compare(model, x, y, loss_fn=F.cross_entropy, devices=2, steps=2, microbatches=2)
+    assert parity.ok, parity.rows
+    default_loss(model, as_call(model, x))
+    assert model.training and not norm.training
+
+
+def test_outputs_that_grow_otherwise_are_equal_on_two_devices():
+    parity = compare(ManyOutputs(), torch.randn(8, 8), devices=2, steps=1, microbatches=2)
+    assert parity.ok, parity.rows
+    assert {row.quantity: row.num_tensors for row in parity.rows}["outputs, eval mode"] == 3
+
+
+def test_two_inputs_and_a_dict_of_outputs_are_equal_on_two_devices():
+    x = {"image": torch.randn(5, 3, 16, 16), "text": torch.randn(5, 6)}
+    parity = compare(TwoInputs(), x, devices=2, steps=2, microbatches=2)
+    assert parity.ok
+    counts = {row.quantity: row.num_tensors for row in parity.rows}
+    assert counts["outputs, train mode"] == 6 and counts["loss"] == 2
+    assert counts["weights after 2 steps"] == 10 and counts["buffers after 2 steps"] == 1
+    assert counts["outputs, eval mode"] == 3
+
+
+def test_arguments_of_compare():
+    with pytest.raises(UsageError, match="steps=0 must be at least 1"):
+        compare(nn.Linear(2, 2), torch.ones(2, 2), steps=0)
+    with pytest.raises(UsageError, match="Pass both a target and a loss_fn"):
+        compare(nn.Linear(2, 2), torch.ones(2, 2), torch.ones(2))
+
+
+@pytest.mark.parametrize(("given", "compiled"), [({}, False), ({"compile": None}, False), ({"compile": True}, True)])
+def test_stages_are_compiled_where_that_is_asked_for(
+    given: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def parallelize(*_: Any, **options: Any) -> None:
+        raise InterruptedError(options["compile"])
+
+    monkeypatch.setitem(compare.__globals__, "parallelize", parallelize)
+    with pytest.raises(InterruptedError, match=str(compiled)):
+        compare(nn.Linear(4, 4), torch.randn(4, 4), **given)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ok"),
+    [
+        ([], True),
+        ([(0, -1.0)], True),  # rounding decided the sign of one gradient
+        ([(i, 0.0) for i in range(48)], False),  # never updated
+        ([(i, -1.0) for i in range(8)], False),
+        ([(i, 1.5) for i in range(48)], False),  # another learning rate
+    ],
+)
+def test_updates_in_bfloat16(wrong, ok):
+    torch.manual_seed(0)
+    before, update = torch.randn(48), 1e-3 * torch.randn(48).sign()
+    actual = before + update
+    for index, factor in wrong:
+        actual[index] = before[index] + factor * update[index]
+    rounding = update_rounding("bfloat16", 1e-3)
+    assert compared("weights", [("w", actual)], [("w", before + update)], [("w", before + update)], rounding).ok is ok
+
+
+@pytest.mark.parametrize(("name", "mesh", "precision"), [
+    ("convolutions", (2, 1, 1), "bf16"),
+    ("vit", (1, 2, 1), "bf16"),
+    ("tied", (1, 1, 2), "bf16"),
+    ("vit", (2, 1, 1), "fp16"),
+])  # fmt: skip
+def test_processes_equal_autocast(name: str, mesh: tuple[int, int, int], precision: Precision) -> None:
+    torch.manual_seed(0)
+    make, inputs, classes = CASES[name]
+    model, x, y = make(), inputs(), torch.randint(0, classes, (8,))
+    pp, tp, dp = mesh
+    parity = compare(
+        model, x, y, 2, loss_fn=F.cross_entropy, pp=pp, tp=tp, dp=dp, microbatches=2, precision=precision,
+        zero1=True if dp > 1 else None,
+    )  # fmt: skip
+    assert parity.autocast == str(DTYPES[precision]).removeprefix("torch.")
+    assert parity.ok, [row for row in parity.rows if not row.ok]
+    if precision == "bf16" and mesh == (2, 1, 1):
+        assert all(row.bitwise for row in parity.rows)

@@ -1,0 +1,196 @@
+"""Chains of blocks with prices made by hand, and the plans that the search finds for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.cost.hardware.load import load_hardware
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
+from autopar.ir.graph import Graph, Op, Ref, Value, Weight
+from autopar.ir.hardware import Hardware, Link
+from autopar.ir.layout import Layout
+from autopar.ir.plan import BlockSharding, Collective, ModelInfo, Plan
+from autopar.solve.cuts.problem import Priced
+from autopar.solve.search import Refine, search
+from autopar.solve.space.constraints import Constraints
+
+GIB = 2**30
+# Nothing but the model in memory: on CPU inputs stay where the caller has them.
+MACHINE = replace(
+    load_hardware("h200-nvlink"), device_type="cpu", reserve_bytes=0, memory_bytes=100 * GIB, link=Link(1e-4, 1e11)
+)
+
+
+def op(name: str, reads: Sequence[str], weights: Sequence[str] = ()) -> Op:
+    args = tuple(Ref(r) for r in (*reads, *weights))
+    module = name.rpartition(".")[0]
+    return Op(name, "aten.linear.default", args, (), (Value(f"{name}:out", (4,), "float32", (1,), True),), module)
+
+
+def graph_of(ops: Sequence[Op], together: tuple[tuple[str, ...], ...] = ()) -> Graph:
+    weights = {
+        r: Weight(r, "parameter", (2, 2), "float32", True, (r,)) for o in ops for r in o.reads if r.startswith("w_")
+    }
+    return Graph(
+        model="net",
+        mode="train",
+        batch=1,
+        inputs=(Value("x", (4,), "float32", (1,)),),
+        weights=tuple(weights.values()),
+        ops=tuple(ops),
+        outputs=(Ref(ops[-1].outputs[0].name),),
+        leaves=(Ref("x"),),
+        in_spec=None,
+        out_spec=None,
+        colocated=together,
+    )
+
+
+def model_of(graph: Graph) -> ModelInfo:
+    return ModelInfo(graph.model, graph.fingerprint, graph.num_params, ())
+
+
+def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence[float], batch: int,
+           saved: float = 0.0, weight: float = 0.0) -> CostGraph:  # fmt: skip
+    """A cost graph with the given sets of operations as groups; ``saved`` and ``weight`` are GiB per group."""
+    group_of = {graph.ops[i].name: g for g, members in enumerate(groups) for i in members}
+    loss = len(groups)
+    readers: dict[str, set[int]] = {}
+    for o in graph.ops:
+        for r in o.reads:
+            readers.setdefault(r, set()).add(group_of[o.name])
+    readers.setdefault(graph.ops[-1].outputs[0].name, set()).add(loss)
+    flows = []
+    for o in graph.ops:
+        value, here = o.outputs[0], group_of[o.name]
+        consumers = tuple(sorted(readers.get(value.name, set()) - {here}))
+        if consumers:
+            flows.append(TensorEdge(value.name, here, consumers, value.num_bytes * batch, True))
+    named = [graph.ops[members[0]] for members in groups]
+    return CostGraph(
+        graph.model,
+        batch,
+        (
+            *(
+                Group(o.name, tuple(graph.ops[i].name for i in members), o.module, t * batch * 1e-3,
+                      2 * t * batch * 1e-3, t, int(saved * batch * GIB))
+                for o, members, t in zip(named, groups, milliseconds)
+            ),
+            Group("loss", (), ""),
+        ),
+        tuple(flows),
+        tuple(
+            ResidentTensor(w.name, int(weight * GIB), tuple(sorted(readers[w.name])), w.numel, 1e-3) for w in graph.weights
+        ),
+        colocated=tuple(tuple(sorted({group_of[n] for n in names})) for names in graph.colocated),
+    )  # fmt: skip
+
+
+def blocks(count: int) -> Graph:
+    """A chain of blocks, each an attention and a perceptron."""
+    ops, value = [], "x"
+    for b in range(count):
+        for part in ("attn.linear", "mlp.linear"):
+            ops.append(op(f"blocks.{b}.{part}", [value], [f"w_{b}{part[0]}"]))
+            value = ops[-1].outputs[0].name
+    return graph_of(ops)
+
+
+@dataclass(frozen=True)
+class Unsharded:
+    """Prices of a model whose operations nobody splits and whose replicas reduce gradients in no time."""
+
+    cost_at: Callable[[int], CostGraph]
+
+    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+        cost = self.cost_at(size)
+        return Priced(cost, notes=("attention has 3 heads", "197 tokens")) if memory_level == 0 else None
+
+    def floor_seconds(self, tp: int, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups) / tp
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups)
+
+
+def pipeline(cost_at: Callable[[int], CostGraph], graph: Graph, hardware: Hardware, asked: Constraints) -> Plan:
+    """The plan with a stage on every device."""
+    return search(Unsharded(cost_at), graph, hardware, replace(asked, pp=asked.devices), model_of(graph))
+
+
+def plan_for(graph: Graph, constraints: Constraints, hardware: Hardware = MACHINE, **memory: float) -> Plan:
+    groups = [[i] for i in range(len(graph.ops))]
+    times = [1.0] * len(groups)
+    return pipeline(lambda b: priced(graph, groups, times, b, **memory), graph, hardware, constraints)
+
+
+@dataclass(frozen=True)
+class Splittable:
+    """Prices in which ``tp`` ranks share all work but ``overhead`` of it, unless ``unsplit`` says why they cannot.
+
+    The gradients of replicas take ``reduce`` seconds in all. Each memory level halves what weights take, and adds the
+    overhead once more.
+    """
+
+    cost_at: Callable[[int], CostGraph]
+    overhead: float = 0.1
+    reduce: float = 0.0
+    levels: int = 1
+    able: tuple[int, ...] = (2, 4, 8)
+
+    def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
+        if memory_level >= (self.levels if tp > 1 else 1):
+            return None
+        whole = self.cost_at(size)
+        if tp > 1 and tp not in self.able:
+            return Priced(whole, notes=("attention has 4 heads", "197 tokens"))
+        extra = self.overhead * (memory_level + 1) * (tp > 1)
+        groups = tuple(
+            replace(g, forward_seconds=(1 + extra) * g.forward_seconds / tp,
+                    backward_seconds=(1 + extra) * g.backward_seconds / tp,
+                    forward_collective_seconds=extra * g.forward_seconds / tp,
+                    backward_collective_seconds=extra * g.backward_seconds / tp, saved_bytes=g.saved_bytes // tp)
+            for g in whole.groups
+        )  # fmt: skip
+        share = tp * 2**memory_level * (2 if zero1 else 1)
+        weights = tuple(
+            replace(w, num_bytes=w.num_bytes // share,
+                    optimizer_seconds=w.optimizer_seconds / tp / (dp if zero1 else 1),
+                    reduce_seconds=self.reduce / len(whole.weights) / tp * (dp > 1))
+            for w in whole.weights
+        )  # fmt: skip
+        half = extra * sum(g.seconds for g in whole.groups) / tp / 2
+        collectives = tuple(Collective("fc", "all-reduce", way, 2**20, half) for way in ("forward", "backward"))
+        return Priced(
+            cost=replace(whole, groups=groups, weights=weights),
+            strategies={whole.groups[0].name: "n"} if tp > 1 else {},
+            storage={whole.weights[0].name: Layout.parse("tp:0")} if tp > 1 else {},
+            blocks=(BlockSharding("blocks.*", 1, {"attn": f"rows / {tp}"}, collectives),) if tp > 1 else (),
+        )
+
+    def floor_seconds(self, tp: int, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups) / tp
+
+    def bound_seconds(self, tp: int, size: int) -> float:
+        return sum(g.seconds for g in self.cost_at(size).groups) / (tp if tp == 1 or tp in self.able else 1)
+
+
+def meshed(asked: Constraints, hardware: Hardware = MACHINE, depth: int = 4, memory: Mapping[str, float] = {},
+           refine: Refine | None = None, **costs: Any) -> Plan:  # fmt: skip
+    """The plan for a chain of blocks under the prices of `Splittable`."""
+    graph = blocks(depth)
+    groups = [[i] for i in range(len(graph.ops))]
+
+    def cost_at(batch: int) -> CostGraph:
+        return priced(graph, groups, [1.0] * len(groups), batch, **memory)
+
+    return search(Splittable(cost_at, **costs), graph, hardware, asked, model_of(graph), refine)
+
+
+def listed(plan: Plan) -> list[tuple[str, int | None, str]]:
+    """Label, milliseconds and note of every alternative."""
+    return [
+        (a.label, None if a.step_seconds is None else round(a.step_seconds * 1e3), a.note) for a in plan.alternatives
+    ]

@@ -1,0 +1,140 @@
+"""Random problems of cuts, and an evaluator that shares no code with the solvers."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from hypothesis import strategies as st
+
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
+from autopar.ir.hardware import Link
+from autopar.solve.cuts.problem import CutProblem
+
+
+def brute_force(problem: CutProblem) -> float | None:
+    """Least step time over all assignments that obey the rules, or None where none does."""
+    cost, last = problem.cost, problem.stages - 1
+    best = None
+    for stage in product(range(problem.stages), repeat=cost.loss):
+        stage_of = (*stage, last)
+        if (
+            set(stage) == set(range(problem.stages))
+            and all(stage_of[f.producer] <= stage_of[c] for f in cost.edges for c in f.consumers)
+            and all(len({stage_of[g] for g in names}) == 1 for names in cost.colocated)
+            and all(stage_of[g] == s for g, s in problem.pins.items())
+            and (problem.capacity_bytes is None or max(memory(problem, stage_of)) <= problem.capacity_bytes)
+        ):
+            value = step_seconds(problem, stage_of)
+            best = value if best is None else min(best, value)
+    return best
+
+
+def step_seconds(problem: CutProblem, stage_of: tuple[int, ...]) -> float:
+    cost, times, optimizer = problem.cost, [], []
+    for s in range(problem.stages):
+        time = sum(g.forward_seconds + g.backward_seconds for g, at in zip(cost.groups, stage_of) if at == s)
+        if s < problem.stages - 1:
+            over = [f for f in cost.edges if stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)]
+            for message in (over, [f for f in over if f.requires_grad]):
+                if any(f.num_bytes for f in message):
+                    link = problem.boundary[s]
+                    time += link.latency_seconds + sum(f.num_bytes for f in message) / link.bytes_per_second
+        times.append(time)
+        optimizer.append(sum(w.optimizer_seconds for w in cost.weights if any(stage_of[g] == s for g in w.groups)))
+    return (problem.microbatches - 1) * max(times) + sum(times) + max(optimizer)
+
+
+def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
+    cost, needs = problem.cost, []
+    for s in range(problem.stages):
+        here = [g for g, at in enumerate(stage_of) if at == s]
+        kept = sum(cost.groups[g].saved_bytes for g in here)
+        kept += sum(a.num_bytes for a in cost.saved if set(a.groups) & set(here))
+        for f in cost.edges:
+            if stage_of[f.producer] < s and any(stage_of[c] >= s for c in f.consumers):
+                kept += f.num_bytes
+            if stage_of[f.producer] < s and any(stage_of[g] == s for g in f.saved_by):
+                kept -= f.num_bytes
+            crosses = stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)
+            if crosses and not any(stage_of[g] <= s for g in f.saved_by):
+                kept += f.num_bytes
+        weights = sum(w.num_bytes for w in cost.weights if set(w.groups) & set(here))
+        needs.append(weights + problem.in_flight[s] * kept + working(problem, here))
+    return needs
+
+
+def working(problem: CutProblem, here: list[int]) -> int:
+    """The fullest moment of a backward beyond all that was saved: what later groups saved is gone by then."""
+    cost, moments = problem.cost, [0, *(problem.cost.groups[g].workspace_bytes for g in here)]
+    for g in here:
+        later = [h for h in here if h > g]
+        gone = sum(cost.groups[h].saved_bytes for h in later)
+        gone += sum(a.num_bytes for a in cost.saved if (own := set(a.groups) & set(here)) and min(own) > g)
+        moments.append(cost.groups[g].transient_bytes - gone)
+    return max(moments)
+
+
+def group(name: str, milliseconds: float, **rest: float | int) -> Group:
+    return Group(name, (name,), name, milliseconds * 1e-3, 2 * milliseconds * 1e-3, **rest)  # pyright: ignore
+
+
+@st.composite
+def cost_graphs(draw: st.DrawFn, most: int = 6) -> CostGraph:
+    """Any small DAG: branches, dead ends, several sources, shared weights and shared saved tensors."""
+    size = draw(st.integers(2, most))
+    number = st.integers(0, 9)
+    groups = tuple(
+        group(
+            f"g{i}",
+            draw(number),
+            flops=draw(number),
+            saved_bytes=draw(number),
+            transient_bytes=draw(number),
+            workspace_bytes=max(0, draw(number) - 5),
+        )
+        for i in range(size)
+    )
+    flows = []
+    for producer in range(size):
+        for tensor in range(draw(st.integers(0, 2))):
+            consumers = draw(st.sets(st.integers(producer + 1, size), min_size=1, max_size=3))
+            num_bytes, grad = draw(number), draw(st.booleans())
+            savers = [g for g in sorted(consumers) if g < size and num_bytes <= groups[g].saved_bytes]
+            saved_by = tuple(savers[: draw(st.integers(0, 1))]) if tensor == 0 else ()
+            flows.append(
+                TensorEdge(f"t{producer}_{tensor}", producer, tuple(sorted(consumers)), num_bytes, grad, saved_by)
+            )
+
+    def holdings(letter: str, optimizer: bool) -> tuple[ResidentTensor, ...]:
+        return tuple(
+            ResidentTensor(
+                f"{letter}{i}", draw(number), tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))),
+                draw(number), draw(number) * 1e-3 * optimizer,
+            )
+            for i in range(draw(st.integers(0, 3)))
+        )  # fmt: skip
+
+    together = ()
+    if draw(st.integers(0, 3)) == 0:
+        together = (tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=2)))),)
+    return CostGraph("random", 1, (*groups, Group("loss", (), "", 1e-3)), tuple(flows), holdings("w", True),
+                     holdings("s", False), together)  # fmt: skip
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> CutProblem:
+    cost = draw(cost_graphs())
+    stages = draw(st.integers(1, min(3, cost.loss)))
+    pins = {}
+    if draw(st.integers(0, 3)) == 0:
+        pins = {draw(st.integers(0, cost.loss - 1)): draw(st.integers(0, stages - 1))}
+    return CutProblem(
+        cost,
+        stages,
+        microbatches=draw(st.integers(1, 6)),
+        capacity_bytes=draw(st.one_of(st.none(), st.integers(10, 120))),
+        in_flight=tuple(draw(st.integers(1, 3)) for _ in range(stages)),
+        boundary=tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)),
+        pins=pins,
+        gap=0.0,
+    )

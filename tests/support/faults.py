@@ -1,0 +1,53 @@
+"""Workers as processes: which there are, and waiting until they are gone."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+import time
+from collections.abc import Callable
+
+import psutil
+from torch import nn
+
+FAULT_SECONDS = 10.0  # the longest that a fault may take to be reported or cleaned up
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4), nn.Dropout(0.1)
+    )  # fmt: skip
+
+
+def alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def workers(pid: int | None = None) -> dict[int, int]:
+    """Process id of each rank's worker, by rank."""
+    found = {}
+    for child in psutil.process_iter(["pid", "ppid", "cmdline"]):
+        line = child.info["cmdline"] or []
+        if child.info["ppid"] == (pid or os.getpid()) and "autopar.runtime.launch" in line:
+            found[int(line[-1])] = child.info["pid"]
+    return found
+
+
+def wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s"
+        time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that nobody has, among those that the system gives to nobody by itself before it is listened to."""
+    while True:
+        with socket.socket() as chosen, contextlib.suppress(OSError):
+            chosen.bind(("127.0.0.1", random.SystemRandom().randrange(20_000, 32_000)))
+            return chosen.getsockname()[1]

@@ -1,0 +1,46 @@
+"""The rooms of the package, their layers, and what each file imports."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "autopar"
+# Room -> layer. A module imports its own room and lower layers only: the five stages of layer 4 do not know each other.
+# "autopar" is the package itself, which offers the public names.
+LAYERS = {
+    "errors": 0,
+    "ir": 1,
+    "ops": 2, "schedule": 2,
+    "sharding": 3,
+    "trace": 4, "cost": 4, "solve": 4, "codegen": 4, "runtime": 4,
+    "measure": 5,
+    "api": 6,
+    "train": 7,
+    "autopar": 8,
+    "tools": 9,
+    "__main__": 10,
+}  # fmt: skip
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def room(path: Path) -> str:
+    """``trace`` for autopar/trace/convert.py, ``autopar`` for autopar/__init__.py."""
+    first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return "autopar" if first == "__init__" else first
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Dotted names of everything a file imports, and ``torch.x`` where it is used as an attribute."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            found.add(f"{node.value.id}.{node.attr}")
+    return frozenset(found)

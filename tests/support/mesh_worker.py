@@ -1,0 +1,156 @@
+"""Run as by torchrun: models under meshes of as many ranks as there are, compared with one device.
+
+Arguments: the folder for results, a cost model, then cells, as vit=1-2-1 (pp, tp, dp).
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import traceback
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from support.mesh_models import BATCH, MODELS, Case
+from support.reference import Reference
+from support.traces import share
+from torch import nn
+
+import autopar
+from autopar.ir.layout import REPLICATED
+from autopar.ir.pytree import leaves
+from autopar.runtime.launch.spmd import SpmdBackend
+from autopar.tools.parity.compare import EPSILON
+from autopar.tools.parity.difference import difference
+
+MICROBATCHES = 4  # of the global batch: of one size under every mesh, so that each model is traced once
+State = dict[str, torch.Tensor]
+# As in autopar.tools.parity: where a true gradient is zero, AdamW would make a full step of rounding noise.
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=EPSILON)
+
+
+@dataclass
+class Result:
+    """What one model under one mesh was worth: the worst tensor of each quantity on any rank, 1 being the tolerance."""
+
+    worst: dict[str, tuple[float, str]]
+    weights: dict[str, list[int]]  # bytes of each weight on each rank
+    layouts: dict[str, str]  # of the weights that are not simply replicated
+    error: str = ""
+
+    def judge(self, quantity: str, actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+        if list(actual) != list(expected):
+            self.worst[quantity] = (float("inf"), f"names differ: {set(actual) ^ set(expected)}")
+        for name in actual.keys() & expected.keys():
+            excess = difference(actual[name], expected[name]).excess
+            if excess > self.worst.get(quantity, (-1.0, ""))[0]:
+                self.worst[quantity] = (excess, name)
+
+    def judge_bitwise(self, quantity: str, actual: State, expected: State) -> None:
+        self.judge(quantity, actual, expected)
+        if not all(torch.equal(actual[n], expected[n]) for n in expected):
+            self.worst[quantity] = (float("inf"), "not bitwise")
+
+
+def named(output: object) -> dict[str, torch.Tensor]:
+    return {str(i): leaf.detach() for i, leaf in enumerate(leaves(output))}
+
+
+def part_of(tensor: torch.Tensor, pm: autopar.ParallelModel) -> torch.Tensor:
+    return tensor.chunk(pm.data_size)[pm.data_rank]
+
+
+def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, saved: State) -> tuple[Result, State]:
+    """What was compared, and the final state; ``saved`` is loaded first, and taken back."""
+    torch.manual_seed(0)
+    model, x = case.make().train().to(case.dtype), case.x()
+    x = x.to(case.dtype) if x.is_floating_point() else x
+    y = torch.randint(0, case.classes, (BATCH,))
+    pp, tp, dp = mesh
+    result = Result({}, {}, {})
+    reference = Reference(model, case.loss_fn, ADAMW)
+    plan = None
+    if dist.get_rank() == 0:  # once is enough, and the cores are few
+        plan = autopar.plan(
+            model, pp * tp * dp, x, hardware=hardware, pp=pp, tp=tp, dp=dp, microbatches=MICROBATCHES // dp,
+            memory="64GiB", zero1=zero1 if dp > 1 else None,
+        ).to_json()  # fmt: skip
+    told = [plan]
+    dist.broadcast_object_list(told)
+    plan = autopar.Plan.from_json(told[0] or "")
+    with autopar.parallelize(model, pp * tp * dp, x, loss_fn=case.loss_fn, optimizer=ADAMW, plan=plan) as pm:
+        result.layouts = {n: str(layout) for n, layout in pm._programs.storage.items() if layout != REPLICATED}
+        own = pm.state_dict()
+        pm.load_state_dict(saved)
+        result.judge_bitwise("moved", pm.state_dict(), saved)
+        pm.load_state_dict(own)
+        mine, target = part_of(x, pm), part_of(y, pm)
+        for step in range(3):
+            # A copy runs ahead: a forward pass in training mode updates batch statistics.
+            before = Reference(reference.model).forward(x, MICROBATCHES) if step == 0 else []
+            loss = reference.forward_backward(x, y, MICROBATCHES)
+            got = pm.forward_backward(mine, target, return_outputs=step == 0)
+            if step == 0:
+                result.judge("outputs", named(got.outputs), named([part_of(t, pm) for t in before]))
+            result.judge("loss", {"loss": torch.tensor(got.loss)}, {"loss": torch.tensor(loss)})
+            result.judge("gradients", pm.gradients(), reference.gradients())
+            norm = nn.utils.get_total_norm(reference.gradients().values())
+            result.judge("norm", {"norm": torch.tensor(pm.optimizer_step().grad_norm)}, {"norm": norm.detach().float()})
+            reference.step()
+        state = pm.state_dict()
+        expected = dict(reference.model.state_dict())
+        if dp > 1:  # each replica has batch statistics of its own; those of replica 0 are saved
+            expected |= {n: state[n] for n, _ in reference.model.named_buffers() if n in state}
+        result.judge("weights", state, expected)
+        model.load_state_dict(state)
+        pm.load_state_dict(state)
+        result.judge_bitwise("state", pm.state_dict(), state)
+        reference.model.load_state_dict(state)
+        reference.model.eval()
+        pm.eval()
+        result.judge("eval", named(pm(mine)), named([part_of(t, pm) for t in reference.forward(x, MICROBATCHES)]))
+        assert isinstance(pm._ranks, SpmdBackend)
+        held: list[dict[str, int]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(held, {n: t.nbytes for n, t in pm._ranks.rank.weights.items()})
+        result.weights = {n: [h.get(n, 0) for h in held] for h in held for n in h}
+    every: list[dict[str, tuple[float, str]]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(every, result.worst)
+    result.worst = {quantity: max(worst[quantity] for worst in every) for quantity in result.worst}
+    return result, state
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    share()
+    folder, hardware = Path(sys.argv[1]), sys.argv[2]
+    meshes: dict[str, list[str]] = {}
+    for cell in sys.argv[3:]:
+        name, mesh = cell.split("=")
+        meshes.setdefault(name, []).append(mesh)
+    dist.init_process_group("gloo")
+    for name in meshes:
+        # The state of each mesh is loaded under the next one; the first gets one that no mesh has made.
+        torch.manual_seed(1)
+        fresh = MODELS[name].make().to(MODELS[name].dtype).state_dict()
+        state = {weight: tensor + 1 for weight, tensor in fresh.items()}
+        for mesh in meshes[name]:
+            try:
+                zero1 = name in ("vit", "resnet18", "tied")
+                pp, tp, dp = map(int, mesh.split("-"))
+                result, state = run(MODELS[name], (pp, tp, dp), hardware, zero1, state)
+            except Exception:
+                result = Result({}, {}, {}, traceback.format_exc())
+            if dist.get_rank() == 0 or result.error:
+                suffix = f"-rank{dist.get_rank()}" if result.error else ""
+                file = folder / f"{name}-{mesh}{suffix}.json"
+                file.write_text(json.dumps(asdict(result)))
+            if result.error:
+                os._exit(1)
+    dist.destroy_process_group()
+
+
+main()

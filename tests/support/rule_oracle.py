@@ -1,0 +1,167 @@
+"""Runs an operation whole and in parts and compares: the judge of every rule, in float64.
+
+It shares no code with what it judges but the types: parts are cut and joined here by reading a dim as
+(outer, ranks, rest).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from support.rule_cases import Case
+from torch import Tensor
+
+from autopar.ir.graph import Op, Ref, Value, refs
+from autopar.ir.layout import TP, Layout
+from autopar.ops import collectives
+from autopar.ops.registry import operator
+from autopar.sharding.localise import localised
+from autopar.sharding.rule import Rule, Strategy
+
+Tensors = Mapping[str, Tensor]
+STATISTICS = ("aten.batch_norm.default", "aten.instance_norm.default")
+UNINITIALISED = ("aten.empty.memory_format", "aten.empty_like.default", "aten.new_empty.default")
+
+
+@dataclass(frozen=True)
+class Example:
+    """A case as an operation of a graph, and its tensors by name."""
+
+    op: Op
+    tensors: Tensors
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self.tensors[name].shape)
+
+
+def example(case: Case) -> Example:
+    """The operation of a case, with its outputs' shapes found by running it."""
+    names: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+
+    def named(tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            name = names.setdefault(id(tree), f"x{len(names)}")
+            tensors[name] = tree
+            return Ref(name)
+        return tuple(map(named, tree)) if isinstance(tree, tuple) else tree
+
+    args, kwargs = named(case.args), tuple((k, named(v)) for k, v in case.kwargs)
+    bare = Op("op", case.target, args, kwargs, (), "")
+    made, _ = run(bare, tensors)
+    values = tuple(
+        Value(f"y:{i}", tuple(y.shape), str(y.dtype).removeprefix("torch."), tuple(y.stride()), y.requires_grad)
+        for i, y in enumerate(made)
+    )
+    updated = tuple(refs(args[3:5])) if case.target in STATISTICS and args[5] else ()
+    return Example(Op("op", case.target, args, kwargs, values, "", mutates=updated), tensors)
+
+
+def run(op: Op, tensors: Tensors) -> tuple[list[Tensor], Tensors]:
+    """What an operation makes of copies of tensors, and those copies."""
+    with torch.no_grad():
+        copies = {name: t.detach().clone().requires_grad_(t.requires_grad) for name, t in tensors.items()}
+
+    def filled(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return copies[tree.name]
+        return [filled(item) for item in tree] if isinstance(tree, tuple) else tree
+
+    torch.manual_seed(0)
+    made = operator(op.target)(*filled(op.args), **{k: filled(v) for k, v in op.kwargs})
+    return list(made) if isinstance(made, list | tuple) else [made], copies
+
+
+def gradients(made: Sequence[Tensor], read: Tensors, arriving: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The gradient of every tensor that gets one."""
+    roots = [(y, g) for y, g in zip(made, arriving) if y.requires_grad]
+    wanted = {name: t for name, t in read.items() if t.requires_grad}
+    if not roots or not wanted:
+        return {}
+    found = torch.autograd.grad([y for y, _ in roots], list(wanted.values()), [g for _, g in roots], allow_unused=True)
+    return {name: g for name, g in zip(wanted, found) if g is not None}
+
+
+def check(this: Example, rule: Rule, strategy: Strategy, ranks: int) -> None:
+    """Compare the parts, joined or summed, with the whole: outputs, gradients and what is updated in place.
+
+    Raises:
+        AssertionError: a number differs by more than 1e-10, or a shape.
+    """
+    made, read = run(this.op, this.tensors)
+    arriving = [torch.randn_like(y) if y.requires_grad else torch.zeros_like(y) for y in made]
+    wanted = gradients(made, read, arriving)
+    layouts = dict(zip(this.op.reads, strategy.operands))
+    local = localised(this.op, rule, strategy, ranks)
+    parts: list[list[Tensor]] = []
+    copies: list[Tensors] = []
+    found: list[dict[str, Tensor]] = []
+    for rank in range(ranks):
+        mine = {name: as_read(t, layouts[name], ranks, rank) for name, t in this.tensors.items()}
+        with numbered(rank, ranks):
+            outputs, copy = run(local, mine)
+        for y, value in zip(outputs, local.outputs, strict=True):
+            assert tuple(y.shape) == value.shape, (
+                f"{this.op.target}: {tuple(y.shape)} is not the promised {value.shape}"
+            )
+        sent = [g if layout.partial else cut(g, layout, ranks, rank) for g, layout in zip(arriving, strategy.outputs)]
+        parts.append(outputs)
+        copies.append(copy)
+        found.append(gradients(outputs, copy, sent))
+    for i, layout in enumerate(strategy.outputs):
+        if this.op.target not in UNINITIALISED:
+            equal("output", [rank[i] for rank in parts], made[i], layout)
+    for name, gradient in wanted.items():
+        equal(f"gradient of {name}", [rank[name] for rank in found], gradient, layouts[name])
+    for name in this.op.mutates:
+        equal(f"updated {name}", [rank[name] for rank in copies], read[name], layouts[name])
+
+
+@contextmanager
+def numbered(rank: int, ranks: int) -> Iterator[None]:
+    """This process as a rank of the tensor axis, for operators that ask for its number."""
+    collectives.register(TP, SimpleNamespace(rank=rank, ranks=ranks))  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        collectives.unregister(TP)
+
+
+def as_read(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
+    """What a rank reads of a tensor; of a sum the first rank has all."""
+    mine = torch.zeros_like(tensor) if layout.partial and rank else cut(tensor, layout, ranks, rank)
+    return mine.detach().requires_grad_(tensor.requires_grad)
+
+
+def cut(tensor: Tensor, layout: Layout, ranks: int, rank: int) -> Tensor:
+    """A rank's part of a tensor."""
+    for split in layout.splits:
+        digits = tensor.unflatten(split.dim, (split.outer, ranks, -1))
+        tensor = digits.select(split.dim + 1, rank).flatten(split.dim, split.dim + 1)
+    return tensor
+
+
+def join(parts: Sequence[Tensor], layout: Layout) -> Tensor:
+    """The tensor with these parts."""
+    (split,) = layout.splits
+    apart = [part.unflatten(split.dim, (split.outer, -1)) for part in parts]
+    return torch.stack(apart, split.dim + 1).flatten(split.dim, split.dim + 2)
+
+
+def equal(what: str, parts: Sequence[Tensor], whole: Tensor, layout: Layout) -> None:
+    """Whether the parts of a tensor in a layout make up the whole."""
+    if layout.splits:
+        together = [join(parts, layout)]
+    elif layout.partial_gradient or (layout.partial and what == "output"):
+        together = [torch.stack(tuple(parts)).sum(0)]
+    else:
+        together = list(parts)
+    for tensor in together:
+        assert (tensor.shape, tensor.dtype) == (whole.shape, whole.dtype), f"{what}: {tensor.shape}, not {whole.shape}"
+        close = torch.allclose(tensor, whole, rtol=1e-10, atol=1e-10, equal_nan=True)
+        assert close, f"{what} differs by up to {(tensor - whole).abs().max():.3g}"

@@ -1,0 +1,39 @@
+"""``autopar train`` as tests start it, and what it wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import autopar
+
+ROOT = Path(autopar.__file__).parents[1]
+TINY = ["vit_tiny_patch16_224", "--model-kwargs", "depth=2", "patch_size=8", "embed_dim=48", "num_heads=3"]
+MAIN = "from autopar.tools.cli.app import main; main()"
+# Few images and one thread a process; everything random is on.
+SHORT = [
+    *TINY, "--data", "digits", "--epochs", "2", "--batch-size", "32", "--train-num-samples", "256",
+    "--val-num-samples", "99", "--shift", "2", "--reprob", "0.3", "--mixup", "0.4", "--cutmix", "1",
+    "--smoothing", "0.1", "--warmup-epochs", "1", "--sched-on-updates", "--clip-grad", "1", "--microbatches", "2",
+]  # fmt: skip
+
+
+def start(folder: Path, *args: str, launcher: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """The command in a process, and process group, of its own, as a user's shell would start it."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])}
+    command = [sys.executable, *(launcher or ("-c", MAIN)), *args]
+    return subprocess.Popen(
+        command, cwd=folder, env=environment | {"OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+
+
+def records(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def losses(folder: Path) -> list[float]:
+    return [record["loss"] for record in records(folder / "steps.jsonl")]

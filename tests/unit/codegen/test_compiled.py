@@ -1,0 +1,207 @@
+"""Stages compiled region by region: where regions begin, what they share, and that they compute the same."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import Tied, UNet, resnet18, tiny_vit
+from torch import nn
+
+import autopar
+from autopar.codegen import compile as compiled
+from autopar.codegen.activation_checkpoint import divided
+from autopar.codegen.compile import SPLIT_SIZE, norm_options
+from autopar.codegen.emit import graph_module
+from autopar.codegen.split import split
+from autopar.ir.graph import Graph
+from autopar.ops.regions import MIN_REGION_OPS, region_starts
+from autopar.trace.trace import trace, weight_tensors
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Compile for autograd but not to machine code, and note what is compiled."""
+    calls: list[Any] = []
+    whole = torch.compile
+
+    def quick(module: Any, **options: Any) -> Any:
+        calls.append(module)
+        return whole(module, backend="aot_eager", **options)
+
+    monkeypatch.setattr(torch, "compile", quick)
+    monkeypatch.setattr(compiled, "COMPILED", {})
+    yield calls
+
+
+def traced(model: nn.Module, x: torch.Tensor) -> Graph:
+    return trace(model, (x,))
+
+
+def test_regions_are_the_blocks_of_a_transformer() -> None:
+    graph = traced(tiny_vit(3), torch.randn(2, 3, 32, 32))
+    firsts = [graph.ops[start].name for start in region_starts(graph.ops)]
+    assert firsts == [
+        graph.ops[0].name, "blocks.0.norm1.layer_norm", "blocks.1.norm1.layer_norm", "blocks.2.norm1.layer_norm",
+        "norm.layer_norm",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "x"),
+    [
+        (tiny_vit, torch.randn(2, 3, 32, 32)), (resnet18, torch.randn(2, 3, 64, 64)), (UNet, torch.randn(2, 3, 8, 8)),
+        (Tied, torch.zeros(2, 5, dtype=torch.int64)),
+    ],
+)  # fmt: skip
+def test_regions_hold_every_operation_once(model: Any, x: torch.Tensor) -> None:
+    graph = traced(model(), x)
+    starts = region_starts(graph.ops)
+    regions = divided(graph.ops, starts, {w.name for w in graph.weights}, [], "region")
+    assert [op.name for region in regions for op in region.ops] == [op.name for op in graph.ops]
+    assert all(len(region.ops) >= MIN_REGION_OPS for region in regions[1:-1])
+    made: set[str] = {value.name for value in graph.inputs}
+    for region in regions:
+        assert set(region.reads) <= made
+        made |= set(region.makes)
+
+
+def test_what_writes_into_a_value_is_not_divided() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(*(nn.Linear(4, 4) for _ in range(MIN_REGION_OPS))) for _ in range(3)
+            )
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = torch.zeros_like(x)
+            for i, layer in enumerate(self.layers):
+                x = layer(x)
+                kept[:, i] = x[:, i]
+            return kept + x
+
+    assert region_starts(traced(Writes(), torch.randn(2, 4)).ops) == (0,)
+
+
+def test_equal_blocks_are_compiled_once(quick_compiler: list[Any]) -> None:
+    for depth in (3, 4):  # the second model has nothing new
+        model, x = tiny_vit(depth), torch.randn(2, 3, 32, 32)
+        graph = traced(model, x)
+        (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+        module = graph_module(program, weight_tensors(model, graph), torch.device("cpu"), compiled=True)
+        assert torch.allclose(module(x)[0], model(x), atol=1e-5)
+        assert len(quick_compiler) == 3  # what is before the blocks, a block, what is behind
+
+
+@pytest.mark.parametrize(("rows", "split"), [(10, 16), (6_304, 16), (12_608, 32), (25_216, 64), (10**6, 128)])
+def test_norms_leave_about_as_many_partial_sums(rows: int, split: int) -> None:
+    graph = traced(nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8)), torch.randn(rows, 4))
+    assert norm_options(graph.ops) == {SPLIT_SIZE: split}
+    assert norm_options(graph.ops[:1]) is None
+
+
+def small_resnet() -> nn.Module:
+    """Two equal blocks, and one with a projection at each lower resolution."""
+    from torchvision.models.resnet import BasicBlock, ResNet
+
+    return ResNet(BasicBlock, [2, 1, 1, 1], num_classes=10)
+
+
+@pytest.mark.parametrize(
+    ("model", "x", "y", "loss_fn"),
+    [
+        (tiny_vit, (6, 3, 32, 32), (6,), F.cross_entropy), (small_resnet, (6, 3, 64, 64), (6,), F.cross_entropy),
+        (UNet, (6, 3, 8, 8), (6, 1, 8, 8), F.mse_loss), (Tied, (6, 5), (6,), F.cross_entropy),
+    ],
+)  # fmt: skip
+def test_compiled_equals_eager(
+    model: Any, x: tuple[int, ...], y: tuple[int, ...], loss_fn: Any, quick_compiler: list[Any]
+) -> None:
+    torch.manual_seed(0)
+    built = model()
+    inputs = torch.randint(0, 32, x) if len(x) == 2 else torch.randn(x)
+    targets = torch.rand(y) if len(y) > 1 else torch.randint(0, 10, y)
+    runs = []
+    for wanted, recompute in ((False, "none"), (True, "none"), (True, "all")):
+        quick_compiler.clear()
+        options: dict[str, Any] = {"microbatches": 2, "recompute": recompute, "compile": wanted, "loss_fn": loss_fn}
+        with autopar.parallelize(built, 1, inputs, optimizer=ADAMW, **options) as pm:
+            losses = [pm.forward_backward(inputs, targets).loss]
+            gradients = pm.gradients()
+            pm.optimizer_step()
+            losses.append(pm.train_step(inputs, targets).loss)
+            runs.append((losses, gradients, pm.state_dict(), pm.eval()(inputs)))
+        assert bool(quick_compiler) == wanted
+    (losses, gradients, state, output), *others = runs
+    for other in others:
+        assert other[0] == pytest.approx(losses, abs=1e-5)
+        assert gradients.keys() == other[1].keys()
+        for name, gradient in gradients.items():
+            assert torch.allclose(other[1][name], gradient, atol=1e-5, rtol=1e-4), name
+        for name, tensor in state.items():
+            assert torch.allclose(other[2][name].float(), tensor.float(), atol=1e-5, rtol=1e-4), name
+        assert torch.allclose(other[3], output, atol=1e-4)
+
+
+class Heads(nn.Module):
+    """One output for a loss and two beside it; the second head works on the first one's features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 16))
+        self.features, self.head, self.other = nn.Linear(16, 16), nn.Linear(16, 10), nn.Linear(16, 4)
+        self.hidden = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        h = self.trunk(x)
+        beside, h = self.other(h), self.features(h)
+        out, features = self.head(h), F.gelu(h)
+        return out, features, self.hidden(beside.tanh())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+@pytest.mark.parametrize("recompute", ["none", "all"])
+@pytest.mark.parametrize("kept", [0, 1, 2])
+def test_what_the_loss_leaves_out_has_no_gradient(kept: int, recompute: Any, precision: Any) -> None:
+    torch.manual_seed(0)
+    model, x, y = Heads(), torch.randn(6, 8), torch.randn(6, 1)
+    runs = []
+    for wanted in (False, True):
+        with autopar.parallelize(
+            model, 1, x, loss_fn=lambda out, y: F.mse_loss(out[kept].mean(1, True).float(), y), microbatches=2,
+            optimizer=functools.partial(ADAMW, weight_decay=0.5), recompute=recompute, compile=wanted,
+            precision=precision,
+        ) as pm:  # fmt: skip
+            pm.forward_backward(x, y)
+            gradients = pm.gradients()
+            pm.optimizer_step()
+            pm.train_step(x, y)
+            runs.append((gradients, pm.state_dict()))
+    assert runs[1][0].keys() == runs[0][0].keys() < dict(model.named_parameters()).keys()
+    for ours, theirs in zip(runs[1], runs[0], strict=True):
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-5 if precision == "fp32" else 5e-3, msg=name)
+
+
+def test_operations_that_lead_to_other_outputs_are_not_compiled_together() -> None:
+    graph = traced(Heads(), torch.randn(2, 8))
+    (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
+    assert [graph.ops[k].name for k in program.output_boundaries] == [
+        "other.linear",
+        "features.linear",
+        "head.linear",
+        "gelu",
+        "tanh",
+    ]
+    assert [program.ops[k] for k in region_starts(program.ops, program.output_boundaries)][1:] == [
+        program.ops[k] for k in program.output_boundaries
+    ]
+    alone = traced(tiny_vit(2), torch.randn(2, 3, 32, 32))
+    assert not split(alone, {op.name: 0 for op in alone.ops}, 1)[0].output_boundaries

@@ -1,0 +1,115 @@
+"""What compiled regions keep for their backward, beside what torch.compile's own partitioner decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import timm
+import torch
+from support.graphs import graph, op, parameter, value
+from support.models import tiny_vit
+from torch import nn
+
+from autopar.api.planning.plan import example_call
+from autopar.codegen import compile as compiled
+from autopar.codegen.emit import graph_module
+from autopar.codegen.split import split
+from autopar.cost.groups.saved_activations import compiled_facts
+from autopar.cost.ops.op_stats import Facts, op_facts, storage_of
+from autopar.ir.graph import Graph
+from autopar.trace.lower import lowered
+from autopar.trace.trace import weight_tensors
+
+
+def small_swin() -> nn.Module:
+    """Windows of 49 with attention in separate operations, as timm runs it by default."""
+    return timm.models.SwinTransformer(
+        img_size=56, window_size=7, embed_dim=32, depths=(2, 2), num_heads=(2, 4), num_classes=10, drop_path_rate=0.0
+    )
+
+
+def small_convnext() -> nn.Module:
+    return timm.models.ConvNeXt(depths=(1, 1, 2, 1), dims=(16, 32, 64, 128), num_classes=10)
+
+
+def saved_bytes(graph: Graph, facts: Facts) -> int:
+    """Bytes that the operations save, each tensor once and no weights."""
+    root = storage_of(graph, facts)
+    names = {root.get(name, name) for own in graph.ops for name in facts.ops[own.name].saved_names(own)}
+    values = sum(graph.values[name].num_bytes for name in names - graph.weight.keys())
+    return values + sum(facts.ops[own.name].saved_bytes for own in graph.ops)
+
+
+def kept_bytes(graph: Graph, model: nn.Module, x: torch.Tensor) -> int:
+    """Bytes that autograd keeps of the graph's compiled regions, each tensor once and no weights."""
+    (program,) = split(graph, {own.name: 0 for own in graph.ops}, 1)
+    tensors = weight_tensors(model, graph)
+    held = {w.name: tensors[w.name].detach().to(getattr(torch, w.dtype)) for w in graph.weights}
+    held = {w.name: held[w.name].requires_grad_(w.requires_grad) for w in graph.weights}
+    module = graph_module(program, held, torch.device("cpu"), compiled=True)
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        module(x)
+    weights = {tensor.untyped_storage().data_ptr() for tensor in held.values()}
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+
+
+@pytest.mark.parametrize(
+    ("model", "side", "fused_less"), [(small_swin, 56, 0.08), (tiny_vit, 32, 0.0), (small_convnext, 64, 0.0)]
+)
+def test_what_is_kept_is_what_torch_keeps(
+    model: Callable[[], nn.Module], side: int, fused_less: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the partitioner that inductor calls, without making machine code."""
+    whole = torch.compile
+
+    def partitioned(module: Any, **options: Any) -> Any:
+        return whole(module, backend="aot_eager_decomp_partition", **options)
+
+    monkeypatch.setattr(torch, "compile", partitioned)
+    monkeypatch.setattr(compiled, "COMPILED", {})
+    torch.manual_seed(0)
+    built, x = model().train(), torch.randn(2, 3, side, side)
+    traced = lowered(built, example_call(built, x, None, None), "train", "net", "bf16")
+    eager = op_facts(traced)
+    kept = kept_bytes(traced, built, x)
+    assert saved_bytes(traced, compiled_facts(traced, eager)) == pytest.approx(kept, rel=0.04)
+    assert saved_bytes(traced, eager) >= (1 + fused_less) * kept
+
+
+def residual(between: torch.dtype) -> Graph:
+    """A float32 sum of two branches that a norm saves; the second one has another dtype for a while."""
+    narrow = value("narrow", 4, 8, dtype=str(between).removeprefix("torch."))
+    ops = (
+        op("aten.linear.default", ("%x", "%w"), value("branch", 4, 8)),
+        op("aten.to.dtype", ("%branch", between), narrow),
+        op("aten.to.dtype", ("%narrow", torch.float32), value("wide", 4, 8)),
+        op("aten.add.Tensor", ("%x", "%wide"), value("sum", 4, 8)),
+        op("aten.layer_norm.default", ("%sum", (8,)), value("norm", 4, 8)),
+        op("aten.linear.default", ("%norm", "%w"), value("y", 4, 8)),
+    )
+    return graph((value("x", 4, 8),), (parameter("w", 8, 8),), *ops)
+
+
+def test_a_sum_is_made_again_where_what_it_is_made_of_is_smaller() -> None:
+    """Its other summand is kept anyway, for the gradient of the weight."""
+    narrow, equal = residual(torch.bfloat16), residual(torch.float32)
+    facts = compiled_facts(narrow, op_facts(narrow)).ops
+    assert (facts["norm"].saved_operands, facts["wide"].saved_operands) == ((), (0,))
+    assert compiled_facts(equal, op_facts(equal)).ops["norm"].saved_operands == (0,)
+
+
+def test_operations_alike_go_on_sharing_their_facts() -> None:
+    model = tiny_vit()
+    call = example_call(model, torch.randn(2, 3, 32, 32), None, None)
+    traced = lowered(model, call, "train", "net", "bf16")
+    eager = op_facts(traced)
+    distinct = [len({id(own) for own in f.ops.values()}) for f in (eager, compiled_facts(traced, eager))]
+    assert distinct[0] <= distinct[1] < distinct[0] + 8

@@ -1,0 +1,148 @@
+"""Where segments begin: against brute force, on real models, and what each group then keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+import timm
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.effort import examples
+from support.models import TwoHeads
+from torch import nn
+
+from autopar.cost.groups.checkpoint_segments import TOLERANCE, segmented, segments
+from autopar.cost.groups.cost_graph import price
+from autopar.cost.hardware.load import load_hardware
+from autopar.cost.ops.op_stats import Facts, OpStats, op_facts
+from autopar.ir.graph import Graph, Op, Ref, Value
+from autopar.ops.registry import Operand
+from autopar.trace.trace import trace
+
+NOTHING = OpStats(0, 0, True, (), (), (), 0, (), (Operand((1,), "int8", (1,), True),))
+
+
+def value(name: str, num_bytes: int) -> Value:
+    return Value(name, (num_bytes,), "int8", (1,), True)
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> tuple[Graph, Facts]:
+    """Operations that read the one before them and sometimes an earlier one, views among them."""
+    size, number = draw(st.integers(1, 9)), st.integers(0, 9)
+    ops, facts = [], {}
+    names = ["x"]
+    for i in range(size):
+        reads = tuple(dict.fromkeys([names[-1], draw(st.sampled_from(names))]))
+        made = value(f"v{i}", draw(number))
+        ops.append(Op(f"v{i}", "aten.relu.default", tuple(map(Ref, reads)), (), (made,), ""))
+        facts[f"v{i}"] = replace(
+            NOTHING,
+            saved_operands=tuple(k for k in range(len(reads)) if draw(st.booleans())),
+            saved_outputs=(0,) * draw(st.booleans()),
+            saved_bytes=draw(number),
+            aliases=((0, 0),) if draw(st.integers(0, 4)) == 0 else (),
+        )
+        names.append(f"v{i}")
+    together = ()
+    if size > 2 and draw(st.integers(0, 3)) == 0:
+        together = (tuple(f"v{i}" for i in sorted(draw(st.sets(st.integers(0, size - 1), min_size=2, max_size=2)))),)
+    graph = Graph(
+        "chain", "train", 1, (value("x", 5),), (), tuple(ops), (Ref(names[-1]),), (Ref("x"),), None, None, together
+    )
+    return graph, Facts(facts)
+
+
+def memory(graph: Graph, facts: Facts, starts: tuple[int, ...]) -> int:
+    """Bytes that stay between segments and that the largest one saves, by the definition."""
+    root: dict[str, str] = {}
+    for op in graph.ops:
+        for _, k in facts.ops[op.name].aliases:
+            root[op.name] = root.get(op.reads[k], op.reads[k])
+    segment_of = {op.name: sum(start <= i for start in starts) for i, op in enumerate(graph.ops)}
+    kept = {root.get(name, name) for op in graph.ops for name in op.reads}
+    kept = {
+        storage
+        for storage in kept - {"x"}
+        if any(
+            segment_of[op.name] != segment_of[storage] and storage in {root.get(name, name) for name in op.reads}
+            for op in graph.ops
+        )
+    }
+    saved = dict.fromkeys(range(len(starts) + 1), 0)
+    found = set()
+    for op in graph.ops:
+        own, here = facts.ops[op.name], segment_of[op.name]
+        saved[here] += own.saved_bytes
+        for name in [op.reads[k] for k in own.saved_operands] + [op.name] * len(own.saved_outputs):
+            storage = root.get(name, name)
+            if storage != "x" and segment_of[storage] == here and storage not in found:
+                found.add(storage)
+                saved[here] += graph.values[storage].num_bytes
+    return sum(graph.values[storage].num_bytes for storage in kept) + max(saved.values())
+
+
+def narrow(graph: Graph, facts: Facts) -> list[int]:
+    """Positions where neither neighbour has fewer bytes alive; none inside what must stay together."""
+    root: dict[str, str] = {}
+    for op in graph.ops:
+        for _, k in facts.ops[op.name].aliases:
+            root[op.name] = root.get(op.reads[k], op.reads[k])
+    place = {op.name: i for i, op in enumerate(graph.ops)} | {"x": -1}
+
+    def alive(i: int) -> int:
+        late = {root.get(name, name) for op in graph.ops[i:] for name in op.reads}
+        return sum(graph.values[storage].num_bytes for storage in late if place[storage] < i)
+
+    spans = [sorted(place[name] for name in names) for names in graph.colocated]
+    open_ = [i for i in range(1, len(graph.ops)) if not any(span[0] < i <= span[-1] for span in spans)]
+    sizes = [float("inf"), *map(alive, open_), float("inf")]
+    return [i for k, i in enumerate(open_, 1) if sizes[k] <= min(sizes[k - 1], sizes[k + 1])]
+
+
+@given(chains())
+@settings(max_examples=examples(300), deadline=None)
+def test_segments_need_the_least_memory(chain: tuple[Graph, Facts]) -> None:
+    graph, facts = chain
+    places = narrow(graph, facts)
+    best = min(memory(graph, facts, (0, *c)) for n in range(len(places) + 1) for c in combinations(places, n))
+    found = segments(graph, facts)
+    assert found[0] == 0 and {*found[1:]} <= {*places}
+    assert memory(graph, facts, found) <= best / (1 - TOLERANCE) + 1e-9
+
+
+def test_a_vit_has_a_segment_for_each_block() -> None:
+    with torch.device("meta"):
+        model, x = timm.create_model("vit_small_patch16_224"), torch.empty(8, 3, 224, 224)
+    graph = trace(model, (x,))
+    starts = [graph.ops[i].name for i in segments(graph, op_facts(graph))]
+    assert starts == ["patch_embed.proj.conv2d", *(f"blocks.{i}.norm2.layer_norm" for i in range(12))]
+
+
+def test_what_groups_keep_and_save_again() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)))
+    graph = trace(model, (torch.randn(4, 8),))
+    facts, hardware = op_facts(graph), load_hardware("cpu-generic")
+    cost = segmented(price(graph, facts, hardware, 4), graph, facts, (0, 3, 6), hardware)
+    narrow_bytes, wide_bytes = 4 * 8 * 4, 4 * 32 * 4
+    names = [op.name for op in graph.ops]
+    per_block = [(narrow_bytes, 0), (0, wide_bytes), (0, wide_bytes)]  # linear; relu, which saves its output; linear
+    assert [g.ops for g in cost.groups] == [*((name,) for name in names), ()]
+    assert [(g.kept_bytes, g.segment_bytes) for g in cost.groups] == [*per_block * 3, (0, 0)]
+    again = cost.recomputed
+    assert [g.saved_bytes for g in again.groups] == [g.kept_bytes for g in cost.groups]
+    assert again.groups[0].backward_seconds == pytest.approx(cost.groups[0].seconds)
+    assert again.saved == ()
+
+
+def test_what_runs_once_keeps_what_it_saves() -> None:
+    graph = trace(TwoHeads(), (torch.randn(4, 8),))
+    facts, hardware = op_facts(graph), load_hardware("cpu-generic")
+    once = price(graph, facts, hardware, 4)
+    last = segmented(once, graph, facts, (len(graph.ops),), hardware)  # no segment at all
+    saved = sum(g.saved_bytes for g in once.groups) + sum(a.num_bytes for a in once.saved)
+    assert sum(g.kept_bytes for g in last.groups) == saved
+    assert all(g.segment_bytes == 0 for g in last.groups)

@@ -1,0 +1,134 @@
+"""Buckets exchanged through boards that replicas write for each other, and by collectives."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.boards import ThreadBoards, on_all
+from support.handmade import in_threads, plan_by_hand
+from support.models import tiny_vit
+
+from autopar.runtime.comm import replica_collectives as exchange
+from autopar.runtime.comm.replica_collectives import (
+    SymmetricReplicaCollectives,
+    TransportReplicaCollectives,
+    make_replica_collectives,
+)
+from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
+from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
+from autopar.runtime.params import flat_buckets as buckets
+from autopar.runtime.params import zero1_gather as replica_weights
+from autopar.runtime.params.flat_buckets import FlatBucket
+
+ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
+CPU = torch.device("cpu")
+EVEN, UNEVEN = (0, 96, 192, 288), (0, 200, 200, 288)
+
+
+def bucket(bounds: tuple[int, ...]) -> FlatBucket:
+    return FlatBucket((), (), bounds, torch.float32, None)
+
+
+def summed(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+    flat = given.clone()
+    SymmetricReplicaCollectives(member, CPU).sum(flat)()
+    return flat
+
+
+@pytest.fixture(params=[2**20, 256])
+def symmetric_buffer_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one piece, and in several."""
+    monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", request.param)
+
+
+@pytest.mark.usefixtures("symmetric_buffer_bytes")
+@pytest.mark.parametrize("bounds", [EVEN, UNEVEN])
+def test_buckets_of_three_ranks(bounds: tuple[int, ...]) -> None:
+    own = torch.randn(4, 3, bounds[-1])
+
+    def scattered(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        flat = given.clone()
+        SymmetricReplicaCollectives(member, CPU).reduce_scatter(flat, bucket(bounds))()
+        return flat
+
+    def gathered(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
+        flat = given.clone()
+        SymmetricReplicaCollectives(member, CPU).all_gather(flat, bucket(bounds))()
+        return flat
+
+    rounds = zip(own, on_all(own, summed), on_all(own, scattered), on_all(own, gathered), strict=True)
+    for given, everywhere, parts, wholes in rounds:
+        for rank, (low, high) in enumerate(pairwise(bounds)):
+            torch.testing.assert_close(everywhere[rank], given.sum(0))
+            torch.testing.assert_close(parts[rank][low:high], given.sum(0)[low:high])
+            assert all(torch.equal(whole[low:high], given[rank, low:high]) for whole in wholes)
+
+
+@pytest.fixture
+def shared_boards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Ranks that are threads have boards; the rank sets that asked for them."""
+    asked: list[tuple[int, ...]] = []
+    made: dict[tuple[int, ...], tuple[torch.Tensor, threading.Barrier]] = {}
+
+    def boards(self: LocalTransport, ranks: Sequence[int]) -> ThreadBoards:
+        asked.append(tuple(ranks))
+        if len(asked) % len(ranks) == 1:  # ranks are made one after the other
+            made[tuple(ranks)] = torch.full([len(ranks), 2**22], 255, dtype=torch.uint8), threading.Barrier(len(ranks))
+        return ThreadBoards([*ranks].index(self.rank), *made[tuple(ranks)])
+
+    monkeypatch.setattr(LocalTransport, "symmetric_buffer", boards)
+    return asked
+
+
+def trained(dp: int, zero1: bool, precision: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and weights of some steps, and of accumulated ones."""
+    torch.manual_seed(0)
+    model = tiny_vit(2)
+    x, y = torch.randn(4 * dp, 3, 32, 32), torch.randint(0, 10, (4 * dp,))
+    plan = plan_by_hand(model, x, 2, [], dp=dp, zero1=zero1, precision=precision)
+    pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW)
+    losses = [pm.train_step(x, y).loss for _ in range(3)]
+    losses.append(pm.forward_backward(x, y).loss)
+    pm.optimizer_step()
+    losses.append(F.cross_entropy(pm.eval()(x), y).item())
+    return losses, dict(pm.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-params"])
+@pytest.mark.parametrize("zero1", [False, True])
+@pytest.mark.parametrize("dp", [2, 3])
+def test_training_through_boards(dp: int, zero1: bool, precision: str, request: pytest.FixtureRequest) -> None:
+    losses, weights = trained(dp, zero1, precision)
+    asked = request.getfixturevalue("shared_boards")
+    request.getfixturevalue("unequal")
+    again, others = trained(dp, zero1, precision)
+    assert asked == [tuple(range(dp))] * dp
+    # A sum in another order moves a weight by 1e-7, and what it rounds to in bf16 by 1e-3 of it.
+    tolerance = 1e-5 if precision == "fp32" else 2e-3
+    assert again == pytest.approx(losses, abs=tolerance)
+    for name, tensor in weights.items():
+        torch.testing.assert_close(others[name], tensor, rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.fixture
+def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of unequal length, in several pieces; many buckets, each of which a forward asks for before it comes."""
+    monkeypatch.setattr(buckets.grouped, "__defaults__", (2**16,))
+    monkeypatch.setattr(replica_weights, "PREFETCH_BUCKETS", 0)
+    monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
+    monkeypatch.setattr(buckets, "MAX_WASTE", -1.0)
+    monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", 2**16)
+
+
+def test_without_boards_the_transport_has_collectives() -> None:
+    assert isinstance(
+        make_replica_collectives(LocalTransport(0, InProcessMailboxes()), [0, 1], CPU, 4096),
+        TransportReplicaCollectives,
+    )

@@ -1,0 +1,204 @@
+"""The search over meshes: which wins, what the others lose on, bounds, and meshes that cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from support.block_chains import GIB, MACHINE, blocks, listed, meshed, plan_for
+
+from autopar.errors import HardwareError, InfeasibleError, UsageError
+from autopar.ir.hardware import Link
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan, SolverInfo
+from autopar.solve.cuts.evaluate import RankCost, StageCost
+from autopar.solve.result.make_plan import Decision
+from autopar.solve.search import Refine, Refined
+from autopar.solve.space.constraints import Constraints, boundary_links
+
+
+def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() -> None:
+    plan = meshed(Constraints(devices=4, batch=32), reduce=40e-3)
+    assert (str(plan.mesh), plan.microbatches) == ("pp 1 × tp 4 × dp 1", 1)
+    assert listed(plan) == [
+        ("pp 4 × tp 1 × dp 1, m 32", 217, "bubble 11 %"),
+        ("pp 2 × tp 2 × dp 1, m 32", 223, "bubble 4 %"),
+        ("pp 2 × tp 1 × dp 2, m 16, ZeRO-1", 228, "reduction 20.0 ms exposed, bubble 7 %"),
+        ("pp 1 × tp 2 × dp 2, m 1, ZeRO-1", 233, "reduction 20.0 ms exposed"),
+        ("pp 1 × tp 1 × dp 4, m 1, ZeRO-1", 234, "reduction 40.0 ms exposed"),
+        ("2 microbatches", 213, ""),
+        ("one device", 776, ""),
+    ]
+    assert plan.bound_by == "compute of stage 0 (blocks.0.attn … blocks.3.mlp); collectives 9 % of the step"
+    assert plan.strategies == {"blocks.0.attn.linear": "n"} and plan.shardings == {"w_0a": "tp:0"}
+    assert [b.rows for b in plan.blocks] == [{"attn": "rows / 4"}]
+    assert (plan.solver.method, plan.solver.status) == ("shardings then cuts", "optimal for the cuts")
+    # Of 213.2 ms the bound over all shardings leaves out the collectives, 19.2 ms, and lets each weight's optimizer be
+    # split four ways, as that of the first one is.
+    assert plan.solver.gap == pytest.approx((19.2 + 7 * 0.25 * 0.75) / 213.2)
+
+
+@pytest.mark.parametrize(("reduce", "overhead"), [(0.0, 0.1), (40e-3, 0.1), (40e-3, 0.4), (10e-3, 0.02)])
+def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> None:
+    """The search finds what trying every mesh, number of microbatches and ZeRO-1 one by one finds."""
+    every = [
+        meshed(Constraints(4, 8, pp, tp, 4 // pp // tp, zero1, microbatches), reduce=reduce, overhead=overhead)
+        for pp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
+        for zero1 in ((False, True) if pp * tp < 4 else (False,))
+        for microbatches in (1, 2, 4, 8)
+        if microbatches <= 8 // (4 // pp // tp)
+    ]
+    found = meshed(Constraints(4, 8), reduce=reduce, overhead=overhead)
+    assert found.prediction.step_seconds == pytest.approx(min(p.prediction.step_seconds for p in every))
+
+
+@pytest.mark.parametrize(
+    ("backward", "reduce", "mebibytes", "drag", "exposed"),
+    [
+        (50, 40, 100, 0, 10),
+        (50, 40, 10, 0, 40),
+        (30, 40, 200, 0, 10),
+        (30, 40, 100, 0, 10),
+        (10, 40, 1000, 0, 30),
+        (10, 0, 100, 0, 0),
+        (50, 40, 100, 68, 78),
+    ],
+)
+def test_a_reduction_is_hidden_by_the_last_backward_but_for_its_last_bucket_and_what_it_drags(
+    backward: float, reduce: float, mebibytes: int, drag: float, exposed: float
+) -> None:
+    stage = StageCost(0.0, backward, 0.0, 0.0, 0.0, 0.0, reduce, drag, mebibytes * 2**18, 0, 0, 0, 0, 1)
+    assert RankCost((stage,)).exposed_seconds == exposed
+
+
+def test_the_step_ends_with_the_stage_that_is_last_with_reduction_and_optimizer() -> None:
+    plan = meshed(Constraints(devices=2, batch=16, dp=2, zero1=False, microbatches=8), reduce=40e-3)
+    assert plan.prediction.reduce_seconds == pytest.approx(40e-3)
+    assert plan.prediction.optimizer_seconds == pytest.approx(8e-3)
+    assert plan.prediction.step_seconds == pytest.approx(8 * 24e-3 + 48e-3)
+
+
+def test_zero1_is_taken_where_it_saves_time_and_where_memory_asks_for_it() -> None:
+    asked = Constraints(devices=2, batch=16, dp=2)
+    assert meshed(asked).zero1 and not meshed(replace(asked, zero1=False)).zero1
+    assert meshed(replace(asked, zero1=True)).decision.count("ZeRO-1") == 1
+    with pytest.raises(InfeasibleError):
+        meshed(replace(asked, zero1=False, memory_bytes=30 * GIB), memory={"weight": 6.0})
+    plan = meshed(replace(asked, memory_bytes=30 * GIB), memory={"weight": 6.0})
+    assert plan.zero1 and set(plan.prediction.peak_bytes) == {24 * GIB}
+    assert ("1 microbatch, no ZeRO-1", None, "does not fit: over 48.0 GiB") in listed(plan)
+
+
+def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
+    asked = Constraints(devices=4, batch=32, tp=4, memory_bytes=10 * GIB)
+    plan = meshed(asked, memory={"weight": 8.0, "saved": 0.2}, levels=3)
+    assert max(plan.prediction.peak_bytes) <= 10 * GIB
+    assert "collectives 17 % of the step" in plan.bound_by
+    with pytest.raises(InfeasibleError) as caught:
+        meshed(replace(asked, tp=None), memory={"weight": 16.0, "saved": 0.2}, levels=1)
+    assert str(caught.value) == (
+        "No plan fits: stage 0 needs 32.4 GiB, ranks 0–3 have 9.70 GiB (97 % of 10.0 GiB). Largest: weights with "
+        "gradients and optimizer state (32.0 GiB). The smallest memory that holds one stage is 33.4 GiB per device. "
+        'Use more devices, or devices with memory="34GiB" (--memory 34GiB). Of all meshes pp 1 × tp 4 × dp 1 needs '
+        "least. With 16 devices it fits."
+    )
+
+
+def test_a_tp_that_nothing_can_use_says_what_limits_it() -> None:
+    with pytest.raises(UsageError) as caught:
+        meshed(Constraints(devices=6, batch=32, tp=3))
+    assert str(caught.value) == (
+        "tp=3: nothing in net can be split 3 ways: attention has 4 heads, 197 tokens. Use tp=2."
+    )
+    refused = [row for row in listed(meshed(Constraints(devices=3, batch=8))) if row[1] is None]
+    assert refused == [
+        ("pp 1 × tp 1 × dp 3", None, "3 replicas cannot share a batch of 8 evenly"),
+        ("pp 1 × tp 3 × dp 1", None, "nothing can be split 3 ways"),
+    ]
+
+
+def test_devices_that_no_mesh_can_use() -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        meshed(Constraints(devices=7, batch=10), depth=3)
+    assert str(caught.value) == (
+        "No mesh of 7 devices works for net and a batch of 10. pp 7 × tp 1 × dp 1: can be cut into 6 pieces at most; "
+        "pp 1 × tp 1 × dp 7: 7 replicas cannot share a batch of 10 evenly; pp 1 × tp 7 × dp 1: nothing can be split 7 "
+        "ways. Use another number of devices or another batch."
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ({"dp": 2, "schedule": "interleaved", "chunks": 3},
+         "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1) or chunks=3 (for pp 1 × tp 1 × dp 2)."),
+        ({"pp": 2, "zero1": True},
+         "optimizer's state. Leave out pp=2 (for pp 1 × tp 1 × dp 2) or zero1 (for pp 2 × tp 1 × dp 1)."),
+        ({"dp": 2, "pins": {"blocks.0": 0, "blocks.1": 1}, "chunks": 2, "schedule": "interleaved"},
+         "ranks have several stages. Leave out dp=2 (for pp 2 × tp 1 × dp 1)."),
+    ],
+)  # fmt: skip
+def test_what_was_asked_for_and_leaves_no_mesh_is_what_to_leave_out(asked: Mapping[str, Any], remedy: str) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        meshed(Constraints(devices=2, batch=8, **asked))
+    assert str(caught.value).endswith(remedy)
+
+
+def test_too_many_chunks_for_every_mesh_are_what_to_change() -> None:
+    with pytest.raises(
+        InfeasibleError, match=r"pp 2 × .*: can be cut into 6 pieces at most; .*Use fewer chunks, another"
+    ):
+        meshed(Constraints(devices=2, batch=8, schedule="interleaved", chunks=50), depth=3)
+
+
+def test_what_was_refined_is_kept_where_it_is_faster_and_fits_and_certifies_either_way() -> None:
+    asked = Constraints(devices=4, batch=32, pp=2, tp=2, memory_bytes=10 * GIB)
+    solver = SolverInfo("HiGHS", "optimal", 0.0, 1.0, method="joint")
+
+    def scaled(factor: float, saved_bytes: int = 0) -> Refine:
+        def refine(decision: Decision) -> Refined:
+            groups = tuple(
+                replace(g, forward_seconds=factor * g.forward_seconds, backward_seconds=factor * g.backward_seconds,
+                        saved_bytes=saved_bytes)
+                for g in decision.priced.cost.groups
+            )  # fmt: skip
+            priced = replace(decision.priced, cost=replace(decision.priced.cost, groups=groups))
+            return Refined(priced, decision.stage_of, solver, gap=0.04)
+
+        return refine
+
+    plain, slower, faster, larger = (
+        meshed(asked, refine=r) for r in (None, scaled(1.1), scaled(0.95), scaled(0.95, 9 * GIB))
+    )
+    assert plain.solver.method == "shardings then cuts"
+    for kept in (slower, larger):
+        assert kept.prediction == plain.prediction
+        assert kept.solver == replace(solver, gap=0.04, status="optimal for the cuts")
+    assert faster.solver == solver and faster.prediction.step_seconds < plain.prediction.step_seconds
+
+
+def test_replicas_win_where_reduction_is_free() -> None:
+    plan = meshed(Constraints(devices=4, batch=32))
+    assert (str(plan.mesh), plan.microbatches, plan.zero1) == ("pp 1 × tp 1 × dp 4", 1, True)
+    assert plan.stages[0].ranks == (0, 1, 2, 3) and len(plan.prediction.peak_bytes) == 4
+    assert plan.blocks == () and plan.strategies == {} and plan.shardings == {}
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_nodes_without_a_network_are_refused() -> None:
+    machine = replace(MACHINE, devices_per_node=2, network=None)
+    with pytest.raises(HardwareError, match="no network"):
+        plan_for(blocks(2), Constraints(devices=4, batch=8), machine)
+
+
+def test_the_network_carries_what_leaves_a_node() -> None:
+    machine = replace(MACHINE, devices_per_node=2, network=Link(1e-3, 1e9))
+    links = boundary_links(machine, Mesh(4))
+    assert [round(link.latency_seconds, 6) for link in links] == [1e-4, 1e-3, 1e-4]
+    assert [link.bytes_per_second for link in links] == pytest.approx([1e11, 1e9, 1e11])
+    # Rank 2s + r talks to rank 2(s + 1) + r: from every second stage to another node.
+    wide = boundary_links(replace(machine, devices_per_node=4), Mesh(4, 2))
+    assert [round(link.latency_seconds, 6) for link in wide] == [1e-4, 1e-3, 1e-4]
+    assert [link.latency_seconds for link in boundary_links(machine, Mesh(2, 2, 2))] == pytest.approx([1e-3])

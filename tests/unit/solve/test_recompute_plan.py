@@ -1,0 +1,194 @@
+"""Which stages recompute: the integer program against brute force, and plans under a memory limit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cut_problems import memory, problems
+from support.cut_problems import step_seconds as seconds_at_once
+from support.effort import examples
+from support.handmade import in_threads
+from support.models import tiny_vit
+from support.reference import Reference, assert_all_close
+
+import autopar
+from autopar.errors import InfeasibleError, UsageError
+from autopar.ir.cost_graph import CostGraph, Group, TensorEdge
+from autopar.ir.plan import Plan
+from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
+from autopar.solve.cuts.evaluate import stage_costs
+from autopar.solve.cuts.problem import CutProblem
+from autopar.solve.cuts.solve import solve_cuts
+
+# -- the integer program -------------------------------------------------------------------------------------------
+
+
+@st.composite
+def open_problems(draw: st.DrawFn) -> CutProblem:
+    """A small problem whose stages may recompute, with a limit that often binds."""
+    problem, number = draw(problems()), st.integers(0, 6)
+    groups = tuple(replace(g, kept_bytes=draw(number), segment_bytes=draw(number)) for g in problem.cost.groups)
+    limit = draw(st.integers(5, 80))
+    cost = replace(problem.cost, groups=groups, colocated=())
+    return replace(problem, cost=cost, capacity_bytes=limit, recompute="auto")
+
+
+def brute_force(problem: CutProblem) -> float | None:
+    """Least step time over all assignments and all choices of stages that recompute, or None where none fits."""
+    cost, last = problem.cost, problem.stages - 1
+    best = None
+    for stage in product(range(problem.stages), repeat=cost.loss):
+        stage_of = (*stage, last)
+        if (
+            set(stage) != set(range(problem.stages))
+            or any(stage_of[f.producer] > stage_of[c] for f in cost.edges for c in f.consumers)
+            or any(stage_of[g] != s for g, s in problem.pins.items())
+        ):
+            continue
+        for flags in product([False, True], repeat=problem.stages):
+            chosen = with_flags(problem, stage_of, flags)
+            needs = [memory(p, stage_of)[s] for s, p in enumerate(chosen)]
+            if max(needs) <= (problem.capacity_bytes or 0):
+                value = seconds_at_once(mixed(problem, stage_of, flags), stage_of)
+                best = value if best is None else min(best, value)
+    return best
+
+
+def with_flags(problem: CutProblem, stage_of: tuple[int, ...], flags: tuple[bool, ...]) -> list[CutProblem]:
+    """For each stage the problem whose memory it has."""
+    groups = tuple(
+        replace(g, saved_bytes=g.kept_bytes, transient_bytes=g.transient_bytes + g.segment_bytes)
+        for g in problem.cost.groups
+    )
+    flows = tuple(replace(flow, saved_by=()) for flow in problem.cost.edges)
+    again = replace(problem, cost=replace(problem.cost, groups=groups, edges=flows, saved=()))
+    return [again if flag else problem for flag in flags]
+
+
+def mixed(problem: CutProblem, stage_of: tuple[int, ...], flags: tuple[bool, ...]) -> CutProblem:
+    """The problem with the forward run twice where a group's stage recomputes."""
+    groups = tuple(
+        replace(g, backward_seconds=g.backward_seconds + flags[s] * g.forward_seconds)
+        for g, s in zip(problem.cost.groups, stage_of)
+    )
+    return replace(problem, cost=replace(problem.cost, groups=groups))
+
+
+@given(open_problems())
+@settings(max_examples=examples(150), deadline=None)
+def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
+    expected = brute_force(problem)
+    if expected is None:
+        with pytest.raises((InfeasibleError, UsageError)):
+            solve_cuts(problem)
+        return
+    cuts = solve_cuts(problem)
+    assert cuts.objective_seconds == pytest.approx(expected, rel=1e-5, abs=1e-9)
+    assert cuts.bound_seconds == pytest.approx(expected, rel=1e-4, abs=1e-9)
+    assert max(c.memory_bytes for c in stage_costs(problem, cuts.stage_of)) <= (problem.capacity_bytes or 0)
+
+
+def test_without_a_limit_nothing_recomputes() -> None:
+    groups = (Group("a", ("a",), "a", 1.0, 2.0, saved_bytes=9), Group("loss", (), ""))
+    chain = CostGraph("chain", 1, groups, (TensorEdge("v", 0, (1,), 1, True),))
+    problem = CutProblem(chain, 1, 1, None, (1,), (), recompute="auto")
+    assert [c.recomputed for c in stage_costs(problem, (0, 0))] == [False]
+    assert [c.recomputed for c in stage_costs(replace(problem, capacity_bytes=9), (0, 0))] == [False]
+    (again,) = stage_costs(replace(problem, capacity_bytes=8), (0, 0))
+    assert (again.recomputed, again.memory_bytes, again.backward_seconds) == (True, 0, 3.0)
+    assert contiguous_cuts(replace(problem, capacity_bytes=8)) == least_memory_cuts(problem) == (0, 0)
+
+
+# -- plans ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def asked() -> dict[str, Any]:
+    """A ViT cut in the middle: the first stage holds the activations of two microbatches, the second of one."""
+    model = tiny_vit(depth=8, img_size=96, embed_dim=96)
+    pins = {"blocks.3": 0, "blocks.4": 1}
+    return {"model": model, "devices": 2, "example_inputs": torch.empty(16, 3, 96, 96), "pp": 2, "microbatches": 4,
+            "pins": pins}  # fmt: skip
+
+
+def chosen(plan: Plan) -> list[str]:
+    return [stage.recompute for stage in plan.stages]
+
+
+def test_only_stages_that_need_it_recompute(asked: dict[str, Any]) -> None:
+    free = autopar.plan(**asked)
+    first, second = free.prediction.peak_bytes
+    assert chosen(free) == ["none", "none"] and first > second
+    some = autopar.plan(**asked, memory=(first + second) // 2)
+    assert chosen(some) == ["all", "none"]
+    assert some.stages[0].peak_bytes < (first + second) // 2
+    assert some.stages[0].backward_seconds == pytest.approx(
+        free.stages[0].backward_seconds + free.stages[0].forward_seconds
+    )
+    assert some.stages[1].backward_seconds == pytest.approx(free.stages[1].backward_seconds)
+    assert some.prediction.step_seconds > free.prediction.step_seconds
+    assert "memory of stage" in some.bound_by and "recomputation" in some.bound_by
+    rejected = {other.label: other.note for other in some.alternatives}
+    assert rejected["no recomputation"].startswith("does not fit")
+    every = autopar.plan(**asked, memory=second - 1)
+    assert chosen(every) == ["all", "all"]
+    assert max(every.prediction.peak_bytes) < second
+
+
+def test_stages_that_have_to_recompute_do_and_gradients_stay(asked: dict[str, Any]) -> None:
+    first, second = autopar.plan(**asked).prediction.peak_bytes
+    plan = autopar.plan(**asked, memory=(first + second) // 2)
+    model, (x, y) = asked["model"], images()
+    pm = in_threads(model, plan, x, F.cross_entropy)
+    reference = Reference(model)
+    assert pm.forward_backward(x, y).loss == pytest.approx(reference.forward_backward(x, y, 4), abs=1e-5)
+    assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+    training = next(iter(pm._programs.known.values())).programs
+    assert [bool(program.segments) for program in training] == [True, False]
+
+
+def test_a_limit_alone_makes_one_device_recompute(asked: dict[str, Any]) -> None:
+    model, (x, y) = asked["model"], images()
+    free = autopar.plan(model, 1, x, microbatches=2)
+    limit = int(0.7 * free.prediction.peak_bytes[0])
+    with autopar.parallelize(model, 1, x, microbatches=2, memory=limit) as pm:
+        assert chosen(free) == ["none"] and chosen(pm.plan) == ["all"]
+        assert re.search(r"^stage .* recompute .*\n.*\n +0 .* all ", str(pm.plan), re.MULTILINE), str(pm.plan)
+        reference = Reference(model)
+        expected = reference.forward_backward(x, y, 2)
+        assert pm.forward_backward(x, y).loss == pytest.approx(expected, abs=1e-5)
+        assert_all_close(pm.gradients(), reference.gradients(), "gradient")
+        assert pm.measure_memory(x, y)[0] <= limit < free.prediction.peak_bytes[0]
+
+
+def images() -> tuple[torch.Tensor, torch.Tensor]:
+    """A batch for the model."""
+    torch.manual_seed(1)
+    return torch.randn(16, 3, 96, 96), torch.randint(10, (16,))
+
+
+def test_the_error_says_where_recomputation_would_fit(asked: dict[str, Any]) -> None:
+    first, _ = autopar.plan(**asked, recompute="all").prediction.peak_bytes
+    with pytest.raises(InfeasibleError, match=r'With recompute="auto" \(--recompute auto\) it fits\.'):
+        autopar.plan(**asked, memory=first, recompute="none")
+    assert chosen(autopar.plan(**asked, memory=first)) == ["all", "all"]
+    with pytest.raises(InfeasibleError, match=r"a recomputed segment and the working set") as caught:
+        autopar.plan(**asked, memory=first // 2)
+    assert "auto" not in str(caught.value)
+
+
+def test_all_shardings_may_recompute() -> None:
+    plan = autopar.plan(tiny_vit(depth=4), 2, torch.empty(16, 3, 32, 32), tp=2, recompute="all")
+    assert chosen(plan) == ["all"] and plan.strategies
+    free = autopar.plan(tiny_vit(depth=4), 2, torch.empty(16, 3, 32, 32), tp=2)
+    limit = free.prediction.peak_bytes[0] - 1
+    fitting = autopar.plan(tiny_vit(depth=4), 2, torch.empty(16, 3, 32, 32), tp=2, memory=limit)
+    assert max(fitting.prediction.peak_bytes) <= limit
