@@ -82,7 +82,8 @@ def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence
         ),
         tuple(flows),
         tuple(
-            ResidentTensor(w.name, int(weight * GIB), tuple(sorted(readers[w.name])), w.numel, 1e-3) for w in graph.weights
+            ResidentTensor(w.name, int(weight * GIB), tuple(sorted(readers[w.name])), w.numel, 1e-3)
+            for w in graph.weights
         ),
         colocated=tuple(tuple(sorted({group_of[n] for n in names})) for names in graph.colocated),
     )  # fmt: skip

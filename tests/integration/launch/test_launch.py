@@ -354,7 +354,7 @@ atexit.register(time.sleep, float(sys.argv[2]))  # registered before: what Pytho
 ranks = object.__new__(SpmdBackend)
 ranks.alarm = None
 ranks.rank = Stub(is_busy=lambda: sys.argv[1] == "busy", mesh=Mesh(2, 1, 1), spec=Stub(rank=0))
-with ranks.guarding("train_step"):
+with ranks.report_failures("train_step"):
     raise ArithmeticError("no loss today")
 """
 
@@ -403,11 +403,11 @@ if sys.argv[1] == "gone":
     del served
 else:
     try:
-        with own.guarding("train_step"):
+        with own.report_failures("train_step"):
             raise ArithmeticError("no loss today")
     except ArithmeticError:
         pass
-with own.guarding("close"):
+with own.report_failures("close"):
     time.sleep(3)
 print("closed")
 """

@@ -134,7 +134,7 @@ class Case:
 
         def number(group):
             wanted = next((name for ending, name in names.items() if group.name.endswith(ending)), "replicated")
-            return [choice.name for choice in group.choices].index(wanted)
+            return [choice.name for choice in group.strategies].index(wanted)
 
         return Sharded(self, [number(group) for group in self.choices.groups])
 

@@ -232,7 +232,7 @@ def test_inference_keeps_nothing() -> None:
     pm = in_threads(model, plan_by_hand(model, x, 3, ["1.linear"]), x, F.mse_loss)
     pm(x)
     ranks: Any = pm._ranks.ranks  # type: ignore[union-attr]
-    assert not any(step.held or step.passed for rank in ranks for step in rank.bound.values())
+    assert not any(step.saved or step.passed for rank in ranks for step in rank.bound.values())
 
 
 class LastingMail:
