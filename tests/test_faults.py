@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from forks import worker_pids as workers
 from handmade import plan_by_hand
 from torch import nn
 
@@ -38,16 +39,6 @@ def alive(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-
-
-def workers(pid: int | None = None) -> dict[int, int]:
-    """Process id of each rank's worker, by rank."""
-    found = {}
-    for child in psutil.process_iter(["pid", "ppid", "cmdline"]):
-        line = child.info["cmdline"] or []
-        if child.info["ppid"] == (pid or os.getpid()) and "autopar.runtime.launch" in line:
-            found[int(line[-1])] = child.info["pid"]
-    return found
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:

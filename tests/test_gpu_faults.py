@@ -15,10 +15,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.nn.functional as F
+from forks import worker_pids as pids
 from test_launch import free_port
 from zoo import tiny_vit
 
@@ -87,12 +87,6 @@ def test_a_loss_that_is_not_finite_warns_when_it_is_read() -> None:
 
 
 # -- faults in worker processes ----------------------------------------------------------------------------------------
-
-
-def pids() -> dict[int, int]:
-    """Workers by rank; this process may have others beside them, which compile for it."""
-    children = [(child.pid, child.cmdline()) for child in psutil.Process().children()]
-    return {int(line[-1]): pid for pid, line in children if "autopar.runtime.launch" in line}
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -1,5 +1,5 @@
-"""``python -m autopar.runtime.launch FD FD FD RANK``: a worker process."""
+"""``python -m autopar.runtime.launch FD PID FORKS MODULE…``: the fork server of worker processes."""
 
-from autopar.runtime.launch.worker import main
+from autopar.runtime.launch.fork_server import main
 
 main()

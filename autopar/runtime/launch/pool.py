@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import subprocess
-import sys
 import time
 import traceback
 import weakref
@@ -15,7 +12,6 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -23,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
+from autopar.runtime.launch.fork_server import Process, fork_server, worker_environment
 from autopar.runtime.launch.ipc import Encoded, Line, culprit
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.torch_settings import TorchSettings
-from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start
+from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start, main
 from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 
 GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
@@ -70,30 +67,21 @@ class WorkerPool:
         self.num_begun = 0
         self.on_gpu = [torch.device(spec.device).type == "cuda" for spec in specs]
         self.lines: list[Line] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        environment = worker_environment(num_threads)
+        fork_server(environment)  # before the finalizer: what is made last ends first when the interpreter exits
+        self.processes: list[Process] = []
         self._finalizer = weakref.finalize(self, stop, self.processes, self.lines, EXIT_SECONDS)
         # No port to choose or to race for: the store picks a free one.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
-            "OMP_NUM_THREADS": str(num_threads),
-        }
         for spec in specs:
             ours, theirs = Pipe()
             there, back = shared_file(), shared_file()
             self.lines.append(Line(ours, SharedMemory(there), SharedMemory(back)))
             inherited = (theirs.fileno(), there, back)
-            command = [sys.executable, "-m", "autopar.runtime.launch", *map(str, inherited), str(spec.rank)]
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    pass_fds=inherited,
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    start_new_session=True,  # keeps the terminal's Ctrl-C from the workers
+            with theirs:
+                self.processes.append(
+                    fork_server(environment).start(main, spec.rank, environment=environment, files=inherited)
                 )
-            )
-            theirs.close()
         starts = [
             Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
             for spec in pickled
@@ -255,10 +243,10 @@ class WorkerPool:
     def exit_code(self, rank: int) -> str:
         """How a dead worker ended, in words."""
         try:
-            code = self.processes[rank].wait(EXIT_SECONDS)
+            self.processes[rank].wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return "its connection closed"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return self.processes[rank].ending()
 
     def close(self, patience_seconds: float = EXIT_SECONDS) -> None:
         """End all workers; those that do not leave in time are killed. May be called again."""
@@ -289,7 +277,7 @@ def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageE
     )
 
 
-def stop(processes: list[subprocess.Popen[bytes]], lines: list[Line], patience_seconds: float) -> None:
+def stop(processes: list[Process], lines: list[Line], patience_seconds: float) -> None:
     """Close the lines, wait for the workers to leave, kill the rest."""
     for line in lines:
         line.close()
