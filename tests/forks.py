@@ -17,7 +17,7 @@ import psutil
 from effort import full
 
 from autopar.measure.workers import HOST, free_port
-from autopar.runtime.launch.fork_server import ForkServer, Process, worker_environment
+from autopar.runtime.launch.fork_server import MODULES, ForkServer, Process, worker_environment
 
 WORKER = "autopar:rank"
 PATIENT_SECONDS = 5.0  # for ranks that are told to end
@@ -62,7 +62,7 @@ def forked(script: Path, arguments: Sequence[str], more: Sequence[Mapping[str, s
 @functools.cache
 def server() -> ForkServer:
     """The process that forks; it ends with this one."""
-    return ForkServer(worker_environment(1), ("timm", "autopar.api.parallelize"))
+    return ForkServer(worker_environment(1), (*MODULES, "timm", "autopar.api.parallelize"))
 
 
 def run_script(script: str, arguments: Sequence[str], folder: str) -> None:

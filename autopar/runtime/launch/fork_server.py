@@ -17,24 +17,19 @@ stdin, stdout, stderr       its own             closed after the fork       0, 1
 ==========================  ==================  ==========================  ====================
 
 The report pipe brings the fork's process id and, when it has ended, its exit code; it closes if the server ends first.
-The server ends when the control socket closes or its caller is gone; the kernel then kills the forks that are left.
+The server ends when the control socket closes or its caller is gone; the kernel kills the forks that it leaves behind.
 A fork differs from a fresh interpreter in what was read at the import: see `surroundings`.
 """
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import importlib
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -42,24 +37,20 @@ from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from autopar.errors import WorkerError
 from autopar.runtime.launch.shared_memory import shared_file
 
-# Elsewhere, system libraries do not survive a fork: there, each server becomes what it was asked to fork.
+# Elsewhere, system libraries may not survive a fork: there, each server becomes what it was asked to fork.
 FORKS = sys.platform == "linux"
-MODULES = ("torch.optim", "torch.distributed", "autopar.runtime.launch.worker")
+MODULES = ("autopar.runtime.launch.preload",)
 # Variables that no import reads. A launcher sets them for each process, torch at first use, pytest for each test; and
 # what PYTHONPATH leads to is in `sys.path`, which a request carries.
 READ_LATE = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "PYTHONPATH",
 })  # fmt: skip
-CHECK_SECONDS = 1.0  # between two looks whether the caller lives: its forks may hold copies of the control socket
-LEAVE_SECONDS = 3.0  # for forks to end by themselves when the caller is gone
-MAX_FILES = 16  # of one request
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -73,11 +64,8 @@ class Request:
     signal_mask: set[int]
 
 
-# -- in the caller -----------------------------------------------------------------------------------------------------
-
-
 class ForkServer:
-    """Handle of a server; the server ends when the handle and those of all its forks are gone."""
+    """Handle of a server. When it and the handles of all forks are gone, the server and the forks are killed."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
         """Start the server and return: it imports ``modules`` in the meantime."""
@@ -93,7 +81,7 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,  # a pipe of the caller must not stay open here; stderr tells of a bad import
                 start_new_session=True,  # keeps the terminal's Ctrl-C away
             )
-        self._finalizer = weakref.finalize(self, end, self.control, self.process, os.getpid())
+        self._finalizer = weakref.finalize(self, end, self.control, self.process)
 
     def start(
         self,
@@ -116,7 +104,7 @@ class ForkServer:
             WorkerError: the server has ended, or cannot fork.
         """
         streams = [file if file is not None and is_open(file) else None for file in (stdin, stdout, stderr)]
-        umask = os.umask(0o077)  # there is no other way to read it
+        umask = os.umask(0o077)  # the only portable way to read it
         os.umask(umask)
         mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
         request = Request(pickle.dumps((target, arguments)), dict(environment), list(sys.path), umask, mask)
@@ -244,127 +232,8 @@ def is_open(file: int) -> bool:
     return True
 
 
-def end(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
-    """Have a server end, and wait until it has. In a fork of its caller, only give the socket back."""
-    if owner == os.getpid():
-        with suppress(OSError):  # it has ended already
-            control.shutdown(socket.SHUT_RDWR)  # reaches the server although forks may hold copies of the socket
+def end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """End a server that nobody uses; in a fork of its caller, which has no such child, only give the socket back."""
     control.close()
-    try:
-        process.wait(2 * LEAVE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-# -- in the server -----------------------------------------------------------------------------------------------------
-
-
-def main() -> None:
-    """Serve: ``python -m autopar.runtime.launch FD PID FORKS MODULE…``. Goes on as a request asks, in its fork."""
-    control, caller, forks, *modules = sys.argv[1:]
-    for module in modules:
-        importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # a collection in a fork would write to the pages of all objects, and so copy them
-    become(serve(socket.socket(fileno=int(control)), int(caller), forks == "1"))
-
-
-def serve(control: socket.socket, caller: int, forks: bool) -> list[int]:
-    """Files of a request, in the process that is to carry it out; never returns in the server."""
-    server = os.getpid()
-    reports: dict[int, Connection] = {}
-    woken, waker = socket.socketpair()
-    waker.setblocking(False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(waker.fileno())
-    while True:
-        ready, _, _ = select.select([control, woken], [], [], CHECK_SECONDS)
-        if woken in ready:
-            woken.recv(4096)
-            report_ends(reports)
-        files = received(control) if control in ready else []
-        if (control in ready and not files) or os.getppid() != caller:
-            leave(reports)
-        if not files:
-            continue
-        try:
-            fork = os.fork() if forks else 0
-        except OSError as error:
-            with Connection(files[0], readable=False) as report:
-                report.send(error)
-        else:
-            if not fork:
-                signal.set_wakeup_fd(-1)
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for other in (control, woken, waker, *reports.values()):
-                    other.close()
-                if forks:
-                    die_with(server)
-                    os.close(files.pop(0))
-                    os.setsid()
-                else:  # the report pipe stays open, for its closing to report this process's end
-                    with Connection(os.dup(files.pop(0)), readable=False) as report:
-                        report.send(server)
-                return files
-            reports[fork] = Connection(files[0], readable=False)
-            with suppress(OSError):  # the caller has given the request up
-                reports[fork].send(fork)
-        for file in files[1:]:
-            os.close(file)
-
-
-def received(control: socket.socket) -> list[int]:
-    """Files of the next request; none when the caller is gone."""
-    _, files, _, _ = socket.recv_fds(control, 1, MAX_FILES)
-    for file in files:
-        os.set_inheritable(file, False)
-    return list(files)
-
-
-def report_ends(reports: dict[int, Connection]) -> None:
-    """Tell the caller of each fork that has ended, and forget it."""
-    while reports:
-        fork, status = os.waitpid(-1, os.WNOHANG)
-        if not fork:
-            return
-        with reports.pop(fork) as report, suppress(OSError):  # nobody may listen any more
-            report.send(os.waitstatus_to_exitcode(status))
-
-
-def leave(reports: dict[int, Connection]) -> NoReturn:
-    """End the server; forks have a moment to end before it, by the closing of their files."""
-    deadline = time.monotonic() + LEAVE_SECONDS
-    while reports and time.monotonic() < deadline:
-        time.sleep(0.01)
-        report_ends(reports)
-    os._exit(0)
-
-
-def die_with(server: int) -> None:
-    """Have the kernel kill this fork when the server ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it ended before
-        os._exit(1)
-
-
-def become(files: list[int]) -> None:
-    """Take over the caller's state and do what it asks for."""
-    content, folder, *streams = files[:5]
-    with os.fdopen(content, "rb") as file:
-        request: Request = pickle.load(file)
-    os.fchdir(folder)
-    os.close(folder)
-    for number, stream in enumerate(streams):
-        os.dup2(stream, number)
-        os.close(stream)
-    sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
-    os.umask(request.umask)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    sys.path[:] = request.path
-    if "numpy.random" in sys.modules:  # Python's own generator is seeded again by the fork, torch's by the worker
-        sys.modules["numpy.random"].seed()
-    signal.pthread_sigmask(signal.SIG_SETMASK, request.signal_mask)
-    target, arguments = pickle.loads(request.call)
-    target(*arguments, *files[5:])
+    process.kill()
+    process.wait()

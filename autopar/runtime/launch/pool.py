@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
-from autopar.runtime.launch.fork_server import Process, fork_server, worker_environment
+from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
 from autopar.runtime.launch.ipc import Encoded, Line, culprit
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.torch_settings import TorchSettings
@@ -67,21 +67,18 @@ class WorkerPool:
         self.num_begun = 0
         self.on_gpu = [torch.device(spec.device).type == "cuda" for spec in specs]
         self.lines: list[Line] = []
-        environment = worker_environment(num_threads)
-        fork_server(environment)  # before the finalizer: what is made last ends first when the interpreter exits
+        prepare(num_threads)  # before the finalizer: what is made last ends first when the interpreter exits
         self.processes: list[Process] = []
         self._finalizer = weakref.finalize(self, stop, self.processes, self.lines, EXIT_SECONDS)
         # No port to choose or to race for: the store picks a free one.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        for spec in specs:
-            ours, theirs = Pipe()
-            there, back = shared_file(), shared_file()
-            self.lines.append(Line(ours, SharedMemory(there), SharedMemory(back)))
-            inherited = (theirs.fileno(), there, back)
-            with theirs:
-                self.processes.append(
-                    fork_server(environment).start(main, spec.rank, environment=environment, files=inherited)
-                )
+        environment = worker_environment(num_threads)
+        try:
+            for spec in specs:
+                self.start(spec.rank, environment)
+        except BaseException:
+            self.close(0.0)
+            raise
         starts = [
             Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
             for spec in pickled
@@ -89,6 +86,15 @@ class WorkerPool:
         self.call(
             "start", {rank: (start, dict(t)) for rank, (start, t) in enumerate(zip(starts, tensors, strict=True))}
         )
+
+    def start(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Start one worker, which waits for its first command."""
+        ours, theirs = Pipe()
+        there, back = shared_file(), shared_file()
+        self.lines.append(Line(ours, SharedMemory(there), SharedMemory(back)))
+        with theirs:
+            server, files = fork_server(environment), (theirs.fileno(), there, back)
+            self.processes.append(server.start(main, rank, environment=environment, files=files))
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on every rank, with its own arguments; the results by rank.
