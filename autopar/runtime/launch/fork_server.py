@@ -74,7 +74,13 @@ class ForkServer:
         arguments = [str(theirs.fileno()), str(os.getpid()), f"{FORKS:d}", *modules]
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "autopar.runtime.launch", *arguments],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    "autopar.runtime.launch",
+                    *arguments,
+                ],  # -P: the current directory is not searched
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
