@@ -71,16 +71,12 @@ class ForkServer:
         """Start the server and return: it imports ``modules`` in the meantime."""
         self.surroundings = surroundings(environment)
         self.control, theirs = socket.socketpair()
+        # -P: modules come from the caller's path alone, not from the current directory.
+        command = [sys.executable, "-P", "-m", "autopar.runtime.launch"]
         arguments = [str(theirs.fileno()), str(os.getpid()), f"{FORKS:d}", *modules]
         with theirs:
             self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    "autopar.runtime.launch",
-                    *arguments,
-                ],  # -P: the current directory is not searched
+                [*command, *arguments],
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
