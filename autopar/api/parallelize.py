@@ -26,6 +26,7 @@ from autopar.ir.layout import TP
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural
 from autopar.runtime.launch.devices import Machine, default_hardware_name, this_machine
+from autopar.runtime.launch.fork_server import prepare
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import Parameters, RankSpec
@@ -110,6 +111,8 @@ def parallelize(
     call = example_call(model, example_inputs, batch_size, None)
     if any(p.is_meta for p in model.parameters()):
         raise UsageError("The model is on the meta device and has no weights to run with. Build it on the CPU.")
+    if machine.launched is None and devices > 1:
+        prepare(machine.num_threads)
     if plan is None:
         hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
         if options.hardware is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import psutil
 from torch import nn
 
+WORKER = "autopar:rank"  # how the name of a worker process begins
 FAULT_SECONDS = 10.0  # the longest that a fault may take to be reported or cleaned up
 
 
@@ -28,14 +29,12 @@ def alive(pid: int) -> bool:
         return False
 
 
-def workers(pid: int | None = None) -> dict[int, int]:
-    """Process id of each rank's worker, by rank."""
-    found = {}
-    for child in psutil.process_iter(["pid", "ppid", "cmdline"]):
-        line = child.info["cmdline"] or []
-        if child.info["ppid"] == (pid or os.getpid()) and "autopar.runtime.launch" in line:
-            found[int(line[-1])] = child.info["pid"]
-    return found
+def workers(caller: int | None = None) -> dict[int, int]:
+    """Process id of each worker of a caller (by default this process), by rank."""
+    processes = list(psutil.process_iter(["pid", "ppid", "name"]))
+    servers = {p.info["pid"] for p in processes if p.info["ppid"] == (caller or os.getpid())}
+    names = {p.info["pid"]: p.info["name"] for p in processes if p.info["ppid"] in servers}
+    return {int(name.removeprefix(WORKER)): pid for pid, name in names.items() if name.startswith(WORKER)}
 
 
 def wait_for(condition: Callable[[], bool], seconds: float) -> None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
-import signal
 import subprocess
-import sys
 import time
 import traceback
 import weakref
@@ -15,17 +12,17 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import Pipe
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
+from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.torch_settings import TorchSettings
-from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start
+from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start, main
 from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 
 GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
@@ -69,30 +66,18 @@ class WorkerPool:
         self.num_begun = 0
         self.on_gpu = [torch.device(spec.device).type == "cuda" for spec in specs]
         self.channels: list[WorkerChannel] = []
-        self.processes: list[subprocess.Popen[bytes]] = []
+        prepare(num_threads)  # before the finalizer: what is made last ends first when the interpreter exits
+        self.processes: list[Process] = []
         self._finalizer = weakref.finalize(self, stop, self.processes, self.channels, EXIT_SECONDS)
         # No port to choose or to race for: the store picks a free one.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(p or str(Path.cwd()) for p in sys.path),
-            "OMP_NUM_THREADS": str(num_threads),
-        }
-        for spec in specs:
-            ours, theirs = Pipe()
-            there, back = shared_file(), shared_file()
-            self.channels.append(WorkerChannel(ours, SharedMemory(there), SharedMemory(back)))
-            inherited = (theirs.fileno(), there, back)
-            command = [sys.executable, "-m", "autopar.runtime.launch", *map(str, inherited), str(spec.rank)]
-            self.processes.append(
-                subprocess.Popen(
-                    command,
-                    pass_fds=inherited,
-                    stdin=subprocess.DEVNULL,
-                    env=environment,
-                    start_new_session=True,  # keeps the terminal's Ctrl-C from the workers
-                )
-            )
-            theirs.close()
+        environment = worker_environment(num_threads)
+        try:
+            for spec in specs:
+                self.start(spec.rank, environment)
+        except BaseException:
+            self.close(0.0)
+            raise
         starts = [
             Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
             for spec in pickled
@@ -100,6 +85,15 @@ class WorkerPool:
         self.call(
             "start", {rank: (start, dict(t)) for rank, (start, t) in enumerate(zip(starts, tensors, strict=True))}
         )
+
+    def start(self, rank: int, environment: Mapping[str, str]) -> None:
+        """Start one worker, which waits for its first command."""
+        ours, theirs = Pipe()
+        there, back = shared_file(), shared_file()
+        self.channels.append(WorkerChannel(ours, SharedMemory(there), SharedMemory(back)))
+        with theirs:
+            server, files = fork_server(environment), (theirs.fileno(), there, back)
+            self.processes.append(server.start(main, rank, environment=environment, files=files))
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on every rank, with its own arguments; the results by rank.
@@ -254,10 +248,10 @@ class WorkerPool:
     def exit_code(self, rank: int) -> str:
         """How a dead worker ended, in words."""
         try:
-            code = self.processes[rank].wait(EXIT_SECONDS)
+            self.processes[rank].wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             return "its connection closed"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return self.processes[rank].ending()
 
     def close(self, patience_seconds: float = EXIT_SECONDS) -> None:
         """End all workers; those that do not leave in time are killed. May be called again."""
@@ -288,10 +282,10 @@ def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageE
     )
 
 
-def stop(processes: list[subprocess.Popen[bytes]], lines: list[WorkerChannel], patience_seconds: float) -> None:
-    """Close the lines, wait for the workers to leave, kill the rest."""
-    for line in lines:
-        line.close()
+def stop(processes: list[Process], channels: list[WorkerChannel], patience_seconds: float) -> None:
+    """Close the channels, wait for the workers to leave, kill the rest."""
+    for channel in channels:
+        channel.close()
     deadline = time.monotonic() + patience_seconds
     for process in processes:
         try:
@@ -299,5 +293,5 @@ def stop(processes: list[subprocess.Popen[bytes]], lines: list[WorkerChannel], p
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    lines.clear()
+    channels.clear()
     processes.clear()

@@ -1,4 +1,4 @@
-"""A worker process: ``python -m autopar.runtime.launch FD FD FD RANK``. Obeys commands until its connection closes."""
+"""A worker process, which is a fork of the fork server. Obeys commands until its connection closes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import sys
 import threading
 import traceback
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -60,12 +61,17 @@ class Failure:
     user_error: AutoparError | None = None
 
 
-def main() -> None:
-    """Run until the caller closes the connection or is gone."""
+def main(number: int, connection: int, there: int, back: int) -> None:
+    """Run until the caller closes the connection or is gone.
+
+    Args:
+        connection, there, back: open files that join this worker with the caller.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
+    with suppress(OSError):  # only Linux has this file; ps and top show the name
+        Path("/proc/self/comm").write_text(f"autopar:rank{number}")
     # torch 2.11 warns about its own class whenever a pickled tree spec is read.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-    connection, there, back, number = map(int, sys.argv[1:])
     Worker(number, WorkerChannel(Connection(connection), SharedMemory(back), SharedMemory(there))).run()
 
 

@@ -1,0 +1,241 @@
+"""Fork server: a process that has torch and the runtime imported, and forks worker processes on request.
+
+A fresh interpreter needs seconds to import torch, a fork needs milliseconds. `multiprocessing.forkserver` cannot serve
+here: its processes import the caller's ``__main__`` again, and plain scripts have no guard against that.
+
+The caller and its server share one socket, the control socket. A request is one message on it: a byte and open files.
+After the fork each file is open where it is needed and nowhere else, so that the end of any process closes its files:
+
+==========================  ==================  ==========================  ====================
+file                        caller              server                      fork
+==========================  ==================  ==========================  ====================
+control socket              its end             its end                     closed
+report pipe of one fork     reading end         writing end                 closed
+request, current directory  closed once sent    closed after the fork       closed once applied
+stdin, stdout, stderr       its own             closed after the fork       0, 1, 2
+``files`` of the request    as the caller likes closed after the fork       open, numbers passed on
+==========================  ==================  ==========================  ====================
+
+The report pipe brings the fork's process id and, when it has ended, its exit code; it closes if the server ends first.
+The server ends when the control socket closes or its caller is gone; the kernel kills the forks that it leaves behind.
+A fork differs from a fresh interpreter in what was read at the import: see `surroundings`.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import WorkerError
+from autopar.runtime.launch.shared_memory import shared_file
+
+# Elsewhere, system libraries may not survive a fork: there, each server becomes what it was asked to fork.
+FORKS = sys.platform == "linux"
+MODULES = ("autopar.runtime.launch.preload",)
+# Variables that no import reads. A launcher sets them for each process, torch at first use, pytest for each test; and
+# what PYTHONPATH leads to is in `sys.path`, which a request carries.
+READ_LATE = frozenset({
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "PYTHONPATH",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """State of the caller that a fork takes over. ``call`` is a pickled callable and its arguments."""
+
+    call: bytes
+    environment: Mapping[str, str]
+    path: Sequence[str]
+    umask: int
+    signal_mask: set[int]
+
+
+class ForkServer:
+    """Handle of a server. When it and the handles of all forks are gone, the server and the forks are killed."""
+
+    def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
+        """Start the server and return: it imports ``modules`` in the meantime."""
+        self.surroundings = surroundings(environment)
+        self.control, theirs = socket.socketpair()
+        # -P: modules come from the caller's path alone, not from the current directory.
+        command = [sys.executable, "-P", "-m", "autopar.runtime.launch"]
+        arguments = [str(theirs.fileno()), str(os.getpid()), f"{FORKS:d}", *modules]
+        with theirs:
+            self.process = subprocess.Popen(
+                [*command, *arguments],
+                env=environment,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,  # a pipe of the caller must not stay open here; stderr tells of a bad import
+                start_new_session=True,  # keeps the terminal's Ctrl-C away
+            )
+        self._finalizer = weakref.finalize(self, end, self.control, self.process)
+
+    def start(
+        self,
+        target: Callable[..., Any],
+        *arguments: Any,
+        environment: Mapping[str, str],
+        files: Sequence[int] = (),
+        stdin: int | None = None,
+        stdout: int = 1,
+        stderr: int = 2,
+    ) -> Process:
+        """Start a process that calls ``target(*arguments, *files)`` and exits, in a session of its own.
+
+        Args:
+            target: importable there by its name.
+            files: that it inherits, under other numbers.
+            stdin: nothing by default.
+
+        Raises:
+            WorkerError: the server has ended, or cannot fork.
+        """
+        streams = [file if file is not None and is_open(file) else None for file in (stdin, stdout, stderr)]
+        umask = os.umask(0o077)  # the only portable way to read it
+        os.umask(umask)
+        mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
+        request = Request(pickle.dumps((target, arguments)), dict(environment), list(sys.path), umask, mask)
+        report, theirs = Pipe(duplex=False)
+        with theirs, os.fdopen(shared_file(), "w+b") as content, Path(os.devnull).open("r+b") as nothing:
+            pickle.dump(request, content)
+            content.seek(0)
+            folder = os.open(".", os.O_RDONLY)
+            opened = [nothing.fileno() if stream is None else stream for stream in streams]
+            with suppress(BrokenPipeError, ConnectionResetError):  # the report pipe tells that the server has ended
+                socket.send_fds(self.control, [b"f"], [theirs.fileno(), content.fileno(), folder, *opened, *files])
+            os.close(folder)
+        try:
+            answer = report.recv()
+        except EOFError:
+            raise WorkerError(
+                f"No worker was started: the fork server has ended, {how_ended(self.process.wait())}. Unless somebody "
+                "killed it, it has printed the reason. Call autopar.parallelize again, which starts another server."
+            ) from None
+        if isinstance(answer, OSError):
+            raise WorkerError(f"No worker was started: {answer}. End other processes or raise the limit.") from answer
+        if answer == self.process.pid:  # the server has become the process, which others wait for
+            self._finalizer.detach()
+        return Process(self, answer, report)
+
+
+class Process:
+    """A started process, with the part of the interface of `subprocess.Popen` that is used."""
+
+    def __init__(self, server: ForkServer, pid: int, report: Connection) -> None:
+        self.server, self.pid, self.report = server, pid, report
+        self.owner = os.getpid()  # a fork of the caller must not end what the caller still uses
+        self.returncode: int | None = None
+        self.cause = ""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Exit code, negative for a signal; None in a fork of the caller.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs.
+        """
+        if self.returncode is None and self.owner == os.getpid():
+            if not self.report.poll(timeout):
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0.0)
+            try:
+                self.returncode = self.report.recv()
+            except EOFError:
+                self.returncode = self.server.process.wait()
+                if self.pid != self.server.process.pid:  # else the server has become this process
+                    self.cause = f", because the fork server ended ({how_ended(self.returncode)})"
+                    self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def poll(self) -> int | None:
+        """Exit code, or None while it runs."""
+        with suppress(subprocess.TimeoutExpired):
+            self.wait(0.0)
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal unless the process has ended."""
+        if self.owner == os.getpid() and self.poll() is None:
+            with suppress(ProcessLookupError):  # it ended just now
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+    def ending(self) -> str:
+        """How it ended, in words."""
+        assert self.returncode is not None
+        return how_ended(self.returncode) + self.cause
+
+
+current: ForkServer | None = None
+
+
+def fork_server(environment: Mapping[str, str]) -> ForkServer:
+    """Server of this process for such an environment, started if there is none, or only one for another."""
+    global current
+    if (
+        current is None
+        or not FORKS
+        or current.surroundings != surroundings(environment)
+        or current.process.poll() is not None
+    ):
+        current = ForkServer(environment)
+    return current
+
+
+def prepare(num_threads: int) -> None:
+    """Start the server for workers with so many threads; it imports what they need while this process goes on."""
+    if FORKS:
+        fork_server(worker_environment(num_threads))
+
+
+def surroundings(environment: Mapping[str, str]) -> Any:
+    """State of a process that a fork has from its server and cannot be given: one server serves one such state.
+
+    Most variables are read when a library is loaded (OMP_*, MKL_*, LD_*, PYTHON*, MALLOC_*, PYTORCH_*, …), so that all
+    count but those which are known to be read late.
+    """
+    limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
+    processors = os.sched_getaffinity(0) if sys.platform == "linux" else None
+    early = {name: value for name, value in environment.items() if name not in READ_LATE}
+    return os.getpid(), os.geteuid(), os.getegid(), limits, processors, early
+
+
+def worker_environment(num_threads: int) -> dict[str, str]:
+    """Environment of processes that import what this one does, each with so many threads on CPU."""
+    path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
+    return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
+
+
+def how_ended(code: int) -> str:
+    """Meaning of an exit code."""
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def is_open(file: int) -> bool:
+    try:
+        os.fstat(file)
+    except OSError:
+        return False
+    return True
+
+
+def end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """End a server that nobody uses; in a fork of its caller, which has no such child, only give the socket back."""
+    control.close()
+    process.kill()
+    process.wait()
