@@ -89,3 +89,9 @@ def first_failure(ranks: Sequence[Process]) -> int:
 def signal_all(ranks: Sequence[Process], number: signal.Signals) -> None:
     for rank in ranks:
         rank.send_signal(number)
+
+
+def run_on_two(folder: Path, script: str) -> Done:
+    """A script on two ranks as torchrun starts them."""
+    (folder / "script.py").write_text(script)
+    return run_ranks(2, folder / "script.py", folder=folder)

@@ -72,8 +72,8 @@ class CodePickler(cloudpickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, CodeType):
             return super().reducer_override(obj)
-        _, fields = self.dispatch_table[CodeType](obj)
-        return code_of_file, (obj.co_filename, fields)
+        reduced = self.dispatch_table[CodeType](obj)
+        return code_of_file, (obj.co_filename, reduced[1])
 
 
 def code_of_file(filename: str, fields: tuple) -> CodeType:

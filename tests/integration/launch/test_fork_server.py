@@ -247,10 +247,10 @@ def test_a_script_and_its_own_forks(tmp_path: Path, mode: str, out: str) -> None
 def test_nothing_outlives_a_caller_that_is_killed(tmp_path: Path) -> None:
     caller = script(tmp_path, "killed")
     assert caller.stdout is not None and caller.stdout.readline() == "ready\n", caller.communicate()
-    workers = workers(caller.pid)
-    (server,) = {psutil.Process(pid).ppid() for pid in workers.values()}
-    os.kill(workers[1], signal.SIGSTOP)  # it does not notice by itself
+    running = workers(caller.pid)
+    (server,) = {psutil.Process(pid).ppid() for pid in running.values()}
+    os.kill(running[1], signal.SIGSTOP)  # it does not notice by itself
     caller.kill()
-    wait_for(lambda: not any(map(alive, (server, *workers.values()))))
-    assert len(workers) == 2
+    wait_for(lambda: not any(map(alive, (server, *running.values()))))
+    assert len(running) == 2
     caller.communicate()
