@@ -86,7 +86,7 @@ def main(args: argparse.Namespace) -> None:
             optimizer, round(args.warmup_ratio * updates), updates
         ),
     ) as pm:
-        if train.leads():
+        if train.is_rank_zero():
             print(pm.plan)
         trainer = train.Trainer(
             pm,
@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> None:
         )
         if args.resume:
             trainer.resume(args.resume)
-        elif args.overwrite and train.leads():
+        elif args.overwrite and train.is_rank_zero():
             train.remove_run(args.output)
         trainer.fit()
         model.load_state_dict(pm.state_dict())  # model.save_pretrained(...) as ever

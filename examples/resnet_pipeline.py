@@ -63,7 +63,7 @@ def main(args: argparse.Namespace) -> None:
         optimizer=functools.partial(torch.optim.Adam, lr=args.lr),
         lr_scheduler=train.schedule("poly", args.epochs, warmup_epochs=args.warmup_epochs, decay_rate=1.0),
     ) as pm:
-        if train.leads():
+        if train.is_rank_zero():
             print(pm.plan)
         trainer = train.Trainer(
             pm,
@@ -75,7 +75,7 @@ def main(args: argparse.Namespace) -> None:
         )
         if args.resume:
             trainer.resume(args.resume)
-        elif args.overwrite and train.leads():
+        elif args.overwrite and train.is_rank_zero():
             train.remove_run(args.output)
         trainer.fit()
         model.load_state_dict(pm.state_dict())  # back into the unmodified model

@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
         recompute=args.recompute,
         **meshes[args.parallel],
     ) as pm:
-        if train.leads():
+        if train.is_rank_zero():
             print(pm.plan)
         trainer = train.Trainer(
             pm,
@@ -96,7 +96,7 @@ def main(args: argparse.Namespace) -> None:
         )
         if args.resume:
             trainer.resume(args.resume)
-        elif args.overwrite and train.leads():
+        elif args.overwrite and train.is_rank_zero():
             train.remove_run(args.output)
         trainer.fit()
 

@@ -65,7 +65,7 @@ def main(args: argparse.Namespace) -> None:
         lr_scheduler=train.schedule("cosine", args.epochs, warmup_epochs=args.warmup_epochs),
         clip_grad_norm=args.clip_grad,
     ) as pm:
-        if train.leads():
+        if train.is_rank_zero():
             print(pm.plan)
         trainer = train.Trainer(
             pm,
@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
         )
         if args.resume:
             trainer.resume(args.resume)
-        elif args.overwrite and train.leads():
+        elif args.overwrite and train.is_rank_zero():
             train.remove_run(args.output)
         trainer.fit()
         model.load_state_dict(pm.state_dict())  # back into the unmodified model

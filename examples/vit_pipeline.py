@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> None:
         example_inputs=torch.empty(args.batch_size, 3, args.img_size, args.img_size),
         optimizer=functools.partial(torch.optim.Adam, lr=args.lr),
     ) as pm:
-        if train.leads():
+        if train.is_rank_zero():
             print(pm.plan)
         trainer = train.Trainer(
             pm,
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
         )
         if args.resume:
             trainer.resume(args.resume)
-        elif args.overwrite and train.leads():
+        elif args.overwrite and train.is_rank_zero():
             train.remove_run(args.output)
         trainer.fit()
         model.load_state_dict(pm.state_dict())  # back into the unmodified model

@@ -124,7 +124,7 @@ def batched_outputs(graph: Graph) -> tuple[bool, ...]:
             continue
         fed.update(op.mutates, (v.name for v in op.outputs))
         if not op.outputs:  # an update in place: of what it reads, and of everything that shares that memory
-            sharing = {name for names in graph.together if op.name in names for name in names}
+            sharing = {name for names in graph.colocated if op.name in names for name in names}
             fed.update(refs(op.args), (v.name for o in graph.ops if o.name in sharing for v in o.outputs))
     return tuple(isinstance(output, Ref) and output.name in fed for output in graph.outputs)
 

@@ -52,7 +52,7 @@ def check_copies(marks: Sequence[int], mesh: Mesh, when: str = "") -> None:
             )
 
 
-def mark(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+def fingerprint(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     """A whole number that tells batches apart, never 0: of some elements of every tensor's first and last sample.
 
     It is computed on the tensors' device, of which all are, without waiting for it, and is the same on each device.

@@ -21,7 +21,7 @@ from autopar.runtime.checkpoint.folder import read_header as header_in
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.spec import RankSpec
 
-FEW = 3  # names that an error lists
+MAX_NAMED = 3  # names that an error lists
 
 
 def read_header(folder: str | PathLike[str]) -> Header:
@@ -162,7 +162,7 @@ def kind(weight: SavedWeight) -> str:
 
 def few(names: list[str]) -> str:
     """The first names, and how many more there are."""
-    return ", ".join(names[:FEW]) + (f" and {len(names) - FEW} more" if len(names) > FEW else "")
+    return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
 def changes(saved: Header, here: Header, spec: RankSpec) -> list[str]:

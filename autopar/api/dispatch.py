@@ -13,24 +13,24 @@ from zlib import crc32
 import torch
 
 from autopar.api.batch import Outputs, check_real, check_shares, join_outputs, replica_sizes, split_targets
-from autopar.api.batch_agreement import check_copies, check_parts, mark
-from autopar.api.program_cache import Programs, Variant, signature
+from autopar.api.batch_agreement import check_copies, check_parts, fingerprint
+from autopar.api.program_cache import ProgramCache, Specialization, signature
 from autopar.errors import UsageError
 from autopar.ir.graph import Mode, Ref
 from autopar.ir.mesh import Mesh, Place
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.program import input_names
 from autopar.ir.pytree import leaves as pytree_leaves
-from autopar.ops.counter_rng import rows
+from autopar.ops.counter_rng import counter_rows
 from autopar.runtime.engine.executor import StepData
-from autopar.runtime.engine.metrics import start_reading
+from autopar.runtime.engine.metrics import start_readback
 from autopar.runtime.launch.pool import WorkerPool
-from autopar.runtime.launch.spmd import LocalRanks, TorchrunRanks
-from autopar.runtime.spec import Work
+from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
+from autopar.runtime.spec import StepRequest
 from autopar.schedule.check import check
 from autopar.schedule.generate import generate, max_in_flight
 from autopar.trace.call import Call, split_leaves
-from autopar.trace.passes.counter_rng import DRAWS
+from autopar.trace.passes.counter_rng import RNG_COUNTERS
 
 # Commands that neither read nor write the weights which an optimizer updates, or that show whichever are in place.
 WITH_AVERAGES = frozenset({
@@ -40,11 +40,11 @@ WITH_AVERAGES = frozenset({
 # Steps that may be launched and not done: one computes while the next is prepared. More would take memory for their
 # inputs, and move errors away from their cause.
 IN_FLIGHT = 2
-KNOWN_CUTS = 64  # a caller whose batches differ every time is not to fill the memory with how they were cut
+MAX_CACHED_PARTITIONS = 64  # a caller whose batches differ every time is not to fill the memory with how they were cut
 
 
 @dataclass(frozen=True)
-class Request:
+class BatchRequest:
     """What the ranks are to do with a batch.
 
     Args:
@@ -63,14 +63,14 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Cut:
+class BatchPartition:
     """How batches of one signature are cut: samples and variants of the microbatches of each replica that shares one.
 
     ``outputs`` says how their outputs are joined, where they are kept.
     """
 
     sizes: tuple[tuple[int, ...], ...]
-    variants: tuple[tuple[Variant, ...], ...]
+    variants: tuple[tuple[Specialization, ...], ...]
     outputs: Outputs | None
 
     @property
@@ -78,11 +78,11 @@ class Cut:
         return [size for own in self.sizes for size in own]
 
     @property
-    def all_variants(self) -> list[Variant]:
+    def all_variants(self) -> list[Specialization]:
         return [variant for own in self.variants for variant in own]
 
     @cached_property
-    def draws(self) -> bool:
+    def has_random_ops(self) -> bool:
         """Whether any microbatch draws random numbers by counters."""
         return any(map(draws_numbers, self.all_variants))
 
@@ -94,22 +94,22 @@ class Microbatch:
     ``share`` is the factor of its mean loss; ``draws`` what its random operations count, None where it has none.
     """
 
-    variant: Variant
+    variant: Specialization
     leaves: list[Any]
     target: Any
     share: float
-    draws: torch.Tensor | None
+    rng_counters: torch.Tensor | None
 
     def inputs(self, stages: Sequence[int]) -> list[Any]:
         """What the programs of a rank's stages read, in their order."""
         by_name: dict[str, Any] = {
             leaf.name: tensor for leaf, tensor in zip(self.variant.graph.leaves, self.leaves) if isinstance(leaf, Ref)
         }
-        by_name[DRAWS] = self.draws
+        by_name[RNG_COUNTERS] = self.rng_counters
         return [by_name[name] for name in input_names(self.variant.programs[stage] for stage in stages)]
 
 
-class Agreement:
+class BatchAgreement:
     """What the ranks of a launcher tell each other before every batch: one message of a few whole numbers.
 
     They must agree on its size, as ranks with other sizes would wait for tensors that never come. Ranks of a
@@ -122,7 +122,7 @@ class Agreement:
     their steps together.
     """
 
-    def __init__(self, ranks: TorchrunRanks, mesh: Mesh, data_size: int) -> None:
+    def __init__(self, ranks: SpmdBackend, mesh: Mesh, data_size: int) -> None:
         self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
         self.flag = self.flagged = False
         self.kinds: tuple[int, ...] = ()
@@ -138,7 +138,7 @@ class Agreement:
         Raises:
             UsageError: by the result, if the ranks do not agree: on all of them.
         """
-        now, late = self.marks(given) if self.mesh.tp > 1 else (0, 0)
+        now, late = self.fingerprints(given) if self.mesh.tp > 1 else (0, 0)
         told = self.ranks.exchange((batch, self.flag, now, late, kind, shapes))
 
         def agreed() -> None:
@@ -153,14 +153,14 @@ class Agreement:
 
         return agreed
 
-    def marks(self, given: Sequence[Any]) -> tuple[int, int]:
+    def fingerprints(self, given: Sequence[Any]) -> tuple[int, int]:
         """The mark of the tensors on the CPU, and that of those which were on a GPU `IN_FLIGHT` calls ago."""
         tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         there = [leaf for leaf in tensors if leaf.device.type != "cpu"]
         here = [leaf for leaf in tensors if leaf.device.type == "cpu"]
-        self.late.append(start_reading(mark(there).reshape(1)) if there else lambda: [0])
+        self.late.append(start_readback(fingerprint(there).reshape(1)) if there else lambda: [0])
         late = self.late.popleft()()[0] if len(self.late) > IN_FLIGHT else 0
-        return int(mark(here)) if here else 0, late
+        return int(fingerprint(here)) if here else 0, late
 
 
 class Dispatcher:
@@ -170,16 +170,16 @@ class Dispatcher:
     averages stand in for the weights.
     """
 
-    def __init__(self, programs: Programs, ranks: LocalRanks | TorchrunRanks | WorkerPool, seed: int) -> None:
+    def __init__(self, programs: ProgramCache, ranks: InProcessBackend | SpmdBackend | WorkerPool, seed: int) -> None:
         self.programs, self.ranks, self.seed = programs, ranks, seed
         self.plan, self.mesh = programs.plan, programs.plan.mesh
-        apart = isinstance(ranks, TorchrunRanks)
+        apart = isinstance(ranks, SpmdBackend)
         self.data_size = self.mesh.dp if apart else 1
         self.data_rank = self.mesh.place(ranks.numbers[0]).replica if apart else 0
         self.num_updates = self.num_drawn = 0
         self.averaged = False
-        self.agreement = Agreement(ranks, self.mesh, self.data_size) if isinstance(ranks, TorchrunRanks) else None
-        self.cuts: dict[tuple, Cut] = {}
+        self.agreement = BatchAgreement(ranks, self.mesh, self.data_size) if isinstance(ranks, SpmdBackend) else None
+        self.partitions: dict[tuple, BatchPartition] = {}
         self.sent: set[int] = set()
         self.checked: set[tuple[str, int]] = set()
 
@@ -212,7 +212,7 @@ class Dispatcher:
         self.num_updates += 1
         self.num_drawn = 0
 
-    def carry_out(self, request: Request) -> tuple[dict[int, Any], Outputs | None]:
+    def carry_out(self, request: BatchRequest) -> tuple[dict[int, Any], Outputs | None]:
         """Results of a command on a batch by rank, and how to join the outputs where they are kept.
 
         Raises:
@@ -225,38 +225,38 @@ class Dispatcher:
         if self.agreement is not None:
             agreed = self.agreement.start(request.call.batch, kind, shapes, [*leaves, *targets])
         key = request.mode, request.schedule, request.target is None, request.keep_outputs, given
-        cut = self.cuts.get(key)
+        cut = self.partitions.get(key)
         if cut is None:
             if agreed is not None:
                 agreed()
-            cut = self.cut(request, leaves)
-            if len(self.cuts) == KNOWN_CUTS:
-                self.cuts.clear()
-            self.cuts[key] = cut
+            cut = self.partition(request, leaves)
+            if len(self.partitions) == MAX_CACHED_PARTITIONS:
+                self.partitions.clear()
+            self.partitions[key] = cut
             agreed = None
         microbatches = self.microbatches(request, cut, leaves)
         check = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets))
-        works = {rank: self.work(request, microbatches, rank, check) for rank in self.ranks.numbers}
+        works = {rank: self.rank_request(request, microbatches, rank, check) for rank in self.ranks.numbers}
         if agreed is not None:  # as late as possible: what was done meanwhile took time too
             agreed()
         of_all = (self.agreement.kinds, self.agreement.shapes) if self.agreement is not None else ((kind,), (shapes,))
         agreed_on = {rank: (replace(work, kind=of_all[0], shapes=of_all[1]),) for rank, work in works.items()}
         results = self.call(request.command, agreed_on)
-        if cut.draws:
+        if cut.has_random_ops:
             self.num_drawn += request.call.batch * self.data_size
         return results, cut.outputs
 
-    def joined(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
+    def joined_outputs(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
         """The model's output for the caller's batch, of the microbatches' outputs that each rank kept."""
         last, tp = self.mesh.pp - 1, self.mesh.tp
-        if isinstance(self.ranks, TorchrunRanks):
+        if isinstance(self.ranks, SpmdBackend):
             own, source = self.ranks.numbers[0], self.mesh.rank(Place(last, self.data_rank))
             readers = [self.mesh.rank(Place(s, self.data_rank, t)) for s in range(self.mesh.pp) for t in range(tp)]
             return outputs.join(self.ranks.outputs(kept[own], source, readers))
         sources = [self.mesh.rank(Place(last, replica)) for replica in range(self.mesh.dp)]
         return outputs.join([parts for source in sources for parts in kept[source]])
 
-    def cut(self, request: Request, leaves: Sequence[Any]) -> Cut:
+    def partition(self, request: BatchRequest, leaves: Sequence[Any]) -> BatchPartition:
         """How to cut a batch among the replicas that share it; the ranks get the programs for it."""
         call, batch, replicas = request.call, request.call.batch, self.mesh.dp // self.data_size
         if request.target is not None:
@@ -271,24 +271,24 @@ class Dispatcher:
         for own in sizes:
             self.check_schedule(request.schedule, variants, len(own))
         found = iter(variants)
-        return Cut(tuple(map(tuple, sizes)), tuple(tuple(islice(found, len(own))) for own in sizes), outputs)
+        return BatchPartition(tuple(map(tuple, sizes)), tuple(tuple(islice(found, len(own))) for own in sizes), outputs)
 
-    def microbatches(self, request: Request, cut: Cut, leaves: Sequence[Any]) -> list[list[Microbatch]]:
+    def microbatches(self, request: BatchRequest, cut: BatchPartition, leaves: Sequence[Any]) -> list[list[Microbatch]]:
         """The microbatches of each replica that shares the caller's batch."""
         batch, sizes, variants = request.call.batch, cut.all_sizes, cut.all_variants
         parts = split_leaves(leaves, batch, sizes)
         targets = [None] * len(sizes) if request.target is None else split_targets(request.target[0], batch, sizes)
         shares = [request.share * size / (batch * self.data_size) for size in sizes]
-        draws = self.draws(sizes) if cut.draws else [None] * len(sizes)
+        draws = self.rng_counters(sizes) if cut.has_random_ops else [None] * len(sizes)
         found = map(Microbatch, variants, parts, targets, shares, draws)
         return [list(islice(found, len(own))) for own in cut.sizes]
 
-    def draws(self, sizes: list[int]) -> list[torch.Tensor]:
+    def rng_counters(self, sizes: list[int]) -> list[torch.Tensor]:
         """What random operations count in each microbatch: samples since the last update, in the global batch."""
         first = self.num_drawn + self.data_rank * sum(sizes)
-        return list(rows(self.seed, self.num_updates, first, sum(sizes)).split(sizes))
+        return list(counter_rows(self.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
-    def work(self, request: Request, cut: list[list[Microbatch]], rank: int, check: bool) -> Work:
+    def rank_request(self, request: BatchRequest, cut: list[list[Microbatch]], rank: int, check: bool) -> StepRequest:
         """A rank's part.
 
         Args:
@@ -308,7 +308,7 @@ class Dispatcher:
         if check:
             check_real(data.inputs, "input", rank)
             check_real(data.targets, "target", rank)
-        return Work(
+        return StepRequest(
             mode=request.mode,
             schedule=request.schedule,
             programs=tuple(microbatch.variant.number for microbatch in own),
@@ -322,7 +322,7 @@ class Dispatcher:
         """The stages that a rank runs."""
         return self.mesh.stages(rank, self.plan.chunks)
 
-    def send_programs(self, variants: Sequence[Variant]) -> None:
+    def send_programs(self, variants: Sequence[Specialization]) -> None:
         """Give each rank its programs of those variants that it does not have yet."""
         for variant in variants:
             if variant.number in self.sent:
@@ -336,7 +336,7 @@ class Dispatcher:
             self.call("add_programs", arguments)
             self.sent.add(variant.number)
 
-    def check_schedule(self, name: str, variants: Sequence[Variant], count: int) -> None:
+    def check_schedule(self, name: str, variants: Sequence[Specialization], count: int) -> None:
         """Prove the schedule for this number of microbatches before its first run."""
         stages, pp, chunks = self.programs.num_stages, self.mesh.pp, self.plan.chunks
         if (name, count) in self.checked or count == 0:
@@ -359,6 +359,6 @@ def checksum(*values: Any) -> int:
     return crc32(repr(values).encode())
 
 
-def draws_numbers(variant: Variant) -> bool:
+def draws_numbers(variant: Specialization) -> bool:
     """Whether a microbatch's programs draw random numbers by counters."""
-    return any(value.name == DRAWS for value in variant.graph.inputs)
+    return any(value.name == RNG_COUNTERS for value in variant.graph.inputs)

@@ -18,23 +18,23 @@ import torch
 from torch import nn
 
 from autopar.api.checkpoint import header_of, load, save
-from autopar.api.dispatch import IN_FLIGHT, Dispatcher, Request
-from autopar.api.program_cache import Programs
-from autopar.api.step_result import Figures, StepResult
+from autopar.api.dispatch import IN_FLIGHT, BatchRequest, Dispatcher
+from autopar.api.program_cache import ProgramCache
+from autopar.api.step_result import StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.graph import Mode
 from autopar.ir.layout import TP
 from autopar.ir.mesh import Place
 from autopar.ir.plan import Plan
-from autopar.runtime.engine.metrics import settled
+from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.devices import Machine
 from autopar.runtime.launch.pool import WorkerPool
-from autopar.runtime.launch.spmd import LocalRanks, TorchrunRanks
-from autopar.runtime.spec import RankSpec, RankStats, Reading, StepNumbers, StepOutcome, UpdateResult
+from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
+from autopar.runtime.spec import LazyMetrics, RankSpec, RankStats, StepNumbers, StepOutcome, UpdateResult
 from autopar.sharding.tensors import assembled, part, summed
 from autopar.trace.call import as_call
-from autopar.trace.passes.counter_rng import DRAWS
+from autopar.trace.passes.counter_rng import RNG_COUNTERS
 
 
 class ParallelModel:
@@ -54,8 +54,8 @@ class ParallelModel:
         self,
         model: nn.Module,
         plan: Plan,
-        programs: Programs,
-        ranks: LocalRanks | TorchrunRanks | WorkerPool,
+        programs: ProgramCache,
+        ranks: InProcessBackend | SpmdBackend | WorkerPool,
         machine: Machine,
         spec: RankSpec,
     ) -> None:
@@ -79,7 +79,7 @@ class ParallelModel:
         """Whether this process has to pass real inputs; if not, tensors on the meta device do as well."""
         stages = {s for rank in self._ranks.numbers for s in self.plan.mesh.stages(rank, self.plan.chunks)}
         read = {v.name for variant in self._programs.known.values() for s in stages for v in variant.programs[s].inputs}
-        return not read <= {DRAWS}
+        return not read <= {RNG_COUNTERS}
 
     @property
     def needs_targets(self) -> bool:
@@ -88,7 +88,7 @@ class ParallelModel:
 
     def data_sum(self, numbers: Sequence[float]) -> list[float]:
         """Sums over data ranks of numbers that each has of its part; all ranks of torchrun make the call."""
-        if not isinstance(self._ranks, TorchrunRanks):
+        if not isinstance(self._ranks, SpmdBackend):
             return list(numbers)
         given = self._ranks.gathered(list(numbers))
         firsts = [given[self.plan.mesh.rank(Place(0, replica))] for replica in range(self.data_size)]
@@ -96,11 +96,11 @@ class ParallelModel:
 
     def any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is true on any rank; all ranks of torchrun make the call, and wait for each other."""
-        return any(self._ranks.gathered(flag)) if isinstance(self._ranks, TorchrunRanks) else flag
+        return any(self._ranks.gathered(flag)) if isinstance(self._ranks, SpmdBackend) else flag
 
-    def told_by_first(self, text: str) -> str:
+    def broadcast_from_rank0(self, text: str) -> str:
         """What rank 0 passes here, on every rank; all ranks of torchrun make the call, and wait for each other."""
-        return self._ranks.gathered(text)[0] if isinstance(self._ranks, TorchrunRanks) else text
+        return self._ranks.gathered(text)[0] if isinstance(self._ranks, SpmdBackend) else text
 
     def any_rank_so_far(self, flag: bool) -> bool:
         """Whether any rank's ``flag`` was true, of those that were passed here before the last batch; waits for nobody.
@@ -148,10 +148,10 @@ class ParallelModel:
             UsageError: as `forward_backward`, or an output depends on the batch and cannot be joined from microbatches.
         """
         call = self._programs.call(args, kwargs)
-        request = Request("forward", self._mode, "forward-only", call, keep_outputs=True)
+        request = BatchRequest("forward", self._mode, "forward-only", call, keep_outputs=True)
         results, outputs = self._dispatcher.carry_out(request)
         assert outputs is not None
-        return self._dispatcher.joined(outputs, results)
+        return self._dispatcher.joined_outputs(outputs, results)
 
     def forward_backward(self, x: Any, y: Any, return_outputs: bool = False, share: float = 1.0) -> StepResult:
         """Loss and gradients of a batch; gradients add to those that are there.
@@ -190,7 +190,7 @@ class ParallelModel:
             self._dispatcher.updated()
         joined = None
         if outputs is not None:
-            joined = self._dispatcher.joined(outputs, {rank: own.outputs for rank, own in results.items()})
+            joined = self._dispatcher.joined_outputs(outputs, {rank: own.outputs for rank, own in results.items()})
         numbers = results[max(results)].numbers
         if isinstance(numbers, StepNumbers):
             return StepResult(self._figures(numbers, seconds, share, step), joined)
@@ -198,17 +198,17 @@ class ParallelModel:
         self._unread.append(result)
         return result
 
-    def _figures(self, numbers: StepNumbers | Reading, call_seconds: float, share: float, step: int) -> Figures:
+    def _figures(self, numbers: StepNumbers | LazyMetrics, call_seconds: float, share: float, step: int) -> StepMetrics:
         """What the caller is told; waits for it, and warns of a loss that is not finite."""
-        numbers = settled(numbers)
+        numbers = resolve(numbers)
         self._report_non_finite(numbers.losses, step)
         seconds = call_seconds if numbers.device_seconds is None else numbers.device_seconds
-        return Figures(sum(numbers.losses) / share, seconds, numbers.grad_norm, numbers.skipped)
+        return StepMetrics(sum(numbers.losses) / share, seconds, numbers.grad_norm, numbers.skipped)
 
-    def _training(self, command: str, x: Any, y: Any, keep_outputs: bool = False, share: float = 1.0) -> Request:
+    def _training(self, command: str, x: Any, y: Any, keep_outputs: bool = False, share: float = 1.0) -> BatchRequest:
         call = as_call(self._model, x)
         call = self._programs.call(call.args, call.kwargs)
-        return Request(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
+        return BatchRequest(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
     def optimizer_step(self) -> UpdateResult:
         """Clip, update the weights, clear the gradients; their norm, and whether the update was skipped.

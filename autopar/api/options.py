@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError
-from autopar.ir.hardware import Way
+from autopar.ir.hardware import ExecutionMode
 from autopar.ir.plan import INTERLEAVED, AskedSchedule, Balance, CostSource, Precision, Recompute
 from autopar.runtime.comm.transport import TransportName
 
@@ -131,10 +131,10 @@ class Options:
             if value not in (None, False, "auto"):
                 raise UsageError(f"{name}={value!r} needs GPUs; this run has CPU processes and Gloo. Leave it out.")
 
-    def way(self, device_type: str) -> Way:
+    def execution_mode(self, device_type: str) -> ExecutionMode:
         """How programs run on devices of this type."""
         on_gpu = device_type == "cuda"
-        return Way(
+        return ExecutionMode(
             compiled=on_gpu if self.compile is None else self.compile,
             captured=on_gpu and self.cuda_graph is not False,
         )

@@ -17,7 +17,7 @@ from autopar.api.model import ParallelModel
 from autopar.api.options import Options
 from autopar.api.planning.plan import check_devices, check_model, example_call, make_plan
 from autopar.api.precision import check_device
-from autopar.api.program_cache import Programs
+from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import PlanDependentRandomWarning, UsageError
@@ -27,10 +27,10 @@ from autopar.ir.plan import Plan
 from autopar.ir.units import plural
 from autopar.runtime.launch.devices import Machine, default_hardware_name, this_machine
 from autopar.runtime.launch.pool import WorkerPool
-from autopar.runtime.launch.spmd import LocalRanks, TorchrunRanks
+from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import Parameters, RankSpec
 from autopar.sharding.tensors import part
-from autopar.trace.passes.counter_rng import draws
+from autopar.trace.passes.counter_rng import is_random
 from autopar.trace.trace import weight_tensors
 
 # What a plan says nothing of.
@@ -41,7 +41,7 @@ RUN_SETTINGS = frozenset(
 
 def warn_of_generators(graph: Graph) -> None:
     """Say which operations draw numbers that depend on the plan."""
-    left = [op for op in graph.ops if draws(op)]
+    left = [op for op in graph.ops if is_random(op)]
     if left:
         listed = ", ".join(f"{op.name} ({op.target}{f' at {op.source}' if op.source else ''})" for op in left[:3])
         warnings.warn(
@@ -122,7 +122,7 @@ def parallelize(
         chosen, graph = plan if isinstance(plan, Plan) else Plan.load(plan), None
         check_given(chosen, devices, constraints)
     check_device(chosen.precision, machine)
-    programs = Programs(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
+    programs = ProgramCache(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
     warn_of_generators(programs.example)
     specs = rank_specs(
         programs,
@@ -134,7 +134,7 @@ def parallelize(
         seed=seed,
         clip_grad_norm=options.norm_limit(optimizer),
         clip_grad_value=options.clip_grad_value,
-        compiled=options.way(machine.device_type).compiled,
+        compiled=options.execution_mode(machine.device_type).compiled,
         cuda_graph=options.cuda_graph is not False,
         transport=options.transport,
     )
@@ -159,13 +159,13 @@ def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> Non
 
 def start(
     specs: list[RankSpec], tensors: Mapping[str, torch.Tensor], machine: Machine, timeout_seconds: float, decision: str
-) -> LocalRanks | TorchrunRanks | WorkerPool:
+) -> InProcessBackend | SpmdBackend | WorkerPool:
     """The ranks, running: this process's own under torchrun or alone, worker processes otherwise."""
     if machine.launched is not None:
         machine.limit_threads()
-        return TorchrunRanks(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds, decision)
+        return SpmdBackend(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds, decision)
     if len(specs) == 1:
-        return LocalRanks(specs[0], tensors)
+        return InProcessBackend(specs[0], tensors)
     parts = [
         {w.name: part(tensors[w.name], s.layout(w.name), {TP: s.mesh.tp}, {TP: s.place.shard}) for w in s.weights}
         for s in specs

@@ -26,7 +26,7 @@ from autopar.trace.lower import lowered
 
 
 @dataclass(frozen=True)
-class Variant:
+class Specialization:
     """One mode and microbatch shape: its number, a program per stage, and which outputs depend on the batch.
 
     ``graph`` is that of the whole tensors; ``programs`` are what each rank of a stage runs on its parts.
@@ -38,7 +38,7 @@ class Variant:
     programs: tuple[Program, ...]
 
 
-class Programs:
+class ProgramCache:
     """All variants of one model that have been needed so far."""
 
     def __init__(self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None) -> None:
@@ -61,7 +61,7 @@ class Programs:
         self.train_stage_of = plan.stage_of(graph)
         self.storage = storage_of(plan, graph)
         check_strategies(plan, graph)
-        self.known: dict[tuple, Variant] = {}
+        self.known: dict[tuple, Specialization] = {}
         train = self.split(graph, self.train_stage_of)
         trained_on = holders([(graph, train)])
         evaluated = self.trace(microbatch, "eval")
@@ -96,12 +96,12 @@ class Programs:
         finally:
             set_modes(now)
 
-    def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Variant:
-        variant = Variant(len(self.known), graph, batched_outputs(graph), programs)
+    def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Specialization:
+        variant = Specialization(len(self.known), graph, batched_outputs(graph), programs)
         self.known[mode, signature(microbatch.leaves)] = variant
         return variant
 
-    def variant(self, mode: Mode, microbatch: Call) -> Variant:
+    def variant(self, mode: Mode, microbatch: Call) -> Specialization:
         """The variant for a microbatch, traced now if its shape is new.
 
         Raises:
@@ -130,7 +130,9 @@ class Programs:
                 )
         return self.add(mode, microbatch, graph, programs)
 
-    def microbatches(self, mode: Mode, call: Call, parts: Sequence[list[Any]]) -> Iterator[tuple[Variant, list[Any]]]:
+    def microbatches(
+        self, mode: Mode, call: Call, parts: Sequence[list[Any]]
+    ) -> Iterator[tuple[Specialization, list[Any]]]:
         """The variant and the leaves of each microbatch of a call."""
         for leaves in parts:
             args, kwargs = unflatten(leaves, call.spec)

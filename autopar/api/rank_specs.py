@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api.program_cache import Programs
+from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Weight
 from autopar.ir.layout import REPLICATED, TP
@@ -22,7 +22,7 @@ from autopar.trace.passes.precision import mixed_dtype
 
 
 def rank_specs(
-    programs: Programs,
+    programs: ProgramCache,
     machine: Machine,
     *,
     loss_fn: Callable[[Any, Any], torch.Tensor],

@@ -17,7 +17,7 @@ class StepResult:
     step after this one starts.
     """
 
-    def __init__(self, numbers: Figures | Callable[[], Figures], outputs: Any = None) -> None:
+    def __init__(self, numbers: StepMetrics | Callable[[], StepMetrics], outputs: Any = None) -> None:
         """Take the figures, or what waits for them."""
         self._numbers = numbers
         self.outputs = outputs  # the model's outputs in order, where they were asked for
@@ -25,7 +25,7 @@ class StepResult:
     @property
     def ready(self) -> bool:
         """Whether reading the numbers waits for nothing any more."""
-        return isinstance(self._numbers, Figures)
+        return isinstance(self._numbers, StepMetrics)
 
     @property
     def loss(self) -> float:
@@ -51,9 +51,9 @@ class StepResult:
         return self.figures.step_seconds
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> StepMetrics:
         """All numbers; waits for them."""
-        if not isinstance(self._numbers, Figures):
+        if not isinstance(self._numbers, StepMetrics):
             self._numbers = self._numbers()
         return self._numbers
 
@@ -64,12 +64,12 @@ class StepResult:
             f"outputs={self.outputs!r}, skipped={own.skipped})"
         )
 
-    def __reduce__(self) -> tuple[type[StepResult], tuple[Figures, Any]]:
+    def __reduce__(self) -> tuple[type[StepResult], tuple[StepMetrics, Any]]:
         return StepResult, (self.figures, self.outputs)
 
 
 @dataclass(frozen=True)
-class Figures:
+class StepMetrics:
     """The numbers of a `StepResult`."""
 
     loss: float

@@ -34,7 +34,7 @@ class Segment:
         return tuple(dict.fromkeys(name for op in self.ops for name in op.mutates))
 
     @property
-    def draws(self) -> bool:
+    def is_random(self) -> bool:
         """Whether it may draw from torch's random generators."""
         return any(torch.Tag.nondeterministic_seeded in operator(op.target).tags for op in self.ops)
 
@@ -75,7 +75,7 @@ class Recomputed(nn.Module):
 
     def __init__(self, body: fx.GraphModule, updated: Sequence[Tensor], draws: bool) -> None:
         super().__init__()
-        self.body, self.draws = body, draws
+        self.body, self.is_random = body, draws
         self.contexts = updated_once(updated) if updated else None
 
     def forward(self, *args: Tensor) -> Any:
@@ -83,9 +83,9 @@ class Recomputed(nn.Module):
             return self.body(*args)
         if self.contexts is None or torch.compiler.is_compiling():
             # A compiler makes the updates outputs of the first run, and takes no contexts of this kind.
-            return checkpoint(self.body, *args, use_reentrant=False, preserve_rng_state=self.draws)
+            return checkpoint(self.body, *args, use_reentrant=False, preserve_rng_state=self.is_random)
         return checkpoint(
-            self.body, *args, use_reentrant=False, preserve_rng_state=self.draws, context_fn=self.contexts
+            self.body, *args, use_reentrant=False, preserve_rng_state=self.is_random, context_fn=self.contexts
         )
 
 

@@ -83,7 +83,7 @@ def compiled_region(
     taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
     key = f"{module.code}\n{taken}\n{recompute}"
     if key not in COMPILED:
-        whole = checkpointed(module, region.draws) if recompute else module
+        whole = checkpointed(module, region.is_random) if recompute else module
         options = norm_options(region.ops) if any(weight.is_cuda for weight in held) else None
         COMPILED[key] = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
     return CompiledRegion(COMPILED[key], held)

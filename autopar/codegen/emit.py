@@ -54,7 +54,7 @@ def graph_module(
         compiled: have torch.compile make kernels of the operations, region by region, at the first call.
     """
     own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
-    if program.borders and any(writes_into_value(op) for op in program.ops):
+    if program.output_boundaries and any(writes_into_value(op) for op in program.ops):
         compiled = False  # in one region weights that have no gradient would get zeros
     if compiled:
         program = with_patch_products(program)
@@ -77,7 +77,7 @@ def graph_module(
         if not compiled:
             return function(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
         wanted = {*results, *(read for s in segments for read in s.reads)}
-        borders = [border for border in program.borders if border < len(ops)]
+        borders = [border for border in program.output_boundaries if border < len(ops)]
         regions = divided(ops, region_starts(ops, borders), own, wanted, "region")
         calls = {region.name: compiled_region(region, values, own, emit_region) for region in regions}
         held = own | dict(modules) | calls
@@ -85,14 +85,16 @@ def graph_module(
 
     starts = program.segments
     if compiled and starts:
-        starts = tuple(sorted({*starts, *(border for border in program.borders if border > starts[0])}))
+        starts = tuple(sorted({*starts, *(border for border in program.output_boundaries if border > starts[0])}))
     segments = divided(program.ops, starts, own, program.results, "segment")
     modules = {}
     for s in segments:
         if compiled:
             modules[s.name] = compiled_region(s, values, own, emit_region, recompute=True)
         else:
-            modules[s.name] = Recomputed(body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.draws)
+            modules[s.name] = Recomputed(
+                body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.is_random
+            )
     once = program.ops[: starts[0]] if segments else program.ops
     return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
 

@@ -11,5 +11,5 @@ from autopar.ops.regions import region_starts
 def regions_of(graph: Graph) -> tuple[Segment, ...]:
     """The regions of a graph that is a program by itself, as `autopar.codegen.emit.graph_module` compiles them."""
     (program,) = split(graph, dict.fromkeys((op.name for op in graph.ops), 0), 1)
-    starts = region_starts(program.ops, program.borders)
+    starts = region_starts(program.ops, program.output_boundaries)
     return divided(program.ops, starts, graph.weight, program.results, "region")

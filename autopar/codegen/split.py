@@ -35,7 +35,7 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
         if reader != source
     ]
     assert all(e.src < e.dst for e in edges), "an operation reads from a later stage"
-    led = outputs_led_to(graph) if graph.mode == "train" else {}
+    led = reachable_outputs(graph) if graph.mode == "train" else {}
     ops = [tuple(op for op in graph.ops if stage_of[op.name] == stage) for stage in range(num_stages)]
     return tuple(
         Program(
@@ -49,13 +49,13 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
             sends=tuple(e for e in edges if e.src == stage),
             outputs=graph.outputs if stage == last else (),
             out_spec=graph.out_spec if stage == last else None,
-            borders=borders_of([led[op.name] for op in ops[stage]]) if led else (),
+            output_boundaries=borders_of([led[op.name] for op in ops[stage]]) if led else (),
         )
         for stage in range(num_stages)
     )
 
 
-def outputs_led_to(graph: Graph) -> Mapping[str, Set[str]]:
+def reachable_outputs(graph: Graph) -> Mapping[str, Set[str]]:
     """The model's outputs to which each operation brings gradients from."""
     led: dict[str, Set[str]] = {name: {name} for name in refs(graph.outputs)}
     found: dict[str, Set[str]] = {}
@@ -90,7 +90,7 @@ def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tup
         held_on: stages of each weight there.
     """
     stage_of: dict[str, int] = {}
-    pinned = {name: min(reference[n] for n in names if n in reference) for names in graph.together
+    pinned = {name: min(reference[n] for n in names if n in reference) for names in graph.colocated
               for name in names if any(n in reference for n in names)}  # fmt: skip
     for op in graph.ops:
         sources = [stage_of[graph.producer[r].name] for r in op.reads if r in graph.producer]

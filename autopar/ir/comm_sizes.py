@@ -5,7 +5,7 @@ from __future__ import annotations
 ALIGNMENT = 256  # byte, of every message
 # Larger buckets pass in pieces. A piece's barriers and sum wait for the matrix products that multiprocessors are at, so
 # buckets of 1.3 GB, those of a model of 7 G parameters, pass whole.
-BOARD_BYTES = 2**31
+MAX_SYMMETRIC_BUFFER_BYTES = 2**31
 SPARE_BYTES = 64  # for each rank: segments are of equal length there
 
 
@@ -16,4 +16,4 @@ def aligned(num_bytes: int) -> int:
 
 def exchange_bytes(largest_bytes: int, ranks: int) -> int:
     """What replicas that sum their gradients reserve on each, for a largest bucket."""
-    return min(largest_bytes, BOARD_BYTES) + ranks * SPARE_BYTES
+    return min(largest_bytes, MAX_SYMMETRIC_BUFFER_BYTES) + ranks * SPARE_BYTES

@@ -27,7 +27,7 @@ class Group:
     when its backward runs, ``segment_bytes`` are there again: what its segment saves up to this group.
 
     The ``collective_seconds`` are what tensor-parallel collectives take of its forward and of its backward, and
-    ``board_bytes`` the most that one takes of the memory that its ranks reach, where they do.
+    ``symmetric_buffer_bytes`` the most that one takes of the memory that its ranks reach, where they do.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Group:
     segment_bytes: int = 0
     forward_collective_seconds: float = 0.0
     backward_collective_seconds: float = 0.0
-    board_bytes: int = 0
+    symmetric_buffer_bytes: int = 0
     workspace_bytes: int = 0
 
     @property
@@ -62,7 +62,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Flow:
+class TensorEdge:
     """A tensor that one group makes and others read; ``num_bytes`` per microbatch. The groups in ``saved_by``, the
     producer or behind it, keep its memory for their backward."""
 
@@ -75,16 +75,16 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Holding:
+class ResidentTensor:
     """Bytes that every stage with one of ``groups`` must hold.
 
     As a weight: a rank's part of its value, gradient and optimizer state. As a saved activation: one storage that
     several groups keep for their backward, per microbatch. ``reduce_seconds`` sum its gradient over the data-parallel
     replicas, which the last backward can hide, and gather it under ZeRO-1, which the first forward can;
-    ``drag_seconds`` are what that slows these nevertheless. ``optimizer_seconds`` are the update and what else nothing
+    ``contention_seconds`` are what that slows these nevertheless. ``optimizer_seconds`` are the update and what else nothing
     hides, such as summing a gradient over shards. ``gradient_bytes`` of ``num_bytes`` are the gradient; a backward
-    first leaves ``left_bytes`` of it, in the precision in which programs read the weight and none where its operation
-    adds to the gradient itself. ``copy_bytes`` are those of the copy that programs read, if they do. ``packed_bytes``
+    first leaves ``wgrad_bytes`` of it, in the precision in which programs read the weight and none where its operation
+    adds to the gradient itself. ``copy_bytes`` are those of the copy that programs read, if they do. ``flattened_grad_bytes``
     of gradient are packed to be summed over shards.
     """
 
@@ -94,11 +94,11 @@ class Holding:
     numel: int = 0
     optimizer_seconds: float = 0.0
     reduce_seconds: float = 0.0
-    drag_seconds: float = 0.0
+    contention_seconds: float = 0.0
     gradient_bytes: int = 0
-    left_bytes: int = 0
+    wgrad_bytes: int = 0
     copy_bytes: int = 0
-    packed_bytes: int = 0
+    flattened_grad_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,14 +112,14 @@ class CostGraph:
     model: str
     batch: int
     groups: tuple[Group, ...]
-    flows: tuple[Flow, ...]
-    weights: tuple[Holding, ...] = ()
-    saved: tuple[Holding, ...] = ()
-    together: tuple[tuple[int, ...], ...] = ()
+    edges: tuple[TensorEdge, ...]
+    weights: tuple[ResidentTensor, ...] = ()
+    saved: tuple[ResidentTensor, ...] = ()
+    colocated: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         n = len(self.groups)
-        for flow in self.flows:
+        for flow in self.edges:
             assert flow.consumers and all(flow.producer < c < n for c in flow.consumers), (
                 f"flow {flow.value} runs backwards"
             )
@@ -134,8 +134,8 @@ class CostGraph:
     @cached_property
     def recomputed(self) -> CostGraph:
         """The same graph where every stage recomputes."""
-        flows = tuple(replace(flow, saved_by=()) for flow in self.flows)
-        return replace(self, groups=tuple(group.recomputed for group in self.groups), flows=flows, saved=())
+        flows = tuple(replace(flow, saved_by=()) for flow in self.edges)
+        return replace(self, groups=tuple(group.recomputed for group in self.groups), edges=flows, saved=())
 
     @cached_property
     def digraph(self) -> nx.DiGraph:
@@ -144,7 +144,7 @@ class CostGraph:
 
         graph = nx.DiGraph()
         graph.add_nodes_from((i, {"group": g}) for i, g in enumerate(self.groups))
-        for flow in self.flows:
+        for flow in self.edges:
             for consumer in flow.consumers:
                 known = graph.get_edge_data(flow.producer, consumer, {"num_bytes": 0})["num_bytes"]
                 graph.add_edge(flow.producer, consumer, num_bytes=known + flow.num_bytes)
@@ -171,14 +171,14 @@ class CostGraph:
     def cut_candidates(self) -> tuple[tuple[int, int], ...]:
         """(group, bytes): cutting after each group in order, and the bytes per microbatch that would cross there."""
         crossing = [0] * len(self.groups)
-        for flow in self.flows:
+        for flow in self.edges:
             for boundary in range(flow.producer, max(flow.consumers)):
                 crossing[boundary] += flow.num_bytes
         return tuple((i, crossing[i]) for i in range(self.loss))
 
     def __str__(self) -> str:
         """A row per group; ``|`` marks those that every path goes through, the bytes are what a cut behind sends."""
-        rows = [f"{self.model}: {len(self.groups)} groups, {len(self.flows)} flows, microbatch of {self.batch}"]
+        rows = [f"{self.model}: {len(self.groups)} groups, {len(self.edges)} flows, microbatch of {self.batch}"]
         crossing, narrow = dict(self.cut_candidates), set(self.dominators)
         for i, g in enumerate(self.groups):
             reads = ", ".join(map(str, sorted(self.digraph.predecessors(i))))

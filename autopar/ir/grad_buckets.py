@@ -12,8 +12,8 @@ from autopar.ir.graph import DTYPE_BYTES, Weight
 # also in a copy of two bytes an element.
 ALIGNMENT = 128
 WASTE = 1 / 16  # of a bucket's elements: how much padding ends the search for a better balanced one
-LARGEST_BYTES = 16 * BUCKET_BYTES  # of a bucket that no fewer parameters balance
-LARGEST_WASTE = 1 / 8  # above it, and above SPARE_BYTES, a bucket's segments are summed one by one instead of padded
+MAX_BUCKET_BYTES = 16 * BUCKET_BYTES  # of a bucket that no fewer parameters balance
+MAX_WASTE = 1 / 8  # above it, and above SPARE_BYTES, a bucket's segments are summed one by one instead of padded
 
 
 def aligned(numel: int) -> int:
@@ -59,7 +59,7 @@ def grouped(weights: Sequence[Weight], num_owners: int, limit_bytes: int = BUCKE
     of the model's.
 
     A group ends at ``limit_bytes``. Among several owners it goes on until its weights, each owned whole, can be shared
-    out almost evenly, as those of a few repeated blocks can; where none can within `LARGEST_BYTES` (or two of the
+    out almost evenly, as those of a few repeated blocks can; where none can within `MAX_BUCKET_BYTES` (or two of the
     largest weight for each owner), the best one so far is taken.
     """
     classes: defaultdict[tuple[str, str], list[Weight]] = defaultdict(list)
@@ -73,7 +73,7 @@ def grouped(weights: Sequence[Weight], num_owners: int, limit_bytes: int = BUCKE
 def split(weights: Sequence[Weight], num_owners: int, limit_bytes: int) -> list[list[Weight]]:
     """Weights of one class, cut into groups."""
     element = DTYPE_BYTES[weights[0].stored_dtype]
-    largest = max(LARGEST_BYTES, 2 * num_owners * max(w.stored_bytes for w in weights))
+    largest = max(MAX_BUCKET_BYTES, 2 * num_owners * max(w.stored_bytes for w in weights))
     groups: list[list[Weight]] = []
     rest = list(weights)
     while rest:
@@ -93,7 +93,7 @@ def split(weights: Sequence[Weight], num_owners: int, limit_bytes: int) -> list[
             if least <= WASTE or sum(numel.values()) * element > largest:
                 break
         else:
-            best = best if num_owners > 1 and least <= LARGEST_WASTE else len(rest)
+            best = best if num_owners > 1 and least <= MAX_WASTE else len(rest)
         groups.append(rest[:best])
         rest = rest[best:]
     return groups

@@ -202,7 +202,7 @@ class Graph:
     leaves: tuple[Any, ...]
     in_spec: Any
     out_spec: Any
-    together: tuple[tuple[str, ...], ...] = ()
+    colocated: tuple[tuple[str, ...], ...] = ()
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ class Efficiency:
 
 
 @dataclass(frozen=True)
-class Way:
+class ExecutionMode:
     """How programs run: through torch.compile or not, from a CUDA graph or launched one by one."""
 
     compiled: bool = False
@@ -102,7 +102,7 @@ class Hardware:
     the largest error among all numbers. ``reserve_bytes`` of a device's memory are taken by libraries for every rank,
     such as workspaces of matrix products. What travels beside compute makes a step longer nevertheless (``[beside]``):
     what replicas sum and gather by a second for each ``replica_bytes_per_second``, and collectives beside the products
-    of linear layers by all but a ``hidden_share``.
+    of linear layers by all but a ``overlap_efficiency``.
     """
 
     name: str
@@ -127,17 +127,17 @@ class Hardware:
     group_collective: Mapping[tuple[str, int], Link] = field(default_factory=dict)
     reserve_bytes: int = 0
     replica_bytes_per_second: float = inf
-    hidden_share: float = 0.0
-    way: Way = Way()
+    overlap_efficiency: float = 0.0
+    execution_mode: ExecutionMode = ExecutionMode()
 
-    def running(self, way: Way) -> Hardware:
+    def with_mode(self, mode: ExecutionMode) -> Hardware:
         """The machine as it runs programs in another way."""
-        return replace(self, way=way)
+        return replace(self, execution_mode=mode)
 
     @property
     def launch_seconds(self) -> float:
         """Of an operation beyond its work."""
-        return getattr(self.launch, self.way.launch)
+        return getattr(self.launch, self.execution_mode.launch)
 
     def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
         """Time of one operation on one device: its arithmetic or its memory traffic, whichever takes longer, + launch.

@@ -424,7 +424,7 @@ class Plan:
                         f"Plan fields stages and exceptions: {op.name} on stage {stage_of[op.name]} reads {read}, "
                         f"which stage {stage_of[source.name]} makes later."
                     )
-        for names in graph.together:
+        for names in graph.colocated:
             if len({stage_of[n] for n in names}) > 1:
                 raise PlanError(f"Plan field stages: {', '.join(names[:4])} update the same state and need one stage.")
         return stage_of

@@ -43,7 +43,7 @@ class Program:
     outputs: tuple[Any, ...] = ()
     out_spec: Any = None
     segments: tuple[int, ...] = ()
-    borders: tuple[int, ...] = ()
+    output_boundaries: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert all(e.dst == self.stage and e.src < self.stage for e in self.receives)

@@ -9,7 +9,7 @@ from autopar.ir.layout import Layout
 
 
 @dataclass(frozen=True)
-class Choice:
+class ShardingStrategy:
     """One way to run a group on the ranks of a tensor-parallel axis.
 
     Times are per microbatch on each rank, collectives inside the group included; ``step_seconds`` is spent once a step
@@ -18,9 +18,9 @@ class Choice:
 
     Args:
         labels: the strategy of every operation of the group that is not replicated, by name.
-        takes: the layout in which it reads each of ``ChoiceGroup.reads``.
-        gives: the layout of each of ``ChoiceGroup.makes``; never partial.
-        stores: the layout of each of ``ChoiceGroup.weights``.
+        takes: the layout in which it reads each of ``StrategyGroup.reads``.
+        gives: the layout of each of ``StrategyGroup.makes``; never partial.
+        stores: the layout of each of ``StrategyGroup.weights``.
     """
 
     name: str
@@ -30,9 +30,9 @@ class Choice:
     step_seconds: float
     saved_bytes: int
     weight_bytes: int
-    takes: tuple[Layout, ...]
-    gives: tuple[Layout, ...]
-    stores: tuple[Layout, ...]
+    input_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout, ...]
+    weight_layouts: tuple[Layout, ...]
 
     @property
     def seconds(self) -> float:
@@ -40,7 +40,7 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class ChoiceGroup:
+class StrategyGroup:
     """A group and its choices; the first one replicates everything. Groups of one ``kind`` share their choice.
 
     ``reads`` are values that other groups make, ``makes`` values that other groups read.
@@ -51,11 +51,11 @@ class ChoiceGroup:
     reads: tuple[str, ...]
     makes: tuple[str, ...]
     weights: tuple[str, ...]
-    choices: tuple[Choice, ...]
+    strategies: tuple[ShardingStrategy, ...]
 
 
 @dataclass(frozen=True)
-class Conversion:
+class ReshardingCost:
     """What it costs to bring a tensor from the layout in which it is made into one in which it is read, per microbatch.
 
     ``saved_bytes`` of the copy that is made are kept for the backward besides the tensor itself; conversions inside a
@@ -72,7 +72,7 @@ class Conversion:
 
 
 @dataclass(frozen=True)
-class ChoiceGraph:
+class StrategyGraph:
     """All groups in the order of a `CostGraph`, the last one being the loss, which reads everything replicated.
 
     A tensor is converted once for all groups of a stage that read it in one layout, on their stage. ``conversions``
@@ -80,15 +80,15 @@ class ChoiceGraph:
     on its layout.
     """
 
-    groups: tuple[ChoiceGroup, ...]
+    groups: tuple[StrategyGroup, ...]
     value_bytes: Mapping[str, int]
-    conversions: Mapping[tuple[str, Layout, Layout], Conversion] = field(repr=False)
+    resharding: Mapping[tuple[str, Layout, Layout], ReshardingCost] = field(repr=False)
 
     def __post_init__(self) -> None:
         made: set[str] = set()
         for group in self.groups:
-            assert group.choices and all(value in made for value in group.reads), f"{group.name} reads too early"
+            assert group.strategies and all(value in made for value in group.reads), f"{group.name} reads too early"
             made.update(group.makes)
-            for choice in group.choices:
-                assert len(choice.takes) == len(group.reads) and len(choice.gives) == len(group.makes)
-                assert len(choice.stores) == len(group.weights)
+            for choice in group.strategies:
+                assert len(choice.input_layouts) == len(group.reads) and len(choice.output_layouts) == len(group.makes)
+                assert len(choice.weight_layouts) == len(group.weights)

@@ -45,7 +45,7 @@ class Communicator(Protocol):
         """Have memory for collectives that take so much of it on each rank; all ranks call, between steps."""
         ...
 
-    def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
         """Sum in place; the result is the same to the last bit on all ranks.
 
         ``beside``: other work runs at the same time and needs the device's multiprocessors.
@@ -56,7 +56,7 @@ class Communicator(Protocol):
         """All ranks' tensors, stacked."""
         ...
 
-    def reduce_scatter(self, stacked: Tensor, beside: bool = False) -> Tensor:
+    def reduce_scatter(self, stacked: Tensor, overlapped: bool = False) -> Tensor:
         """The sum over the ranks of their parts for this rank; ``beside`` as in `all_reduce`."""
         ...
 
@@ -66,23 +66,23 @@ class Communicator(Protocol):
 
     # What a linear layer calls beside its products, each rank in the same order:
 
-    def others(self) -> list[int]:
+    def peer_order(self) -> list[int]:
         """The other ranks, those after this one first, so that no two ranks begin with the same."""
         ...
 
-    def give(self, tensor: Tensor) -> Tensor:
+    def publish(self, tensor: Tensor) -> Tensor:
         """All ranks' tensors, stacked, but for this one's; they are there until `release`."""
         ...
 
-    def release(self) -> None:
+    def unpublish(self) -> None:
         """What was given has been read."""
         ...
 
-    def put(self, rank: int, stacked: Tensor) -> None:
-        """Send a rank its part of what `sum_put` will sum."""
+    def push_shard(self, rank: int, stacked: Tensor) -> None:
+        """Send a rank its part of what `reduce_pushed` will sum."""
         ...
 
-    def sum_put(self, stacked: Tensor) -> Tensor:
+    def reduce_pushed(self, stacked: Tensor) -> Tensor:
         """The sum over the ranks of their parts for this rank, which the others have put."""
         ...
 

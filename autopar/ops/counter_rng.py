@@ -43,7 +43,7 @@ torch.library.define(
 )
 
 
-def rows(seed: int, step: int, first: int, count: int) -> Tensor:
+def counter_rows(seed: int, step: int, first: int, count: int) -> Tensor:
     """The ``draws`` of samples ``first`` and following in a step."""
     draws = torch.empty(count, WORDS, dtype=torch.int64)
     for column, word in enumerate((seed & WORD, seed >> 32 & WORD, step & WORD)):

@@ -11,13 +11,13 @@ import torch
 from autopar.ir.graph import Op, Ref
 from autopar.ops.registry import operator
 
-SMALLEST = 8  # operations of a region between others
+MIN_REGION_OPS = 8  # operations of a region between others
 
 
 def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int, ...]:
     """Positions of the operations that each begin a region, 0 first: runs of one numbered module, such as ``blocks.3``.
 
-    A module counts from `SMALLEST` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the innermost.
+    A module counts from `MIN_REGION_OPS` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the innermost.
     Fewer operations in between join what comes before them.
     Operations that write into a value keep everything in one region: who else reads that memory is not looked at.
 
@@ -27,11 +27,11 @@ def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int
     if not ops or any(writes_into_value(op) for op in ops):
         return (0,) if ops else ()
     sizes = Counter(path for op in ops for path in numbered(op.module))
-    homes = [next((p for p in numbered(op.module) if sizes[p] >= SMALLEST), "") for op in ops]
+    homes = [next((p for p in numbered(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
     runs = [len(list(run)) for _, run in groupby(homes)]
     last = len(runs) - 1
     starts = zip(accumulate(runs, initial=0), enumerate(runs))
-    whole = {start for start, (k, length) in starts if k in (0, last) or length >= SMALLEST}
+    whole = {start for start, (k, length) in starts if k in (0, last) or length >= MIN_REGION_OPS}
     return tuple(sorted(whole.union(borders)))
 
 

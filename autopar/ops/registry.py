@@ -121,7 +121,7 @@ def signature(op: Op, read: Sequence[Operand | Value]) -> str:
     return repr((op.target, slotted_arguments(op), tuple(read)))
 
 
-def passes_on(op: Op, read: Sequence[Operand | Value]) -> tuple[frozenset[int], ...]:
+def differentiable_inputs(op: Op, read: Sequence[Operand | Value]) -> tuple[frozenset[int], ...]:
     """For each result the numbers of the operands whose gradient depends on the result's.
 
     That of ``round`` is zeros whatever comes, and ``a.type_as(b)`` asks only what ``b`` looks like. Of what torch

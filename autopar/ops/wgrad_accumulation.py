@@ -20,22 +20,22 @@ from torch import Tensor
 from autopar.ops.collectives import resized
 
 
-class Owner(Protocol):
+class MainGradOwner(Protocol):
     """Of one weight's sum."""
 
-    def holds(self) -> bool:
+    def is_initialized(self) -> bool:
         """Whether there is a sum already; otherwise its memory has anything."""
         ...
 
-    def grown(self) -> None:
+    def mark_accumulated(self) -> None:
         """A gradient was added."""
         ...
 
 
-OWNERS: WeakValueDictionary[int, Owner] = WeakValueDictionary()  # by address
+OWNERS: WeakValueDictionary[int, MainGradOwner] = WeakValueDictionary()  # by address
 
 
-def register(sums: Tensor, owner: Owner) -> None:
+def register(sums: Tensor, owner: MainGradOwner) -> None:
     """Make the owner of a sum known to the operator for as long as there is one."""
     OWNERS[sums.data_ptr()] = owner
 
@@ -56,23 +56,23 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, holds: bool) -> None
         total.add_(product) if holds else total.copy_(product)
 
 
-@torch.library.custom_op("autopar::accumulating_linear_backward", mutates_args=())
-def accumulating_linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
+@torch.library.custom_op("autopar::linear_wgrad_fused_backward", mutates_args=())
+def linear_wgrad_fused_backward(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
     """The gradient of x; the weight's is added to ``sums``."""
     owner, rows = OWNERS[sums.data_ptr()], gradient.flatten(0, -2)
     made = (rows @ weight).view(x.shape)
     # ``data``: autograd would take a sum that has grown since a forward for a mistake.
-    add_product(sums.data, rows.t(), x.flatten(0, -2), owner.holds())
-    owner.grown()
+    add_product(sums.data, rows.t(), x.flatten(0, -2), owner.is_initialized())
+    owner.mark_accumulated()
     return made
 
 
-@accumulating_linear_backward.register_fake
+@linear_wgrad_fused_backward.register_fake
 def _like_x(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
     return resized(x, {})
 
 
-class _AccumulatingLinear(torch.autograd.Function):
+class _LinearWgradFused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight, sums)
@@ -81,15 +81,15 @@ class _AccumulatingLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, sums = ctx.saved_tensors
-        for_x = accumulating_linear_backward(gradient, x, weight, sums)
+        for_x = linear_wgrad_fused_backward(gradient, x, weight, sums)
         # Behind the operator: a compiler would compute the gradient twice if the sum came first.
         return for_x, None, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-torch.library.define("autopar::accumulating_linear", "(Tensor x, Tensor weight, Tensor? bias, Tensor sums) -> Tensor")
+torch.library.define("autopar::linear_wgrad_fused", "(Tensor x, Tensor weight, Tensor? bias, Tensor sums) -> Tensor")
 
 
-@torch.library.impl("autopar::accumulating_linear", "CompositeImplicitAutograd")
-def accumulating_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor) -> Tensor:
+@torch.library.impl("autopar::linear_wgrad_fused", "CompositeImplicitAutograd")
+def linear_wgrad_fused(x: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor) -> Tensor:
     """``aten.linear``, of whose ``weight`` autograd makes no gradient."""
-    return _AccumulatingLinear.apply(x, weight, bias, sums)  # type: ignore[return-value]
+    return _LinearWgradFused.apply(x, weight, bias, sums)  # type: ignore[return-value]

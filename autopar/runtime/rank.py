@@ -21,21 +21,21 @@ from autopar.ops.collectives import on
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.comm.transport import Transport
-from autopar.runtime.engine.cuda_graph import Graphs
+from autopar.runtime.engine.cuda_graph import CudaGraphCache
 from autopar.runtime.engine.executor import BoundStep, Chunk
 from autopar.runtime.engine.loss import in_autocast
 from autopar.runtime.engine.metrics import numbers_of
-from autopar.runtime.engine.recorded_flags import Answers
+from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.engine.staging import Staging
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.runtime.memory.cuda_allocator import let_segments_grow
 from autopar.runtime.memory.peaks import TensorPeak, peak_resident_bytes, resident_bytes
 from autopar.runtime.optim.ema import Average
 from autopar.runtime.optim.step import Updater
-from autopar.runtime.params.compute_copies import Copies
-from autopar.runtime.spec import Computed, RankSpec, RankStats, StepOutcome, UpdateResult, Work
+from autopar.runtime.params.compute_copies import ComputeParams
+from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, StepOutcome, StepRequest, UpdateResult
 from autopar.schedule.generate import generate
-from autopar.sharding.buffer_sizes import board_bytes
+from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 
 NO_AXES: Mapping[str, str] = MappingProxyType({})
 
@@ -62,7 +62,7 @@ class Rank:
         if torch.device(spec.device).type == "cuda":
             let_segments_grow()
         self.spec, self.axes = spec, axes
-        self.transport = self.answers = Answers(transport)
+        self.transport = self.flag_recorder = FlagRecorder(transport)
         self.place, self.mesh = spec.place, spec.mesh
         self.device = torch.device(spec.device)
         # A stream of its own, because a graph cannot be captured on the default one.
@@ -76,15 +76,17 @@ class Rank:
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, self.transport)
         self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
-        self.set_aside: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
-        self.copies = Copies(self.weights, self.updater.gradients.watch, self.updater.replica_weights)
+        self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
+        self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
         self.bound: dict[tuple, BoundStep] = {}
-        self.running: BoundStep | None = None
+        self.current_step: BoundStep | None = None
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
-        self.graphs = Graphs(self) if self.stream is not None and spec.cuda_graph else None
-        self.accumulated = False  # whether a call has left gradients for the next update, on this rank or another one
-        self.apart = False  # whether training has changed buffers, differently on each replica
+        self.graphs = CudaGraphCache(self) if self.stream is not None and spec.cuda_graph else None
+        self.has_pending_grads = (
+            False  # whether a call has left gradients for the next update, on this rank or another one
+        )
+        self.buffers_diverged = False  # whether training has changed buffers, differently on each replica
         self.data_bytes = 0
         # Libraries are not the model's: torch.optim alone imports over 100 MB.
         self.base_bytes = resident_bytes() - sum(t.nbytes for t in self.weights.values())
@@ -95,7 +97,7 @@ class Rank:
         return parameter
 
     @property
-    def judges(self) -> bool:
+    def is_last_stage(self) -> bool:
         """Whether this rank computes losses."""
         return self.place.stage == self.mesh.pp - 1
 
@@ -128,11 +130,11 @@ class Rank:
         for axis, name in self.axes.items():
             communicator = on(name)
             ops = [op for program in programs for op in program.ops]
-            asked = [num for op in ops for num in board_bytes(op, axis, communicator.ranks)]
+            asked = [num for op in ops for num in symmetric_buffer_bytes(op, axis, communicator.ranks)]
             if asked:
                 communicator.reserve(max(asked))
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
-        copies, sums = self.copies, self.updater.gradients.lend
+        copies, sums = self.compute_params, self.updater.grad_buffer.main_grad_of
 
         def chunk(program: Program) -> Chunk:
             weights = {**held, **copies.read_by(program)}
@@ -140,19 +142,19 @@ class Rank:
 
         self.chunks[key] = tuple(map(chunk, programs))
 
-    def step(self, work: Work) -> BoundStep:
+    def step(self, work: StepRequest) -> BoundStep:
         """The bound schedule for a step, made at its first use."""
         # Ranks bind together, and so by what all of them know: one that has no new program may have a peer that has.
         key = (work.schedule, work.programs, work.training and work.shapes)
         if key not in self.bound:
             schedule = generate(work.schedule, self.mesh.pp, len(work.programs), self.spec.chunks)
-            loss_fn = self.loss_fn() if self.judges and work.training else None
+            loss_fn = self.loss_fn() if self.is_last_stage and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
             step = self.bound[key] = BoundStep(
                 schedule, self.place.stage, self.spec.pipeline, chunks, self.transport, self.device, loss_fn,
                 work.training,
             )  # fmt: skip
-            step.after_backward = self.updater.gradients.settle
+            step.after_backward = self.updater.grad_buffer.flush
         return self.bound[key]
 
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
@@ -162,64 +164,66 @@ class Rank:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def forward(self, work: Work) -> list[list[Any]]:
+    def forward(self, work: StepRequest) -> list[list[Any]]:
         """Flattened outputs per microbatch; empty lists except where they are kept."""
         self.share_buffers(work.mode)
         if not work.programs:  # fewer samples than replicas, which gather weights together nevertheless
-            self.copies.refresh()
-            self.copies.settle()
+            self.compute_params.refresh()
+            self.compute_params.wait()
             return []
-        with self.staging.taken(work.data) as data:
+        with self.staging.staged(work.data) as data:
             return self.execute(replace(work, data=data), update_follows=False).outputs
 
     def release_masters(self) -> None:
         """Before a training step, give up the memory of masters that it does not read; averages read all after each."""
         if self.ema is None:
-            self.copies.release()
+            self.compute_params.free_remote_masters()
 
-    def forward_backward(self, work: Work) -> StepOutcome:
+    def forward_backward(self, work: StepRequest) -> StepOutcome:
         """Accumulate gradients."""
         self.release_masters()
-        self.accumulated = True
+        self.has_pending_grads = True
         start = self.stopwatch.mark()
         self.share_buffers(work.mode)
-        with self.staging.taken(work.data) as data:
+        with self.staging.staged(work.data) as data:
             step = self.execute(replace(work, data=data), update_follows=False)
         losses = self.summed_losses(step, len(work.programs))
         return StepOutcome(numbers_of(losses, None, start, self.stopwatch), step.outputs)
 
-    def train_step(self, work: Work) -> StepOutcome:
+    def train_step(self, work: StepRequest) -> StepOutcome:
         """Gradients and an update: what earlier calls accumulated is part of it."""
         self.release_masters()
         start = self.stopwatch.mark()
         self.share_buffers(work.mode)
-        with self.staging.taken(work.data) as data:
+        with self.staging.staged(work.data) as data:
             computed, update = self.updated_by(replace(work, data=data))
         return StepOutcome(numbers_of(computed.losses, update, start, self.stopwatch), computed.outputs)
 
-    def updated_by(self, work: Work) -> tuple[Computed, UpdateResult | torch.Tensor]:
+    def updated_by(self, work: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
         """A training step; what became of the update where the host knows it already, else the norm on the device."""
         if self.updater.scaler is not None:
             step = self.execute(work, update_follows=True)
             losses = self.summed_losses(step, len(work.programs))
             result = self.optimizer_step(work.num_updates)
-            return Computed(losses, losses.new_tensor(result.grad_norm), step.outputs, updated=True), result
+            return DeviceStepResult(losses, losses.new_tensor(result.grad_norm), step.outputs, updated=True), result
         computed = self.graphs.run(work) if self.graphs is not None else self.compute(work)
         if not computed.updated:
             self.updater.update(computed.norm)
         self.updated(work.num_updates)
         return computed, computed.norm
 
-    def compute(self, work: Work) -> Computed:
+    def compute(self, work: StepRequest) -> DeviceStepResult:
         """A training step up to the update, without a wait of the host for the device."""
         step = self.execute(work, update_follows=True)
-        return Computed(self.summed_losses(step, len(work.programs)), self.updater.gradients_norm(), step.outputs)
+        return DeviceStepResult(
+            self.summed_losses(step, len(work.programs)), self.updater.finish_gradients(), step.outputs
+        )
 
     def summed_losses(self, step: BoundStep, count: int) -> torch.Tensor:
         """The losses of all microbatches of all replicas, on every rank; ``count`` are a replica's."""
         replica = self.place.replica
         losses = torch.zeros(self.mesh.dp * count, dtype=torch.float64, device=self.device)
-        if self.judges and self.place.shard == 0:
+        if self.is_last_stage and self.place.shard == 0:
             own = torch.stack([loss for loss in step.losses if loss is not None]).flatten()
             losses[replica * count : (replica + 1) * count] += own
         if self.mesh.devices > 1:
@@ -229,33 +233,33 @@ class Rank:
     def abandon_step(self) -> None:
         """Leave nothing of a step that raised."""
         self.bound.clear()
-        self.copies.forget()
+        self.compute_params.forget()
         self.updater.abandon()
 
-    def execute(self, work: Work, update_follows: bool) -> BoundStep:
-        self.running = self.step(work)
-        self.running.loss_scale = self.updater.loss_scale
-        self.copies.refresh(always=update_follows)
+    def execute(self, work: StepRequest, update_follows: bool) -> BoundStep:
+        self.current_step = self.step(work)
+        self.current_step.loss_scale = self.updater.loss_scale
+        self.compute_params.refresh(always=update_follows)
         if work.training:
-            self.updater.gradients.hide()
+            self.updater.grad_buffer.detach_from_params()
         if update_follows:
-            self.updater.expect([name for names in self.running.completed.values() for name in names])
+            self.updater.set_used_params([name for names in self.current_step.completed.values() for name in names])
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
-        self.running.run(work.data, work.keep_outputs, self.updater.arm if update_follows else None)
+        self.current_step.run(work.data, work.keep_outputs, self.updater.enable_sync if update_follows else None)
         if update_follows:
-            self.updater.start_rest()
-        self.copies.settle()
+            self.updater.flush_remaining()
+        self.compute_params.wait()
         if work.training and not update_follows:
-            self.updater.gradients.show()
-        return self.running
+            self.updater.grad_buffer.attach_to_params()
+        return self.current_step
 
     def share_buffers(self, mode: Mode) -> None:
         """Before an evaluation, take over the first replica's buffers if training has changed any.
 
         Each replica trains with the statistics of its own samples; what is evaluated is the model that `state` shows.
         """
-        if mode == "eval" and self.apart and self.mesh.dp > 1:
+        if mode == "eval" and self.buffers_diverged and self.mesh.dp > 1:
             programs = [c.program for chunks in self.chunks.values() for c in chunks if c.program.mode == "train"]
             changed = {name for program in programs for op in program.ops for name in op.mutates}
             for name in sorted(changed & self.weights.keys()):
@@ -263,11 +267,11 @@ class Rank:
                 raw = tensor.reshape(-1).view(torch.uint8)  # Gloo moves no booleans
                 self.transport.start_broadcast(raw, self.spec.replicas, self.spec.replicas[0])()
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
-        self.apart = mode == "train"
+        self.buffers_diverged = mode == "train"
 
     def optimizer_step(self, num_updates: int) -> UpdateResult:
         """As `Updater.step`; averages follow. ``num_updates`` is how many updates there were before."""
-        self.accumulated = False
+        self.has_pending_grads = False
         result = self.updater.step()
         if not result.skipped:
             self.updated(num_updates)
@@ -275,16 +279,16 @@ class Rank:
 
     def updated(self, num_updates: int) -> None:
         """The weights have changed, each on the replica that updates it; averages follow."""
-        self.accumulated = False
-        if self.updater.replica_weights is not None:
-            self.updater.replica_weights.updated()
-        self.copies.forget()
+        self.has_pending_grads = False
+        if self.updater.zero_gather is not None:
+            self.updater.zero_gather.updated()
+        self.compute_params.forget()
         if self.ema is not None:
             self.gather_weights()
             self.ema.update(num_updates + 1)
 
     def zero_grad(self) -> None:
-        self.accumulated = False
+        self.has_pending_grads = False
         self.updater.zero_grad()
 
     def scheduler_step(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -301,8 +305,8 @@ class Rank:
 
     def gather_weights(self) -> None:
         """Bring all weights as they are stored up to date; every replica makes the call."""
-        if self.updater.replica_weights is not None:
-            self.updater.replica_weights.gather_masters()
+        if self.updater.zero_gather is not None:
+            self.updater.zero_gather.gather_masters()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies on CPU of this rank's parts of the weights, each part from one rank of the mesh only."""
@@ -320,16 +324,16 @@ class Rank:
 
     def swap_ema(self, averages: bool) -> None:
         """Put the averages in the place of the weights, or the weights back."""
-        assert self.ema is not None and averages == (self.set_aside is None)
-        if self.set_aside is None:
+        assert self.ema is not None and averages == (self.saved_weights is None)
+        if self.saved_weights is None:
             tensors = self.ema.tensors()
             self.gather_weights()
-            self.set_aside = {name: self.weights[name].detach().clone() for name in tensors}
+            self.saved_weights = {name: self.weights[name].detach().clone() for name in tensors}
             self.load(tensors)
         else:
-            self.load(self.set_aside)
-            self.set_aside = None
-        self.apart = True  # replicas average, and have, buffers of their own
+            self.load(self.saved_weights)
+            self.saved_weights = None
+        self.buffers_diverged = True  # replicas average, and have, buffers of their own
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Overwrite the weights named with this rank's parts of them; all replicas do so alike."""
@@ -337,7 +341,7 @@ class Rank:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.weights[name].copy_(tensor)
-        self.copies.forget()
+        self.compute_params.forget()
 
     def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
         """Write this rank's share of a checkpoint; why there is none, on any rank."""
@@ -358,7 +362,7 @@ class Rank:
 
         if self.graphs is not None:
             self.graphs.forget()  # the optimizer gets other tensors
-        self.accumulated = False
+        self.has_pending_grads = False
         self.gather_weights()  # into whose memory it is read
         return checkpoint.load(self, folder, header)
 
@@ -377,14 +381,14 @@ class Rank:
     def close(self) -> None:
         """Give up graphs: a communicator is not given up while one holds it."""
         self.bound.clear()
-        self.running = None
-        self.updater.gradients.close()
+        self.current_step = None
+        self.updater.grad_buffer.close()
         if self.graphs is not None:
             self.graphs.forget()
 
     # -- measurements ------------------------------------------------------------------------------------------
 
-    def tensor_peak(self, work: Work) -> int:
+    def tensor_peak(self, work: StepRequest) -> int:
         """Most bytes in tensors at once during a training step, the batch itself not counted on CPU; on a GPU with what
         peers reach."""
         if self.device.type == "cuda":
@@ -402,16 +406,16 @@ class Rank:
         # Masters without memory are expanded from one number; other weights may share their memory.
         weights = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
         averages = self.ema.num_bytes if self.ema is not None else 0
-        updater = self.updater.state_bytes() + self.updater.gradients.num_bytes
-        return weights + self.copies.num_bytes + updater + averages
+        updater = self.updater.state_bytes() + self.updater.grad_buffer.num_bytes
+        return weights + self.compute_params.num_bytes + updater + averages
 
     def stats(self) -> RankStats:
         """Measurements of the last step."""
         return RankStats(
-            self.running.spans() if self.running else (),
+            self.current_step.spans() if self.current_step else (),
             self.peak_bytes(),
             self.updater.state_bytes(),
-            self.running.started_ns() if self.running else 0,
+            self.current_step.started_ns() if self.current_step else 0,
         )
 
     def peak_bytes(self) -> int:

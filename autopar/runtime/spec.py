@@ -174,7 +174,7 @@ def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
 
 
 @dataclass(frozen=True)
-class Work:
+class StepRequest:
     """One call of a step: the model's mode, which schedule, which programs for each microbatch, and this rank's data.
 
     ``num_updates`` is how many updates there were before it. ``kind`` is the same on all ranks, and in all calls that
@@ -205,7 +205,7 @@ class UpdateResult:
 
 
 @dataclass(frozen=True)
-class Computed:
+class DeviceStepResult:
     """A training step up to the update, on its rank's device: losses as in `StepNumbers`, the global norm of the
     gradients, kept outputs, and whether the weights have been updated already.
     """
@@ -232,7 +232,7 @@ class StepNumbers:
     device_seconds: float | None = None
 
 
-Reading = Callable[[], StepNumbers]  # waits until the numbers are there; may be called again
+LazyMetrics = Callable[[], StepNumbers]  # waits until the numbers are there; may be called again
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class StepOutcome:
     to keep them.
     """
 
-    numbers: StepNumbers | Reading
+    numbers: StepNumbers | LazyMetrics
     outputs: list[list[Any]]
 
 

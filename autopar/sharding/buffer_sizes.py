@@ -41,7 +41,7 @@ TAKEN: Mapping[Kind, Callable[[int, int], int]] = {
 MAKE_A_PART = ("reduce_scatter", "all_to_all", "shard")
 
 
-def board_bytes(op: Op, axis: str, ranks: int) -> Iterator[int]:
+def symmetric_buffer_bytes(op: Op, axis: str, ranks: int) -> Iterator[int]:
     """How much of a board an operation takes if it communicates over an axis, forward and backward, byte."""
     step = step_of(op)
     if step is not None and axis in step.args:

@@ -63,7 +63,7 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
     return Assignment(rules, chosen, made)
 
 
-def unruled(graph: Graph) -> tuple[str, ...]:
+def ops_without_rule(graph: Graph) -> tuple[str, ...]:
     """Targets of the operations on activations that have no rule, sorted: every rank runs them whole."""
     on_values = (op for op in graph.ops if op.outputs and not graph.values.keys().isdisjoint(op.reads))
     return tuple(sorted({op.target for op in on_values if rule_of(op, graph.shapes.__getitem__) is None}))
@@ -143,7 +143,7 @@ def updated_in_place(graph: Graph) -> frozenset[str]:
     """
     of_name = {op.name: op for op in graph.ops}
     found = {op.name for op in graph.ops if not op.outputs}
-    for names in graph.together:
+    for names in graph.colocated:
         members = [of_name[name] for name in names]
         if any(touches(other, op) for op in members if not op.outputs for other in members if other is not op):
             found.update(names)

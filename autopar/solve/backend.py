@@ -1,4 +1,4 @@
-"""Runs a program with HiGHS, or CBC where highspy is missing, and reads back what was found and what was proven."""
+"""Runs an integer program with HiGHS, or CBC if highspy is missing; returns the solution and its proven bound."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Solved:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run of the solver ended; ``found`` says whether the variables hold a solution. The rest as in `Solved`."""
+    """End of a solver run; ``found``: whether the variables hold a solution. Other fields as in `Solved`."""
 
     found: bool
     bound: float
@@ -60,7 +60,7 @@ def solve(program: Program, solver: SolverName) -> Solved:
 
 
 def run(lp: pulp.LpProblem, solver: SolverName, gap: float, time_limit_seconds: float) -> Outcome:
-    """What the solver made of a program; the values stay in its variables.
+    """Solve a program; the values stay in its variables.
 
     Error: HiGHS reports its dual bound. CBC reports none through PuLP: when it ends on its own, its solution is within
     the gap it was given, and that is the bound; when it runs out of time it proves nothing and the bound is zero.

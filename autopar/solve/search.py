@@ -22,17 +22,17 @@ from autopar.solve.result.make_plan import Decision, Setting, make_plan, step_ti
 from autopar.solve.result.reasons import bound_by
 from autopar.solve.space.candidates import (
     Candidate,
-    Floors,
+    LowerBounds,
     Pipeline,
     Point,
     does_not_fit,
-    evaluated,
+    enumerate_points,
+    evaluate,
     even_share_bytes,
     fullest_rank_bytes,
-    other_pipelines_of,
-    points_of,
-    posed,
-    shardings_of,
+    make_cut_problem,
+    points_with_other_schedules,
+    shardings_at,
 )
 from autopar.solve.space.constraints import Constraints
 from autopar.solve.space.meshes import Meshes, divisors, in_the_way, nearest, no_mesh, possible_meshes
@@ -55,15 +55,15 @@ class Refined:
     gap: float
 
 
-# What the joint model makes of a decision, where it has an answer.
+# The joint model's answer to a decision, if it has one.
 Refine = Callable[[Decision], Refined | None]
-# Is told everything that was evaluated, and the decision.
+# Called with all candidates that were evaluated, and the decision.
 Listen = Callable[[Sequence[Candidate], Decision], None]
 
 
 @dataclass(frozen=True)
-class Explored:
-    """What was evaluated of every mesh, and the meshes that turned out to be none, with the reason."""
+class SearchResult:
+    """Candidates evaluated on every mesh, and the meshes that were refused, with the reason."""
 
     by_mesh: Mapping[Mesh, list[Candidate]]
     refused: Mapping[Mesh, str]
@@ -103,7 +103,7 @@ def search(
     Args:
         costs: prices of one rank under any tp, dp and microbatch.
         graph: the training graph that the costs are of.
-        listen: is told of all candidates that were evaluated, and of the decision.
+        listen: called with all candidates that were evaluated, and the decision.
         slack: evaluate those too whose bound is above the best step by less than this share.
     Raises:
         UsageError: pins that name nothing or contradict each other or the model; mesh sizes that contradict the
@@ -113,14 +113,14 @@ def search(
     """
     setting = Setting(graph, hardware, model, constraints, costs)
     meshes = possible_meshes(constraints, hardware)
-    floors = Floors(setting, {}, slack)
-    explored = explore(setting, floors, meshes)
-    chosen = fastest_pipeline(setting, floors, explored)
+    bounds = LowerBounds(setting, {}, slack)
+    explored = explore(setting, bounds, meshes)
+    chosen = fastest_pipeline(setting, bounds, explored)
     if chosen is None:
         check_pieces(setting, explored)
-        chosen = leanest(setting, explored)
+        chosen = least_memory_candidate(setting, explored)
     try:
-        decision, solver = decided(floors, chosen)
+        decision, solver = solve_final(bounds, chosen)
     except InfeasibleError as error:
         mesh, others = chosen.point.mesh, len(explored.by_mesh) - 1
         which = f" Of all meshes {mesh} needs least." if others else ""
@@ -130,17 +130,17 @@ def search(
     plain = chosen.problem.chunks == 1 and constraints.balance == "time" and not again
     found = refine(decision) if refine is not None and chosen.problem.tp > 1 and plain else None
     known = () if chosen.stage_of is None else (chosen.stage_of,)
-    decision, solver = simulated(setting, decision, solver, *known)
+    decision, solver = simulate_and_improve(setting, decision, solver, *known)
     if found is not None:
-        decision, solver = refined(setting, decision, solver, found)
+        decision, solver = take_joint_solution(setting, decision, solver, found)
     listen([c for found in explored.by_mesh.values() for c in found], decision)
     return make_plan(
-        setting, decision, solver, alternatives(setting, floors, explored.by_mesh, explored.refused, decision),
+        setting, decision, solver, alternatives(setting, bounds, explored.by_mesh, explored.refused, decision),
         bound_by(setting, decision),
     )  # fmt: skip
 
 
-def explore(setting: Setting, floors: Floors, meshes: Meshes) -> Explored:
+def explore(setting: Setting, bounds: LowerBounds, meshes: Meshes) -> SearchResult:
     """Every mesh that may hold the best step, and the next ones until there are enough to list.
 
     Raises:
@@ -150,48 +150,48 @@ def explore(setting: Setting, floors: Floors, meshes: Meshes) -> Explored:
     found: dict[Mesh, list[Candidate]] = {}
     refused = dict(meshes.refused)
     best = float("inf")
-    starts = {mesh: min(map(floors.seconds, points_of(setting, mesh))) for mesh in meshes.allowed}
+    starts = {mesh: min(map(bounds.seconds, enumerate_points(setting, mesh))) for mesh in meshes.allowed}
     for mesh in sorted(starts, key=lambda mesh: starts[mesh]):
-        if starts[mesh] >= floors.limit(best) and (len(found) > MAX_MESHES or starts[mesh] > FAR * best):
+        if starts[mesh] >= bounds.limit(best) and (len(found) > MAX_MESHES or starts[mesh] > FAR * best):
             break
-        if problem := nothing_to_split(setting, floors, mesh):
+        if problem := nothing_to_split(setting, bounds, mesh):
             refused[mesh] = problem
             continue
-        found[mesh] = explore_mesh(setting, floors, mesh, best)
+        found[mesh] = explore_mesh(setting, bounds, mesh, best)
         best = min([best, *(c.seconds for c in found[mesh])])
     if not found:
         lifted = in_the_way(setting.constraints, setting.hardware, refused)
         raise no_mesh(setting.model.name, setting.constraints, refused, lifted)
-    return Explored(found, refused)
+    return SearchResult(found, refused)
 
 
-def fastest_pipeline(setting: Setting, floors: Floors, explored: Explored) -> Candidate | None:
+def fastest_pipeline(setting: Setting, bounds: LowerBounds, explored: SearchResult) -> Candidate | None:
     """The fastest that fits, compared once more with every other schedule on its mesh: their bounds are of the solver's
     model, which a simulated step may undercut."""
     best = explored.best
     if best is not None:
         known = {c.point for c in explored.by_mesh[best.point.mesh]}
-        for point in other_pipelines_of(setting, best.point):
-            candidate = evaluated(setting, floors, point, float("inf")) if point not in known else None
+        for point in points_with_other_schedules(setting, best.point):
+            candidate = evaluate(setting, bounds, point, float("inf")) if point not in known else None
             if candidate is not None:
                 explored.by_mesh[point.mesh].append(candidate)
     return explored.best
 
 
-def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
+def explore_mesh(setting: Setting, bounds: LowerBounds, mesh: Mesh, ceiling_seconds: float) -> list[Candidate]:
     """Candidates of one mesh: the first that fits, and all others that may be better than it and than the ceiling."""
     found: list[Candidate] = []
     best = float("inf")
     too_large: dict[tuple[Pipeline, bool], int] = {}
-    for point in sorted(points_of(setting, mesh), key=floors.seconds):
-        if floors.seconds(point) >= floors.limit(min(best, ceiling_seconds) if best < float("inf") else best):
+    for point in sorted(enumerate_points(setting, mesh), key=bounds.seconds):
+        if bounds.seconds(point) >= bounds.limit(min(best, ceiling_seconds) if best < float("inf") else best):
             break
         # Fewer and larger microbatches need no less memory, nor does giving up ZeRO-1. With several stages a rank they
         # may: how many a rank holds depends on how they group.
         limits = (m for (p, z), m in too_large.items() if p == point.pipeline and (z or not point.zero1))
         if point.pipeline.chunks == 1 and any(point.microbatches <= m for m in limits):
             continue
-        candidate = evaluated(setting, floors, point, floors.limit(best))
+        candidate = evaluate(setting, bounds, point, bounds.limit(best))
         if candidate is None:
             continue
         found.append(candidate)
@@ -200,32 +200,32 @@ def explore_mesh(setting: Setting, floors: Floors, mesh: Mesh, ceiling_seconds: 
             continue
         kind = (point.pipeline, point.zero1)
         too_large[kind] = max(too_large.get(kind, 0), point.microbatches)
-        if len(too_large) == 1 and not fits_at_all(setting, floors, mesh):
+        if len(too_large) == 1 and not fits_at_all(setting, bounds, mesh):
             break
     return found
 
 
-def fits_at_all(setting: Setting, floors: Floors, mesh: Mesh) -> bool:
+def fits_at_all(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> bool:
     """Whether the mesh fits with its smallest microbatches."""
-    candidate = evaluated(setting, floors, leanest_point(setting, mesh), float("inf"))
+    candidate = evaluate(setting, bounds, least_memory_point(setting, mesh), float("inf"))
     return candidate is not None and candidate.step is not None
 
 
-def leanest_point(setting: Setting, mesh: Mesh) -> Point:
-    """What needs least memory of a mesh: most microbatches, ZeRO-1, and fewest stages a rank."""
-    return max(points_of(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero1))
+def least_memory_point(setting: Setting, mesh: Mesh) -> Point:
+    """Point of a mesh that needs least memory: most microbatches, ZeRO-1, and fewest stages a rank."""
+    return max(enumerate_points(setting, mesh), key=lambda p: (-p.pipeline.chunks, p.microbatches, p.zero1))
 
 
-def nothing_to_split(setting: Setting, floors: Floors, mesh: Mesh) -> str:
-    """Why tensor parallelism over that many ranks is pointless, or nothing.
+def nothing_to_split(setting: Setting, bounds: LowerBounds, mesh: Mesh) -> str:
+    """Reason why tensor parallelism over that many ranks is pointless, or an empty string.
 
     Raises:
         UsageError: it is, and was asked for; says what limits it and which sizes are not.
     """
     if mesh.tp == 1:
         return ""
-    point = min(points_of(setting, mesh), key=floors.seconds)
-    priced = next(shardings_of(setting, point))
+    point = min(enumerate_points(setting, mesh), key=bounds.seconds)
+    priced = next(shardings_at(setting, point))
     if priced.strategies:
         return ""
     if setting.constraints.tp is None:
@@ -239,19 +239,19 @@ def nothing_to_split(setting: Setting, floors: Floors, mesh: Mesh) -> str:
 
 def listed(notes: tuple[str, ...]) -> str:
     """The first few of what limits the ranks; a model has as many as it has kinds of layers."""
-    more = len(notes) - MOST_NOTES
-    return ", ".join(notes[:MOST_NOTES]) + (f", and {more} more" if more > 0 else "")
+    more = len(notes) - MAX_NOTES
+    return ", ".join(notes[:MAX_NOTES]) + (f", and {more} more" if more > 0 else "")
 
 
-MOST_NOTES = 5
+MAX_NOTES = 5
 
 
 def _splits(setting: Setting, point: Point, tp: int) -> bool:
     """Whether the model can use that many tensor-parallel ranks on the same devices."""
-    return bool(next(shardings_of(setting, replace(point, mesh=Mesh(1, tp, 1), zero1=False))).strategies)
+    return bool(next(shardings_at(setting, replace(point, mesh=Mesh(1, tp, 1), zero1=False))).strategies)
 
 
-def check_pieces(setting: Setting, explored: Explored) -> None:
+def check_pieces(setting: Setting, explored: SearchResult) -> None:
     """Refuse devices of which every mesh has more stages than the model has pieces.
 
     Raises:
@@ -266,16 +266,16 @@ def check_pieces(setting: Setting, explored: Explored) -> None:
         raise no_mesh(setting.model.name, setting.constraints, deep | dict(explored.refused))
 
 
-def leanest(setting: Setting, explored: Explored) -> Candidate:
+def least_memory_candidate(setting: Setting, explored: SearchResult) -> Candidate:
     """The candidate that needs least memory, over all meshes: with most microbatches, ZeRO-1 and smallest sharding.
 
     Contiguous cuts of it do not fit; it is what the integer program is asked for, and what an error names.
     """
     best, least = None, float("inf")
     for mesh in explored.by_mesh:
-        point = leanest_point(setting, mesh)
-        *_, priced = shardings_of(setting, point)
-        problem = posed(setting, point, priced)
+        point = least_memory_point(setting, mesh)
+        *_, priced = shardings_at(setting, point)
+        problem = make_cut_problem(setting, point, priced)
         if best is not None and even_share_bytes(problem) >= least:
             continue
         merged = merge(problem)
@@ -296,17 +296,17 @@ def devices_that_fit(setting: Setting, chosen: Candidate) -> str:
         if stages * width > setting.hardware.devices_per_node and setting.hardware.network is None:
             break
         larger = replace(chosen.point, mesh=replace(mesh, pp=stages))
-        if larger.stages <= chosen.problem.cost.loss and fits(posed(setting, larger, chosen.priced)):
+        if larger.stages <= chosen.problem.cost.loss and fits(make_cut_problem(setting, larger, chosen.priced)):
             return f" With {stages * width} devices it fits."
     return ""
 
 
-def recomputation_that_fits(setting: Setting, explored: Explored) -> str:
+def recomputation_that_fits(setting: Setting, explored: SearchResult) -> str:
     """A sentence where contiguous cuts fit once stages recompute, or nothing."""
     if setting.constraints.recompute != "none":
         return ""
     open_ = replace(setting, constraints=replace(setting.constraints, recompute="auto"))
-    fitting = fits(leanest(open_, explored).problem)
+    fitting = fits(least_memory_candidate(open_, explored).problem)
     return ' With recompute="auto" (--recompute auto) it fits.' if fitting else ""
 
 
@@ -318,21 +318,21 @@ def fits(problem: CutProblem) -> bool:
     return contiguous_cuts(merge(problem).problem) is not None
 
 
-def decided(floors: Floors, chosen: Candidate) -> tuple[Decision, SolverInfo]:
+def solve_final(bounds: LowerBounds, chosen: Candidate) -> tuple[Decision, SolverInfo]:
     """The candidate with its final cuts, and what is proven of them.
 
     Raises:
         UsageError, InfeasibleError: as `solve_cuts`.
     """
     if chosen.problem.chunks > 1 and chosen.step is not None:
-        return chosen.decision, even_share(floors, chosen)
+        return chosen.decision, certify_even_share(bounds, chosen)
     cuts = solve_cuts(chosen.problem)
     decision = Decision(chosen.problem, chosen.priced, chosen.point.zero1, cuts.stage_of)
-    return decision, certified(floors, decision, cuts)
+    return decision, certify(bounds, decision, cuts)
 
 
-def even_share(floors: Floors, chosen: Candidate) -> SolverInfo:
-    """What is certain of a step with several stages a rank: without any bubble, with compute and update in even shares,
+def certify_even_share(bounds: LowerBounds, chosen: Candidate) -> SolverInfo:
+    """Proven bound of a step with several stages a rank: without any bubble, with compute and update in even shares,
     it takes as long on every rank; and one microbatch passes all stages.
 
     The gap is therefore at least the bubble. How much of that no cuts avoid is not known: shorter stages at both ends
@@ -342,16 +342,16 @@ def even_share(floors: Floors, chosen: Candidate) -> SolverInfo:
     work = sum(group.seconds for group in problem.cost.groups)
     update = sum(weight.optimizer_seconds for weight in problem.cost.weights)
     if tp > 1:  # of any sharding; where weights are split, by all ranks at most
-        work, update = floors.proven.get((tp, problem.cost.batch), 0.0), update / tp
-    microbatches = floors.setting.constraints.batch / problem.dp / problem.cost.batch
+        work, update = bounds.proven_seconds.get((tp, problem.cost.batch), 0.0), update / tp
+    microbatches = bounds.setting.constraints.batch / problem.dp / problem.cost.batch
     bound = min(max(microbatches / problem.pp, 1.0) * work + update / problem.pp, chosen.seconds)
     gap = (chosen.seconds - bound) / chosen.seconds if chosen.seconds else 0.0
     method = "shardings then cuts" if problem.tp > 1 else "cuts"
     return SolverInfo("dynamic programme", "contiguous cuts", gap, 0.0, problem.balance, method)
 
 
-def certified(floors: Floors, decision: Decision, cuts: Cuts) -> SolverInfo:
-    """What was proven: of the cuts alone, or with shardings against every sharding over as many ranks.
+def certify(bounds: LowerBounds, decision: Decision, cuts: Cuts) -> SolverInfo:
+    """Certificate: of the cuts alone or, with shardings, against every sharding over as many ranks.
 
     A step of any sharding takes at least (m − 1) · W/S + W, with its microbatch's lower bound W on S stages, and then
     the slowest update: at least an even share of all weights' with every weight split over all ranks.
@@ -362,7 +362,7 @@ def certified(floors: Floors, decision: Decision, cuts: Cuts) -> SolverInfo:
     solver = replace(solver, method="shardings then cuts")
     if problem.balance != "time":
         return solver
-    work = floors.proven.get((problem.tp, problem.cost.batch), 0.0)
+    work = bounds.proven_seconds.get((problem.tp, problem.cost.batch), 0.0)
     split = {name for name, layout in decision.priced.storage.items() if layout.splits}
     update = sum(update_seconds(w) / (1 if w.name in split else problem.tp) for w in problem.cost.weights)
     any_sharding = ((problem.microbatches - 1) / problem.stages + 1) * work + update / problem.stages
@@ -372,7 +372,7 @@ def certified(floors: Floors, decision: Decision, cuts: Cuts) -> SolverInfo:
     return replace(solver, gap=gap, status=solver.status if closed else f"{solver.status} for the cuts")
 
 
-def simulated(
+def simulate_and_improve(
     setting: Setting, decision: Decision, solver: SolverInfo, *known: tuple[int, ...]
 ) -> tuple[Decision, SolverInfo]:
     """The decision with cuts that simulate faster, where there are such; what is proven is of the first ones."""
@@ -382,11 +382,13 @@ def simulated(
     return other, replace(solver, moved_share=1 - after / before)
 
 
-def refined(setting: Setting, decision: Decision, solver: SolverInfo, found: Refined) -> tuple[Decision, SolverInfo]:
-    """What was found together where that fits and its step is shorter; the decision otherwise. With what is proven."""
+def take_joint_solution(
+    setting: Setting, decision: Decision, solver: SolverInfo, found: Refined
+) -> tuple[Decision, SolverInfo]:
+    """The joint solution if it fits and its step is shorter, otherwise the decision; with its certificate."""
     problem = replace(decision.problem, cost=found.priced.cost)
     other = replace(decision, problem=problem, priced=found.priced, stage_of=found.stage_of)
-    other, proven = simulated(setting, other, found.solver, decision.stage_of)
+    other, proven = simulate_and_improve(setting, other, found.solver, decision.stage_of)
     fullest = fullest_bytes(problem, stage_costs(problem, other.stage_of))
     before, after = (step_time(setting, d.problem, d.stage_of).seconds for d in (decision, other))
     fits = fullest <= setting.constraints.capacity_bytes(setting.hardware)

@@ -286,7 +286,7 @@ class Converter:
         """The operations, their values' gradients as known at the end."""
         return [replace(op, outputs=tuple(self.values[v.name] for v in op.outputs)) for op in self.ops]
 
-    def together(self) -> Iterable[tuple[str, ...]]:
+    def colocated(self) -> Iterable[tuple[str, ...]]:
         """Names of operations that touch memory which is updated in place, up to its last update."""
         for root, last in self.updated_until.items():
             names = {root} | self.aliases[root]

@@ -18,7 +18,7 @@ from autopar.ops.registry import operator
 ATTENTION, MASK = "aten.scaled_dot_product_attention.default", 3  # the mask's place among its arguments
 
 
-def without_idle_masks(ops: Iterable[Op]) -> list[Op]:
+def drop_trivial_masks(ops: Iterable[Op]) -> list[Op]:
     """The operations, with no mask where attention is given one of constants that lets everything pass."""
     ops = list(ops)
     makers = {op.name: op for op in ops}

@@ -17,7 +17,7 @@ from autopar.trace.convert import Converter, value_from
 from autopar.trace.export import ADVICE, export
 from autopar.trace.fake import own_tensor
 from autopar.trace.hooks import check_hooks
-from autopar.trace.masks import without_idle_masks
+from autopar.trace.masks import drop_trivial_masks
 
 __all__ = ["ADVICE", "check_hooks", "trace", "weight_tensors"]
 
@@ -71,10 +71,10 @@ def trace(
             )
     converter = Converter(known, set(weights))
     outputs = converter.run(program.graph)
-    ops = live(without_idle_masks(converter.finished()), outputs)
+    ops = live(drop_trivial_masks(converter.finished()), outputs)
     kept = {op.name for op in ops}
     used = {r for op in ops for r in op.reads} | set(refs(outputs))
-    groups = (tuple(n for n in names if n in kept) for names in converter.together())
+    groups = (tuple(n for n in names if n in kept) for names in converter.colocated())
     return Graph(
         model=name or type(model).__name__,
         mode=mode,
@@ -86,7 +86,7 @@ def trace(
         leaves=tuple(input_leaves),
         in_spec=program.call_spec.in_spec,
         out_spec=program.call_spec.out_spec,
-        together=tuple(g for g in groups if len(g) > 1),
+        colocated=tuple(g for g in groups if len(g) > 1),
         constants={k: constants[k] for k in weights if k in constants and weights[k].kind == "constant"},
     )
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.runtime.checkpoint.folder import copy_checkpoint, is_checkpoint
-from autopar.train.rank_zero import leads, on_leading
+from autopar.train.rank_zero import is_rank_zero, run_on_rank_zero
 from autopar.train.run.folder import BEST, EPOCHS, LAST, STEPS, check_free, lies_in, make_folder
 from autopar.train.run.reports import EpochReport, StepReport
 from autopar.train.run.state import read_run
@@ -86,7 +86,7 @@ class JsonLog(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Raise a UsageError if another run is in the folder."""
-        on_leading(partial(self.begin, trainer), trainer.pm.told_by_first)
+        run_on_rank_zero(partial(self.begin, trainer), trainer.pm.broadcast_from_rank0)
 
     def begin(self, trainer: Trainer) -> None:
         """Keep the lines up to where the training starts."""
@@ -108,7 +108,7 @@ class JsonLog(Callback):
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
     """Add a record to a file, on the leading rank."""
-    if leads():
+    if is_rank_zero():
         with path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 
@@ -133,7 +133,7 @@ class TensorBoard(Callback):
         self.writer: Any = None
 
     def on_start(self, trainer: Trainer) -> None:
-        if leads():
+        if is_rank_zero():
             make = needed("torch.utils.tensorboard", "TensorBoard logging", "tensorboard").SummaryWriter
             self.writer = make(str(self.folder), purge_step=trainer.position.update + 1)
 
@@ -173,11 +173,11 @@ class Checkpoints(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         """Raise a UsageError if another run is in the folder."""
-        on_leading(partial(take_folder, trainer, self.folder), trainer.pm.told_by_first)
+        run_on_rank_zero(partial(take_folder, trainer, self.folder), trainer.pm.broadcast_from_rank0)
         if trainer.resumed is not None and not lies_in(trainer.resumed, self.folder):
             trainer.save(self.folder / LAST)
             best = trainer.resumed.parent / BEST
-            if leads() and is_checkpoint(best) and read_run(best).best == trainer.best:  # no later one
+            if is_rank_zero() and is_checkpoint(best) and read_run(best).best == trainer.best:  # no later one
                 copy_checkpoint(best, self.folder / BEST)
 
     def on_update(self, trainer: Trainer) -> None:

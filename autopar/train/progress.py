@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar.ir.units import BYTES, percent, text
 from autopar.train.callbacks import Callback
-from autopar.train.rank_zero import leads
+from autopar.train.rank_zero import is_rank_zero
 from autopar.train.run.reports import EpochReport, StepReport
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ class ProgressBar(Callback):
     """
 
     def __init__(self) -> None:
-        self.console = Console(quiet=not leads(), highlight=False)
+        self.console = Console(quiet=not is_rank_zero(), highlight=False)
         self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(None), TimeRemainingColumn(compact=True),
-            console=self.console, disable=not self.console.is_terminal or not leads(),
+            console=self.console, disable=not self.console.is_terminal or not is_rank_zero(),
         )  # fmt: skip
         self.task = self.bar.add_task("")
         self.accuracy = f"{'–':>7}"

@@ -8,13 +8,13 @@ from autopar.errors import AutoparError, UsageError
 from autopar.runtime.launch.environment import launched
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process prints and writes: the only one, or torchrun's first."""
     launch = launched()
     return launch is None or launch.rank == 0
 
 
-def on_leading(act: Callable[[], None], told: Callable[[str], str]) -> None:
+def run_on_rank_zero(act: Callable[[], None], told: Callable[[str], str]) -> None:
     """Do something on the leading rank alone. All ranks make the call, and go on when it is done.
 
     Others may not see the same disk, or see it before or after the leading one wrote to it.
@@ -25,7 +25,7 @@ def on_leading(act: Callable[[], None], told: Callable[[str], str]) -> None:
     Raises:
         Exception: the one that ``act`` raised on the leading rank; on the others a UsageError with its text.
     """
-    if not leads():
+    if not is_rank_zero():
         failure = told("")
         if failure:
             raise UsageError(failure)

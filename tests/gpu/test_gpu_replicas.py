@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 import autopar
 from autopar.ir.graph import Weight
 from autopar.runtime.params.flat_buckets import flat_buckets
-from autopar.runtime.params.grad_buffer import Gradients
+from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.tools.parity.compare import compare
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -78,7 +78,7 @@ def test_gradients_move_in_a_few_kernels() -> None:
     weights = [Weight(f"w{i}", "parameter", (64, 32), "bfloat16", True, (f"w{i}",), "float32") for i in range(40)]
     parameters = {w.name: nn.Parameter(torch.zeros(w.shape, device="cuda")) for w in weights}
     copies = {name: nn.Parameter(p.detach().bfloat16()) for name, p in parameters.items()}
-    gradients = Gradients(parameters, flat_buckets(weights, {}, 1))
+    gradients = GradBuffer(parameters, flat_buckets(weights, {}, 1))
     for name, copy in copies.items():
         gradients.watch(name, copy)
     for warm in (True, False):
@@ -89,8 +89,8 @@ def test_gradients_move_in_a_few_kernels() -> None:
             torch.cuda.synchronize()
             with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
                 for name, copy in copies.items():
-                    gradients.note(name, copy)
-                gradients.settle()
+                    gradients.mark_ready(name, copy)
+                gradients.flush()
                 torch.cuda.synchronize()
             counts.append(sum(str(e.device_type).endswith("CUDA") for e in profiler.events() or ()))
         assert (parameters["w0"].grad is None) and torch.equal(gradients.views["w7"], torch.full((64, 32), 3.0).cuda())
@@ -123,11 +123,11 @@ def test_a_transposed_gradient_is_added_where_it_belongs() -> None:
     weight = Weight("w", "parameter", (512, 256), "bfloat16", True, ("w",), "float32")
     parameter = nn.Parameter(torch.zeros(512, 256, device="cuda"))
     copy = nn.Parameter(parameter.detach().bfloat16())
-    gradients = Gradients({"w": parameter}, flat_buckets([weight], {}, 1))
+    gradients = GradBuffer({"w": parameter}, flat_buckets([weight], {}, 1))
     gradients.watch("w", copy)
     parts = [torch.randn(512, 256, device="cuda").bfloat16(), torch.randn(256, 512, device="cuda").bfloat16().t()]
     for part in (*parts, parts[0]):
         copy.grad = part.clone(memory_format=torch.preserve_format)
-        gradients.note("w", copy)
-        gradients.settle()
+        gradients.mark_ready("w", copy)
+        gradients.flush()
     assert torch.equal(gradients.views["w"], parts[0].float() + parts[1].float() + parts[0].float())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost.hardware.load import load_hardware
-from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, Op, Ref, Value, Weight
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
@@ -44,7 +44,7 @@ def graph_of(ops: Sequence[Op], together: tuple[tuple[str, ...], ...] = ()) -> G
         leaves=(Ref("x"),),
         in_spec=None,
         out_spec=None,
-        together=together,
+        colocated=together,
     )
 
 
@@ -67,7 +67,7 @@ def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence
         value, here = o.outputs[0], group_of[o.name]
         consumers = tuple(sorted(readers.get(value.name, set()) - {here}))
         if consumers:
-            flows.append(Flow(value.name, here, consumers, value.num_bytes * batch, True))
+            flows.append(TensorEdge(value.name, here, consumers, value.num_bytes * batch, True))
     named = [graph.ops[members[0]] for members in groups]
     return CostGraph(
         graph.model,
@@ -82,9 +82,10 @@ def priced(graph: Graph, groups: Sequence[Sequence[int]], milliseconds: Sequence
         ),
         tuple(flows),
         tuple(
-            Holding(w.name, int(weight * GIB), tuple(sorted(readers[w.name])), w.numel, 1e-3) for w in graph.weights
+            ResidentTensor(w.name, int(weight * GIB), tuple(sorted(readers[w.name])), w.numel, 1e-3)
+            for w in graph.weights
         ),
-        together=tuple(tuple(sorted({group_of[n] for n in names})) for names in graph.together),
+        colocated=tuple(tuple(sorted({group_of[n] for n in names})) for names in graph.colocated),
     )  # fmt: skip
 
 

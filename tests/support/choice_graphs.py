@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, split_layout
-from autopar.ir.strategies import Choice, ChoiceGraph, ChoiceGroup, Conversion
+from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph, StrategyGroup
 
 TOKENS, CHANNELS, ROWS = split_layout(1), split_layout(2), split_layout(0)
 BOTH = broadcast_layout()
@@ -18,11 +18,11 @@ RANKS = 2
 
 
 @st.composite
-def choice_graphs(draw: st.DrawFn, most: int = 4) -> ChoiceGraph:
+def choice_graphs(draw: st.DrawFn, most: int = 4) -> StrategyGraph:
     """Any small graph: branches, skips, several readers, shared kinds, shared weights, up to 3 choices a group."""
     size, number = draw(st.integers(1, most)), st.integers(0, 9)
     sizes: dict[int, int] = {}
-    groups: list[ChoiceGroup] = []
+    groups: list[StrategyGroup] = []
     value_bytes: dict[str, int] = {}
     for i in range(size):
         kind = draw(st.integers(0, size - 1))
@@ -35,24 +35,24 @@ def choice_graphs(draw: st.DrawFn, most: int = 4) -> ChoiceGraph:
             if k:
                 read, made = st.sampled_from(READABLE), st.sampled_from(MADE)
             choices.append(
-                Choice(
+                ShardingStrategy(
                     f"c{k}", (), draw(number) * 1e-3, draw(number) * 1e-3, draw(number) * 1e-3, draw(number),
                     draw(number), tuple(draw(read) for _ in reads), tuple(draw(made) for _ in makes),
                     tuple(draw(read) for _ in weights),
                 )
             )  # fmt: skip
-        groups.append(ChoiceGroup(f"g{i}", kind, reads, makes, weights, tuple(choices)))
+        groups.append(StrategyGroup(f"g{i}", kind, reads, makes, weights, tuple(choices)))
         value_bytes |= {value: RANKS * draw(number) for value in makes}
     ends = tuple(sorted(draw(st.sets(st.sampled_from(sorted(value_bytes)), min_size=1, max_size=2))))
-    loss = Choice("", (), 1e-3, 0.0, 0.0, 0, 0, (REPLICATED,) * len(ends), (), ())
+    loss = ShardingStrategy("", (), 1e-3, 0.0, 0.0, 0, 0, (REPLICATED,) * len(ends), (), ())
     conversions = {
-        (value, made, read): Conversion(draw(number) * 1e-3, draw(number) * 1e-3, draw(number))
+        (value, made, read): ReshardingCost(draw(number) * 1e-3, draw(number) * 1e-3, draw(number))
         for value in value_bytes
         for made in MADE
         for read in READABLE
         if made != read
     }
-    return ChoiceGraph((*groups, ChoiceGroup("loss", -1, ends, (), (), (loss,))), value_bytes, conversions)
+    return StrategyGraph((*groups, StrategyGroup("loss", -1, ends, (), (), (loss,))), value_bytes, conversions)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Machine:
 SAVED, WEIGHTS = 12 * 2**20, 48 * 2**20
 
 
-def vit_choices(blocks: int, machine: Machine = Machine(), tokens: bool = True) -> ChoiceGraph:
+def vit_choices(blocks: int, machine: Machine = Machine(), tokens: bool = True) -> StrategyGraph:
     """A chain of transformer blocks of 7 groups between a stem and a head; ``tokens``: whether tokens can be split."""
     groups = [_group("stem", 0, (), ("x0",), (_replicated(1e-3, 0, 1, 0),))]
     for b in range(blocks):
@@ -89,24 +89,24 @@ def vit_choices(blocks: int, machine: Machine = Machine(), tokens: bool = True) 
         for read in READABLE
         if made != read
     }
-    return ChoiceGraph(tuple(groups), value_bytes, conversions)
+    return StrategyGraph(tuple(groups), value_bytes, conversions)
 
 
 def _group(
-    name: str, kind: int, reads: tuple[str, ...], makes: tuple[str, ...], choices: tuple[Choice, ...]
-) -> ChoiceGroup:
-    weights = (f"{name}.weight",) if choices[0].stores else ()
-    return ChoiceGroup(name, kind, reads, makes, weights, choices)
+    name: str, kind: int, reads: tuple[str, ...], makes: tuple[str, ...], choices: tuple[ShardingStrategy, ...]
+) -> StrategyGroup:
+    weights = (f"{name}.weight",) if choices[0].weight_layouts else ()
+    return StrategyGroup(name, kind, reads, makes, weights, choices)
 
 
-def _replicated(seconds: float, reads: int, makes: int, weights: int) -> Choice:
-    return Choice(
+def _replicated(seconds: float, reads: int, makes: int, weights: int) -> ShardingStrategy:
+    return ShardingStrategy(
         "replicated", (), seconds / 3, 2 * seconds / 3, 0.0, SAVED, WEIGHTS * weights, (REPLICATED,) * reads,
         (REPLICATED,) * makes, (REPLICATED,) * weights,
     )  # fmt: skip
 
 
-def _block(b: int, machine: Machine, tokens: bool) -> list[ChoiceGroup]:
+def _block(b: int, machine: Machine, tokens: bool) -> list[StrategyGroup]:
     """Column-split qkv and fc1, row-split proj and fc2 (with their residual), norms and linears split by tokens."""
     n, first = machine.ranks, f"x{b}"
     names = ("norm1", "qkv", "attend", "proj", "norm2", "fc1", "fc2")
@@ -127,11 +127,11 @@ def _block(b: int, machine: Machine, tokens: bool) -> list[ChoiceGroup]:
             stores: Layout | None,
             forward: float = 0.0,
             local: float = local,
-        ) -> Choice:
+        ) -> ShardingStrategy:
             weight = WEIGHTS if stores == BOTH else WEIGHTS // n
             step = machine.all_reduce if stores == BOTH else 0.0
             kept = (stores,) if stores is not None else ()
-            return Choice(
+            return ShardingStrategy(
                 label, (), local / 3 + forward, 2 * local / 3, step, SAVED // n, weight * len(kept), takes, (gives,),
                 kept,
             )  # fmt: skip
@@ -153,11 +153,11 @@ def _block(b: int, machine: Machine, tokens: bool) -> list[ChoiceGroup]:
     return groups
 
 
-def _conversion(machine: Machine, made: Layout, read: Layout) -> Conversion:
+def _conversion(machine: Machine, made: Layout, read: Layout) -> ReshardingCost:
     if made == REPLICATED:
-        return Conversion(0.0, machine.all_reduce if read == BOTH else machine.gather)
+        return ReshardingCost(0.0, machine.all_reduce if read == BOTH else machine.gather)
     if read == REPLICATED:
-        return Conversion(machine.gather, 0.0)
+        return ReshardingCost(machine.gather, 0.0)
     if read == BOTH:
-        return Conversion(machine.gather, machine.gather)
-    return Conversion(machine.exchange, machine.exchange)
+        return ReshardingCost(machine.gather, machine.gather)
+    return ReshardingCost(machine.exchange, machine.exchange)

@@ -6,7 +6,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
 from autopar.solve.cuts.problem import CutProblem
 
@@ -19,8 +19,8 @@ def brute_force(problem: CutProblem) -> float | None:
         stage_of = (*stage, last)
         if (
             set(stage) == set(range(problem.stages))
-            and all(stage_of[f.producer] <= stage_of[c] for f in cost.flows for c in f.consumers)
-            and all(len({stage_of[g] for g in names}) == 1 for names in cost.together)
+            and all(stage_of[f.producer] <= stage_of[c] for f in cost.edges for c in f.consumers)
+            and all(len({stage_of[g] for g in names}) == 1 for names in cost.colocated)
             and all(stage_of[g] == s for g, s in problem.pins.items())
             and (problem.capacity_bytes is None or max(memory(problem, stage_of)) <= problem.capacity_bytes)
         ):
@@ -34,7 +34,7 @@ def step_seconds(problem: CutProblem, stage_of: tuple[int, ...]) -> float:
     for s in range(problem.stages):
         time = sum(g.forward_seconds + g.backward_seconds for g, at in zip(cost.groups, stage_of) if at == s)
         if s < problem.stages - 1:
-            over = [f for f in cost.flows if stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)]
+            over = [f for f in cost.edges if stage_of[f.producer] <= s and any(stage_of[c] > s for c in f.consumers)]
             for message in (over, [f for f in over if f.requires_grad]):
                 if any(f.num_bytes for f in message):
                     link = problem.boundary[s]
@@ -50,7 +50,7 @@ def memory(problem: CutProblem, stage_of: tuple[int, ...]) -> list[int]:
         here = [g for g, at in enumerate(stage_of) if at == s]
         kept = sum(cost.groups[g].saved_bytes for g in here)
         kept += sum(a.num_bytes for a in cost.saved if set(a.groups) & set(here))
-        for f in cost.flows:
+        for f in cost.edges:
             if stage_of[f.producer] < s and any(stage_of[c] >= s for c in f.consumers):
                 kept += f.num_bytes
             if stage_of[f.producer] < s and any(stage_of[g] == s for g in f.saved_by):
@@ -101,11 +101,13 @@ def cost_graphs(draw: st.DrawFn, most: int = 6) -> CostGraph:
             num_bytes, grad = draw(number), draw(st.booleans())
             savers = [g for g in sorted(consumers) if g < size and num_bytes <= groups[g].saved_bytes]
             saved_by = tuple(savers[: draw(st.integers(0, 1))]) if tensor == 0 else ()
-            flows.append(Flow(f"t{producer}_{tensor}", producer, tuple(sorted(consumers)), num_bytes, grad, saved_by))
+            flows.append(
+                TensorEdge(f"t{producer}_{tensor}", producer, tuple(sorted(consumers)), num_bytes, grad, saved_by)
+            )
 
-    def holdings(letter: str, optimizer: bool) -> tuple[Holding, ...]:
+    def holdings(letter: str, optimizer: bool) -> tuple[ResidentTensor, ...]:
         return tuple(
-            Holding(
+            ResidentTensor(
                 f"{letter}{i}", draw(number), tuple(sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))),
                 draw(number), draw(number) * 1e-3 * optimizer,
             )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopar.api.model import ParallelModel
-from autopar.api.program_cache import Programs
+from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Graph, Ref
@@ -21,7 +21,7 @@ from autopar.ir.layout import TP
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import HardwareInfo, InputInfo, ModelInfo, Plan, Precision, Prediction, SolverInfo, Stage
 from autopar.ir.program import Program
-from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.launch.devices import this_machine
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
@@ -87,7 +87,7 @@ def even_firsts(model: nn.Module, x: Any, stages: int) -> list[str]:
     call = as_call(model, x).first(2)
     graph = lower.trace(model, call.args, call.kwargs)
     place = {op.name: i for i, op in enumerate(graph.ops)}
-    spans = [(min(place[n] for n in names), max(place[n] for n in names)) for names in graph.together]
+    spans = [(min(place[n] for n in names), max(place[n] for n in names)) for names in graph.colocated]
     free = [i for i in range(1, len(graph.ops)) if not any(low < i <= high for low, high in spans)]
     chosen: list[int] = []
     for s in range(1, stages):
@@ -106,7 +106,7 @@ class ThreadRanks:
         timeout_seconds: float = 30.0,
         axes: Callable[[int], Mapping[str, str]] = lambda rank: NOTHING,
     ) -> None:
-        hub = Hub(timeout_seconds)
+        hub = InProcessMailboxes(timeout_seconds)
         copies = [{w.name: own_part(tensors[w.name].detach(), w.name, spec) for w in spec.weights} for spec in specs]
         self.ranks = [
             Rank(spec, own, LocalTransport(spec.rank, hub), axes(spec.rank)) for spec, own in zip(specs, copies)
@@ -143,7 +143,7 @@ def in_threads(
     Args:
         axes: for each rank the keys of the communicators of its mesh axes.
     """
-    programs = Programs(model, plan, as_call(model, x))
+    programs = ProgramCache(model, plan, as_call(model, x))
     machine = this_machine(plan.mesh.devices, "gloo")
     specs = [replace(spec, build=build) for spec in rank_specs(programs, machine, loss_fn=loss_fn, **options)]
     ranks: Any = ThreadRanks(specs, weight_tensors(model, programs.example), axes=axes)

@@ -21,7 +21,7 @@ def brute_force(problem: JointProblem) -> float | None:
         for stage_of in stages
         if all(stage_of[made_by[v]] <= stage_of[g] for g, group in enumerate(graph.groups) for v in group.reads)
         and all(stage_of[g] == s for g, s in problem.pins.items())
-        and all(len({stage_of[g] for g in names}) == 1 for names in problem.together)
+        and all(len({stage_of[g] for g in names}) == 1 for names in problem.colocated)
     ]
     values = [
         step_seconds(problem, picks, stage_of)
@@ -34,10 +34,10 @@ def brute_force(problem: JointProblem) -> float | None:
 
 def allowed(problem: JointProblem) -> list[tuple[int, ...]]:
     groups, found = problem.graph.groups, []
-    for picks in product(*(range(len(g.choices)) for g in groups)):
+    for picks in product(*(range(len(g.strategies)) for g in groups)):
         stored: dict[str, set[str]] = {}
         for g, k in zip(groups, picks):
-            for weight, layout in zip(g.weights, g.choices[k].stores):
+            for weight, layout in zip(g.weights, g.strategies[k].weight_layouts):
                 stored.setdefault(weight, set()).add(str(layout))
         alike = all(i == k for g, i in zip(groups, picks) for h, k in zip(groups, picks) if g.kind == h.kind)
         if (alike or not problem.share_kinds) and all(len(layouts) == 1 for layouts in stored.values()):
@@ -47,16 +47,16 @@ def allowed(problem: JointProblem) -> list[tuple[int, ...]]:
 
 def step_seconds(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, ...]) -> float:
     groups = problem.graph.groups
-    chosen = [g.choices[k] for g, k in zip(groups, picks)]
-    made = {v: (s, layout) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.makes, c.gives)}
-    read = {(v, layout, s) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.reads, c.takes)}
+    chosen = [g.strategies[k] for g, k in zip(groups, picks)]
+    made = {v: (s, layout) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.makes, c.output_layouts)}
+    read = {(v, layout, s) for g, c, s in zip(groups, chosen, stage_of) for v, layout in zip(g.reads, c.input_layouts)}
     times, steps = [], []
     for stage in range(problem.stages):
         here = [c for c, s in zip(chosen, stage_of) if s == stage]
         time = sum(c.forward_seconds + c.backward_seconds for c in here)
         for v, layout, s in read:
             if s == stage and made[v][1] != layout:
-                conversion = problem.graph.conversions[v, made[v][1], layout]
+                conversion = problem.graph.resharding[v, made[v][1], layout]
                 time += conversion.forward_seconds + conversion.backward_seconds
         over = {v for v, _, s in read if made[v][0] <= stage < s}
         num_bytes = sum(problem.graph.value_bytes[v] / (problem.ranks if made[v][1].splits else 1) for v in over)
@@ -72,10 +72,10 @@ def memory(problem: JointProblem, picks: tuple[int, ...], stage_of: tuple[int, .
     needs, made = [0] * problem.stages, {}
     copies: set[tuple] = set()
     for group, k, s in zip(problem.graph.groups, picks, stage_of):
-        choice = group.choices[k]
+        choice = group.strategies[k]
         needs[s] += choice.weight_bytes + problem.in_flight[s] * choice.saved_bytes
-        copies |= {(s, v, made[v], read) for v, read in zip(group.reads, choice.takes) if made[v] != read}
-        made |= dict(zip(group.makes, choice.gives))
+        copies |= {(s, v, made[v], read) for v, read in zip(group.reads, choice.input_layouts) if made[v] != read}
+        made |= dict(zip(group.makes, choice.output_layouts))
     for s, *copied in copies:
-        needs[s] += problem.in_flight[s] * problem.graph.conversions[tuple(copied)].saved_bytes
+        needs[s] += problem.in_flight[s] * problem.graph.resharding[tuple(copied)].saved_bytes
     return needs

@@ -23,7 +23,7 @@ from torch import nn
 import autopar
 from autopar.ir.layout import REPLICATED
 from autopar.ir.pytree import leaves
-from autopar.runtime.launch.spmd import TorchrunRanks
+from autopar.runtime.launch.spmd import SpmdBackend
 from autopar.tools.parity.compare import EPSILON
 from autopar.tools.parity.difference import difference
 
@@ -113,7 +113,7 @@ def run(case: Case, mesh: tuple[int, int, int], hardware: str, zero1: bool, save
         reference.model.eval()
         pm.eval()
         result.judge("eval", named(pm(mine)), named([part_of(t, pm) for t in reference.forward(x, MICROBATCHES)]))
-        assert isinstance(pm._ranks, TorchrunRanks)
+        assert isinstance(pm._ranks, SpmdBackend)
         held: list[dict[str, int]] = [{}] * dist.get_world_size()
         dist.all_gather_object(held, {n: t.nbytes for n, t in pm._ranks.rank.weights.items()})
         result.weights = {n: [h.get(n, 0) for h in held] for h in held for n in h}

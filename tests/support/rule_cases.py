@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.ops.counter_rng import rows
+from autopar.ops.counter_rng import counter_rows
 
 
 @dataclass(frozen=True)
@@ -353,7 +353,7 @@ def counted() -> Iterator[Case]:
     for samples, shape, dim, outer in (
         (4, (4, 8), 0, 1), (4, (8, 4, 12), 1, 1), (4, (64, 3), 0, 4), (2, (8, 4), 0, 1), (4, (8, 12), -1, 1),
     ):  # fmt: skip
-        draws = rows(1 << 40, 3, 5, samples)
+        draws = counter_rows(1 << 40, 3, 5, samples)
         yield Case("autopar.uniform.default", (draws, shape, "name", dim, outer))
 
 

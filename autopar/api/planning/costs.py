@@ -21,7 +21,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import TP, Layout
 from autopar.ir.plan import BlockSharding
-from autopar.ir.strategies import ChoiceGraph
+from autopar.ir.strategies import StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.shardings.solve import Shardings, pareto, work_bound_seconds
@@ -43,7 +43,7 @@ class Sharded:
 
 
 @dataclass(frozen=True)
-class Configuration:
+class MeasuredConfig:
     """What operations are measured in: the ranks of a tensor-parallel axis, samples of a microbatch, and the labels of
     split operations."""
 
@@ -51,12 +51,12 @@ class Configuration:
     size: int
     labels: tuple[tuple[str, str], ...] = ()
 
-    def distance(self, other: Configuration) -> tuple[float, float]:
+    def distance(self, other: MeasuredConfig) -> tuple[float, float]:
         """How little a measurement in one says of the other: first the ranks count, then the samples."""
         return abs(log2(self.tp / other.tp)), abs(log2(self.size / other.size))
 
 
-class Costs:
+class PlanCosts:
     """Prices of one traced model on one machine.
 
     Shardings are chosen for the samples of a microbatch. What they cost is then read off the graph that each rank would
@@ -65,7 +65,7 @@ class Costs:
 
     def __init__(self, graph: Graph, hardware: Hardware) -> None:
         self.graph, self.hardware = graph, hardware
-        self.factors: dict[Configuration, Factors] = {}
+        self.factors: dict[MeasuredConfig, Factors] = {}
         self.facts, self.segments = facts_and_segments(graph, hardware)
         self.known: dict[tuple, Any] = {}
 
@@ -81,13 +81,13 @@ class Costs:
         found = self.sharding(tp, size, microbatches, memory_level)
         if found is None:
             return None
-        return self.picked(found.picks, tp, dp, zero1, size)
+        return self.picked(found.strategy_index, tp, dp, zero1, size)
 
     def bound_seconds(self, tp: int, size: int) -> float:
         """What no sharding of one microbatch beats; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
             return sum(group.seconds for group in self.whole(size).groups)
-        return self.remember(("bound", tp, size), work_bound_seconds, self.choices(tp, size))
+        return self.memoized(("bound", tp, size), work_bound_seconds, self.choices(tp, size))
 
     def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
         """The model on one device per stage and replica."""
@@ -101,7 +101,7 @@ class Costs:
             cost=reweighted(self.local(sharded, tp, size), sharded.graph, sharing, self.hardware),
             strategies=sharded.strategies,
             storage=sharded.storage,
-            picks=picks,
+            strategy_index=picks,
             blocks=self.blocks(tp, size, picks),
             notes=limits(self.graph, self.facts, tp) if not sharded.strategies else (),
         )
@@ -109,23 +109,23 @@ class Costs:
     def whole(self, size: int) -> CostGraph:
         """The whole model on one device."""
         of = self.graph, self.facts, self.segments
-        factors = self.factors_near(Configuration(1, size))
-        return self.remember(("whole", size), priced_with_segments, *of, self.hardware, size, factors=factors)
+        factors = self.factors_near(MeasuredConfig(1, size))
+        return self.memoized(("whole", size), priced_with_segments, *of, self.hardware, size, factors=factors)
 
     def local(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
         """What each rank runs of a sharded model, without replicas."""
         sharing, groups = Sharing(tp, storage=sharded.storage), self.whole(size).groups
         key = ("local", id(sharded), size)  # a sharding is kept, and so its identity is its own
         of = sharded.graph, sharded.facts, sharded.segments
-        factors = self.factors_near(Configuration(tp, size, labels_of(sharded.strategies)))
-        return self.remember(
+        factors = self.factors_near(MeasuredConfig(tp, size, labels_of(sharded.strategies)))
+        return self.memoized(
             key, priced_with_segments, *of, self.hardware, size, sharing=sharing, groups=groups, factors=factors
         )
 
-    def choices(self, tp: int, size: int) -> ChoiceGraph:
+    def choices(self, tp: int, size: int) -> StrategyGraph:
         """All shardings over ``tp`` ranks."""
-        factors = self.factors_near(Configuration(tp, size))
-        return self.remember(
+        factors = self.factors_near(MeasuredConfig(tp, size))
+        return self.memoized(
             ("choices", tp, size), choice_graph, self.graph, self.facts, self.hardware, size, tp, factors
         )
 
@@ -133,25 +133,25 @@ class Costs:
         """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
         graph, bound = self.choices(tp, size), self.bound_seconds(tp, size)
         found = pareto(graph, microbatches, min(microbatches, IN_FLIGHT), bound_seconds=bound)  # solves as it is read
-        return self.remember(("shardings", tp, size, microbatches), Solutions, found).at(memory_level)
+        return self.memoized(("shardings", tp, size, microbatches), Solutions, found).at(memory_level)
 
     def sharded(self, tp: int, size: int, picks: tuple[int, ...]) -> Sharded:
         """The graph that each rank runs under the picked choices."""
         groups = self.choices(tp, size).groups
-        labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.choices[pick].labels)
+        labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.strategies[pick].labels)
         return self.applied(dict(labels), tp)
 
     def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """The same in words."""
         own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
-        return self.remember(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
+        return self.memoized(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
 
     def applied(self, labels: Mapping[str, str], tp: int) -> Sharded:
         """The graph that each rank runs under the labels."""
         key = ("sharded", tp, labels_of(labels))
-        return self.remember(key, apply, self.graph, labels, tp, self.hardware)
+        return self.memoized(key, apply, self.graph, labels, tp, self.hardware)
 
-    def remember(self, key: tuple, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    def memoized(self, key: tuple, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """What ``make`` returned when it was first called for a key."""
         if key not in self.known:
             self.known[key] = make(*arguments, **named)
@@ -159,7 +159,7 @@ class Costs:
 
     # -- measurements --------------------------------------------------------------------------------------------
 
-    def factors_near(self, wanted: Configuration) -> Factors:
+    def factors_near(self, wanted: MeasuredConfig) -> Factors:
         """How operations compare with their prices, measured in the configuration or in the one most like it."""
         near = min(self.factors, key=lambda known: (known != wanted, *wanted.distance(known)), default=None)
         return self.factors[near] if near is not None else NO_FACTORS
@@ -170,14 +170,14 @@ class Costs:
             return Sharded({}, {}, self.graph, self.facts, self.segments)
         return self.applied(labels, tp)
 
-    def learn(self, configuration: Configuration, times: Measured) -> None:
+    def use_measurements(self, configuration: MeasuredConfig, times: Measured) -> None:
         """Price by a measurement from now on."""
         tp, size = configuration.tp, configuration.size
         own = self.measured(dict(configuration.labels), tp)
         self.factors[configuration] = factors_of(own.graph, own.facts, self.hardware, size, tp, times)
         self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
 
-    def unlearn(self) -> None:
+    def clear_measurements(self) -> None:
         """Price by the cost model alone again."""
         self.factors.clear()
         self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
@@ -212,7 +212,7 @@ def apply(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) 
 def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[Facts, tuple[int, ...]]:
     """The facts of a graph as the machine runs it, and where segments begin, which compiling does not change."""
     facts = op_facts(graph, hardware.device_type)
-    return compiled_facts(graph, facts) if hardware.way.compiled else facts, segments(graph, facts)
+    return compiled_facts(graph, facts) if hardware.execution_mode.compiled else facts, segments(graph, facts)
 
 
 def priced_with_segments(

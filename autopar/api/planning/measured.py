@@ -5,26 +5,28 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar.api.planning.costs import Configuration, Costs, apply, labels_of
+from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply, labels_of
 from autopar.cost.ops.op_cost import Measured
 from autopar.errors import MeasuringWarning
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural
-from autopar.measure.regions.region_times import Timekeeper
+from autopar.measure.regions.region_times import RegionTimer
 from autopar.solve.result.make_plan import Decision
 from autopar.solve.space.candidates import Candidate
 
 # What is measured of other meshes, and of each mesh with other microbatches: steps predicted to take at most that many
 # times the best one's. What an unmeasured configuration borrows from another one is seldom further off.
 CLOSE_MESH, CLOSE_SIZE = 1.1, 1.05
-MOST_ROUNDS = 30
+MAX_ROUNDS = 30
 
 Retrace = Callable[[int], Graph]
 
 
-def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, retrace: Retrace) -> Plan | None:
+def plan_with_measurements(
+    costs: PlanCosts, search: Callable[..., Plan], timekeeper: RegionTimer, retrace: Retrace
+) -> Plan | None:
     """The best plan by measured times.
 
     A configuration that has not been measured is priced with the factors of the measured one that is most like it. The
@@ -40,7 +42,7 @@ def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, r
         WorkerError: a measurement failed.
     """
     heard: list[tuple[Sequence[Candidate], Decision]] = []
-    for _ in range(MOST_ROUNDS):
+    for _ in range(MAX_ROUNDS):
         plan = search(listen=lambda candidates, decision: heard.append((candidates, decision)), slack=CLOSE_MESH - 1)
         missing = next((c for c in wanted(*heard.pop()) if c not in costs.factors), None)
         if missing is None:
@@ -48,9 +50,9 @@ def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, r
         times = measured(costs, missing, timekeeper, retrace)
         if times is None:
             return None
-        costs.learn(missing, times)
+        costs.use_measurements(missing, times)
     warnings.warn(
-        f"After {MOST_ROUNDS} measurements of {plan.model.name} the search still finds others to make: this plan is "
+        f"After {MAX_ROUNDS} measurements of {plan.model.name} the search still finds others to make: this plan is "
         "priced by those that were most like it.",
         MeasuringWarning,
         stacklevel=2,
@@ -58,20 +60,20 @@ def decided(costs: Costs, search: Callable[..., Plan], timekeeper: Timekeeper, r
     return plan
 
 
-def wanted(candidates: Sequence[Candidate], decision: Decision) -> Iterator[Configuration]:
+def wanted(candidates: Sequence[Candidate], decision: Decision) -> Iterator[MeasuredConfig]:
     """What has to be known for a decision: its own configuration, and what may turn out to be faster."""
-    yield Configuration(decision.problem.tp, decision.size, labels_of(decision.priced.strategies))
+    yield MeasuredConfig(decision.problem.tp, decision.size, labels_of(decision.priced.strategies))
     fitting = sorted((c for c in candidates if c.step is not None), key=lambda c: c.seconds)
     meshes: set[Mesh] = set()
     for candidate in fitting:
         mesh = candidate.point.mesh
         limit = CLOSE_SIZE if mesh in meshes else CLOSE_MESH
         if candidate.seconds <= limit * fitting[0].seconds:
-            yield Configuration(mesh.tp, candidate.decision.size, labels_of(candidate.priced.strategies))
+            yield MeasuredConfig(mesh.tp, candidate.decision.size, labels_of(candidate.priced.strategies))
         meshes.add(mesh)
 
 
-def measured(costs: Costs, wanted: Configuration, timekeeper: Timekeeper, retrace: Retrace) -> Measured | None:
+def measured(costs: PlanCosts, wanted: MeasuredConfig, timekeeper: RegionTimer, retrace: Retrace) -> Measured | None:
     """Operations that were timed together, with their seconds; None where they may not be timed."""
     labels = dict(wanted.labels)
     graph = costs.measured(labels, wanted.tp).graph

@@ -13,8 +13,8 @@ from torch import nn
 
 from autopar.api.model_source import ModelSource, default_input_shape
 from autopar.api.options import Options
-from autopar.api.planning.costs import Costs
-from autopar.api.planning.measured import decided
+from autopar.api.planning.costs import PlanCosts
+from autopar.api.planning.measured import plan_with_measurements
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError
@@ -23,18 +23,18 @@ from autopar.ir.hardware import Hardware
 from autopar.ir.microbatches import microbatch_size, unlike_asked
 from autopar.ir.plan import InputInfo, ModelInfo, Plan
 from autopar.ir.units import of_type, plural
-from autopar.measure.regions.region_times import timekeeper_for
+from autopar.measure.regions.region_times import region_timer_for
 from autopar.runtime.launch.devices import default_hardware_name, this_machine
 from autopar.runtime.optim.ema import with_averages
 from autopar.runtime.optim.state_bytes import with_optimizer
 from autopar.runtime.spec import Parameters
-from autopar.sharding.propagate import unruled
+from autopar.sharding.propagate import ops_without_rule
 from autopar.solve.search import search
 from autopar.solve.space.constraints import Constraints
 from autopar.trace.call import Call, as_call
 from autopar.trace.hooks import check_hooks
 from autopar.trace.lower import lowered, uneven_inputs_explained
-from autopar.trace.passes.counter_rng import DRAWS
+from autopar.trace.passes.counter_rng import RNG_COUNTERS
 from autopar.trace.passes.precision import own_precision
 
 DEFAULT_BATCH = 64
@@ -42,7 +42,7 @@ DEFAULT_BATCH = 64
 
 # Batch statistics are taken over a microbatch, and networks trained on those of fewer samples are clearly worse (Wu and
 # He 2018, "Group Normalization", figure 1). The planner does not go lower by itself; microbatches= does.
-LEAST_BATCH_NORM_SAMPLES = 8
+MIN_BATCH_NORM_SAMPLES = 8
 
 
 def plan(
@@ -114,20 +114,20 @@ def make_plan(
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs
-        if v.name != DRAWS
+        if v.name != RNG_COUNTERS
     )
     info = ModelInfo(name, graph.fingerprint, graph.num_params, inputs, dict(kwargs))
     if options.memory is not None:
         hardware = replace(hardware, memory_bytes=options.memory)
-    least_samples = LEAST_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
+    least_samples = MIN_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
     constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
-    hardware = hardware.running(options.way(hardware.device_type))
-    costs = Costs(graph, hardware)
+    hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
+    costs = PlanCosts(graph, hardware)
     find = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
-    keeper = timekeeper_for(options.cost, hardware, devices, options.backend)
-    found = None if keeper is None else decided(costs, find, keeper, retrace)
+    keeper = region_timer_for(options.cost, hardware, devices, options.backend)
+    found = None if keeper is None else plan_with_measurements(costs, find, keeper, retrace)
     if found is None:
-        costs.unlearn()
+        costs.clear_measurements()
         found = find()
     else:
         timed = replace(found.hardware, cost="measured")
@@ -185,7 +185,7 @@ def warn_of_unruled(plan: Plan, graph: Graph) -> None:
     """Say which operations are replicated on all ranks of a tensor-parallel group because no rule says how to split."""
     if plan.mesh.tp == 1:
         return
-    targets = unruled(graph)
+    targets = ops_without_rule(graph)
     if targets:
         warnings.warn(
             f"{plan.model.name} has operations that autopar has no sharding rule for: {', '.join(targets)}. "

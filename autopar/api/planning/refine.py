@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.api.planning.costs import Costs
+from autopar.api.planning.costs import PlanCosts
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.strategies.enumerate import with_replicas
 from autopar.solve.joint.problem import Assignment, JointProblem, joint_seconds, stage_loads
@@ -20,7 +20,7 @@ MAX_PLACEMENTS = 2500
 JOINT_SECONDS = 20.0
 
 
-def refine(costs: Costs, decision: Decision) -> Refined | None:
+def refine(costs: PlanCosts, decision: Decision) -> Refined | None:
     """The best sharding and cuts together; where the model is too large, the best sharding on the decision's cuts.
 
     Returns None where the decision is outside what the joint model can express, or the time limit ended the search.
@@ -29,7 +29,7 @@ def refine(costs: Costs, decision: Decision) -> Refined | None:
     where some may, the gap is against the best without a memory limit, which no such plan beats.
     """
     problem = joint_problem(costs, decision)
-    known = Assignment(decision.priced.picks, decision.stage_of)
+    known = Assignment(decision.priced.strategy_index, decision.stage_of)
     loads = stage_loads(problem, known)
     if problem.capacity_bytes is not None and max(load.memory_bytes for load in loads) > problem.capacity_bytes:
         return None
@@ -44,32 +44,34 @@ def refine(costs: Costs, decision: Decision) -> Refined | None:
         gap = (seconds - bound) / seconds if seconds else 0.0
         found = replace(found, bound_seconds=bound, solver=replace(found.solver, gap=gap))
     before, priced = joint_seconds(problem, loads), decision.priced
-    if found.picks != known.picks:
-        priced = costs.picked(found.picks, problem.ranks, decision.problem.dp, decision.zero1, decision.size)
+    if found.strategy_index != known.strategy_index:
+        priced = costs.picked(found.strategy_index, problem.ranks, decision.problem.dp, decision.zero1, decision.size)
     return Refined(priced, found.stage_of, found.solver, (before - found.bound_seconds) / before if before else 0.0)
 
 
 def within_capacity(problem: JointProblem, found: Joint) -> bool:
     """Whether every stage of a solution has room."""
-    loads = stage_loads(problem, Assignment(found.picks, found.stage_of))
+    loads = stage_loads(problem, Assignment(found.strategy_index, found.stage_of))
     return problem.capacity_bytes is None or max(load.memory_bytes for load in loads) <= problem.capacity_bytes
 
 
 def answer(problem: JointProblem, known: Assignment) -> Joint | None:
     """The optimum where that is found in time, or the best sharding by itself with a bound that holds for all cuts."""
-    placements = sum(len(group.choices) for group in problem.graph.groups) * problem.stages
+    placements = sum(len(group.strategies) for group in problem.graph.groups) * problem.stages
     if problem.stages > 1 and placements <= MAX_PLACEMENTS:
         found = solve_joint(problem, known)
         return found if isinstance(found, Joint) and found.solver.status == "optimal" else None
     shardings = solve_shardings(problem.graph, problem.microbatches + problem.stages - 1)
     bound = lower_bound_seconds(problem.graph, shardings, problem.stages, problem.microbatches)
-    step = joint_seconds(problem, stage_loads(problem, Assignment(shardings.picks, known.stage_of)))
+    step = joint_seconds(problem, stage_loads(problem, Assignment(shardings.strategy_index, known.stage_of)))
     gap = (step - bound) / step if step else 0.0
     method = "shardings" if problem.stages == 1 else "shardings then cuts"
-    return Joint(shardings.picks, known.stage_of, step, bound, replace(shardings.solver, gap=gap, method=method))
+    return Joint(
+        shardings.strategy_index, known.stage_of, step, bound, replace(shardings.solver, gap=gap, method=method)
+    )
 
 
-def joint_problem(costs: Costs, decision: Decision) -> JointProblem:
+def joint_problem(costs: PlanCosts, decision: Decision) -> JointProblem:
     """The question that a decision answers, with every sharding left open."""
     cuts = decision.problem
     graph = costs.choices(cuts.tp, decision.size)
@@ -83,7 +85,7 @@ def joint_problem(costs: Costs, decision: Decision) -> JointProblem:
         boundary=cuts.boundary,
         ranks=cuts.tp,
         pins=cuts.pins,
-        together=cuts.cost.together,
+        colocated=cuts.cost.colocated,
         time_limit_seconds=min(cuts.time_limit_seconds, JOINT_SECONDS),
         gap=cuts.gap,
     )

@@ -14,7 +14,7 @@ from autopar.ir.graph import Op, Ref
 from autopar.ir.names import unused_name
 from autopar.ir.program import Program
 from autopar.ops.regions import writes_into_value
-from autopar.ops.registry import named_arguments, operand_of, passes_on, signature
+from autopar.ops.registry import differentiable_inputs, named_arguments, operand_of, signature
 from autopar.sharding.fuse_linear import is_layer
 
 Sums = Callable[[str], Tensor | None]  # by a weight's name
@@ -61,7 +61,7 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
         name = unused_name(f"{weight.name}.sum", taken)
         taken.add(name)
         used[name] = total
-        return replace(op, target="autopar.accumulating_linear.default", args=(x, weight, bias, Ref(name)), kwargs=())
+        return replace(op, target="autopar.linear_wgrad_fused.default", args=(x, weight, bias, Ref(name)), kwargs=())
 
     return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
 
@@ -83,7 +83,7 @@ def with_wanted_gradient(program: Program) -> Set[str]:
         read = [like[name] for name in op.reads]
         alike = signature(op, read)
         if alike not in known:
-            known[alike] = passes_on(op, read)
+            known[alike] = differentiable_inputs(op, read)
         for value, operands in zip(op.outputs, known[alike]):
             if any(op.reads[k] in wanted for k in operands):
                 wanted.add(value.name)

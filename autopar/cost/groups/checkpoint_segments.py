@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.ops.op_cost import Pricing
-from autopar.cost.ops.op_stats import Facts, roots
+from autopar.cost.ops.op_stats import Facts, storage_of
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.hardware import Hardware
@@ -79,7 +79,7 @@ def segmented(cost: CostGraph, graph: Graph, facts: Facts, starts: Sequence[int]
     """
     pricing = Pricing(graph, facts, hardware, cost.batch)
     segment = np.searchsorted(starts, range(len(graph.ops)), side="right").tolist()  # 0: before the first
-    root, alive = roots(graph, facts), lifetimes(graph, facts)
+    root, alive = storage_of(graph, facts), lifetimes(graph, facts)
     kept, saved = [0] * len(graph.ops), [0] * len(graph.ops)
     for i, op in enumerate(graph.ops):
         own = round(pricing.scaled(facts.ops[op.name].saved_bytes, op.name))
@@ -119,7 +119,7 @@ def segment_of(position: int, segment: Sequence[int]) -> int:
 
 def lifetimes(graph: Graph, facts: Facts) -> Mapping[str, Lifetime]:
     """The storage behind every input and every value, by the name of the first value in it; not that of weights."""
-    root = roots(graph, facts)
+    root = storage_of(graph, facts)
     made = {value.name: -1 for value in graph.inputs}
     made |= {v.name: i for i, op in enumerate(graph.ops) for v in op.outputs if v.name not in root}
     last, saved = dict(made), dict[str, int]()
@@ -143,7 +143,7 @@ def positions(graph: Graph, facts: Facts, alive: Mapping[str, Lifetime]) -> list
         steps[max(life.made, life.last) + 1] -= life.num_bytes
     crossing = steps.cumsum()
     barred = np.zeros(size + 2, dtype=np.int64)
-    for names in graph.together:
+    for names in graph.colocated:
         barred[min(place[n] for n in names) + 1] += 1
         barred[max(place[n] for n in names) + 1] -= 1
     open_ = [i for i in np.flatnonzero(barred.cumsum()[:size] == 0).tolist() if i > first]
@@ -160,7 +160,7 @@ def positions(graph: Graph, facts: Facts, alive: Mapping[str, Lifetime]) -> list
 
 def begin(graph: Graph, facts: Facts) -> int:
     """Behind the last operation that writes into an input: running it again would write twice."""
-    root, inputs = roots(graph, facts), {value.name for value in graph.inputs}
+    root, inputs = storage_of(graph, facts), {value.name for value in graph.inputs}
     written = (
         i + 1
         for i, op in enumerate(graph.ops)

@@ -6,13 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from autopar.cost.groups.grouping import Members, group_ops, regrouped
-from autopar.cost.groups.weight_memory import ALONE, Sharing, held
+from autopar.cost.groups.grouping import OpGroup, group_ops, regrouped
+from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, weight_cost
 from autopar.cost.ops.collective_cost import is_collective
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, OpCost, Pricing, op_costs
 from autopar.cost.ops.op_stats import Facts
-from autopar.cost.ops.overlap import exposed
-from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.cost.ops.overlap import with_exposed_collectives
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
 
@@ -25,7 +25,7 @@ def price(
     facts: Facts,
     hardware: Hardware,
     batch: int,
-    sharing: Sharing = ALONE,
+    sharing: Sharing = UNSHARDED,
     groups: tuple[Group, ...] | None = None,
     factors: Factors = NO_FACTORS,
 ) -> CostGraph:
@@ -56,19 +56,19 @@ def price(
     group_of = {op.name: i for i, m in enumerate(members) for op in m.ops}
     own_saved, shared_saved = saved_memory(pricing, group_of)
     costs = {name: cost.times(factors.get(name, UNMEASURED)) for name, cost in costs.items()}
-    costs = exposed(pricing, costs)
+    costs = with_exposed_collectives(pricing, costs)
     priced = [group_of_members(m, [costs[op.name] for op in m.ops], own_saved[i]) for i, m in enumerate(members)]
     if hardware.device_type == "cuda":
         priced = [with_workspace(group, m, pricing) for group, m in zip(priced, members, strict=True)]
-    sets = (tuple(sorted({group_of[name] for name in names})) for names in graph.together)
+    sets = (tuple(sorted({group_of[name] for name in names})) for names in graph.colocated)
     return CostGraph(
         model=graph.model,
         batch=batch,
         groups=(*priced, Group(LOSS, (), "")),
-        flows=tuple(flows(pricing, group_of, savers(pricing, group_of), loss=len(priced))),
+        edges=tuple(flows(pricing, group_of, savers(pricing, group_of), loss=len(priced))),
         weights=tuple(weight_holdings(pricing, group_of, sharing)),
         saved=shared_saved,
-        together=tuple(dict.fromkeys(numbers for numbers in sets if len(numbers) > 1)),
+        colocated=tuple(dict.fromkeys(numbers for numbers in sets if len(numbers) > 1)),
     )
 
 
@@ -76,7 +76,7 @@ def reweighted(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardwa
     """The same graph as its replicas, and whether they share the optimizer's state, are in ``sharing``: only weights
     cost something else."""
     weights = tuple(
-        held(graph.weight[w.name], w.groups, sharing, hardware, w.gradient_bytes > w.left_bytes == 0)
+        weight_cost(graph.weight[w.name], w.groups, sharing, hardware, w.gradient_bytes > w.wgrad_bytes == 0)
         for w in cost.weights
     )
     return replace(cost, weights=weights)
@@ -85,7 +85,7 @@ def reweighted(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardwa
 # -- groups --------------------------------------------------------------------------------------------------------
 
 
-def group_of_members(members: Members, costs: list[OpCost], saved_bytes: int) -> Group:
+def group_of_members(members: OpGroup, costs: list[OpCost], saved_bytes: int) -> Group:
     """The sum of a group's operations; its working set is that of the largest, since they run one by one."""
     collectives = [cost for op, cost in zip(members.ops, costs, strict=True) if is_collective(op)]
     return Group(
@@ -99,11 +99,11 @@ def group_of_members(members: Members, costs: list[OpCost], saved_bytes: int) ->
         transient_bytes=max(c.transient_bytes for c in costs),
         forward_collective_seconds=sum(c.forward_seconds for c in collectives),
         backward_collective_seconds=sum(c.backward_seconds for c in collectives),
-        board_bytes=max((c.board_bytes for c in collectives), default=0),
+        symmetric_buffer_bytes=max((c.symmetric_buffer_bytes for c in collectives), default=0),
     )
 
 
-def with_workspace(group: Group, members: Members, pricing: Pricing) -> Group:
+def with_workspace(group: Group, members: OpGroup, pricing: Pricing) -> Group:
     """A group as GPUs run it: cuDNN tries its convolutions with workspaces in the first steps.
 
     Error: fitted to ResNet-50 alone, 256 images in bf16 on an H200 (`docs/benchmarks/h200-x2-resnet50-dp2.json`), which
@@ -130,7 +130,9 @@ def readers(graph: Graph, group_of: Mapping[str, int], loss: int) -> Mapping[str
     return reading
 
 
-def flows(pricing: Pricing, group_of: Mapping[str, int], saving: Mapping[str, set[int]], loss: int) -> Iterable[Flow]:
+def flows(
+    pricing: Pricing, group_of: Mapping[str, int], saving: Mapping[str, set[int]], loss: int
+) -> Iterable[TensorEdge]:
     """Values that another group reads than the one that makes them. Graph inputs are handed to whoever needs them."""
     reading, seen = readers(pricing.graph, group_of, loss), set[str]()
     for op in pricing.graph.ops:
@@ -143,19 +145,19 @@ def flows(pricing: Pricing, group_of: Mapping[str, int], saving: Mapping[str, se
                 if storage in saving and storage not in seen and num_bytes == pricing.num_bytes(storage):
                     kept_by = tuple(sorted(g for g in saving[storage] if g >= here))
                 seen.add(storage)
-                yield Flow(value.name, here, consumers, num_bytes, made.requires_grad, kept_by)
+                yield TensorEdge(value.name, here, consumers, num_bytes, made.requires_grad, kept_by)
 
 
-def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[Holding]:
+def weight_holdings(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[ResidentTensor]:
     """Weights with gradient and optimizer state. One that no operation reads is held by no group and left out."""
     reading = readers(pricing.graph, group_of, loss=-1)
     for weight in pricing.graph.weights:
         groups = tuple(sorted(reading[weight.name] - {-1}))
         if groups:
-            yield held(weight, groups, sharing, pricing.hardware, weight.name in pricing.added_to)
+            yield weight_cost(weight, groups, sharing, pricing.hardware, weight.name in pricing.added_to)
 
 
-def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[Holding, ...]]:
+def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[ResidentTensor, ...]]:
     """Bytes that only one group saves, by group; and storages that several groups save."""
     own: defaultdict[int, int] = defaultdict(int)
     for op in pricing.graph.ops:
@@ -165,7 +167,7 @@ def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping
         if len(groups) == 1:
             own[min(groups)] += pricing.num_bytes(storage)
     shared = (
-        Holding(storage, pricing.num_bytes(storage), tuple(sorted(groups)))
+        ResidentTensor(storage, pricing.num_bytes(storage), tuple(sorted(groups)))
         for storage, groups in saving.items()
         if len(groups) > 1
     )

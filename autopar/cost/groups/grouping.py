@@ -13,14 +13,14 @@ HEAVY = 0.005
 
 
 @dataclass(frozen=True)
-class Members:
+class OpGroup:
     """The operations of one group in execution order, and the one that it is named after."""
 
     anchor: Op
     ops: tuple[Op, ...]
 
 
-def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, float]) -> tuple[Members, ...]:
+def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, float]) -> tuple[OpGroup, ...]:
     """Every operation in one group, numbered so that tensors flow from lower to higher groups only.
 
     Operations are walked in execution order. An anchor opens a new group: it reads a weight, has FLOPs, or is heavy.
@@ -55,15 +55,15 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
     for op in waiting.values():
         assigned[op.name] = group_of_unread(op, graph, assigned)
     return tuple(
-        Members(anchors[i] if anchors else ops[0], tuple(ops)) for i, ops in sorted(members_of(graph, assigned).items())
+        OpGroup(anchors[i] if anchors else ops[0], tuple(ops)) for i, ops in sorted(members_of(graph, assigned).items())
     )
 
 
-def regrouped(graph: Graph, groups: Sequence[Group]) -> tuple[Members, ...]:
+def regrouped(graph: Graph, groups: Sequence[Group]) -> tuple[OpGroup, ...]:
     """The operations of a sharded graph in the groups of the whole one."""
     op_of = {op.name: op for op in graph.ops}
     group_of = {name: i for i, group in enumerate(groups) for name in group.ops}
-    return tuple(Members(op_of[groups[i].name], tuple(ops)) for i, ops in sorted(members_of(graph, group_of).items()))
+    return tuple(OpGroup(op_of[groups[i].name], tuple(ops)) for i, ops in sorted(members_of(graph, group_of).items()))
 
 
 def members_of(graph: Graph, group_of: Mapping[str, int]) -> Mapping[int, list[Op]]:

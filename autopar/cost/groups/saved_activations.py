@@ -10,7 +10,7 @@ from math import prod
 
 import torch
 
-from autopar.cost.ops.op_stats import Facts, OpFacts, roots
+from autopar.cost.ops.op_stats import Facts, OpStats, storage_of
 from autopar.ir.graph import Graph, Op, refs
 from autopar.ops.regions import region_starts
 from autopar.ops.registry import operator
@@ -38,7 +38,7 @@ def compiled_facts(graph: Graph, facts: Facts) -> Facts:
 
     Source: min_cut_rematerialization_partition in torch's torch/_functorch/partitioners.py.
     """
-    fusing = Fusing(graph, facts)
+    fusing = PartitionerModel(graph, facts)
     kept = {fusing.tensor(name) for op in graph.ops for name in facts.ops[op.name].saved_names(op)}
     given_up, further = set[str](), Counter[str]()
     instead = defaultdict[str, set[int]](set)
@@ -51,9 +51,9 @@ def compiled_facts(graph: Graph, facts: Facts) -> Facts:
             for reader, operand in sources.values():
                 instead[reader].add(operand)
 
-    changed = dict[tuple, OpFacts]()  # operations alike go on sharing theirs
+    changed = dict[tuple, OpStats]()  # operations alike go on sharing theirs
 
-    def exchanged(op: Op) -> OpFacts:
+    def exchanged(op: Op) -> OpStats:
         own = facts.ops[op.name]
         operands = {i for i in own.saved_operands if fusing.tensor(op.reads[i]) not in given_up} | instead[op.name]
         outputs = tuple(j for j in own.saved_outputs if fusing.tensor(op.outputs[j].name) not in given_up)
@@ -66,12 +66,12 @@ def compiled_facts(graph: Graph, facts: Facts) -> Facts:
     return Facts({op.name: exchanged(op) for op in graph.ops})
 
 
-class Fusing:
+class PartitionerModel:
     """Which tensors of a graph are written to memory, and what the others are made of. Tensors go by the name of the
     first value in their memory, and ``maker`` has the position of the operation that makes each."""
 
     def __init__(self, graph: Graph, facts: Facts) -> None:
-        self.graph, self.facts, self.root = graph, facts, roots(graph, facts)
+        self.graph, self.facts, self.root = graph, facts, storage_of(graph, facts)
         self.maker = {v.name: i for i, op in enumerate(graph.ops) for v in op.outputs if v.name not in self.root}
         self.written = {name for name, i in self.maker.items() if not is_fused(graph.ops[i])}
         self.written |= {self.tensor(name) for name in refs(graph.outputs)}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
 
-from autopar.ir.cost_graph import BUCKET_BYTES, Holding
+from autopar.ir.cost_graph import BUCKET_BYTES, ResidentTensor
 from autopar.ir.graph import Weight
 from autopar.ir.hardware import CollectiveKind, Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
@@ -27,10 +27,12 @@ class Sharing:
     storage: Mapping[str, Layout] = field(default_factory=dict)
 
 
-ALONE = Sharing()
+UNSHARDED = Sharing()
 
 
-def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware, adds: bool = False) -> Holding:
+def weight_cost(
+    weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware, adds: bool = False
+) -> ResidentTensor:
     """A weight with gradient and optimizer state, of which the replicas keep a part each under ZeRO-1.
 
     In mixed precision these are the master's, which under ZeRO-1 its owner alone has, and the copy that programs read
@@ -45,7 +47,7 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
     trained = weight.kind == "parameter" and weight.requires_grad
     stored = weight.stored_bytes
     exchanged = trained and sharing.dp > 1
-    return Holding(
+    return ResidentTensor(
         name=weight.name,
         num_bytes=(weight_bytes(weight, sharing) if trained else weight.copy_bytes + stored)
         + ceil(weight.average_bytes * weight.numel),
@@ -53,18 +55,20 @@ def held(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Ha
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
         reduce_seconds=reduce_seconds(weight, sharing, hardware) if trained else 0.0,
-        drag_seconds=exchanged_bytes(weight, sharing) / hardware.replica_bytes_per_second if exchanged else 0.0,
+        contention_seconds=exchanged_bytes(weight, sharing) / hardware.replica_bytes_per_second if exchanged else 0.0,
         gradient_bytes=stored if trained else 0,
-        left_bytes=(weight.copy_bytes or stored) if trained and not adds else 0,
+        wgrad_bytes=(weight.copy_bytes or stored) if trained and not adds else 0,
         copy_bytes=weight.copy_bytes,
-        packed_bytes=stored if trained and TP in layout.partial_gradient else 0,
+        flattened_grad_bytes=stored if trained and TP in layout.partial_gradient else 0,
     )
 
 
-def held_part(weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware) -> Holding:
+def sharded_weight_cost(
+    weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware
+) -> ResidentTensor:
     """The same for a whole weight of which a rank has the part that its layout says."""
     shape = sharing.storage.get(weight.name, REPLICATED).local_shape(weight.shape, {TP: sharing.tp})
-    return held(replace(weight, shape=shape), groups, sharing, hardware)
+    return weight_cost(replace(weight, shape=shape), groups, sharing, hardware)
 
 
 def state_ranks(sharing: Sharing) -> int:
@@ -72,7 +76,7 @@ def state_ranks(sharing: Sharing) -> int:
     return sharing.dp if sharing.zero1 else 1
 
 
-def weight_bytes(weight: Weight, sharing: Sharing = ALONE) -> int:
+def weight_bytes(weight: Weight, sharing: Sharing = UNSHARDED) -> int:
     """Bytes of a trained weight: value, copy, gradient and a rank's part of the optimizer's state, in mixed precision
     with a part of the value, or all of it where averages read that."""
     owned, everywhere = weight.state_bytes * weight.numel, weight.stored_bytes + weight.num_bytes

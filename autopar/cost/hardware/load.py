@@ -125,7 +125,7 @@ def read_hardware(file: Table) -> Hardware:
             if dtype in table.data
         },
         replica_bytes_per_second=beside.get("replicas", inf),
-        hidden_share=beside.get("layers", 0.0),
+        overlap_efficiency=beside.get("layers", 0.0),
         reserve_bytes=whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
         group_collective=read_groups(collective) if collective is not None else {},
         # last: of all numbers read above

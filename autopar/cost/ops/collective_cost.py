@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from autopar.ir.graph import Op
 from autopar.ir.hardware import Hardware
-from autopar.ir.strategies import Conversion
+from autopar.ir.strategies import ReshardingCost
 from autopar.sharding.reshard import Step
 
 
@@ -15,13 +15,13 @@ def is_collective(op: Op) -> bool:
     return bool(op.home)
 
 
-def total(parts: Iterable[Conversion]) -> Conversion:
+def total(parts: Iterable[ReshardingCost]) -> ReshardingCost:
     """The sum of conversions."""
     listed = list(parts)
-    return Conversion(sum(c.forward_seconds for c in listed), sum(c.backward_seconds for c in listed))
+    return ReshardingCost(sum(c.forward_seconds for c in listed), sum(c.backward_seconds for c in listed))
 
 
-def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> Conversion:
+def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> ReshardingCost:
     """Time of one step: what it communicates between neighbours, or the copy that it makes.
 
     What a collective copies before and after communicating is not counted.
@@ -39,7 +39,7 @@ def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware
         backward = hardware.collective_seconds(step.backward, num_bytes, ranks)
     elif trained and step.name == "share_gradient":
         backward = hardware.op_seconds("memory", 0.0, 2 * num_bytes, "")
-    return Conversion(forward, backward)
+    return ReshardingCost(forward, backward)
 
 
 def whole_bytes(step: Step, source_bytes: float, made_bytes: float, ranks: int) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
-from autopar.cost.ops.op_stats import OpFacts
+from autopar.cost.ops.op_stats import OpStats
 from autopar.ir.graph import DTYPE_BYTES, Graph, Op
 from autopar.ir.hardware import Hardware
 from autopar.ops.registry import named_arguments
@@ -33,7 +33,7 @@ def has_statistics(op: Op) -> bool:
     return bool(given.get("training", True) and given.get("use_input_stats", True))
 
 
-def backward_bytes(op: Op, facts: OpFacts, sums: bool, num_bytes: Callable[[str], float], on_gpu: bool) -> float:
+def backward_bytes(op: Op, facts: OpStats, sums: bool, num_bytes: Callable[[str], float], on_gpu: bool) -> float:
     """What a backward reads again, byte.
 
     Args:
@@ -51,7 +51,7 @@ def backward_bytes(op: Op, facts: OpFacts, sums: bool, num_bytes: Callable[[str]
 
 
 def summed_bytes(
-    op: Op, facts: OpFacts, graph: Graph, added: frozenset[str], num_bytes: Callable[[str], float]
+    op: Op, facts: OpStats, graph: Graph, added: frozenset[str], num_bytes: Callable[[str], float]
 ) -> float:
     """What adding a microbatch's gradients of weights to the step's sums reads and writes, byte.
 
@@ -75,7 +75,7 @@ def added_to(graph: Graph, hardware: Hardware) -> frozenset[str]:
 
     Error: layers that are one operation with a collective do not, and those that do write no gradient of their own.
     """
-    if not hardware.way.compiled:
+    if not hardware.execution_mode.compiled:
         return frozenset()
     reads = Counter(name for op in graph.ops for name in op.reads)
     layers = (op for op in graph.ops if is_layer(op) and graph.readable[op.reads[0]].requires_grad)

@@ -10,12 +10,12 @@ from types import MappingProxyType
 from autopar.cost.groups.grouping import fed_by_inputs
 from autopar.cost.ops.collective_cost import is_collective, step_seconds, whole_bytes
 from autopar.cost.ops.memory_traffic import added_to, backward_bytes, forward_bytes, summed_bytes
-from autopar.cost.ops.op_stats import ATTENTION, Facts, OpFacts, roots
+from autopar.cost.ops.op_stats import ATTENTION, Facts, OpStats, storage_of
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.hardware import Hardware, Kind
 from autopar.ir.layout import TP
 from autopar.ops.registry import named_arguments
-from autopar.sharding.buffer_sizes import board_bytes
+from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.sharding.reshard import step_of
 
 # A complex product is a few real ones of this precision.
@@ -48,7 +48,7 @@ class OpCost:
     backward_seconds: float
     flops: float
     transient_bytes: int
-    board_bytes: int = 0
+    symmetric_buffer_bytes: int = 0
     passes_seconds: float = 0.0
 
     def times(self, factor: Factor) -> OpCost:
@@ -72,12 +72,12 @@ class Pricing:
     ranks: int = 1
 
     @cached_property
-    def fed(self) -> frozenset[str]:
+    def batch_dependent(self) -> frozenset[str]:
         return fed_by_inputs(self.graph)
 
     def scaled(self, amount: float, name: str) -> float:
         """An amount of a value or an operation: it grows with the batch if it depends on a graph input."""
-        return amount * self.batch / self.graph.batch if name in self.fed else amount
+        return amount * self.batch / self.graph.batch if name in self.batch_dependent else amount
 
     def num_bytes(self, name: str) -> int:
         """Size of a value or weight at the priced batch, byte."""
@@ -92,7 +92,7 @@ class Pricing:
 
     @cached_property
     def root(self) -> Mapping[str, str]:
-        return roots(self.graph, self.facts)
+        return storage_of(self.graph, self.facts)
 
     @cached_property
     def held(self) -> Mapping[str, frozenset[str]]:
@@ -125,7 +125,7 @@ def is_depthwise(op: Op, graph: Graph) -> bool:
     return arguments["groups"] > 1 and shape[1] == 1
 
 
-def num_products(kind: Kind, facts: OpFacts) -> int:
+def num_products(kind: Kind, facts: OpStats) -> int:
     """How many equal kernels a backward is: a product for each gradient; attention has one kernel for all of its."""
     if kind in ("attention", "memory"):
         return 1
@@ -135,16 +135,16 @@ def num_products(kind: Kind, facts: OpFacts) -> int:
 def has_sums(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
     """Whether some gradient of an operation is a sum over samples that none of its products makes."""
     gradients = pricing.facts.ops[op.name].gradients
-    if op.name not in pricing.fed or kind == "attention":
+    if op.name not in pricing.batch_dependent or kind == "attention":
         return False
     if kind == "memory":
-        return any(op.reads[i] not in pricing.fed for i in gradients)
+        return any(op.reads[i] not in pricing.batch_dependent for i in gradients)
     return len(gradients) > products
 
 
 def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
     """The cost of every operation by name; those that differ in names alone are priced once."""
-    graph, fed, known = pricing.graph, pricing.fed, dict[tuple, OpCost]()
+    graph, fed, known = pricing.graph, pricing.batch_dependent, dict[tuple, OpCost]()
     stored = {weight.name: weight.stored_dtype for weight in graph.weights}
     costs: dict[str, OpCost] = {}
     for op in graph.ops:
@@ -226,7 +226,7 @@ def collective_cost(op: Op, pricing: Pricing) -> OpCost:
     assert step is not None, f"{op.name}: {op.target} has no price"
     whole = whole_bytes(step, source, made, pricing.ranks)
     time = step_seconds(step, whole, trained, pricing.hardware, pricing.ranks)
-    taken = max(board_bytes(op, TP, pricing.ranks), default=0)
+    taken = max(symmetric_buffer_bytes(op, TP, pricing.ranks), default=0)
     return OpCost(
         time.forward_seconds, time.backward_seconds, 0.0, source + made, round(pricing.scaled(taken, op.name))
     )

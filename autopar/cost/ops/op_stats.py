@@ -24,7 +24,7 @@ MASK_ALIGNMENT = 8  # elements
 
 
 @dataclass(frozen=True)
-class OpFacts:
+class OpStats:
     """One operation at the traced shapes. Operands are numbered as in ``Op.reads``, outputs as in ``Op.outputs``.
 
     ``moves_data`` is false for views, which cost nothing. ``gradients`` are the operands for which the backward writes
@@ -52,7 +52,7 @@ class OpFacts:
 class Facts:
     """The facts of every operation of one graph, by name."""
 
-    ops: Mapping[str, OpFacts]
+    ops: Mapping[str, OpStats]
 
 
 def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
@@ -66,8 +66,8 @@ def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
         TraceError: torch cannot run an operation on meta tensors; the message holds file and line in the user's model.
     """
     operands = {value.name: operand_of(value) for value in (*graph.inputs, *(w.value for w in graph.weights))}
-    known: dict[str, OpFacts] = {}
-    ops: dict[str, OpFacts] = {}
+    known: dict[str, OpStats] = {}
+    ops: dict[str, OpStats] = {}
     for op in graph.ops:
         read = tuple(operands[name] for name in op.reads)
         alike = signature(op, read)
@@ -78,7 +78,7 @@ def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
     return Facts(ops)
 
 
-def roots(graph: Graph, facts: Facts) -> Mapping[str, str]:
+def storage_of(graph: Graph, facts: Facts) -> Mapping[str, str]:
     """The value, input or weight whose memory each view lies in."""
     root: dict[str, str] = {}
     for op in graph.ops:
@@ -88,7 +88,7 @@ def roots(graph: Graph, facts: Facts) -> Mapping[str, str]:
     return root
 
 
-def facts_of(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFacts:
+def facts_of(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
     """The facts of one operation; raises TraceError where torch cannot run it on meta tensors."""
     if op.target == ATTENTION and has_fused_kernel(op, read, device_type):
         return attention_facts(op, read, device_type)
@@ -105,7 +105,7 @@ def facts_of(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFacts:
 # -- any operation -----------------------------------------------------------------------------------------------
 
 
-def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpFacts:
+def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
     """Facts from one forward and backward on meta tensors."""
     leaves = tuple(meta_tensor(o) for o in read)
     in_place = not op.outputs
@@ -126,7 +126,7 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpFacts:
     aliases = [(j, i) for j, m in enumerate(result_memory) for i in positions(operand_memory, [m])[:1]]
     saved_results = positions(result_memory, kept_memory)
     fresh = {id(m): m.nbytes() for m in kept_memory if not is_among(m, [*operand_memory, *result_memory])}
-    return OpFacts(
+    return OpStats(
         forward_flops=forward.get_total_flops(),
         backward_flops=backward_flops,
         moves_data=in_place or len(aliases) < len(results),
@@ -218,7 +218,7 @@ def mask_number(op: Op) -> int | None:
     return op.reads.index(mask.name) if isinstance(mask, Ref) else None
 
 
-def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFacts:
+def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
     """Facts of flash-like attention.
 
     Meta tensors take the path of separate operations, which saves the whole attention matrix, while the kernels of
@@ -236,7 +236,7 @@ def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpFa
     mask = mask_number(op)
     copied = 0 if mask is None or device_type == "cpu" else copied_mask_bytes(read[mask], query)
     saved = tuple(i for i in range(len(read)) if i != mask or not copied)
-    return OpFacts(
+    return OpStats(
         forward_flops=flops,
         backward_flops=flops * 5 // 2 if trained else 0,
         moves_data=True,

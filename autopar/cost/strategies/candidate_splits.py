@@ -11,11 +11,11 @@ from autopar.ir.layout import Layout
 from autopar.sharding.batch_dim import sample_dims
 from autopar.sharding.rule import Strategy
 
-MOST = 12  # splits of one value that are followed; a dim that many reshapes take apart could have more
+MAX_SPLITS = 12  # splits of one value that are followed; a dim that many reshapes take apart could have more
 
 
 @dataclass(frozen=True)
-class Digits:
+class CandidateSplits:
     """Splits by value or weight.
 
     Args:
@@ -24,13 +24,13 @@ class Digits:
         samples: the one along the samples, whether or not the number of ranks divides them; for values that have them.
     """
 
-    wanted: Mapping[str, tuple[Layout, ...]]
-    offered: Mapping[str, tuple[Layout, ...]]
+    consumable: Mapping[str, tuple[Layout, ...]]
+    producible: Mapping[str, tuple[Layout, ...]]
     samples: Mapping[str, Layout]
 
     def known(self, name: str) -> tuple:
         """All that is known of a value."""
-        return self.wanted.get(name, ()), self.offered.get(name, ()), self.samples.get(name)
+        return self.consumable.get(name, ()), self.producible.get(name, ()), self.samples.get(name)
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Collected:
         for name, layout in zip(names, layouts):
             if layout.splits and not depends_on_batch(layout, self.samples.get(name), self.graph.batch):
                 known = self.splits.setdefault(name, {})
-                if len(known) < MOST:
+                if len(known) < MAX_SPLITS:
                     known[layout] = None
 
     def of(self, name: str) -> tuple[Layout, ...]:
@@ -58,7 +58,7 @@ class Collected:
         return {name: tuple(layouts) for name, layouts in self.splits.items()}
 
 
-def digits(book: RuleBook, batch_divides: bool) -> Digits:
+def digits(book: RuleBook, batch_divides: bool) -> CandidateSplits:
     """The splits that matter, from one walk backwards and one forwards over the graph.
 
     Operations with FLOPs say what they could use and make; rules of the others carry it on. So the rows of a fused
@@ -84,7 +84,7 @@ def digits(book: RuleBook, batch_divides: bool) -> Digits:
         read = (book.reading(op, i, layout) for i, name in enumerate(op.reads) for layout in offered.of(name))
         for found in usable(op, read):
             offered.add((v.name for v in op.outputs), found.outputs)
-    return Digits(wanted.table, offered.table, samples)
+    return CandidateSplits(wanted.table, offered.table, samples)
 
 
 def allowed(

@@ -47,8 +47,10 @@ def limits(graph: Graph, facts: Facts, ranks: int) -> tuple[str, ...]:
 def limit(op: Op, rule: Rule, letter: str, book: RuleBook, samples: Mapping[str, Layout]) -> Iterator[str]:
     """What to say of a letter whose size the ranks do not divide."""
     size, where = rule.sizes[letter], pattern_of(op.module or op.name)
-    fed = [i for i, name in enumerate(op.reads) if name in book.fed and has(rule.operands[i], letter)]
-    weights = [i for i, name in enumerate(op.reads) if name not in book.fed and has(rule.operands[i], letter)]
+    fed = [i for i, name in enumerate(op.reads) if name in book.batch_dependent and has(rule.operands[i], letter)]
+    weights = [
+        i for i, name in enumerate(op.reads) if name not in book.batch_dependent and has(rule.operands[i], letter)
+    ]
     if any(op.reads[i] not in book.graph.producer for i in fed):
         return  # the colours of an image
     if weights and book.multiplies_weights(op):

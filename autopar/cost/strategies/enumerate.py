@@ -7,24 +7,31 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.cost.groups.cost_graph import LOSS
-from autopar.cost.groups.grouping import Members, group_ops
-from autopar.cost.groups.weight_memory import Sharing, held_part
+from autopar.cost.groups.grouping import OpGroup, group_ops
+from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
 from autopar.cost.ops.collective_cost import step_seconds, total
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, Pricing, op_costs, part_cost
 from autopar.cost.ops.op_stats import Facts
-from autopar.cost.ops.overlap import left_over, products_of
+from autopar.cost.ops.overlap import exposed_seconds, products_of
 from autopar.cost.strategies.candidate_splits import digits
 from autopar.cost.strategies.group_cost import Costing, Owners, owners, saved_by
-from autopar.cost.strategies.propagate import Interface, Setting, candidates, follow, keeps_state, targets
+from autopar.cost.strategies.propagate import (
+    GroupBoundary,
+    PropagationContext,
+    candidates,
+    follow,
+    keeps_state,
+    targets,
+)
 from autopar.cost.strategies.rule_cache import RuleBook
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
-from autopar.ir.strategies import Choice, ChoiceGraph, ChoiceGroup, Conversion
+from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.sharding.fuse_linear import before_layer, is_layer
 from autopar.sharding.reshard import steps
 
-MOST_CHOICES = 8
+MAX_STRATEGIES = 8
 
 
 @dataclass(frozen=True)
@@ -32,13 +39,13 @@ class Kind:
     """Groups that are the same but for names: the choices of one of them, and the number that they share."""
 
     number: int
-    members: Members
-    choices: tuple[Choice, ...]
+    members: OpGroup
+    choices: tuple[ShardingStrategy, ...]
 
 
 def choice_graph(
     graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int, factors: Factors = NO_FACTORS
-) -> ChoiceGraph:
+) -> StrategyGraph:
     """The choices of every group of a whole training graph on the ranks of a tensor-parallel axis.
 
     The groups are those of `price`. A choice is a strategy of the group's anchor, which the other operations follow,
@@ -60,12 +67,12 @@ def choice_graph(
     groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
     divides = batch % ranks == 0 and graph.batch % ranks == 0
     book = RuleBook(graph, facts, ranks)
-    setting = Setting(book, digits(book, divides), divides, factors)
+    setting = PropagationContext(book, digits(book, divides), divides, factors)
     owned = owners(groups, pricing)
     sides = interfaces(groups, graph)
     kinds: dict[tuple, Kind] = {}
     numbers: dict[tuple, int] = {}
-    listed: list[ChoiceGroup] = []
+    listed: list[StrategyGroup] = []
     for number, (members, side) in enumerate(zip(groups, sides)):
         key = signature(number, members, side, setting, pricing, owned)
         if key not in kinds:
@@ -74,13 +81,13 @@ def choice_graph(
             kinds[key] = Kind(numbers.setdefault(alike, len(numbers)), members, found)
         kind = kinds[key]
         renamed = tuple(rename(kind.choices, kind.members, members))
-        listed.append(ChoiceGroup(members.anchor.name, kind.number, side.reads, side.makes, side.weights, renamed))
+        listed.append(StrategyGroup(members.anchor.name, kind.number, side.reads, side.makes, side.weights, renamed))
     listed.append(loss_group(graph, len(numbers)))
     made = {name: round(pricing.num_bytes(name)) for side in sides for name in side.makes}
-    return ChoiceGraph(tuple(listed), made, conversions(listed, groups, owned, pricing, setting))
+    return StrategyGraph(tuple(listed), made, conversions(listed, groups, owned, pricing, setting))
 
 
-def with_replicas(choices: ChoiceGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> ChoiceGraph:
+def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
     """The same choices with weights as `price` takes them for these replicas: ``step_seconds`` with the reduction of
     their gradients, and ``weight_bytes``.
 
@@ -92,21 +99,21 @@ def with_replicas(choices: ChoiceGraph, graph: Graph, sharing: Sharing, hardware
         return choices
     paid: set[str] = set()
 
-    def shared(group: ChoiceGroup, choice: Choice) -> Choice:
-        stored = {name: layout for name, layout in zip(group.weights, choice.stores) if name not in paid}
+    def shared(group: StrategyGroup, choice: ShardingStrategy) -> ShardingStrategy:
+        stored = {name: layout for name, layout in zip(group.weights, choice.weight_layouts) if name not in paid}
         here = replace(sharing, storage=stored)
-        holdings = [held_part(graph.weight[name], (0,), here, hardware) for name in stored]
+        holdings = [sharded_weight_cost(graph.weight[name], (0,), here, hardware) for name in stored]
         seconds = sum(h.optimizer_seconds + h.reduce_seconds for h in holdings)
         return replace(choice, step_seconds=seconds, weight_bytes=sum(h.num_bytes for h in holdings))
 
     groups = []
     for group in choices.groups:
-        groups.append(replace(group, choices=tuple(shared(group, choice) for choice in group.choices)))
+        groups.append(replace(group, strategies=tuple(shared(group, choice) for choice in group.strategies)))
         paid.update(group.weights)
     return replace(choices, groups=tuple(groups))
 
 
-def interfaces(groups: Sequence[Members], graph: Graph) -> tuple[Interface, ...]:
+def interfaces(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoundary, ...]:
     """What each group reads and makes for others, in order of execution."""
     group_of = {op.name: i for i, members in enumerate(groups) for op in members.ops}
     outside = set(refs(graph.outputs))
@@ -120,7 +127,7 @@ def interfaces(groups: Sequence[Members], graph: Graph) -> tuple[Interface, ...]
         own = {v.name for op in members.ops for v in op.outputs}
         read = dict.fromkeys(name for op in members.ops for name in op.reads)
         found.append(
-            Interface(
+            GroupBoundary(
                 reads=tuple(n for n in read if n in graph.producer and n not in own),
                 makes=tuple(v.name for op in members.ops for v in op.outputs if v.name in outside),
                 weights=tuple(n for n in read if n in graph.weight),
@@ -129,18 +136,24 @@ def interfaces(groups: Sequence[Members], graph: Graph) -> tuple[Interface, ...]
     return tuple(found)
 
 
-def loss_group(graph: Graph, kind: int) -> ChoiceGroup:
+def loss_group(graph: Graph, kind: int) -> StrategyGroup:
     """The loss, which reads the model's outputs whole."""
     names = tuple(dict.fromkeys(refs(graph.outputs)))
     reads = tuple(n for n in names if n in graph.producer)
     weights = tuple(n for n in names if n in graph.weight)
-    only = Choice("replicated", (), 0.0, 0.0, 0.0, 0, 0, (REPLICATED,) * len(reads), (), (REPLICATED,) * len(weights))
-    return ChoiceGroup(LOSS, kind, reads, (), weights, (only,))
+    only = ShardingStrategy(
+        "replicated", (), 0.0, 0.0, 0.0, 0, 0, (REPLICATED,) * len(reads), (), (REPLICATED,) * len(weights)
+    )
+    return StrategyGroup(LOSS, kind, reads, (), weights, (only,))
 
 
 def conversions(
-    groups: Sequence[ChoiceGroup], members: Sequence[Members], owned: Owners, pricing: Pricing, setting: Setting
-) -> Mapping[tuple[str, Layout, Layout], Conversion]:
+    groups: Sequence[StrategyGroup],
+    members: Sequence[OpGroup],
+    owned: Owners,
+    pricing: Pricing,
+    setting: PropagationContext,
+) -> Mapping[tuple[str, Layout, Layout], ReshardingCost]:
     """Every conversion between two layouts that can occur.
 
     Error: a copy counts as saved if some reader that saves may read in its layout, whether or not that one does.
@@ -148,12 +161,12 @@ def conversions(
     book, layers = setting.book, dict(lone_layers(pricing, setting.factors))
     kept = saved_copies(groups, members, owned, pricing)
     gives: dict[str, set[Layout]] = {}
-    known: dict[tuple, Conversion] = {}
-    found: dict[tuple[str, Layout, Layout], Conversion] = {}
+    known: dict[tuple, ReshardingCost] = {}
+    found: dict[tuple[str, Layout, Layout], ReshardingCost] = {}
     for group in groups:
         for i, name in enumerate(group.reads):
             num_bytes, trained, layer = pricing.num_bytes(name), name in book.trained, layers.get(name)
-            for read in dict.fromkeys(choice.takes[i] for choice in group.choices):
+            for read in dict.fromkeys(choice.input_layouts[i] for choice in group.strategies):
                 for made in gives[name]:
                     if made == read:
                         continue
@@ -165,12 +178,12 @@ def conversions(
                         known[key] = replace(seconds, saved_bytes=saved)
                     found[name, made, read] = known[key]
         for i, name in enumerate(group.makes):
-            gives[name] = {choice.gives[i] for choice in group.choices}
+            gives[name] = {choice.output_layouts[i] for choice in group.strategies}
     return found
 
 
 def saved_copies(
-    groups: Sequence[ChoiceGroup], members: Sequence[Members], owned: Owners, pricing: Pricing
+    groups: Sequence[StrategyGroup], members: Sequence[OpGroup], owned: Owners, pricing: Pricing
 ) -> frozenset[tuple[str, Layout]]:
     """Values that the group that makes them saves, or an earlier one, and the layouts in which readers may save them
     again."""
@@ -181,13 +194,13 @@ def saved_copies(
         for i, name in enumerate(group.reads):
             root = pricing.root.get(name, name)
             if root in roots and owned.saved[root] <= maker[name]:
-                found.update((name, choice.takes[i]) for choice in group.choices)
+                found.update((name, choice.input_layouts[i]) for choice in group.strategies)
     return frozenset(found)
 
 
 def conversion(
-    made: Layout, read: Layout, num_bytes: float, trained: bool, layer: Conversion | None, pricing: Pricing
-) -> Conversion:
+    made: Layout, read: Layout, num_bytes: float, trained: bool, layer: ReshardingCost | None, pricing: Pricing
+) -> ReshardingCost:
     """Time to bring a tensor from one layout into another and its gradient back.
 
     Args:
@@ -199,11 +212,11 @@ def conversion(
     parts = [step_seconds(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
     operator = before_layer(last, trained)
     if operator is not None and layer is not None:
-        parts[-1] = left_over(operator, layer, parts[-1], pricing)
+        parts[-1] = exposed_seconds(operator, layer, parts[-1], pricing)
     return total(parts)
 
 
-def lone_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, Conversion]]:
+def lone_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, ReshardingCost]]:
     """Values that a linear layer alone reads, and its products if it is split by its outputs, as in those of
     `autopar.sharding.fuse_linear`."""
     graph = pricing.graph
@@ -223,28 +236,32 @@ def lone_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, Conve
 
 
 def choices_of(
-    number: int, members: Members, side: Interface, setting: Setting, pricing: Pricing, owned: Owners
-) -> tuple[Choice, ...]:
+    number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
+) -> tuple[ShardingStrategy, ...]:
     """The choices of a group, the replicated one first; those that another one is better than in every way are gone."""
-    found: list[Choice] = []
+    found: list[ShardingStrategy] = []
     for strategy in candidates(members, setting):
         for target in targets(members, strategy, setting):
             run = follow(members, strategy, target, setting)
             if keeps_state(members, run, setting.book):
                 found.extend(Costing(number, members, side, run, setting, pricing, owned).choices())
     kept = [c for i, c in enumerate(found) if i == 0 or not any(better(o, c, j < i) for j, o in enumerate(found))]
-    return (kept[0], *sorted(kept[1:], key=lambda c: c.seconds)[: MOST_CHOICES - 1])
+    return (kept[0], *sorted(kept[1:], key=lambda c: c.seconds)[: MAX_STRATEGIES - 1])
 
 
-def better(other: Choice, choice: Choice, earlier: bool) -> bool:
+def better(other: ShardingStrategy, choice: ShardingStrategy, earlier: bool) -> bool:
     """Whether another choice fits the same surroundings and is at least as good in every way."""
-    if other is choice or (other.takes, other.gives, other.stores) != (choice.takes, choice.gives, choice.stores):
+    if other is choice or (other.input_layouts, other.output_layouts, other.weight_layouts) != (
+        choice.input_layouts,
+        choice.output_layouts,
+        choice.weight_layouts,
+    ):
         return False
     ours, theirs = sizes(choice), sizes(other)
     return all(b <= a for a, b in zip(ours, theirs)) and (ours != theirs or earlier)
 
 
-def sizes(choice: Choice) -> tuple[float, ...]:
+def sizes(choice: ShardingStrategy) -> tuple[float, ...]:
     """What is better small."""
     return choice.seconds, choice.step_seconds, choice.saved_bytes, choice.weight_bytes
 
@@ -253,7 +270,7 @@ def sizes(choice: Choice) -> tuple[float, ...]:
 
 
 def signature(
-    number: int, members: Members, side: Interface, setting: Setting, pricing: Pricing, owned: Owners
+    number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
 ) -> tuple:
     """Equal for groups that have the same choices: names are replaced by where they come from."""
     book, known = setting.book, setting.digits.known
@@ -264,8 +281,8 @@ def signature(
         (
             book.key(op),
             op is members.anchor,
-            op.name in book.fed,
-            op.name in book.still,
+            op.name in book.batch_dependent,
+            op.name in book.always_replicated,
             tuple(place.get(name, ("input",)) for name in op.reads),
             tuple(place.get(name, ("input",)) for name in op.mutates),
         )
@@ -283,13 +300,13 @@ def signature(
     )
 
 
-def without_names(choices: tuple[Choice, ...], members: Members) -> tuple[Choice, ...]:
+def without_names(choices: tuple[ShardingStrategy, ...], members: OpGroup) -> tuple[ShardingStrategy, ...]:
     """The choices with positions for names."""
     place = {op.name: str(i) for i, op in enumerate(members.ops)}
     return tuple(replace(c, labels=tuple((place[name], label) for name, label in c.labels)) for c in choices)
 
 
-def rename(choices: tuple[Choice, ...], source: Members, target: Members) -> Iterator[Choice]:
+def rename(choices: tuple[ShardingStrategy, ...], source: OpGroup, target: OpGroup) -> Iterator[ShardingStrategy]:
     """The choices of one group for another one of its kind."""
     if source is target:
         yield from choices

@@ -14,16 +14,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.cost.groups.grouping import Members
-from autopar.cost.groups.weight_memory import Sharing, held_part
+from autopar.cost.groups.grouping import OpGroup
+from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
 from autopar.cost.ops.collective_cost import step_seconds, total
 from autopar.cost.ops.op_cost import UNMEASURED, OpCost, Pricing, part_cost
-from autopar.cost.ops.overlap import left_over, products_of
-from autopar.cost.strategies.propagate import Interface, Run, Setting
-from autopar.ir.cost_graph import Holding
+from autopar.cost.ops.overlap import exposed_seconds, products_of
+from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
+from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, TP, Layout
-from autopar.ir.strategies import Choice, Conversion
+from autopar.ir.strategies import ReshardingCost, ShardingStrategy
 from autopar.sharding.fuse_linear import behind_layer, is_layer
 from autopar.sharding.reshard import Step, steps
 
@@ -42,7 +42,7 @@ class Owners:
     saved: Mapping[str, int]
     shared: frozenset[str]
 
-    def signature(self, number: int, members: Members, pricing: Pricing) -> tuple:
+    def signature(self, number: int, members: OpGroup, pricing: Pricing) -> tuple:
         """Equal for groups that pay for the same of their weights and storages."""
         saved = [root for op in members.ops for root, _ in saved_by(op, pricing)]
         place = {root: i for i, root in enumerate(dict.fromkeys(saved))}
@@ -53,7 +53,7 @@ class Owners:
         )
 
 
-def owners(groups: Sequence[Members], pricing: Pricing) -> Owners:
+def owners(groups: Sequence[OpGroup], pricing: Pricing) -> Owners:
     """The first reader of each weight and the first saver of each storage."""
     weight: dict[str, int] = {}
     saved: dict[str, int] = {}
@@ -81,10 +81,10 @@ class Costing:
     """One run of one group while its cost is summed up."""
 
     number: int
-    members: Members
-    side: Interface
-    run: Run
-    setting: Setting
+    members: OpGroup
+    side: GroupBoundary
+    run: GroupSharding
+    setting: PropagationContext
     pricing: Pricing
     owned: Owners
 
@@ -92,19 +92,19 @@ class Costing:
     def ranks(self) -> int:
         return self.setting.book.ranks
 
-    def choices(self) -> Iterator[Choice]:
+    def choices(self) -> Iterator[ShardingStrategy]:
         """The run as a choice; as two, if it reads a weight that other groups read too, and may read otherwise."""
-        natural = {name: self.run.stores(name, self.setting.book) for name in self.side.weights}
+        natural = {name: self.run.weight_layout(name, self.setting.book) for name in self.side.weights}
         whole = {name: REPLICATED if name in self.owned.shared else layout for name, layout in natural.items()}
         for stored in (natural,) if whole == natural else (natural, whole):
             yield self.choice(stored)
 
-    def choice(self, stored: Mapping[str, Layout]) -> Choice:
+    def choice(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
         """The choice that keeps the weights so."""
         costs = [self.op_cost(op) for op in self.members.ops]
         inside = total(self.conversions(stored))
         holdings = [self.holding(name, stored[name]) for name in self.side.weights if self.pays_for(name)]
-        return Choice(
+        return ShardingStrategy(
             name=self.name,
             labels=tuple(self.labels()),
             forward_seconds=sum(c.forward_seconds for c in costs) + inside.forward_seconds,
@@ -112,9 +112,9 @@ class Costing:
             step_seconds=sum(h.optimizer_seconds for h in holdings),
             saved_bytes=self.saved_bytes(),
             weight_bytes=sum(h.num_bytes for h in holdings),
-            takes=tuple(map(self.run.takes, self.side.reads)),
-            gives=tuple(self.run.gives(name, self.members.anchor) for name in self.side.makes),
-            stores=tuple(stored[name] for name in self.side.weights),
+            input_layouts=tuple(map(self.run.input_layout, self.side.reads)),
+            output_layouts=tuple(self.run.output_layout(name, self.members.anchor) for name in self.side.makes),
+            weight_layouts=tuple(stored[name] for name in self.side.weights),
         )
 
     @property
@@ -170,26 +170,26 @@ class Costing:
         """Whether the group is the first one that reads a weight."""
         return self.owned.weight[name] == self.number
 
-    def holding(self, name: str, layout: Layout) -> Holding:
+    def holding(self, name: str, layout: Layout) -> ResidentTensor:
         """What keeping a weight costs a rank."""
         sharing = Sharing(self.ranks, storage={name: layout})
-        return held_part(self.pricing.graph.weight[name], (self.number,), sharing, self.pricing.hardware)
+        return sharded_weight_cost(self.pricing.graph.weight[name], (self.number,), sharing, self.pricing.hardware)
 
-    def conversions(self, stored: Mapping[str, Layout]) -> Iterator[Conversion]:
+    def conversions(self, stored: Mapping[str, Layout]) -> Iterator[ReshardingCost]:
         """Those of what the group makes, of weights and inputs, and of what it reads in a second layout."""
         wanted: dict[str, list[Layout]] = {}
         for name, layout in self.run.read:
             wanted.setdefault(name, []).append(layout)
         for name in self.side.makes:
-            wanted.setdefault(name, []).append(self.run.gives(name, self.members.anchor))
+            wanted.setdefault(name, []).append(self.run.output_layout(name, self.members.anchor))
         for name, layouts in wanted.items():
             source = stored.get(name, self.made(name))
             if name in self.side.reads:
-                first = self.run.takes(name)
+                first = self.run.input_layout(name)
                 source, layouts = first if first.splits else REPLICATED, layouts[1:]
             yield from self.converted(name, source, layouts)
 
-    def converted(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[Conversion]:
+    def converted(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
         """Each step once that leads from one layout into those wanted."""
         taken: dict[Layout, Step] = {}
         for layout in wanted:
@@ -201,10 +201,10 @@ class Costing:
             seconds = step_seconds(step, num_bytes, trained, self.pricing.hardware, self.ranks)
             yield self.beside_layer(name, step, seconds) if len(taken) == 1 else seconds
 
-    def beside_layer(self, name: str, step: Step, seconds: Conversion) -> Conversion:
+    def beside_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
         """What is left of a step that alone reads a value, beside the linear layer that makes it."""
         op = next((op for op in self.members.ops if any(v.name == name for v in op.outputs)), None)
         operator = behind_layer(step)
         if operator is None or op is None or not is_layer(op):
             return seconds
-        return left_over(operator, products_of(op, self.op_cost(op), self.pricing.facts), seconds, self.pricing)
+        return exposed_seconds(operator, products_of(op, self.op_cost(op), self.pricing.facts), seconds, self.pricing)

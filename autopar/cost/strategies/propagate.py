@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.cost.groups.grouping import Members
+from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.ops.op_cost import Factors
-from autopar.cost.strategies.candidate_splits import Digits, allowed, depends_on_batch
+from autopar.cost.strategies.candidate_splits import CandidateSplits, allowed, depends_on_batch
 from autopar.cost.strategies.rule_cache import RuleBook
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, TP, Layout
@@ -24,11 +24,11 @@ class Read(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Setting:
+class PropagationContext:
     """What following is done by, and how operations compare with their prices."""
 
     book: RuleBook
-    digits: Digits
+    digits: CandidateSplits
     batch_divides: bool
     factors: Factors = field(default_factory=dict)
 
@@ -43,7 +43,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Interface:
+class GroupBoundary:
     """What enters and leaves a group: values of other groups, values for other groups, weights."""
 
     reads: tuple[str, ...]
@@ -52,7 +52,7 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class Run:
+class GroupSharding:
     """One way to run a group.
 
     Args:
@@ -77,20 +77,22 @@ class Run:
         """The layouts in which a value or weight is read."""
         return tuple(r.layout for r in self.read if r.name == name)
 
-    def gives(self, name: str, anchor: Op) -> Layout:
+    def output_layout(self, name: str, anchor: Op) -> Layout:
         """The layout in which a value leaves the group."""
-        return settled(self.made[name], self.target if any(v.name == name for v in anchor.outputs) else REPLICATED)
+        return reduced_layout(
+            self.made[name], self.target if any(v.name == name for v in anchor.outputs) else REPLICATED
+        )
 
-    def takes(self, name: str) -> Layout:
+    def input_layout(self, name: str) -> Layout:
         """The layout in which a value enters the group; the first, where it is read in several."""
         return self.layouts(name)[0]
 
-    def stores(self, name: str, book: RuleBook) -> Layout:
+    def weight_layout(self, name: str, book: RuleBook) -> Layout:
         """The layout in which a weight is kept for this group's readers."""
         return REPLICATED if book.graph.weight[name].kind == "constant" else kept(set(self.layouts(name)))
 
 
-def follow(members: Members, chosen: Strategy, target: Layout, setting: Setting) -> Run:
+def follow(members: OpGroup, chosen: Strategy, target: Layout, setting: PropagationContext) -> GroupSharding:
     """The group with its anchor under a strategy.
 
     Operations that depend on weights and constants alone make what their reader wants where their rule can. Any other
@@ -110,21 +112,21 @@ def follow(members: Members, chosen: Strategy, target: Layout, setting: Setting)
             run(op, chosen)
         elif op.name not in free:
             sums = {v.name for v in members.anchor.outputs}
-            known = {n: settled(made[n], target if n in sums else REPLICATED) for n in op.reads if n in made}
+            known = {n: reduced_layout(made[n], target if n in sums else REPLICATED) for n in op.reads if n in made}
             run(op, following(op, known, setting))
     for op in reversed(members.ops):
         if op.name in free and op.name not in strategies:
             run(op, wanted_by(members.ops, op, strategies, setting))
     reads = (Read(n, at) for op in members.ops for n, at in zip(op.reads, strategies[op.name].operands, strict=True))
-    return Run(target, strategies, made, tuple(dict.fromkeys(reads)))
+    return GroupSharding(target, strategies, made, tuple(dict.fromkeys(reads)))
 
 
-def settled(layout: Layout, target: Layout) -> Layout:
+def reduced_layout(layout: Layout, target: Layout) -> Layout:
     """The layout in which a value is read where it is made: a sum becomes its target."""
     return target if layout.partial else layout
 
 
-def free_ops(members: Members, book: RuleBook) -> frozenset[str]:
+def free_ops(members: OpGroup, book: RuleBook) -> frozenset[str]:
     """Names of the operations, but the anchor, that read neither another group's values nor what the anchor makes."""
     free: set[str] = set()
     for op in members.ops:
@@ -134,7 +136,7 @@ def free_ops(members: Members, book: RuleBook) -> frozenset[str]:
     return frozenset(free)
 
 
-def following(op: Op, known: Mapping[str, Layout], setting: Setting) -> Strategy:
+def following(op: Op, known: Mapping[str, Layout], setting: PropagationContext) -> Strategy:
     """The strategy that reads the first split operand as it is."""
     for number, name in enumerate(op.reads):
         if known.get(name, REPLICATED).splits:
@@ -143,7 +145,7 @@ def following(op: Op, known: Mapping[str, Layout], setting: Setting) -> Strategy
     return replicated(op)
 
 
-def wanted_by(ops: Sequence[Op], op: Op, strategies: Mapping[str, Strategy], setting: Setting) -> Strategy:
+def wanted_by(ops: Sequence[Op], op: Op, strategies: Mapping[str, Strategy], setting: PropagationContext) -> Strategy:
     """The strategy that makes an output as its first reader in the group wants it."""
     for number, value in enumerate(op.outputs):
         for reader in ops:
@@ -161,17 +163,17 @@ def in_gradients(op: Op, found: Strategy, book: RuleBook) -> Strategy:
     return Strategy(found.label, operands, found.outputs)
 
 
-def keeps_state(members: Members, run: Run, book: RuleBook) -> bool:
+def keeps_state(members: OpGroup, run: GroupSharding, book: RuleBook) -> bool:
     """Whether weights that are updated in place are read as they are stored."""
     return all(
-        run.layouts(name) == (run.stores(name, book),)
+        run.layouts(name) == (run.weight_layout(name, book),)
         for op in members.ops
         for name in op.mutates
         if name in book.graph.weight and name in op.reads
     )
 
 
-def candidates(members: Members, setting: Setting) -> Iterable[Strategy]:
+def candidates(members: OpGroup, setting: PropagationContext) -> Iterable[Strategy]:
     """The strategies of the anchor that are worth trying, the replicated one first.
 
     A letter is split contiguously unless readers can use it otherwise only.
@@ -185,7 +187,7 @@ def candidates(members: Members, setting: Setting) -> Iterable[Strategy]:
             if made is not None:
                 found.setdefault(made.label, made)
     for number, name in enumerate(op.reads):
-        for layout in (*setting.digits.offered.get(name, ()), *samples_of(name, setting)):
+        for layout in (*setting.digits.producible.get(name, ()), *samples_of(name, setting)):
             read = book.reading(op, number, layout)
             if read is not None:
                 found.setdefault(read.label, read)
@@ -196,25 +198,25 @@ def candidates(members: Members, setting: Setting) -> Iterable[Strategy]:
             yield strategy
 
 
-def samples_of(name: str, setting: Setting) -> tuple[Layout, ...]:
+def samples_of(name: str, setting: PropagationContext) -> tuple[Layout, ...]:
     """The split of a value's samples, where they can be split."""
     found = setting.digits.samples.get(name) if setting.batch_divides else None
     return () if found is None else (found,)
 
 
-def usable(op: Op, strategy: Strategy, setting: Setting) -> bool:
+def usable(op: Op, strategy: Strategy, setting: PropagationContext) -> bool:
     """Whether readers of an operation can use what it makes under a strategy."""
     return any(
         layout.partial or layout in readable(value.name, setting) for value, layout in zip(op.outputs, strategy.outputs)
     )
 
 
-def readable(name: str, setting: Setting) -> tuple[Layout, ...]:
+def readable(name: str, setting: PropagationContext) -> tuple[Layout, ...]:
     """The splits of a value that operations behind it can use."""
-    return (*setting.digits.wanted.get(name, ()), *samples_of(name, setting))
+    return (*setting.digits.consumable.get(name, ()), *samples_of(name, setting))
 
 
-def targets(members: Members, chosen: Strategy, setting: Setting) -> tuple[Layout, ...]:
+def targets(members: OpGroup, chosen: Strategy, setting: PropagationContext) -> tuple[Layout, ...]:
     """What a sum that the anchor leaves can be reduced to; the replicated tensor alone where it leaves none."""
     op, found = members.anchor, {REPLICATED: None}
     for value, layout in zip(op.outputs, chosen.outputs):

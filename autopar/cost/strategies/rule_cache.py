@@ -30,12 +30,12 @@ class RuleBook:
     listed: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
-    def fed(self) -> frozenset[str]:
+    def batch_dependent(self) -> frozenset[str]:
         """Operations and values that depend on a graph input."""
         return fed_by_inputs(self.graph)
 
     @cached_property
-    def still(self) -> frozenset[str]:
+    def always_replicated(self) -> frozenset[str]:
         """Operations that are replicated whatever their rule says."""
         return updated_in_place(self.graph)
 
@@ -60,7 +60,7 @@ class RuleBook:
 
     def rule(self, op: Op) -> Rule | None:
         """An operation's rule; None where it is always replicated."""
-        if op.name in self.still:
+        if op.name in self.always_replicated:
             return None
         key = self.key(op)
         if key not in self.rules:
@@ -98,4 +98,4 @@ class RuleBook:
     def multiplies_weights(self, op: Op) -> bool:
         """Whether an operation is a product of activations with a weight, which splitting samples leaves to dp."""
         flops = self.facts.ops[op.name].forward_flops
-        return flops > 0 and op.target != ATTENTION and not self.fed.issuperset(op.reads)
+        return flops > 0 and op.target != ATTENTION and not self.batch_dependent.issuperset(op.reads)

@@ -23,31 +23,31 @@ IMAGES = 2  # whose tokens are gathered along the second dim
 
 
 @dataclass(frozen=True)
-class Joint:
+class AsyncTPOp:
     """An operator of `autopar.ops.async_tp`: what it communicates, forwards and backwards, and both ways."""
 
     kinds: tuple[CollectiveKind | None, CollectiveKind]
-    apart: Layer
-    joined: Layer
+    unfused: Layer
+    fused: Layer
 
 
-JOINTS: Mapping[str, Joint] = {
-    "gathered_linear": Joint(
+ASYNC_TP_OPS: Mapping[str, AsyncTPOp] = {
+    "gathered_linear": AsyncTPOp(
         ("all-gather", "reduce-scatter"),
         lambda x, w, ranks, axis: F.linear(torch.ops.autopar.all_gather(x, 1, 1, ranks, axis, True), w),
         lambda x, w, ranks, axis: torch.ops.autopar.gathered_linear(x, w, None, 1, 1, ranks, axis),
     ),
-    "summed_linear": Joint(
+    "summed_linear": AsyncTPOp(
         (None, "all-reduce"),
         lambda x, w, ranks, axis: F.linear(torch.ops.autopar.sum_gradient(x, axis), w),
         lambda x, w, ranks, axis: torch.ops.autopar.summed_linear(x, w, None, axis),
     ),
-    "gathered_rows_linear": Joint(
+    "gathered_rows_linear": AsyncTPOp(
         ("all-gather", "reduce-scatter"),
         lambda x, w, ranks, axis: F.linear(torch.ops.autopar.all_gather(x, 0, 1, ranks, axis, True), w),
         lambda x, w, ranks, axis: torch.ops.autopar.gathered_rows_linear(x, w, None, ranks, axis),
     ),
-    "scattered_rows_linear": Joint(
+    "scattered_rows_linear": AsyncTPOp(
         ("reduce-scatter", "all-gather"),
         lambda x, w, ranks, axis: torch.ops.autopar.reduce_scatter(F.linear(x, w), 0, 1, ranks, axis),
         lambda x, w, ranks, axis: torch.ops.autopar.scattered_rows_linear(x, w, None, ranks, axis),
@@ -83,8 +83,8 @@ def both_ways(case: Case, axis: str, device: torch.device) -> Run:
     """The layer forwards, and backwards for what it reads and for its weight."""
     operator, way = case.what.split()
     shape, dtype = shape_of(case), getattr(torch, case.dtype)
-    joint = JOINTS[operator]
-    layer = joint.apart if way == APART else joint.joined
+    joint = ASYNC_TP_OPS[operator]
+    layer = joint.unfused if way == APART else joint.fused
     rows = shape.rows // (case.ranks if operator.startswith("gathered") else 1)
     sizes = (IMAGES, rows // IMAGES) if operator == "gathered_linear" else (rows,)
     x = torch.randn(*sizes, shape.read, device=device, dtype=dtype, requires_grad=True)
@@ -100,10 +100,12 @@ def layer_parts(case: Case) -> tuple[Part, ...]:
     made = shape.rows * shape.made
     flops = 2.0 * shape.rows * shape.read * shape.made
     backward = Part(flops, (made + 2 * sum(operands)) * size / 2)
-    travels = (Part(0.0, float(board_bytes(case) if kind else 0)) for kind in JOINTS[operator_of(case)].kinds)
+    travels = (
+        Part(0.0, float(symmetric_buffer_bytes(case) if kind else 0)) for kind in ASYNC_TP_OPS[operator_of(case)].kinds
+    )
     return (Part(flops, (sum(operands) + made) * size), backward, backward, *travels)
 
 
-def board_bytes(case: Case) -> int:
+def symmetric_buffer_bytes(case: Case) -> int:
     """What the collective takes of each board, the whole tensor."""
     return shape_of(case).whole * getattr(torch, case.dtype).itemsize

@@ -17,7 +17,7 @@ READERS = {"reserve": read_reserve, "beside": read_beside, "network": read_link,
 
 
 @dataclass(frozen=True)
-class Carried:
+class PreservedSections:
     """The name of the machine and its links, its devices per node, and the tables that are not measured."""
 
     name: str = ""
@@ -25,7 +25,7 @@ class Carried:
     devices_per_node: int = 1
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
-    def without(self, measured: Collection[tuple[str, ...]]) -> Carried:
+    def without(self, measured: Collection[tuple[str, ...]]) -> PreservedSections:
         """What is left of it where some numbers were measured, by table and name."""
         left = {
             table: {key: entry for key, entry in numbers.items() if (table, key) not in measured}
@@ -34,26 +34,28 @@ class Carried:
         return replace(self, tables={table: numbers for table, numbers in left.items() if numbers})
 
 
-def carried(path: Path, device_type: str) -> Carried:
+def carried(path: Path, device_type: str) -> PreservedSections:
     """What is kept of a file; nothing where there is none or it describes another type of device.
 
     Raises:
         HardwareError: it cannot be read, or these parts are wrong.
     """
     if not path.exists():
-        return Carried()
+        return PreservedSections()
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise HardwareError(f"Cannot read cost model {path}: {error}. Correct or remove it.") from error
     if data.get("device_type") != device_type:
-        return Carried()
+        return PreservedSections()
     file = Table(path, "", data)
     names = [name for name in READERS if name in data]
     for name in names:
         whole(READERS[name], file.table(name))
     devices_per_node = file.get("devices_per_node", int, "a whole number of devices")
-    return Carried(file.text("name"), file.text("link_name"), devices_per_node, {name: data[name] for name in names})
+    return PreservedSections(
+        file.text("name"), file.text("link_name"), devices_per_node, {name: data[name] for name in names}
+    )
 
 
 def number_text(entry: Mapping[str, Any]) -> str:

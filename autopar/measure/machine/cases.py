@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import get_args
 
-from autopar.cost.ops.overlap import HIDING
+from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, LaunchKind
 from autopar.measure.machine.points import PointKind
 
@@ -70,7 +70,7 @@ class Sizes:
     memory_dtypes: tuple[str, ...]
     optimizer: tuple[int, ...]
     message: tuple[int, ...]
-    beside: tuple[tuple[int, int, int], ...] = ()
+    overlap: tuple[tuple[int, int, int], ...] = ()
 
 
 CPU = Sizes(
@@ -117,7 +117,7 @@ CUDA = Sizes(
     memory_dtypes=("float32", "bfloat16"),
     optimizer=(4 * MIB, 32 * MIB, 256 * MIB),
     message=(KIB, 64 * KIB, MIB, 8 * MIB, 64 * MIB, 256 * MIB),
-    beside=((6304, 768, 3072), (25216, 1024, 4096)),
+    overlap=((6304, 768, 3072), (25216, 1024, 4096)),
 )  # fmt: skip
 SIZES = {"cpu": CPU, "cuda": CUDA}
 ELEMENTWISE = ("add", "gelu", "layer_norm")
@@ -153,8 +153,8 @@ def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
     for kind in COLLECTIVES:
         for ranks in group_sizes(devices):
             yield from (Case(kind, "", "", (size,), ranks) for size in sizes.message)
-    for operator, way, ranks in product(HIDING, (APART, JOINED), group_sizes(devices)):
-        yield from (Case("beside", f"{operator} {way}", "bfloat16", shape, ranks) for shape in sizes.beside)
+    for operator, way, ranks in product(OVERLAP_WINDOWS, (APART, JOINED), group_sizes(devices)):
+        yield from (Case("beside", f"{operator} {way}", "bfloat16", shape, ranks) for shape in sizes.overlap)
 
 
 def group_sizes(devices: int) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ Run = Callable[[], object]
 SAMPLE_SECONDS = {"cpu": 4e-3, "cuda": 2e-3}  # of one repeat, so that the clock's own steps do not count
 REPEATS, FEW_REPEATS = 9, 5
 LONG_SECONDS = 0.15  # of one run: fewer repeats of these
-MOST_INNER = 2000
+MAX_INNER = 2000
 # A GPU that computes for longer than this reaches its power limit and lowers its clock, as it does in training: of
 # kernels that compute as much as this, what counts is the time after it.
 BUSY_SECONDS, BUSY_FLOPS = 0.3, 1e10
@@ -45,7 +45,7 @@ def once_seconds(run: Run, device: torch.device) -> float:
 
 def inner_runs(seconds: float, device: torch.device) -> int:
     """How many runs make one repeat."""
-    return min(MOST_INNER, max(1, ceil(SAMPLE_SECONDS[device.type] / max(seconds, 1e-9))))
+    return min(MAX_INNER, max(1, ceil(SAMPLE_SECONDS[device.type] / max(seconds, 1e-9))))
 
 
 def timed(runs: Sequence[Run], device: torch.device) -> Timing:

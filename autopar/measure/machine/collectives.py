@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.measure.machine.async_tp import board_bytes, both_ways, layer_parts
+from autopar.measure.machine.async_tp import both_ways, layer_parts, symmetric_buffer_bytes
 from autopar.measure.machine.cases import Case
 from autopar.measure.machine.clock import Run, Timing, inner_runs, sample, timed_captured, timed_rows
 from autopar.measure.machine.points import Part
 from autopar.ops.collectives import Communicator, register
 from autopar.runtime.comm.mesh_groups import GroupCommunicator
-from autopar.runtime.comm.symmetric_collectives import SymmetricBoards, SymmetricCommunicator
-from autopar.runtime.comm.symmetric_p2p import neighbours, reach_each_other
+from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
+from autopar.runtime.comm.symmetric_p2p import gather_peer_access, have_peer_access
 
 TIMEOUT = timedelta(minutes=5)
 ROW = 4  # runs that tell how many make a repeat
@@ -28,7 +28,7 @@ CONTROL = "gloo"  # of meetings and results: waits on the host and leaves GPUs a
 
 
 @dataclass
-class Seat:
+class WorkerContext:
     """A process among those that measure; the default group carries control alone, others come when they are used."""
 
     rank: int
@@ -52,7 +52,7 @@ class Seat:
             members, cuda = tuple(range(ranks)), self.device.type == "cuda"
             group = dist.new_group(list(members), timeout=TIMEOUT, backend="nccl" if cuda else "gloo")
             found = GroupCommunicator("measured", members, self.rank, group)
-            near = cuda and reach_each_other(neighbours(self.device, self.world, None)[:ranks])
+            near = cuda and have_peer_access(gather_peer_access(self.device, self.world, None)[:ranks])
             self.communicators[ranks] = found.symmetric(self.device) if near else found
             register(axis_of(ranks), self.communicators[ranks])
         return self.communicators[ranks]
@@ -63,13 +63,13 @@ def axis_of(ranks: int) -> str:
     return f"measured.{ranks}"
 
 
-def communication(case: Case, seat: Seat) -> Timing | None:
+def communication(case: Case, seat: WorkerContext) -> Timing | None:
     """Time of a message, a collective, or a layer with one, on GPUs in a CUDA graph as in training steps: launched one
     by one, small ones take the host's time. None on ranks that have no part in it, which wait for the others.
     """
     communicator, taking_part = seat.communicator(case.ranks), seat.rank < case.ranks
     if taking_part:
-        communicator.reserve(board_bytes(case) if case.kind == "beside" else case.ranks * case.sizes[0])
+        communicator.reserve(symmetric_buffer_bytes(case) if case.kind == "beside" else case.ranks * case.sizes[0])
     run: Run = RUNS[case.kind](case, seat, communicator) if taking_part else lambda: None
     for _ in range(2):
         run()
@@ -89,17 +89,17 @@ def parts_of(case: Case) -> tuple[Part, ...]:
     return (Part(0.0, float(case.sizes[0])),)
 
 
-def tensor(case: Case, seat: Seat) -> Tensor:
+def tensor(case: Case, seat: WorkerContext) -> Tensor:
     """As many float32 as make the bytes, in equal rows for the ranks."""
     return torch.zeros(case.ranks, max(1, case.sizes[0] // 4 // case.ranks), device=seat.device)
 
 
-def to_and_fro(case: Case, seat: Seat, communicator: Any) -> Run:
+def to_and_fro(case: Case, seat: WorkerContext, communicator: Any) -> Run:
     """A message from the first rank to the second and back."""
     whole, other = tensor(case, seat), 1 - seat.rank
     if isinstance(communicator, SymmetricCommunicator):
-        assert isinstance(communicator.boards, SymmetricBoards)
-        handle = communicator.boards.handle
+        assert isinstance(communicator.buffer, SymmetricBufferPool)
+        handle = communicator.buffer.handle
         there = handle.get_buffer(other, whole.shape, whole.dtype)
 
         def give() -> None:
@@ -123,31 +123,31 @@ def to_and_fro(case: Case, seat: Seat, communicator: Any) -> Run:
     return run
 
 
-def all_reduce(case: Case, seat: Seat, communicator: Communicator) -> Run:
+def all_reduce(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
     whole = tensor(case, seat)
     return lambda: communicator.all_reduce(whole)
 
 
-def all_gather(case: Case, seat: Seat, communicator: Communicator) -> Run:
+def all_gather(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
     own = tensor(case, seat)[0].clone()
     return lambda: communicator.all_gather(own)
 
 
-def reduce_scatter(case: Case, seat: Seat, communicator: Communicator) -> Run:
+def reduce_scatter(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
     whole = tensor(case, seat)
     return lambda: communicator.reduce_scatter(whole)
 
 
-def all_to_all(case: Case, seat: Seat, communicator: Communicator) -> Run:
+def all_to_all(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
     whole = tensor(case, seat)
     return lambda: communicator.all_to_all(whole)
 
 
-def layer(case: Case, seat: Seat, communicator: Communicator) -> Run:
+def layer(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
     return both_ways(case, axis_of(communicator.ranks), seat.device)
 
 
-RUNS: Mapping[str, Callable[[Case, Seat, Any], Run]] = {
+RUNS: Mapping[str, Callable[[Case, WorkerContext, Any], Run]] = {
     "point-to-point": to_and_fro, "all-reduce": all_reduce, "all-gather": all_gather,
     "reduce-scatter": reduce_scatter, "all-to-all": all_to_all, "beside": layer,
 }  # fmt: skip

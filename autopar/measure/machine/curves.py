@@ -25,7 +25,7 @@ from autopar.measure.machine.least_squares import ROUNDS, Row, coefficients
 from autopar.measure.machine.points import Part, Point
 
 ERROR_PERCENTILE = 90
-LEAST_ERROR = 0.001  # nothing measured is exact
+MIN_ERROR = 0.001  # nothing measured is exact
 UNKNOWN_ERROR = 0.5  # of a fit that its points do not test, being no more than its constants
 LARGE_LAUNCHES = 20
 
@@ -50,7 +50,7 @@ class Errors:
 
     def percentile(self, errors: Sequence[float]) -> float:
         """The error that a fit leaves."""
-        least = UNKNOWN_ERROR if len(self.values) <= self.num_constants else LEAST_ERROR
+        least = UNKNOWN_ERROR if len(self.values) <= self.num_constants else MIN_ERROR
         return max(least, float(np.percentile(np.array(errors), ERROR_PERCENTILE)))
 
 

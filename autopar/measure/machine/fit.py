@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from autopar.cost.ops.overlap import HIDING
+from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, DTYPES, ring_share
-from autopar.measure.machine.async_tp import JOINTS
+from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.cases import APART, COLLECTIVES, JOINED
 from autopar.measure.machine.curves import (
-    LEAST_ERROR,
+    MIN_ERROR,
     UNKNOWN_ERROR,
     Curve,
     Device,
@@ -98,7 +98,7 @@ def needed(points: Sequence[Point], kind: str, dtype: str = "") -> list[Point]:
 def capacity_constants(points: Sequence[Point]) -> list[Constant]:
     """Memory for tensors."""
     (point,) = needed(points, "capacity")
-    return [Constant(("memory", "capacity"), point.value, "bytes", LEAST_ERROR, 1)]
+    return [Constant(("memory", "capacity"), point.value, "bytes", MIN_ERROR, 1)]
 
 
 def launch_constants(points: Sequence[Point]) -> list[Constant]:
@@ -111,7 +111,7 @@ def launch_constants(points: Sequence[Point]) -> list[Constant]:
         path = ("launch", way)
         if way in measured:
             found = measured[way]
-            constants.append(Constant(path, found.value, "seconds", max(LEAST_ERROR, found.spread), 1))
+            constants.append(Constant(path, found.value, "seconds", max(MIN_ERROR, found.spread), 1))
         else:
             before = constants[-1]
             reason = f"as {before.path[-1]}, because programs are not {way} on this machine"
@@ -286,7 +286,7 @@ def joined_with(apart: Point, points: Sequence[Point]) -> Point:
 def hideable_seconds(point: Point, device: Device, curve: Curve, values: Mapping[tuple[str, ...], float]) -> float:
     """How much of a layer's collectives its products are long enough to hide, forwards and backwards."""
     operator = point.name.split()[1]
-    beside, kinds = HIDING[operator](point.ranks), JOINTS[operator].kinds
+    beside, kinds = OVERLAP_WINDOWS[operator](point.ranks), ASYNC_TP_OPS[operator].kinds
     forward, *backward = (device.seconds(part, curve) for part in point.parts[:3])
     travels = (
         values["collective", kind, str(point.ranks), "latency"]

@@ -15,24 +15,24 @@ from autopar.measure.machine.points import Point, Setting, point_data, point_fro
 
 
 @dataclass(frozen=True)
-class Kept:
+class ResumedPoints:
     """What an earlier run left, and in words what became of it: taken over, or thrown away and why."""
 
     points: tuple[Point, ...] = ()
     note: str = ""
 
 
-def kept_points(path: Path, setting: Setting) -> Kept:
+def kept_points(path: Path, setting: Setting) -> ResumedPoints:
     """The points of a file that were measured in this setting; none of another setting's.
 
     Raises:
         UsageError: the file is there and is none of these.
     """
     if not path.exists():
-        return Kept()
+        return ResumedPoints()
     lines = path.read_text(encoding="utf-8").split("\n")
     if len(lines) == 1:
-        return Kept(note=f"{path} was cut off in its first line and is thrown away.")
+        return ResumedPoints(note=f"{path} was cut off in its first line and is thrown away.")
     *whole, rest = lines  # the text after the last line end is a line that was cut off
     try:
         theirs = Setting(**json.loads(whole[0]))
@@ -43,9 +43,9 @@ def kept_points(path: Path, setting: Setting) -> Kept:
         ) from error
     differences = setting.differences(theirs)
     if differences:
-        return Kept(note=f"{path} has points of another setting ({differences}); they are thrown away.")
+        return ResumedPoints(note=f"{path} has points of another setting ({differences}); they are thrown away.")
     cut = " Its last line was cut off and is measured again." if rest else ""
-    return Kept(points, f"Taking over {len(points)} points from {path}.{cut}")
+    return ResumedPoints(points, f"Taking over {len(points)} points from {path}.{cut}")
 
 
 def keep(path: Path, setting: Setting, points: Sequence[Point]) -> None:

@@ -21,7 +21,7 @@ from autopar.measure.machine.clock import Run
 from autopar.measure.machine.points import Part
 
 CPU_CACHE_BYTES = 32 * 2**20  # what a core may find in its last level
-MOST_COPIES = 16
+MAX_COPIES = 16
 STATE_AND_GRADIENT = 32  # bytes per parameter that AdamW reads and writes: value, gradient and two moments, each both
 TENSORS = 16
 
@@ -42,7 +42,7 @@ def work_of(case: Case, device: torch.device) -> Work:
 def copies(num_bytes: float, device: torch.device, make: Callable[[], Run]) -> tuple[Run, ...]:
     """As many runs as have twice the cache's bytes together, up to a limit; in a row each finds its data in memory."""
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else CPU_CACHE_BYTES
-    return tuple(make() for _ in range(min(MOST_COPIES, max(1, ceil(2 * cache / num_bytes)))))
+    return tuple(make() for _ in range(min(MAX_COPIES, max(1, ceil(2 * cache / num_bytes)))))
 
 
 def matmul(case: Case, device: torch.device) -> Work:

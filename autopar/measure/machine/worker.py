@@ -21,12 +21,12 @@ import torch.distributed as dist
 from autopar.measure.machine.assignment import Assignment
 from autopar.measure.machine.cases import Case
 from autopar.measure.machine.clock import Timing, timed_kernels
-from autopar.measure.machine.collectives import CONTROL, RUNS, TIMEOUT, Seat, communication, parts_of
+from autopar.measure.machine.collectives import CONTROL, RUNS, TIMEOUT, WorkerContext, communication, parts_of
 from autopar.measure.machine.kept import append
 from autopar.measure.machine.kernels import work_of
 from autopar.measure.machine.launch_overhead import launch
 from autopar.measure.machine.points import Part, Point
-from autopar.runtime.memory.host_malloc import keep_freed_memory
+from autopar.runtime.memory.host_malloc import disable_malloc_trim
 
 NEW_LINE = "\n"
 
@@ -49,9 +49,9 @@ def main(folder: Path) -> None:
 def measure_all(folder: Path) -> None:
     """Everything that is asked for."""
     told = Assignment.read(folder)
-    seat = taken_seat(told.device_type)
+    seat = worker_context(told.device_type)
     if seat.device.type == "cpu":
-        keep_freed_memory()  # as ranks do
+        disable_malloc_trim()  # as ranks do
     capacity = capacity_bytes(seat)  # before anything else has taken memory
     dist.init_process_group(CONTROL, timeout=TIMEOUT)
     torch.manual_seed(seat.rank)
@@ -72,17 +72,17 @@ def leave_with_parent() -> None:
     os._exit(1)
 
 
-def taken_seat(device_type: str) -> Seat:
+def worker_context(device_type: str) -> WorkerContext:
     """This process's rank and device, from the launcher's variables."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # as training on a GPU has it
-    return Seat(rank, world, device)
+    return WorkerContext(rank, world, device)
 
 
-def capacity_bytes(seat: Seat) -> int:
+def capacity_bytes(seat: WorkerContext) -> int:
     """Memory for tensors: on a GPU what is free once it has a context, on CPU a process's share of the machine's."""
     if seat.device.type == "cuda":
         torch.zeros(1, device=seat.device)
@@ -91,7 +91,7 @@ def capacity_bytes(seat: Seat) -> int:
     return psutil.virtual_memory().total // seat.world
 
 
-def measured(case: Case, seat: Seat, capacity: int) -> Point | None:
+def measured(case: Case, seat: WorkerContext, capacity: int) -> Point | None:
     """A point of the slowest rank, on all ranks; None where there is nothing like it here."""
     if case.kind == "capacity":
         least = min(seat.gathered(capacity))

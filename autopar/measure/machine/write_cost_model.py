@@ -12,7 +12,7 @@ from pathlib import Path
 from autopar.cost.hardware.cost_file import UNITS
 from autopar.errors import HardwareError
 from autopar.ir.units import plural
-from autopar.measure.machine.carried import Carried, number_text
+from autopar.measure.machine.carried import PreservedSections, number_text
 from autopar.measure.machine.fit import Constant, fit
 from autopar.measure.machine.points import Point, Setting, point_data, point_from
 
@@ -22,7 +22,7 @@ WRITTEN_IN: Mapping[str, Sequence[str]] = {
     "FLOPs per second": ("GFLOP/s", "TFLOP/s"), "seconds": ("us",), "share": ("1",), "ratio": ("1",),
 }  # fmt: skip
 DIGITS = 6
-NOTHING_CARRIED = Carried()
+NOTHING_CARRIED = PreservedSections()
 NOTE = """\
 # Measured by `autopar profile`. Every number carries its unit, its source, the date and its fit's error: the 90th
 # percentile of the relative errors of its large points, those of at least 20 launches. The points are below, formulas
@@ -39,7 +39,7 @@ class Raw:
 
 
 def cost_model_text(
-    name: str, raw: Raw, constants: Sequence[Constant], day: date, kept: Carried = NOTHING_CARRIED
+    name: str, raw: Raw, constants: Sequence[Constant], day: date, kept: PreservedSections = NOTHING_CARRIED
 ) -> str:
     """The file.
 

@@ -11,7 +11,7 @@ from autopar.ir.units import plural
 
 
 class Shown:
-    """Told by a `Timekeeper` how far it is; a bar begins with the first of some pieces and goes after the last."""
+    """Told by a `RegionTimer` how far it is; a bar begins with the first of some pieces and goes after the last."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)

@@ -24,7 +24,7 @@ from autopar.measure.regions.cache import Cache, Times, cache_folder, digest
 from autopar.measure.regions.progress import Shown
 from autopar.measure.regions.setting import Setting, this_setting
 from autopar.measure.regions.task import PIECES, TIMES, Task
-from autopar.measure.regions.timed_regions import Piece, pieces_of
+from autopar.measure.regions.timed_regions import TimedRegion, pieces_of
 from autopar.measure.workers import end, free_port, last_line, start
 from autopar.runtime.launch.devices import describes
 from autopar.runtime.launch.environment import launched
@@ -39,7 +39,7 @@ Progress = Callable[[int, int, str], None]
 Measured = Sequence[tuple[tuple[str, ...], Times]]  # operations of each piece, and its times
 
 
-class Timekeeper:
+class RegionTimer:
     """Times of graphs in one setting.
 
     Args:
@@ -79,7 +79,7 @@ class Timekeeper:
                     self.cache.put(name, times)
         return [(piece.ops, times) for piece, name in zip(pieces, named) if (times := known[name]) is not None]
 
-    def measured(self, pieces: Sequence[Piece], ranks: int, size: int, what: str) -> Mapping[str, Times]:
+    def measured(self, pieces: Sequence[TimedRegion], ranks: int, size: int, what: str) -> Mapping[str, Times]:
         """Times by the text of a piece, measured where the cache has none."""
         names = {p.text: piece_name(p, ranks, size, size) for p in pieces}
         known = {text: times for text, name in names.items() if (times := self.cache.get(name)) is not None}
@@ -122,8 +122,8 @@ class Timekeeper:
             return
         setting, texts = self.setting, list(programs)
         task = Task(
-            tuple((programs[text], ranks) for text in texts), setting.device_type, setting.way, setting.threads,
-            TorchSettings.current(),
+            tuple((programs[text], ranks) for text in texts), setting.device_type, setting.execution_mode,
+            setting.threads, TorchSettings.current(),
         )  # fmt: skip
         with tempfile.TemporaryDirectory(prefix="autopar-measuring-") as name:
             folders = [Path(name) / str(k) for k in range(setting.processes)]
@@ -161,7 +161,7 @@ class Timekeeper:
         )
 
 
-def piece_name(piece: Piece, ranks: int, traced: int, size: int) -> str:
+def piece_name(piece: TimedRegion, ranks: int, traced: int, size: int) -> str:
     """A piece's name in the cache; of one that was traced with another number of samples than is meant, another."""
     samples = "" if traced == size else f"traced with {traced}, for {size} samples"
     return digest(piece.text, f"{ranks} ranks", samples)
@@ -183,7 +183,7 @@ def joined(found: Sequence[Times | None]) -> Times | None:
     return max(times, key=lambda t: t.forward_seconds + t.backward_seconds)
 
 
-def timekeeper_for(asked: CostSource, hardware: Hardware, devices: int, backend: str | None) -> Timekeeper | None:
+def region_timer_for(asked: CostSource, hardware: Hardware, devices: int, backend: str | None) -> RegionTimer | None:
     """What prices operations by measurements on the device at hand; None where the cost model prices them.
 
     Args:
@@ -199,9 +199,9 @@ def timekeeper_for(asked: CostSource, hardware: Hardware, devices: int, backend:
         raise UsageError(f"cost='measured' (--cost measured) times operations on the device at hand, but {problem}")
     if problem:
         return None
-    setting = this_setting(hardware.device_type, hardware.way, devices)
+    setting = this_setting(hardware.device_type, hardware.execution_mode, devices)
     cache = Cache(cache_folder(), setting.text)
-    return None if cache.is_empty and asked == "auto" else Timekeeper(setting, cache, asked == "measured", Shown())
+    return None if cache.is_empty and asked == "auto" else RegionTimer(setting, cache, asked == "measured", Shown())
 
 
 def unlike_here(hardware: Hardware, backend: str | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from autopar import __version__
-from autopar.ir.hardware import Way
+from autopar.ir.hardware import ExecutionMode
 from autopar.measure.machine.setting import cpu_name
 from autopar.runtime.launch.devices import num_processors
 from autopar.runtime.launch.torch_settings import TorchSettings
@@ -31,7 +31,7 @@ class Setting:
     driver: str
     torch: str
     autopar: str
-    way: Way
+    execution_mode: ExecutionMode
     threads: int
     processes: int
     precision: str
@@ -42,7 +42,7 @@ class Setting:
         return "\n".join(f"{key}: {value}" for key, value in asdict(self).items())
 
 
-def this_setting(device_type: str, way: Way, devices: int) -> Setting:
+def this_setting(device_type: str, way: ExecutionMode, devices: int) -> Setting:
     """The device at hand, one of several that run at the same time."""
     cuda = device_type == "cuda"
     return Setting(
@@ -51,7 +51,7 @@ def this_setting(device_type: str, way: Way, devices: int) -> Setting:
         driver=DRIVER.read_text().splitlines()[0] if cuda and DRIVER.exists() else "",
         torch=torch.__version__,
         autopar=__version__,
-        way=way,
+        execution_mode=way,
         threads=0 if cuda else max(1, num_processors() // devices),
         processes=1 if cuda else min(devices, num_processors()),
         precision=str(TorchSettings.current()),

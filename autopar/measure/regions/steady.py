@@ -9,7 +9,7 @@ import torch
 from autopar.measure.machine.clock import BUSY_SECONDS, REPEATS, Run, Timing, inner_runs, sample, timed, timing_of
 
 REPEAT_SECONDS = 0.03
-MOST_CAPTURED = 20  # runs in one graph: more is only memory
+MAX_CAPTURED = 20  # runs in one graph: more is only memory
 
 
 def timed_steadily(run: Run, device: torch.device, captured: bool) -> Timing:
@@ -24,7 +24,7 @@ def timed_steadily(run: Run, device: torch.device, captured: bool) -> Timing:
         run()
     torch.cuda.synchronize(device)
     once = sample([run], 3, device)
-    count = min(MOST_CAPTURED, inner_runs(once, device)) if captured else 1
+    count = min(MAX_CAPTURED, inner_runs(once, device)) if captured else 1
     again = graph_of(run, count) if captured else run
     seconds = sample([again], 3, device)
     sample([again], ceil(BUSY_SECONDS / seconds), device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.hardware import Way
+from autopar.ir.hardware import ExecutionMode
 from autopar.ir.program import Program
 from autopar.runtime.launch.torch_settings import TorchSettings
 
@@ -17,6 +17,6 @@ class Task:
 
     pieces: tuple[tuple[Program, int], ...]
     device_type: str
-    way: Way
+    execution_mode: ExecutionMode
     threads: int
     settings: TorchSettings

@@ -16,7 +16,7 @@ RANDOM = "autopar.uniform.default"  # has the name of what draws as an argument
 
 
 @dataclass(frozen=True)
-class Piece:
+class TimedRegion:
     """Operations that become kernels together.
 
     Equal pieces of a model, such as its blocks, have equal programs. ``ops`` are their names in the graph.
@@ -31,10 +31,10 @@ class Piece:
         return repr(self.program)
 
 
-def pieces_of(graph: Graph) -> Iterator[Piece]:
+def pieces_of(graph: Graph) -> Iterator[TimedRegion]:
     """The pieces of what a rank runs, in order; in training."""
     for region in regions_of(graph):
-        yield Piece(anonymous(region.ops, region.reads, region.makes, graph), tuple(op.name for op in region.ops))
+        yield TimedRegion(anonymous(region.ops, region.reads, region.makes, graph), tuple(op.name for op in region.ops))
 
 
 def anonymous(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[str, ...], graph: Graph) -> Program:

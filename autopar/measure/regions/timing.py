@@ -9,22 +9,22 @@ from torch import Tensor, nn
 
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Value, Weight
-from autopar.ir.hardware import Way
+from autopar.ir.hardware import ExecutionMode
 from autopar.ir.layout import TP
 from autopar.ir.program import Program
 from autopar.measure.regions.cache import Times
-from autopar.measure.regions.null_communicator import StandIn
+from autopar.measure.regions.null_communicator import NullCommunicator
 from autopar.measure.regions.steady import timed_steadily
 from autopar.ops.collectives import register, unregister
-from autopar.runtime.params.compute_copies import Copies
+from autopar.runtime.params.compute_copies import ComputeParams
 from autopar.runtime.params.flat_buckets import flat_buckets
-from autopar.runtime.params.grad_buffer import Gradients
+from autopar.runtime.params.grad_buffer import GradBuffer
 
 AXIS = "measured"
 SMALL_WEIGHTS = 0.02  # standard deviation, as models begin with
 
 
-def times_of(program: Program, ranks: int, way: Way, device: torch.device) -> Times:
+def times_of(program: Program, ranks: int, way: ExecutionMode, device: torch.device) -> Times:
     """Time a piece.
 
     Args:
@@ -34,7 +34,7 @@ def times_of(program: Program, ranks: int, way: Way, device: torch.device) -> Ti
     Error: data that is in a cache in a step may not be here and the other way round; the rest of a step is not running.
     Source: stages profiled as compiled (Alpa, OSDI 2022, section 5), here region by region.
     """
-    register(AXIS, StandIn(ranks))
+    register(AXIS, NullCommunicator(ranks))
     # A graph cannot be captured on the default stream, and leaves of autograd stay with the stream of their first use.
     stream = torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()
     try:
@@ -59,11 +59,11 @@ class Running:
         trained = {w.name: weights[w.name] for w in program.weights if w.requires_grad}
         assert all(isinstance(p, nn.Parameter) for p in trained.values())
         buckets = flat_buckets([w for w in program.weights if w.requires_grad], {}, 1)
-        self.gradients = Gradients(trained, buckets)  # type: ignore[arg-type]
-        copies = Copies(weights, self.gradients.watch)
+        self.gradients = GradBuffer(trained, buckets)  # type: ignore[arg-type]
+        copies = ComputeParams(weights, self.gradients.watch)
         held = weights | dict(copies.read_by(program))
         self.module = graph_module(
-            program, held, device, {TP: AXIS}, copies.waits, self.gradients.lend, compiled=compiled
+            program, held, device, {TP: AXIS}, copies.waits, self.gradients.main_grad_of, compiled=compiled
         )
         values = {v.name: v for v in program.values}
         self.arguments = [filled(values[name], device) for name in program.arguments]
@@ -81,7 +81,7 @@ class Running:
         results = self.forward()
         came = [(results[k], gradient) for k, gradient in self.made if results[k].requires_grad]
         torch.autograd.backward([result for result, _ in came], [gradient for _, gradient in came])
-        self.gradients.settle()
+        self.gradients.flush()
 
 
 def filled_weight(weight: Weight, device: torch.device) -> Tensor:

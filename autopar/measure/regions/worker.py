@@ -21,7 +21,7 @@ import torch
 from autopar.measure.machine.worker import leave_with_parent
 from autopar.measure.regions.task import PIECES, TIMES, Task
 from autopar.measure.regions.timing import times_of
-from autopar.runtime.memory.host_malloc import keep_freed_memory
+from autopar.runtime.memory.host_malloc import disable_malloc_trim
 
 NEW_LINE = "\n"
 
@@ -47,11 +47,11 @@ def measure(task: Task, times: Path) -> None:
     task.settings.apply()
     if device.type == "cpu":
         torch.set_num_threads(task.threads)
-        keep_freed_memory()  # as ranks do
+        disable_malloc_trim()  # as ranks do
     for program, ranks in task.pieces:
         print(f"{len(program.ops)} operations of {program.batch} samples", flush=True)
         try:
-            found = asdict(times_of(program, ranks, task.way, device))
+            found = asdict(times_of(program, ranks, task.execution_mode, device))
         except torch.OutOfMemoryError:
             found = None
         with times.open("a") as file:

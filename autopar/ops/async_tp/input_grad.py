@@ -14,13 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.ops import collectives
-from autopar.ops.async_tp.side_stream import beside
+from autopar.ops.async_tp.side_stream import on_side_stream
 from autopar.ops.collectives import on, parts, resized
 
 
 def with_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """What sending the gradient of ``x`` returns, and beside it the gradient of the weight."""
-    with beside(x.device) as join:
+    with on_side_stream(x.device) as join:
         for_x = send()
     for_weight = rows.t() @ x.flatten(0, -2)
     join()
@@ -34,7 +34,7 @@ def gathered_linear_backward(
     """This rank's part of the gradient of a gathered ``x``, and the weight's."""
     rows = gradient.flatten(0, -2)
     stacked = parts((rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
-    return with_weight_gradient(rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, beside=True))
+    return with_weight_gradient(rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, overlapped=True))
 
 
 @torch.library.custom_op("autopar::summed_linear_backward", mutates_args=())
@@ -44,7 +44,7 @@ def summed_linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, axis: st
     total = (rows @ weight).view(x.shape)
 
     def send() -> Tensor:
-        on(axis).all_reduce(total, beside=True)
+        on(axis).all_reduce(total, overlapped=True)
         return total
 
     return with_weight_gradient(rows, x, send)

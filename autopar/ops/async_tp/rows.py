@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.ops.async_tp.input_grad import OverlappedLinear
-from autopar.ops.async_tp.side_stream import beside
+from autopar.ops.async_tp.side_stream import on_side_stream
 from autopar.ops.collectives import all_gather, on, resized
 
 Multiply = Callable[[Tensor, Tensor], None]  # rows, and where their product is written
@@ -38,19 +38,19 @@ def gathered_and(multiply: Multiply, x: Tensor, columns: int, ranks: int, axis: 
     communicator = on(axis, ranks)
     own, x = communicator.rank, x.contiguous()
     whole, made = x.new_empty([ranks, *x.shape]), x.new_empty([ranks, *x.shape[:-1], columns])
-    with beside(x.device) as join:
-        given = communicator.give(x)
+    with on_side_stream(x.device) as join:
+        given = communicator.publish(x)
     multiply(x, made[own])
     whole[own].copy_(x)
     join()
     others = [some for some in (slice(own), slice(own + 1, ranks)) if len(whole[some])]
-    with beside(x.device) as join:
+    with on_side_stream(x.device) as join:
         for some in others:
             whole[some].copy_(given[some])
     for some in others:
         multiply(given[some], made[some])
     join()
-    communicator.release()
+    communicator.unpublish()
     return made.flatten(0, 1), whole.flatten(0, 1)
 
 
@@ -76,13 +76,13 @@ def scattered_rows_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None
     communicator, multiply = on(axis, ranks), linear_by(weight, bias)
     rows = x.contiguous().unflatten(0, (ranks, -1))
     made = x.new_empty([*rows.shape[:-1], len(weight)])
-    for k in communicator.others():
+    for k in communicator.peer_order():
         multiply(rows[k], made[k])
-        with beside(x.device):
-            communicator.put(k, made)
+        with on_side_stream(x.device):
+            communicator.push_shard(k, made)
     multiply(rows[communicator.rank], made[communicator.rank])
-    with beside(x.device) as join:
-        total = communicator.sum_put(made)
+    with on_side_stream(x.device) as join:
+        total = communicator.reduce_pushed(made)
     join()
     return total
 

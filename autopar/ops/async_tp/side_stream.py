@@ -11,7 +11,7 @@ STREAMS: dict[torch.device, torch.cuda.Stream] = {}
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[Callable[[], None]]:
+def on_side_stream(device: torch.device) -> Iterator[Callable[[], None]]:
     """On a GPU what is inside runs beside what follows, until the callable that this gives is called."""
     if device.type != "cuda":
         yield lambda: None

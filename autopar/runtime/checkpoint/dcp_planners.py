@@ -42,7 +42,7 @@ from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.units import of_type
 from autopar.runtime.checkpoint.folder import TRAINING, Save
-from autopar.runtime.checkpoint.rank_state import Offer, Piece, Training, encoded_training, merged
+from autopar.runtime.checkpoint.rank_state import RankState, ShardedTensor, Training, encoded_training, merged
 from autopar.sharding.tensors import narrowed
 
 METADATA = ".metadata"
@@ -61,14 +61,14 @@ METADATA_TYPES = {
 class PartsSavePlanner(SavePlanner):
     """Offers a rank's pieces; the coordinator has each box written by one of the ranks that offer it."""
 
-    def __init__(self, offer: Callable[[], Offer]) -> None:
+    def __init__(self, offer: Callable[[], RankState]) -> None:
         """Plan.
 
         Args:
             offer: called where an exception reaches all ranks.
         """
         self.offer = offer
-        self.pieces: dict[str, Piece] = {}
+        self.pieces: dict[str, ShardedTensor] = {}
         self.training: Training | None = None  # the coordinator's: that of all ranks
         self.encoded = b""
 
@@ -79,8 +79,8 @@ class PartsSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         offer = self.offer()
-        self.pieces = {piece.key: piece for piece in offer.pieces}
-        items = [write_item(piece, number) for piece in offer.pieces for number in range(len(piece.chunks))]
+        self.pieces = {piece.key: piece for piece in offer.tensors}
+        items = [write_item(piece, number) for piece in offer.tensors for number in range(len(piece.chunks))]
         return SavePlan(items, planner_data=offer.training)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -109,7 +109,7 @@ class PartsSavePlanner(SavePlanner):
         return chunk.of_part(piece.tensor.detach())
 
 
-def write_item(piece: Piece, number: int) -> WriteItem:
+def write_item(piece: ShardedTensor, number: int) -> WriteItem:
     """The order to write one box of a piece."""
     chunk = piece.chunks[number]
     offsets, sizes = torch.Size(chunk.whole), torch.Size(chunk.sizes)
@@ -208,14 +208,14 @@ class FolderWriter(FileSystemWriter):
 class PartsLoadPlanner(LoadPlanner):
     """Fills pieces with what a checkpoint has of their boxes."""
 
-    def __init__(self, wanted: Callable[[Metadata], Sequence[Piece]]) -> None:
+    def __init__(self, wanted: Callable[[Metadata], Sequence[ShardedTensor]]) -> None:
         """Plan.
 
         Args:
             wanted: the pieces, given what there is; called where an exception reaches all ranks.
         """
         self.wanted = wanted
-        self.pieces: Sequence[Piece] = ()
+        self.pieces: Sequence[ShardedTensor] = ()
         self.metadata = Metadata({})
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:

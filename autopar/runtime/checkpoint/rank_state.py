@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
 
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # what the keys of tensors begin with
-OF_THE_RANK = frozenset({"params", "param_names"})  # in a parameter group; everything else is an option
+RANK_LOCAL_KEYS = frozenset({"params", "param_names"})  # in a parameter group; everything else is an option
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardedTensor:
     """A rank's part of a tensor of the checkpoint; ``shape`` is that of the whole."""
 
     key: str
@@ -86,29 +86,29 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Offer:
+class RankState:
     """All that a rank could write; other ranks may have copies of it."""
 
-    pieces: list[Piece]
+    tensors: list[ShardedTensor]
     training: Training
 
 
-def offered(rank: Rank) -> Offer:
+def rank_state(rank: Rank) -> RankState:
     """What a rank has.
 
     Raises:
         CheckpointError: the optimizer's state cannot be told apart into parts of weights.
     """
-    pieces: list[Piece] = []
+    pieces: list[ShardedTensor] = []
     spec, updater = rank.spec, rank.updater
     averages = rank.ema.tensors() if rank.ema is not None else {}
     for weight in spec.weights:
         name, layout = weight.name, spec.layout(weight.name)
         if weight.kind != "parameter" and not (rank.place.replica == 0 and spec.first_copy(name)):
             continue  # each replica has buffers of its own, and the first one's count
-        pieces.append(piece(rank, f"{MODEL}.{name}", layout, rank.weights[name]))
+        pieces.append(sharded_tensor(rank, f"{MODEL}.{name}", layout, rank.weights[name]))
         if name in averages:
-            pieces.append(piece(rank, f"{EMA}.{name}", layout, averages[name]))
+            pieces.append(sharded_tensor(rank, f"{EMA}.{name}", layout, averages[name]))
     states, groups = optimizer_states(rank, pieces)
     optimizer, scheduler, scaler = updater.optimizer, updater.scheduler, updater.scaler
     training = Training(
@@ -118,18 +118,18 @@ def offered(rank: Rank) -> Offer:
         groups=groups,
         order=tuple(range(len(groups))),
         states=states,
-        scheduler_state=plain(scheduler.state_dict()) if scheduler else None,
-        scaler_state=plain(scaler.state_dict()) if scaler else None,
+        scheduler_state=plain_data(scheduler.state_dict()) if scheduler else None,
+        scaler_state=plain_data(scaler.state_dict()) if scaler else None,
         ema=tuple(averages),
     )
-    return Offer(pieces, training)
+    return RankState(pieces, training)
 
 
-def piece(rank: Rank, key: str, layout: Layout, tensor: torch.Tensor) -> Piece:
+def sharded_tensor(rank: Rank, key: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
     """A rank's part of a tensor that lies so."""
     ranks = {TP: rank.mesh.tp}
     shape = whole_shape(tensor.shape, layout, ranks)
-    return Piece(key, shape, chunks(shape, layout, ranks, {TP: rank.place.shard}), tensor)
+    return ShardedTensor(key, shape, chunks(shape, layout, ranks, {TP: rank.place.shard}), tensor)
 
 
 def named_groups(rank: Rank) -> list[list[str]]:
@@ -152,7 +152,9 @@ def options_by_name(
     return {name: options_of(group) for group, names in groups for name in names}
 
 
-def optimizer_states(rank: Rank, pieces: list[Piece]) -> tuple[dict[str, ParameterState], tuple[dict[str, Any], ...]]:
+def optimizer_states(
+    rank: Rank, pieces: list[ShardedTensor]
+) -> tuple[dict[str, ParameterState], tuple[dict[str, Any], ...]]:
     """The optimizer's state of each parameter, and the options of each group; tensors are added to ``pieces``."""
     updater = rank.updater
     if updater.optimizer is None:
@@ -165,7 +167,7 @@ def optimizer_states(rank: Rank, pieces: list[Piece]) -> tuple[dict[str, Paramet
             values, split, whole = {}, [], []
             for key, value in saved["state"].get(index, {}).items():
                 if not isinstance(value, torch.Tensor) or value.ndim == 0:
-                    values[key] = plain(value)
+                    values[key] = plain_data(value)
                     continue
                 alike = value.shape == shape
                 if not alike and layout.splits:
@@ -175,7 +177,7 @@ def optimizer_states(rank: Rank, pieces: list[Piece]) -> tuple[dict[str, Paramet
                         "tp=1, or with an optimizer whose state is shaped like its parameters."
                     )
                 (split if alike else whole).append(key)
-                pieces.append(piece(rank, state_key(name, key), layout if alike else REPLICATED, value))
+                pieces.append(sharded_tensor(rank, state_key(name, key), layout if alike else REPLICATED, value))
             states[name] = ParameterState(number, values, tuple(split), tuple(whole), updater.made_options[name])
     return states, tuple(options_of(group) for group in saved["param_groups"])
 
@@ -187,10 +189,10 @@ def state_key(name: str, key: Any) -> str:
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a parameter group, as plain data."""
-    return plain({name: value for name, value in group.items() if name not in OF_THE_RANK})
+    return plain_data({name: value for name, value in group.items() if name not in RANK_LOCAL_KEYS})
 
 
-def plain(value: Any) -> Any:
+def plain_data(value: Any) -> Any:
     """The same without what a file of plain data cannot hold: numpy's numbers, and tensors on devices."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
@@ -198,7 +200,7 @@ def plain(value: Any) -> Any:
         return value.item()
     if type(value) in (dict, list, tuple):
         return type(value)(
-            {key: plain(item) for key, item in value.items()} if type(value) is dict else map(plain, value)
+            {key: plain_data(item) for key, item in value.items()} if type(value) is dict else map(plain_data, value)
         )
     return value
 

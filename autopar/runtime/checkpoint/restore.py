@@ -17,13 +17,13 @@ from autopar.runtime.checkpoint.rank_state import (
     EMA,
     MODEL,
     OptionChange,
-    Piece,
+    ShardedTensor,
     Training,
     copied,
     decoded_training,
     described,
     named_groups,
-    piece,
+    sharded_tensor,
     state_key,
 )
 
@@ -45,7 +45,7 @@ class Restore:
         self.averages: dict[str, torch.Tensor] = {}
         self.states: dict[str, dict[Any, torch.Tensor]] = {}
 
-    def wanted(self, metadata: Metadata) -> list[Piece]:
+    def wanted(self, metadata: Metadata) -> list[ShardedTensor]:
         """The pieces to fill, on the CPU.
 
         Raises:
@@ -58,11 +58,11 @@ class Restore:
             raise CheckpointError(
                 f"{self.data / TRAINING} is damaged: {described(error)}. Use another checkpoint."
             ) from error
-        pieces: list[Piece] = []
+        pieces: list[ShardedTensor] = []
 
         def read(key: str, layout: Layout, shape: Any) -> torch.Tensor:
             tensor = torch.empty(shape, dtype=saved_tensor(metadata, key).properties.dtype)
-            pieces.append(piece(rank, key, layout, tensor))
+            pieces.append(sharded_tensor(rank, key, layout, tensor))
             return tensor
 
         for weight in rank.spec.weights:
@@ -149,7 +149,7 @@ class Restore:
         if updater.scaler is not None and saved.scaler_state is not None:
             updater.scaler.load_state_dict(copied(saved.scaler_state))
         updater.zero_grad()
-        rank.apart = False  # all replicas have the first one's buffers now
+        rank.buffers_diverged = False  # all replicas have the first one's buffers now
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What the optimizer's own ``load_state_dict`` takes: it knows where each value has to lie."""
@@ -158,9 +158,9 @@ class Restore:
         for k, (group, names) in enumerate(zip(target["param_groups"], named_groups(self.rank), strict=True)):
             known = [saved.states[name].group for name in names if name in saved.states]
             if known:
-                group.update(meant(saved.groups[known[0]]))
+                group.update(without_kernel_options(saved.groups[known[0]]))
             elif len(target["param_groups"]) == len(saved.order):  # a group whose parameters are all on other ranks
-                group.update(meant(saved.groups[saved.order[k]]))
+                group.update(without_kernel_options(saved.groups[saved.order[k]]))
             for index, name in zip(group["params"], names, strict=True):
                 values: Mapping[Any, Any] = saved.states[name].values if name in saved.states else {}
                 own = copied(values) | self.states.get(name, {})
@@ -169,7 +169,7 @@ class Restore:
         return {**target, "state": state}
 
 
-def meant(options: Mapping[str, Any]) -> dict[str, Any]:
+def without_kernel_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group's options, but those that only say with which kernels: the devices may be others now."""
     return {name: value for name, value in copied(options).items() if name not in KERNEL_OPTIONS}
 

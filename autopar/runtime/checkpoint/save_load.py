@@ -32,7 +32,7 @@ from autopar.runtime.checkpoint.dcp_planners import (
     saved_tensor,
 )
 from autopar.runtime.checkpoint.folder import check_files, is_checkpoint, on_all_nodes, read_header
-from autopar.runtime.checkpoint.rank_state import EMA, MODEL, OptionChange, Piece, described, offered
+from autopar.runtime.checkpoint.rank_state import EMA, MODEL, OptionChange, ShardedTensor, described, rank_state
 from autopar.runtime.checkpoint.restore import Restore
 from autopar.runtime.comm.transport import TransportError
 from autopar.runtime.spec import rank_text
@@ -49,7 +49,7 @@ def save(rank: Rank, folder: str, header: Header) -> CheckpointError | None:
         header: without what only the ranks know.
     """
     target = Path(folder)
-    planner = PartsSavePlanner(partial(offered, rank))
+    planner = PartsSavePlanner(partial(rank_state, rank))
     writer = FolderWriter(target, header, planner)
     try:
         with collective(rank):
@@ -104,14 +104,14 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
     """
     found: dict[str, torch.Tensor] = {}
 
-    def wanted(metadata: Metadata) -> list[Piece]:
+    def wanted(metadata: Metadata) -> list[ShardedTensor]:
         pieces = []
         for name in names:
             averaged = ema and f"{EMA}.{name}" in metadata.state_dict_metadata
             key = f"{EMA if averaged else MODEL}.{name}"
             saved = saved_tensor(metadata, key)
             found[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
-            pieces.append(Piece(key, tuple(saved.size), chunks(saved.size, REPLICATED, {}, {}), found[name]))
+            pieces.append(ShardedTensor(key, tuple(saved.size), chunks(saved.size, REPLICATED, {}, {}), found[name]))
         return pieces
 
     try:

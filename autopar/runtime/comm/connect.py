@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from autopar.runtime.comm.mesh_groups import axis_ranks, connect, unregister
 from autopar.runtime.comm.transport import ProcessGroupTransport
-from autopar.runtime.memory.host_malloc import keep_freed_memory
+from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 
@@ -47,7 +47,7 @@ def connected_rank(
     """
     device = torch.device(spec.device)
     if device.type == "cpu":
-        keep_freed_memory()
+        disable_malloc_trim()
     axes = connect(spec.mesh, spec.rank, device.type, timeout_seconds)
     opened.callback(axes.close)
     on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]

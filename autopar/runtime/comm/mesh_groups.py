@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
-from autopar.runtime.comm.symmetric_collectives import SymmetricBoards, SymmetricCommunicator
-from autopar.runtime.comm.symmetric_p2p import Neighbour, reach_each_other
+from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
+from autopar.runtime.comm.symmetric_p2p import PeerAccess, have_peer_access
 from autopar.runtime.comm.transport import TransportError
 
 
@@ -35,12 +35,12 @@ class GroupCommunicator:
 
     def symmetric(self, device: torch.device) -> SymmetricCommunicator:
         """The same ranks over the symmetric memory of their GPUs; ``device`` is this one's."""
-        return SymmetricCommunicator(self.rank, self.ranks, SymmetricBoards(self.rank, device, self.group))
+        return SymmetricCommunicator(self.rank, self.ranks, SymmetricBufferPool(self.rank, device, self.group))
 
     def reserve(self, num_bytes: int) -> None:
         """torch.distributed has memory of its own."""
 
-    def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
+    def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
         with self.named("all-reduce"):
             dist.all_reduce(tensor, group=self.group)
 
@@ -50,7 +50,7 @@ class GroupCommunicator:
             dist.all_gather_into_tensor(plain(stacked), plain(tensor[None]), group=self.group)
         return stacked
 
-    def reduce_scatter(self, stacked: Tensor, beside: bool = False) -> Tensor:
+    def reduce_scatter(self, stacked: Tensor, overlapped: bool = False) -> Tensor:
         part = stacked.new_empty(stacked.shape[1:])
         with self.named("reduce-scatter"):
             dist.reduce_scatter_tensor(part[None], stacked, group=self.group)
@@ -62,19 +62,19 @@ class GroupCommunicator:
             dist.all_to_all_single(plain(received), plain(stacked), group=self.group)
         return received
 
-    def others(self) -> list[int]:
+    def peer_order(self) -> list[int]:
         return [k for k in range(self.ranks) if k != self.rank]
 
-    def give(self, tensor: Tensor) -> Tensor:
+    def publish(self, tensor: Tensor) -> Tensor:
         return self.all_gather(tensor)
 
-    def release(self) -> None:
+    def unpublish(self) -> None:
         """What was given is the receiver's."""
 
-    def put(self, rank: int, stacked: Tensor) -> None:
-        """All parts travel at once, in `sum_put`."""
+    def push_shard(self, rank: int, stacked: Tensor) -> None:
+        """All parts travel at once, in `reduce_pushed`."""
 
-    def sum_put(self, stacked: Tensor) -> Tensor:
+    def reduce_pushed(self, stacked: Tensor) -> Tensor:
         return self.reduce_scatter(stacked)
 
     @contextmanager
@@ -97,7 +97,7 @@ class Axes:
     mesh: DeviceMesh | None
     communicators: Mapping[str, GroupCommunicator]
 
-    def register(self, model: str, device: torch.device, neighbours: Sequence[Neighbour] = ()) -> Mapping[str, str]:
+    def register(self, model: str, device: torch.device, neighbours: Sequence[PeerAccess] = ()) -> Mapping[str, str]:
         """Make all axes known to the collectives; the key of each, which holds ``model`` so that models differ.
 
         Args:
@@ -107,7 +107,7 @@ class Axes:
         keys = {axis: f"{model}.{axis}" for axis in self.communicators}
         for axis, key in keys.items():
             found = self.communicators[axis]
-            near = bool(neighbours) and reach_each_other([neighbours[rank] for rank in found.members])
+            near = bool(neighbours) and have_peer_access([neighbours[rank] for rank in found.members])
             collectives.register(key, found.symmetric(device) if near else found)
         return keys
 

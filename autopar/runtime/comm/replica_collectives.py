@@ -7,61 +7,65 @@ from typing import Any, Protocol
 
 import torch
 
-from autopar.ir.comm_sizes import BOARD_BYTES, exchange_bytes
+from autopar.ir.comm_sizes import MAX_SYMMETRIC_BUFFER_BYTES, exchange_bytes
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
-from autopar.runtime.comm.transport import Delivery, Transport
+from autopar.runtime.comm.transport import SendHandle, Transport
 from autopar.runtime.params.flat_buckets import FlatBucket
 
 
-class Exchange(Protocol):
+class ReplicaCollectives(Protocol):
     """Replicas of the same weights, in whose order the segments of a bucket are. All of them make the same calls in the
     same order; ``flat`` is a bucket's buffer."""
 
-    def sum(self, flat: torch.Tensor) -> Delivery:
+    def sum(self, flat: torch.Tensor) -> SendHandle:
         """Start summing a buffer in place, on all replicas; calling the delivery waits for it."""
         ...
 
-    def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> Delivery:
+    def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
         """Start giving each replica the sum of its segment, in place; the others are left with anything."""
         ...
 
-    def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> Delivery:
+    def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
         """Start filling the buffer on all replicas with the segment that each of them has in it; the inverse."""
         ...
 
 
-def exchange_of(transport: Transport, ranks: Sequence[int], device: torch.device, largest_bytes: int) -> Exchange:
+def make_replica_collectives(
+    transport: Transport, ranks: Sequence[int], device: torch.device, largest_bytes: int
+) -> ReplicaCollectives:
     """The fastest one there is among some ranks, all of which call.
 
     Args:
         device: this rank's.
         largest_bytes: of a bucket, all segments counted as long as its longest.
     """
-    boards = transport.boards(ranks)
+    boards = transport.symmetric_buffer(ranks)
     if boards is None:
-        return CollectiveExchange(transport, ranks)
+        return TransportReplicaCollectives(transport, ranks)
     boards.reserve(exchange_bytes(largest_bytes, len(ranks)))
-    return SymmetricExchange(SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), boards), device)
+    return SymmetricReplicaCollectives(
+        SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), boards), device
+    )
 
 
-class CollectiveExchange:
+class TransportReplicaCollectives:
     """By the transport's collectives: one for a bucket, or where segments differ in length one for each."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
         self.transport, self.ranks = transport, tuple(ranks)
 
-    def sum(self, flat: torch.Tensor) -> Delivery:
+    def sum(self, flat: torch.Tensor) -> SendHandle:
         return self.transport.start_sum(flat, self.ranks)
 
-    def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> Delivery:
+    def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
         if bucket.even:
             return self.transport.start_reduce_scatter(flat, self.ranks)
-        return joined([self.transport.start_sum(part, self.ranks, rank) for part, rank in self.parts(flat, bucket)])
+        return wait_all([self.transport.start_sum(part, self.ranks, rank) for part, rank in self.parts(flat, bucket)])
 
-    def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> Delivery:
+    def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
         if bucket.even:
             return self.transport.start_all_gather(flat, self.ranks)
-        return joined(
+        return wait_all(
             [self.transport.start_broadcast(part, self.ranks, rank) for part, rank in self.parts(flat, bucket)]
         )
 
@@ -71,7 +75,7 @@ class CollectiveExchange:
         return [(part, rank) for part, rank in parts if part.numel()]
 
 
-class SymmetricExchange:
+class SymmetricReplicaCollectives:
     """By copy engines that write into the other GPUs' memory, beside whatever the multiprocessors compute.
 
     NCCL's kernels take multiprocessors away from matrix products, which then last longer by almost as much as the
@@ -83,22 +87,27 @@ class SymmetricExchange:
         # First in line for multiprocessors: barriers and sums are little work, and others wait for them.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    def sum(self, flat: torch.Tensor) -> Delivery:
-        return self.beside(self.communicator.sum_segments, flat.split(BOARD_BYTES // flat.itemsize))
+    def sum(self, flat: torch.Tensor) -> SendHandle:
+        return self.on_side_stream(
+            self.communicator.sum_segments, flat.split(MAX_SYMMETRIC_BUFFER_BYTES // flat.itemsize)
+        )
 
-    def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> Delivery:
-        return self.beside(self.communicator.reduce_segments, self.pieces(flat, bucket))
+    def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
+        return self.on_side_stream(self.communicator.reduce_segments, self.pieces(flat, bucket))
 
-    def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> Delivery:
-        return self.beside(self.communicator.gather_segments, self.pieces(flat, bucket))
+    def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
+        return self.on_side_stream(self.communicator.gather_segments, self.pieces(flat, bucket))
 
     def pieces(self, flat: torch.Tensor, bucket: FlatBucket) -> list[list[torch.Tensor]]:
         """The segments, as much of each at a time as fits the boards."""
         ranks = self.communicator.ranks
-        whole, row = [bucket.segment(flat, k) for k in range(ranks)], BOARD_BYTES // ranks // flat.itemsize
+        whole, row = (
+            [bucket.segment(flat, k) for k in range(ranks)],
+            MAX_SYMMETRIC_BUFFER_BYTES // ranks // flat.itemsize,
+        )
         return [[segment[start : start + row] for segment in whole] for start in range(0, bucket.longest, row)]
 
-    def beside(self, exchange: Callable[[Any], None], pieces: Sequence[Any]) -> Delivery:
+    def on_side_stream(self, exchange: Callable[[Any], None], pieces: Sequence[Any]) -> SendHandle:
         """Start exchanging pieces, one after the other."""
         if self.stream is None:
             for piece in pieces:
@@ -112,7 +121,7 @@ class SymmetricExchange:
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
 
 
-def joined(deliveries: Sequence[Delivery]) -> Delivery:
+def wait_all(deliveries: Sequence[SendHandle]) -> SendHandle:
     """Waits for all."""
 
     def delivery() -> None:

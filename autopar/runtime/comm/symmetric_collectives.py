@@ -15,7 +15,7 @@ from autopar.runtime.comm.symmetric_p2p import allocated
 ONE_SHOT_BYTES = 2**19
 
 
-class Boards(Protocol):
+class SymmetricBuffer(Protocol):
     """Memory of each rank of an axis that all of them can read."""
 
     @property
@@ -36,7 +36,7 @@ class Boards(Protocol):
         ...
 
 
-class SymmetricBoards:
+class SymmetricBufferPool:
     """Boards of GPUs, in the current stream's order.
 
     Larger ones take their place where programs that are added later need more. Those that were outgrown stay until the
@@ -89,20 +89,20 @@ class SymmetricCommunicator:
 
     rank: int
     ranks: int
-    boards: Boards = field(repr=False)
+    buffer: SymmetricBuffer = field(repr=False)
 
     def reserve(self, num_bytes: int) -> None:
-        self.boards.reserve(num_bytes)
+        self.buffer.reserve(num_bytes)
 
-    def all_reduce(self, tensor: Tensor, beside: bool = False) -> None:
-        if beside or (self.ranks > 2 and tensor.nbytes > ONE_SHOT_BYTES):
+    def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
+        if overlapped or (self.ranks > 2 and tensor.nbytes > ONE_SHOT_BYTES):
             self.sum_segments(tensor.view(-1))
             return
         self.check("an all-reduce", tensor.nbytes)
-        self.board(self.rank, tensor).copy_(tensor)
-        self.boards.barrier()
-        sum_into(tensor, [self.board(k, tensor) for k in range(self.ranks)])
-        self.boards.barrier()
+        self.buffer_view(self.rank, tensor).copy_(tensor)
+        self.buffer.barrier()
+        sum_into(tensor, [self.buffer_view(k, tensor) for k in range(self.ranks)])
+        self.buffer.barrier()
 
     def sum_segments(self, flat: Tensor) -> None:
         """Each rank sums one segment and the others read it: every element crosses each link twice."""
@@ -113,73 +113,73 @@ class SymmetricCommunicator:
         sum_into(total, self.summands(own, boards[self.rank]))
         own.copy_(total)
         boards[self.rank][self.rank, : len(own)].copy_(total)
-        self.boards.barrier()
-        for k in self.others():
+        self.buffer.barrier()
+        for k in self.peer_order():
             segments[k].copy_(boards[k][k, : len(segments[k])])
-        self.boards.barrier()
+        self.buffer.barrier()
 
     def reduce_segments(self, segments: Sequence[Tensor]) -> None:
         """Each rank sums one flat segment of possibly several lengths, in place."""
         own = segments[self.rank]
         board = self.spread("a reduce-scatter", segments, max(map(len, segments)), itself=True)[self.rank]
         torch.sum(board[:, : len(own)], 0, out=own)  # one kernel: each waits until multiprocessors are free
-        self.boards.barrier()
+        self.buffer.barrier()
 
     def gather_segments(self, segments: Sequence[Tensor]) -> None:
         """Fill each flat segment with what its rank has in it; the inverse."""
         own = segments[self.rank]
         board = self.spread("an all-gather", [own] * self.ranks, max(map(len, segments)))[self.rank]
-        for k in self.others():
+        for k in self.peer_order():
             segments[k].copy_(board[k, : len(segments[k])])
-        self.boards.barrier()
+        self.buffer.barrier()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         self.check("an all-gather", tensor.nbytes)
         stacked = tensor.new_empty([self.ranks, *tensor.shape])
-        self.board(self.rank, tensor).copy_(tensor)
-        self.boards.barrier()
-        torch.stack([tensor if k == self.rank else self.board(k, tensor) for k in range(self.ranks)], out=stacked)
-        self.boards.barrier()
+        self.buffer_view(self.rank, tensor).copy_(tensor)
+        self.buffer.barrier()
+        torch.stack([tensor if k == self.rank else self.buffer_view(k, tensor) for k in range(self.ranks)], out=stacked)
+        self.buffer.barrier()
         return stacked
 
-    def reduce_scatter(self, stacked: Tensor, beside: bool = False) -> Tensor:
+    def reduce_scatter(self, stacked: Tensor, overlapped: bool = False) -> Tensor:
         part = stacked.new_empty(stacked.shape[1:])
-        if beside:
+        if overlapped:
             flat = stacked.flatten(1)
             board = self.spread("a reduce-scatter", flat.unbind(), flat.shape[1])[self.rank]
             sum_into(part.view(-1), self.summands(flat[self.rank], board))
         else:
             sum_into(part, self.exchanged("a reduce-scatter", stacked))
-        self.boards.barrier()
+        self.buffer.barrier()
         return part
 
     def all_to_all(self, stacked: Tensor) -> Tensor:
         received = torch.empty_like(stacked)
         torch.stack(self.exchanged("an all-to-all", stacked), out=received)
-        self.boards.barrier()
+        self.buffer.barrier()
         return received
 
-    def give(self, tensor: Tensor) -> Tensor:
+    def publish(self, tensor: Tensor) -> Tensor:
         board = self.spread("a linear layer's all-gather", [tensor.view(-1)] * self.ranks, tensor.numel())[self.rank]
         return board.view(self.ranks, *tensor.shape)
 
-    def release(self) -> None:
-        self.boards.barrier()
+    def unpublish(self) -> None:
+        self.buffer.barrier()
 
-    def put(self, rank: int, stacked: Tensor) -> None:
+    def push_shard(self, rank: int, stacked: Tensor) -> None:
         self.check("a linear layer's reduce-scatter", stacked.nbytes)
-        self.board(rank, stacked)[self.rank].copy_(stacked[rank])
+        self.buffer_view(rank, stacked)[self.rank].copy_(stacked[rank])
 
-    def sum_put(self, stacked: Tensor) -> Tensor:
-        self.boards.barrier()
-        board, part = self.board(self.rank, stacked), torch.empty_like(stacked[self.rank])
+    def reduce_pushed(self, stacked: Tensor) -> Tensor:
+        self.buffer.barrier()
+        board, part = self.buffer_view(self.rank, stacked), torch.empty_like(stacked[self.rank])
         sum_into(part, [stacked[k] if k == self.rank else board[k] for k in range(self.ranks)])
-        self.boards.barrier()
+        self.buffer.barrier()
         return part
 
     def check(self, what: str, num_bytes: int) -> None:
         """So much of each board is about to be used."""
-        there = self.boards.num_bytes
+        there = self.buffer.num_bytes
         assert num_bytes <= there, (
             f"{what} of {self.ranks} ranks takes {num_bytes:,} bytes of each board, {there:,} were reserved"
         )
@@ -187,32 +187,32 @@ class SymmetricCommunicator:
     def exchanged(self, what: str, stacked: Tensor) -> list[Tensor]:
         """From each rank its part for this rank, on the board where it lies once all have put theirs there."""
         self.check(what, stacked.nbytes)
-        board = self.board(self.rank, stacked)
+        board = self.buffer_view(self.rank, stacked)
         for some in (slice(self.rank), slice(self.rank + 1, self.ranks)):
             if len(stacked[some]):
                 board[some].copy_(stacked[some])
-        self.boards.barrier()
-        return [stacked[k] if k == self.rank else self.board(k, stacked)[self.rank] for k in range(self.ranks)]
+        self.buffer.barrier()
+        return [stacked[k] if k == self.rank else self.buffer_view(k, stacked)[self.rank] for k in range(self.ranks)]
 
     def spread(self, what: str, given: Sequence[Tensor], longest: int, itself: bool = False) -> list[Tensor]:
         """All ranks' boards [ranks, longest], once each has in its rows what the others have given it, and ``itself``;
         here one flat tensor for each rank."""
         dtype = given[0].dtype
         self.check(what, self.ranks * longest * dtype.itemsize)
-        boards = [self.boards.of(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
-        for k in (*self.others(), self.rank) if itself else self.others():
+        boards = [self.buffer.of(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
+        for k in (*self.peer_order(), self.rank) if itself else self.peer_order():
             boards[k][self.rank, : len(given[k])].copy_(given[k])
-        self.boards.barrier()
+        self.buffer.barrier()
         return boards
 
     def summands(self, own: Tensor, board: Tensor) -> list[Tensor]:
         """Of a segment, in the ranks' order: this rank's own, and what is on its board."""
         return [own if k == self.rank else board[k, : len(own)] for k in range(self.ranks)]
 
-    def board(self, rank: int, like: Tensor) -> Tensor:
-        return self.boards.of(rank, like.shape, like.dtype)
+    def buffer_view(self, rank: int, like: Tensor) -> Tensor:
+        return self.buffer.of(rank, like.shape, like.dtype)
 
-    def others(self) -> list[int]:
+    def peer_order(self) -> list[int]:
         """The other ranks, those after this one first, so that no two ranks begin with the same."""
         return [(self.rank + k) % self.ranks for k in range(1, self.ranks)]
 

@@ -18,8 +18,8 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from autopar.ir.comm_sizes import ALIGNMENT, aligned
 
 Messages = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
-Delivery = Callable[[], None]
-Receipt = Callable[[], torch.Tensor]
+SendHandle = Callable[[], None]
+RecvHandle = Callable[[], torch.Tensor]
 
 SIGNAL_BYTES = 4
 IN_USE = Counter[torch.device]()
@@ -34,12 +34,12 @@ class SymmetricMemory:
         Args:
             hosts: a Gloo group of all ranks.
         """
-        self.rank, self.world, self.device, self.hosts = rank, world, device, hosts
+        self.rank, self.world, self.device, self.cpu_group = rank, world, device, hosts
         self.streams: dict[int, torch.cuda.Stream] = {}
         self.buffer: torch.Tensor | None = None
         self.handle: Any = None
 
-    def open(self, incoming: Messages, outgoing: Messages) -> SymmetricMail:
+    def open(self, incoming: Messages, outgoing: Messages) -> SymmetricChannel:
         """Room for the messages of one kind of step; all ranks call.
 
         Every message has a place and a signal of its own, so that none is written over before it was read in the same
@@ -51,13 +51,13 @@ class SymmetricMemory:
             sizes[src] += aligned(num_bytes)
         sizes[self.world] = max((sum(peer == p for peer, _ in incoming) for p in range(self.world)), default=0)
         everybody = [torch.empty_like(sizes) for _ in range(self.world)]
-        dist.all_gather(everybody, sizes, group=self.hosts)
+        dist.all_gather(everybody, sizes, group=self.cpu_group)
         table = torch.stack(everybody)
         self.reserve(int(table[:, :-1].sum(1).max()), int(table[:, -1].max()))
         starts = table[:, :-1].cumsum(1) - table[:, :-1]  # [dst, src]
         received = places(incoming, {src: int(starts[self.rank, src]) for src in range(self.world)})
         sent = places(outgoing, {dst: int(starts[dst, self.rank]) for dst in range(self.world)})
-        return SymmetricMail(self, received, sent)
+        return SymmetricChannel(self, received, sent)
 
     def reserve(self, num_bytes: int, num_signals: int) -> None:
         """Have a buffer of at least that size, with so many signals from each peer."""
@@ -75,7 +75,7 @@ class SymmetricMemory:
         return self.streams[dst]
 
 
-class SymmetricMail:
+class SymmetricChannel:
     """The messages of one kind of step, by peer and tag: at which byte of the receiver's buffer, and which signal."""
 
     posts_early = False
@@ -90,7 +90,7 @@ class SymmetricMail:
         # Later kinds of steps may have a larger buffer.
         self.buffer, self.handle = memory.buffer, memory.handle
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
         place, signal = self.sent[dst, tag]
         there = self.handle.get_buffer(dst, tensor.shape, tensor.dtype, place // tensor.itemsize)
         current, stream = torch.cuda.current_stream(self.memory.device), self.memory.stream(dst)
@@ -105,7 +105,7 @@ class SymmetricMail:
 
         return delivery
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
         place, signal = self.received[src, tag]
 
         def receipt() -> torch.Tensor:
@@ -150,7 +150,7 @@ def places(messages: Messages, starts: Mapping[int, int]) -> dict[tuple[int, int
 
 
 @dataclass(frozen=True)
-class Neighbour:
+class PeerAccess:
     """Where a rank's GPU is, and which others of its host it can read and write."""
 
     host: str
@@ -158,7 +158,7 @@ class Neighbour:
     peers: frozenset[int]
 
 
-def neighbours(device: torch.device, world: int, hosts: Any) -> list[Neighbour]:
+def gather_peer_access(device: torch.device, world: int, hosts: Any) -> list[PeerAccess]:
     """Every rank's; all ranks call.
 
     Args:
@@ -167,11 +167,11 @@ def neighbours(device: torch.device, world: int, hosts: Any) -> list[Neighbour]:
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     peers = frozenset(i for i in others if torch.cuda.can_device_access_peer(device, i))
     everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, Neighbour(socket.gethostname(), device.index, peers), group=hosts)
+    dist.all_gather_object(everybody, PeerAccess(socket.gethostname(), device.index, peers), group=hosts)
     return everybody
 
 
-def reach_each_other(group: Sequence[Neighbour]) -> bool:
+def have_peer_access(group: Sequence[PeerAccess]) -> bool:
     """Whether each of these ranks can write into the memory of every other one."""
     indices = {own.index for own in group}
     apart = len(indices) == len(group)  # equal where each rank sees nothing but its own GPU

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.runtime.comm.symmetric_collectives import Boards, SymmetricBoards
+from autopar.runtime.comm.symmetric_collectives import SymmetricBuffer, SymmetricBufferPool
 from autopar.runtime.comm.symmetric_p2p import (
-    Delivery,
     Messages,
-    Neighbour,
-    Receipt,
+    PeerAccess,
+    RecvHandle,
+    SendHandle,
     SymmetricMemory,
-    neighbours,
-    reach_each_other,
+    gather_peer_access,
+    have_peer_access,
 )
 
 TransportName = Literal["auto", "nccl", "symmetric"]
@@ -33,7 +33,7 @@ class TransportError(RuntimeError):
     """A peer is gone or silent. Rarely the cause of a failure: another rank failed first."""
 
 
-class Mail(Protocol):
+class P2PChannel(Protocol):
     """Moves the tensors of a schedule from rank to rank.
 
     Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be
@@ -42,33 +42,33 @@ class Mail(Protocol):
 
     posts_early: bool
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
         """Start sending a contiguous tensor; calling the delivery waits until it is sent, which keeps it until then."""
         ...
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
         """Start receiving; calling the receipt waits and returns the tensor."""
         ...
 
 
-class Transport(Mail, Protocol):
+class Transport(P2PChannel, Protocol):
     """Moves tensors between ranks, and what hosts ask each other."""
 
     rank: int
 
-    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
         """What moves the tensors of one kind of training step, which are these; all ranks call."""
         ...
 
-    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
         """Start sending what the host of ``dst`` must know, without waiting for any device."""
         ...
 
-    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
         """Start receiving flags, as a tensor on the CPU."""
         ...
 
-    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
         """Start summing a contiguous tensor over ``ranks`` in place, on all of them or only on ``root``, whose peers
         are left with anything; calling the delivery waits for it.
 
@@ -76,17 +76,17 @@ class Transport(Mail, Protocol):
         """
         ...
 
-    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
         """Start copying a contiguous tensor from ``root`` over those of the other ranks."""
         ...
 
-    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
         """Start summing a contiguous row, of as many equal segments as there are ranks, so that each of the ranks gets
         the sum of its segment, in place; the other segments are left with anything.
         """
         ...
 
-    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
         """Start filling such a row on all ranks with the segment that each of them has in it; the inverse."""
         ...
 
@@ -98,14 +98,14 @@ class Transport(Mail, Protocol):
 
     def start_scatter(
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
-    ) -> Delivery:
+    ) -> SendHandle:
         """Start filling ``flat`` with the row that ``root`` has for this rank; the inverse of `start_gather`.
 
         ``rows`` matter on ``root`` only, one for each of the ranks.
         """
         ...
 
-    def boards(self, ranks: Sequence[int]) -> Boards | None:
+    def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
         """Memory of some ranks that all of them read and write, where there is such; all of them call."""
         ...
 
@@ -165,21 +165,21 @@ class ProcessGroupTransport:
         # Flags of transfers travel from host to host. A Gloo group of some ranks only would hang in a default NCCL
         # group that is bound to a device: those that are not in it wait for a split of the communicator that the
         # others, being Gloo, never join (torch 2.11).
-        self.hosts: Any = None
+        self.cpu_group: Any = None
         if dist.get_backend() == "nccl":
-            self.hosts = dist.new_group(backend="gloo", timeout=timeout)
+            self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
             self.channels = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(edges)}
             self.connect()
         world = dist.get_world_size()
-        self.neighbours: Sequence[Neighbour] = ()  # of each rank, where symmetric memory may be used
-        if self.hosts is not None and world > 1 and transport != "nccl":
-            self.neighbours = neighbours(device, world, self.hosts)
-        near = bool(self.neighbours) and reach_each_other(self.neighbours)
+        self.neighbours: Sequence[PeerAccess] = ()  # of each rank, where symmetric memory may be used
+        if self.cpu_group is not None and world > 1 and transport != "nccl":
+            self.neighbours = gather_peer_access(device, world, self.cpu_group)
+        near = bool(self.neighbours) and have_peer_access(self.neighbours)
         if transport == "symmetric" and world > 1 and not near:
             raise UsageError(NO_SYMMETRIC_MEMORY)
-        self.memory = SymmetricMemory(rank, world, device, self.hosts) if near and edges else None
+        self.memory = SymmetricMemory(rank, world, device, self.cpu_group) if near and edges else None
 
-    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
         return self.memory.open(incoming, outgoing) if self.memory is not None else self
 
     def connect(self) -> None:
@@ -195,42 +195,44 @@ class ProcessGroupTransport:
                 dist.recv(token, src, group=group)
         torch.cuda.synchronize(self.device)
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
         return start_send(tensor, dst, tag, self.channels.get((self.rank, dst, lane)))
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
         return start_receive(buffer, src, tag, self.channels.get((src, self.rank, lane)))
 
-    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
-        return start_send(torch.tensor(flags, dtype=torch.uint8), dst, tag, self.hosts)
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
+        return start_send(torch.tensor(flags, dtype=torch.uint8), dst, tag, self.cpu_group)
 
-    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
-        return start_receive(torch.empty(count, dtype=torch.uint8), src, tag, self.hosts)
+    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
+        return start_receive(torch.empty(count, dtype=torch.uint8), src, tag, self.cpu_group)
 
-    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
         group = self.groups[tuple(ranks)]
         over = f"over ranks {list(ranks)}"
         if root is None:
-            return started(lambda: dist.all_reduce(tensor, group=group, async_op=True), f"a sum {over}")
-        return started(lambda: dist.reduce(tensor, root, group=group, async_op=True), f"a sum {over} on rank {root}")
+            return launch_async(lambda: dist.all_reduce(tensor, group=group, async_op=True), f"a sum {over}")
+        return launch_async(
+            lambda: dist.reduce(tensor, root, group=group, async_op=True), f"a sum {over} on rank {root}"
+        )
 
-    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
         group = self.groups[tuple(ranks)]
-        return started(
+        return launch_async(
             lambda: dist.broadcast(tensor, root, group=group, async_op=True), f"a broadcast over ranks {list(ranks)}"
         )
 
-    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
         group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
-        return started(
+        return launch_async(
             lambda: dist.reduce_scatter_tensor(own, flat, group=group, async_op=True),
             f"a reduce-scatter over ranks {list(ranks)}",
         )
 
-    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
         group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
-        return started(
+        return launch_async(
             lambda: dist.all_gather_into_tensor(flat, own, group=group, async_op=True),
             f"an all-gather over ranks {list(ranks)}",
         )
@@ -238,7 +240,7 @@ class ProcessGroupTransport:
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
         group = self.groups[tuple(ranks)]
         rows = [torch.empty_like(flat) for _ in ranks] if self.rank == root else []
-        delivery = started(
+        delivery = launch_async(
             lambda: dist.gather(as_bytes(flat), [as_bytes(r) for r in rows] or None, root, group, async_op=True),
             f"a gather over ranks {list(ranks)} on rank {root}",
         )
@@ -251,24 +253,24 @@ class ProcessGroupTransport:
 
     def start_scatter(
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
-    ) -> Delivery:
+    ) -> SendHandle:
         group = self.groups[tuple(ranks)]
         given = [as_bytes(row) for row in rows] if self.rank == root else None
-        return started(
+        return launch_async(
             lambda: dist.scatter(as_bytes(flat), given, root, group, async_op=True),
             f"a scatter over ranks {list(ranks)} from rank {root}",
             rows,
         )
 
-    def boards(self, ranks: Sequence[int]) -> Boards | None:
-        if not self.neighbours or not reach_each_other([self.neighbours[rank] for rank in ranks]):
+    def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
+        if not self.neighbours or not have_peer_access([self.neighbours[rank] for rank in ranks]):
             return None
-        return SymmetricBoards(list(ranks).index(self.rank), self.device, self.groups[tuple(ranks)])
+        return SymmetricBufferPool(list(ranks).index(self.rank), self.device, self.groups[tuple(ranks)])
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
         counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
         group = self.groups[tuple(ranks)]
-        started(
+        launch_async(
             lambda: dist.all_reduce(counts, group=group, async_op=True), f"a sum of flags over ranks {list(ranks)}"
         )()
         return counts.tolist()
@@ -276,8 +278,8 @@ class ProcessGroupTransport:
     def close(self) -> None:
         self.memory = None
         groups = [*self.own.values(), *self.channels.values()]
-        if self.hosts is not None:
-            groups.append(self.hosts)
+        if self.cpu_group is not None:
+            groups.append(self.cpu_group)
         for group in groups:
             dist.destroy_process_group(group)
 
@@ -293,7 +295,7 @@ def as_bytes(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
-def started(call: Callable[[], Any], what: str, kept: Any = None) -> Delivery:
+def launch_async(call: Callable[[], Any], what: str, kept: Any = None) -> SendHandle:
     """A transfer that was started; the delivery waits for it.
 
     Args:
@@ -313,14 +315,14 @@ def started(call: Callable[[], Any], what: str, kept: Any = None) -> Delivery:
     return delivery
 
 
-def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> Delivery:
+def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> SendHandle:
     """Start a send; the delivery waits for it."""
-    return started(lambda: dist.isend(tensor, dst, group=group, tag=tag), f"a send to rank {dst}", tensor)
+    return launch_async(lambda: dist.isend(tensor, dst, group=group, tag=tag), f"a send to rank {dst}", tensor)
 
 
-def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> Receipt:
+def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> RecvHandle:
     """Start a receive; the receipt waits for it and returns the buffer."""
-    delivery = started(lambda: dist.irecv(buffer, src, group=group, tag=tag), f"a receive from rank {src}")
+    delivery = launch_async(lambda: dist.irecv(buffer, src, group=group, tag=tag), f"a receive from rank {src}")
 
     def receipt() -> torch.Tensor:
         delivery()
@@ -330,7 +332,7 @@ def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> Recei
 
 
 @dataclass
-class Hub:
+class InProcessMailboxes:
     """What the ranks of one process share: a mailbox for each sender, receiver and subject."""
 
     timeout_seconds: float = 60.0
@@ -347,11 +349,11 @@ class LocalTransport:
 
     posts_early = True
 
-    def __init__(self, rank: int, hub: Hub) -> None:
+    def __init__(self, rank: int, hub: InProcessMailboxes) -> None:
         self.rank, self.hub = rank, hub
         self.calls: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
 
-    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
+    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
         return self
 
     def next_call(self, ranks: Sequence[int]) -> Hashable:
@@ -359,11 +361,11 @@ class LocalTransport:
         self.calls[tuple(ranks)] += 1
         return tuple(ranks), self.calls[tuple(ranks)]
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable, lane: int = 0) -> Delivery:
+    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable, lane: int = 0) -> SendHandle:
         self.hub.box(self.rank, dst, tag).put(tensor.clone())
         return lambda: None  # a send is a copy
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable, lane: int = 0) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable, lane: int = 0) -> RecvHandle:
         box = self.hub.box(src, self.rank, tag)
 
         def receipt() -> torch.Tensor:
@@ -376,13 +378,13 @@ class LocalTransport:
 
         return receipt
 
-    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
         return self.send(torch.tensor(flags, dtype=torch.uint8), dst, tag)
 
-    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
+    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
         return self.receive([count], torch.uint8, src, tag)
 
-    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
         subject = self.next_call(ranks)
         for dst in ranks if root is None else [root]:
             self.send(tensor, dst, subject)
@@ -395,7 +397,7 @@ class LocalTransport:
 
         return delivery
 
-    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
         subject = self.next_call(ranks)
         if self.rank == root:
             for dst in ranks:
@@ -407,7 +409,7 @@ class LocalTransport:
 
         return delivery
 
-    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
         subject = self.next_call(ranks)
         for dst in ranks:
             self.send(segment_of(flat, ranks, dst), dst, subject)
@@ -419,7 +421,7 @@ class LocalTransport:
 
         return delivery
 
-    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
         subject = self.next_call(ranks)
         own = segment_of(flat, ranks, self.rank)
         for dst in ranks:
@@ -440,7 +442,7 @@ class LocalTransport:
 
     def start_scatter(
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
-    ) -> Delivery:
+    ) -> SendHandle:
         subject = self.next_call(ranks)
         if self.rank == root:
             for dst, row in zip(ranks, rows, strict=True):
@@ -452,7 +454,7 @@ class LocalTransport:
 
         return delivery
 
-    def boards(self, ranks: Sequence[int]) -> Boards | None:
+    def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
         return None
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:

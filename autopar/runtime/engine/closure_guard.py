@@ -16,7 +16,7 @@ PLAIN = (bool, int, float, complex, str, type(None))
 OPAQUE = (torch.Tensor, type, ModuleType)
 
 
-def read_values(function: Any) -> dict[str, str]:
+def closure_fingerprint(function: Any) -> dict[str, str]:
     """``repr`` of the numbers and texts that a call may read, by where they are: in the function's closure, defaults
     and globals, and in attributes and entries of what it finds there, as far as its code names them.
 

@@ -15,22 +15,22 @@ from torch.optim import Optimizer
 
 from autopar.errors import CaptureWarning, UsageError
 from autopar.ir.pytree import leaves, tree_map
-from autopar.runtime.engine.closure_guard import read_values
+from autopar.runtime.engine.closure_guard import closure_fingerprint
 from autopar.runtime.engine.executor import BoundStep, StepData
 from autopar.runtime.optim.probe import nested
-from autopar.runtime.spec import Computed, Work
+from autopar.runtime.spec import DeviceStepResult, StepRequest
 
 if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
 
 WARM_UP_STEPS = 2  # of a kind, before its capture: they compile and load kernels and connect communicators
 MAX_GRAPHS = 4  # kinds of batch that stay captured
-IDLE_STEPS = 100  # without use, after which a graph gives way to that of another kind
-MAX_KINDS = 64  # that are remembered
+EVICT_AFTER_STEPS = 100  # without use, after which a graph gives way to that of another kind
+MAX_CACHED_STEPS = 64  # that are remembered
 
 
 @dataclass
-class Kind:
+class CachedStep:
     """Steps that differ in the content of tensors alone, and the graph of one, once there is one.
 
     Args:
@@ -44,23 +44,23 @@ class Kind:
         gradients: what the graph leaves for an optimizer outside of it, by name.
     """
 
-    plain_steps: int = 0
+    eager_steps: int = 0
     used: int = 0
-    answers: list[list[int]] = field(default_factory=list)
-    read: Mapping[str, str] = field(default_factory=dict)
-    unsteady: str = ""
+    recorded_flags: list[list[int]] = field(default_factory=list)
+    closure: Mapping[str, str] = field(default_factory=dict)
+    unstable_reason: str = ""
     with_optimizer: bool = True
-    refused: str = ""
+    capture_error: str = ""
     options: str = ""
     graph: torch.cuda.CUDAGraph | None = None
     data: StepData | None = None
-    computed: Computed | None = None
+    computed: DeviceStepResult | None = None
     step: BoundStep | None = None
     marks: list[Any] = field(default_factory=list)
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class Graphs:
+class CudaGraphCache:
     """Runs a rank's training steps: plainly at first, then as graphs.
 
     Nothing is run twice: the first steps of a kind are plain ones, the next one is captured, which computes nothing,
@@ -70,80 +70,80 @@ class Graphs:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self.kinds: OrderedDict[tuple, Kind] = OrderedDict()
+        self.cached: OrderedDict[tuple, CachedStep] = OrderedDict()
         self.steps = 0
         self.rates: list[Tensor] = []  # learning rate of each parameter group, where graphs read it
         self.pool: Any = None
 
     def forget(self) -> None:
         """Drop all graphs, as is needed before tensors that they use are replaced."""
-        self.kinds.clear()
+        self.cached.clear()
         self.rates, self.pool = [], None
 
-    def run(self, work: Work) -> Computed:
+    def run(self, work: StepRequest) -> DeviceStepResult:
         """A training step up to the update, which a graph may include."""
-        if self.rank.accumulated:
+        if self.rank.has_pending_grads:
             return self.rank.compute(work)  # a graph begins without gradients
-        kind = self.kind_of(work)
-        if kind.refused:
+        kind = self.cached_step(work)
+        if kind.capture_error:
             return self.rank.compute(work)
         if kind.graph is not None and kind.with_optimizer and kind.options != self.fixed_options():
             # A scheduler changes more than the learning rate: leave the optimizer outside.
             kind.graph, kind.with_optimizer = None, False
-        if kind.graph is None and kind.plain_steps < WARM_UP_STEPS:
-            return self.plain(kind, work)
+        if kind.graph is None and kind.eager_steps < WARM_UP_STEPS:
+            return self.run_eager(kind, work)
         if kind.graph is None and self.has_room():
             self.capture(kind, work)
         return self.replay(kind, work) if kind.graph is not None else self.rank.compute(work)
 
-    def kind_of(self, work: Work) -> Kind:
+    def cached_step(self, work: StepRequest) -> CachedStep:
         """The kind that a step is of; the one that was used longest ago gives way to a new one."""
         key = (work.schedule, work.programs, work.kind)
-        if key not in self.kinds and len(self.kinds) == MAX_KINDS:
-            self.kinds.popitem(last=False)
-        kind = self.kinds.setdefault(key, Kind())
-        self.kinds.move_to_end(key)
+        if key not in self.cached and len(self.cached) == MAX_CACHED_STEPS:
+            self.cached.popitem(last=False)
+        kind = self.cached.setdefault(key, CachedStep())
+        self.cached.move_to_end(key)
         self.steps += 1
         kind.used = self.steps
         return kind
 
     def has_room(self) -> bool:
         """Whether another kind may be captured, for which one that has been idle for long gives up its graph."""
-        captured = [key for key, kind in self.kinds.items() if kind.graph is not None]
+        captured = [key for key, kind in self.cached.items() if kind.graph is not None]
         if len(captured) < MAX_GRAPHS:
             return True
-        if self.steps - self.kinds[captured[0]].used <= IDLE_STEPS:
+        if self.steps - self.cached[captured[0]].used <= EVICT_AFTER_STEPS:
             return False
-        del self.kinds[captured[0]]
+        del self.cached[captured[0]]
         return True
 
-    def plain(self, kind: Kind, work: Work) -> Computed:
+    def run_eager(self, kind: CachedStep, work: StepRequest) -> DeviceStepResult:
         """A step as it is run without graphs; what hosts ask each other is noted."""
         prepare(self.rank.updater.optimizer)
-        self.rank.answers.note()
+        self.rank.flag_recorder.record()
         try:
             computed = self.rank.compute(work)
         finally:
-            noted = self.rank.answers.stop()
-        read = self.read()
-        if kind.plain_steps and noted != kind.answers:
-            kind.unsteady = "which gradients there are differs from step to step"
-        elif kind.plain_steps and read != kind.read:
-            kind.unsteady = f"loss_fn changes {changes(kind.read, read)} from step to step"
-        kind.plain_steps, kind.answers, kind.read = kind.plain_steps + 1, noted, read
+            noted = self.rank.flag_recorder.stop()
+        read = self.loss_closure()
+        if kind.eager_steps and noted != kind.recorded_flags:
+            kind.unstable_reason = "which gradients there are differs from step to step"
+        elif kind.eager_steps and read != kind.closure:
+            kind.unstable_reason = f"loss_fn changes {changes(kind.closure, read)} from step to step"
+        kind.eager_steps, kind.recorded_flags, kind.closure = kind.eager_steps + 1, noted, read
         return computed
 
-    def read(self) -> Mapping[str, str]:
+    def loss_closure(self) -> Mapping[str, str]:
         """What this rank's loss function reads of Python, if there is one."""
-        return read_values(self.rank.spec.loss_fn) if self.rank.judges else {}
+        return closure_fingerprint(self.rank.spec.loss_fn) if self.rank.is_last_stage else {}
 
-    def capture(self, kind: Kind, work: Work) -> None:
+    def capture(self, kind: CachedStep, work: StepRequest) -> None:
         """Make the graph, on all ranks or none; weights and state stay as they are."""
         rank = self.rank
         optimizer = rank.updater.optimizer
         kind.with_optimizer &= optimizer is not None and is_capturable(optimizer)
         kind.options = self.fixed_options()
-        reason = kind.unsteady
+        reason = kind.unstable_reason
         try:
             if not reason:
                 self.record(kind, work)
@@ -154,7 +154,7 @@ class Graphs:
         if failed:
             kind.graph = kind.data = kind.computed = kind.step = None
             kind.marks, kind.gradients = [], {}
-            kind.refused = reason or "another rank cannot capture it"
+            kind.capture_error = reason or "another rank cannot capture it"
             rank.abandon_step()  # on all ranks: they bind their schedules together
         if reason:
             warnings.warn(
@@ -164,10 +164,10 @@ class Graphs:
                 stacklevel=1,
             )
 
-    def record(self, kind: Kind, work: Work) -> None:
+    def record(self, kind: CachedStep, work: StepRequest) -> None:
         """Capture a step on tensors of its own."""
         rank, graph = self.rank, torch.cuda.CUDAGraph()
-        if all(other.graph is None for other in self.kinds.values()):
+        if all(other.graph is None for other in self.cached.values()):
             self.pool = None  # a pool ends with its last graph
         kind.data = StepData(
             [[own(t, rank.device) for t in ts] for ts in work.data.inputs],
@@ -177,8 +177,8 @@ class Graphs:
         optimizer = rank.updater.optimizer if kind.with_optimizer else None
         if optimizer is not None and not self.rates:
             self.rates = [torch.zeros((), device=rank.device) for _ in optimizer.param_groups]
-        rank.answers.recall(kind.answers)
-        kind.read = self.read()
+        rank.flag_recorder.replay(kind.recorded_flags)
+        kind.closure = self.loss_closure()
         try:
             with torch.cuda.graph(graph, self.pool, rank.stream, capture_error_mode="thread_local"):
                 computed = rank.compute(replace(work, data=kind.data))
@@ -189,19 +189,19 @@ class Graphs:
                     kind.gradients = {n: p.grad for n, p in rank.trainable.items() if p.grad is not None}
                     rank.updater.zero_grad()
         finally:
-            rank.answers.stop()
-        kind.computed = Computed(computed.losses, computed.norm, computed.outputs, optimizer is not None)
+            rank.flag_recorder.stop()
+        kind.computed = DeviceStepResult(computed.losses, computed.norm, computed.outputs, optimizer is not None)
         kind.graph, self.pool = graph, graph.pool()
-        kind.step = rank.running
-        kind.marks = rank.running.marks if rank.running is not None else []
+        kind.step = rank.current_step
+        kind.marks = rank.current_step.marks if rank.current_step is not None else []
 
-    def replay(self, kind: Kind, work: Work) -> Computed:
+    def replay(self, kind: CachedStep, work: StepRequest) -> DeviceStepResult:
         """Run the graph on a step's tensors."""
         rank, optimizer = self.rank, self.rank.updater.optimizer
         assert kind.graph is not None and kind.data is not None and kind.computed is not None
-        if (read := self.read()) != kind.read:
+        if (read := self.loss_closure()) != kind.closure:
             raise UsageError(
-                f"loss_fn reads {changes(kind.read, read)}, and the CUDA graph of this step has the earlier value. "
+                f"loss_fn reads {changes(kind.closure, read)}, and the CUDA graph of this step has the earlier value. "
                 "Let it come with the target, or pass cuda_graph=False."
             )
         fill(kind.data, work.data)
@@ -211,12 +211,12 @@ class Graphs:
         kind.graph.replay()
         for name, gradient in kind.gradients.items():
             rank.trainable[name].grad = gradient
-        rank.running = kind.step
+        rank.current_step = kind.step
         if kind.step is not None:
             kind.step.marks = kind.marks
         made = kind.computed  # in memory that the next replay uses again
         outputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, made.outputs)
-        return Computed(made.losses.clone(), made.norm.clone(), outputs, made.updated)
+        return DeviceStepResult(made.losses.clone(), made.norm.clone(), outputs, made.updated)
 
     def fixed_options(self) -> str:
         """What a captured optimizer takes from its groups besides parameters and learning rates."""

@@ -16,8 +16,8 @@ from autopar.ir.graph import Ref, Value
 from autopar.ir.program import Edge, Program, input_names
 from autopar.ir.pytree import tree_map, unflatten
 from autopar.runtime.comm.symmetric_p2p import Messages
-from autopar.runtime.comm.transport import Delivery, Receipt, Transport
-from autopar.runtime.engine.send_lifetimes import Message, settled
+from autopar.runtime.comm.transport import RecvHandle, SendHandle, Transport
+from autopar.runtime.engine.send_lifetimes import Message, send_lifetimes
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.schedule.actions import Action, Schedule
 
@@ -91,7 +91,7 @@ class BoundStep:
         self.loss_fn = loss_fn
         self.training = training
         self.data = NO_DATA
-        self.held: dict[Action, Any] = {}  # by forward
+        self.saved: dict[Action, Any] = {}  # by forward
         self.losses: list[torch.Tensor | None] = [None] * len(chunks)
         self.outputs: list[list[Any]] = [[] for _ in chunks]
         self.current: Action | None = None
@@ -101,18 +101,18 @@ class BoundStep:
         self.keep_outputs = False
         self.loss_scale = 1.0
         self.after_backward: Callable[[], None] = lambda: None  # set by whoever has gradients to move then
-        self.sent: dict[Message, list[Delivery]] = {}
+        self.sent: dict[Message, list[SendHandle]] = {}
         self.passed: dict[tuple[int, int, int], torch.Tensor] = {}  # from chunk to chunk of this rank, by these and tag
         self.chunks = chunks
         self.input_places = [input_places([chunk.program for chunk in own]) for own in chunks]
         actions = schedule[position]
-        self.mail = transport.mail(*self.messages(actions)) if training and len(ranks) > 1 else transport
+        self.channel = transport.open_channel(*self.messages(actions)) if training and len(ranks) > 1 else transport
         # Which weights have their last backward in which action: their gradients are complete after it.
         backwards = [(k, self.chunk_of(a).program) for k, a in enumerate(actions) if a.kind == "B"]
         last = {weight.name: k for k, program in backwards for weight in program.weights}
         self.completed = {k: [name for name, own in last.items() if own == k] for k in {*last.values()}}
-        self.work = [self.bind(action) for action in actions]
-        self.settles = settled(position, schedule, self.before, self.after)
+        self.bound_actions = [self.bind(action) for action in actions]
+        self.send_lifetimes = send_lifetimes(position, schedule, self.before, self.after)
 
     def run(
         self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
@@ -125,16 +125,16 @@ class BoundStep:
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
-        for left in (self.sent, self.held, self.passed):  # by a step that raised
+        for left in (self.sent, self.saved, self.passed):  # by a step that raised
             left.clear()
-        early, last = self.mail.posts_early, len(self.work) - 1
-        posted = self.work[0][1]() if self.work else []
+        early, last = self.channel.posts_early, len(self.bound_actions) - 1
+        posted = self.bound_actions[0][1]() if self.bound_actions else []
         with torch.set_grad_enabled(self.training):
-            for k, (action, _, compute) in enumerate(self.work):
+            for k, (action, _, compute) in enumerate(self.bound_actions):
                 self.current = action
-                following = self.work[k + 1][1]() if early and k < last else None
+                following = self.bound_actions[k + 1][1]() if early and k < last else None
                 received = [receipt() for receipt in posted]
-                self.settle(self.settles[k])
+                self.release_sends(self.send_lifetimes[k])
                 if before_last is not None and k in self.completed:
                     before_last(self.completed[k])
                 self.computing, start = True, self.stopwatch.mark()
@@ -142,8 +142,8 @@ class BoundStep:
                 self.computing = False
                 self.marks.append((action, start, self.stopwatch.mark()))
                 if k < last:
-                    posted = following if following is not None else self.work[k + 1][1]()
-            self.settle(list(self.sent))
+                    posted = following if following is not None else self.bound_actions[k + 1][1]()
+            self.release_sends(list(self.sent))
         self.data, self.current = NO_DATA, None
 
     def messages(self, actions: Sequence[Action]) -> tuple[Messages, Messages]:
@@ -170,13 +170,13 @@ class BoundStep:
         """Whether this rank runs a chunk."""
         return chunk % len(self.ranks) == self.position
 
-    def lane(self, src: int, dst: int) -> int:
+    def channel_index(self, src: int, dst: int) -> int:
         """What keeps the messages of two chunks apart from others between their ranks."""
         return lane_of(src, dst, len(self.ranks), self.num_chunks)
 
     def tag(self, number: int, microbatch: int, src: int, dst: int) -> int:
         """A tag that is unique among the tensors of one directed pair of ranks in one step."""
-        return (microbatch * self.num_chunks**2 + self.lane(src, dst)) * NUMBERS + number
+        return (microbatch * self.num_chunks**2 + self.channel_index(src, dst)) * NUMBERS + number
 
     def send(self, tensor: torch.Tensor, src: int, dst: int, tag: int) -> None:
         """Send to a chunk during an action; the tensor is freed once `settle` was told of that action and chunk.
@@ -186,8 +186,8 @@ class BoundStep:
         if self.is_here(dst):
             self.passed[src, dst, tag] = tensor
         else:
-            rank, lane = self.rank_of(dst), self.lane(src, dst)
-            self.keep(dst, self.mail.send(tensor.contiguous(), rank, tag, lane))
+            rank, lane = self.rank_of(dst), self.channel_index(src, dst)
+            self.keep(dst, self.channel.send(tensor.contiguous(), rank, tag, lane))
 
     def send_flags(self, flags: list[bool], src: int, dst: int, tag: int) -> None:
         if self.is_here(dst):
@@ -195,15 +195,15 @@ class BoundStep:
         else:
             self.keep(dst, self.transport.send_flags(flags, self.rank_of(dst), tag))
 
-    def keep(self, dst: int, delivery: Delivery) -> None:
+    def keep(self, dst: int, delivery: SendHandle) -> None:
         assert self.current is not None
         self.sent.setdefault((dst, self.current), []).append(delivery)
 
-    def receipt(self, src: int, dst: int, tag: int, receive: Callable[[], Receipt]) -> Callable[[], Receipt]:
+    def receipt(self, src: int, dst: int, tag: int, receive: Callable[[], RecvHandle]) -> Callable[[], RecvHandle]:
         """What posts a receive; from a chunk of this rank there is nothing to post, and the tensor is taken in time."""
         return (lambda: lambda: self.passed.pop((src, dst, tag))) if self.is_here(src) else receive
 
-    def settle(self, messages: Sequence[Message]) -> None:
+    def release_sends(self, messages: Sequence[Message]) -> None:
         """Wait for what was sent to each (chunk, in an action), and let go of it."""
         for message in messages:
             for delivery in self.sent.pop(message, ()):
@@ -240,29 +240,29 @@ class BoundStep:
         chunks = {e.dst for e in program.sends} if action.kind == "F" else {e.src for e in program.receives}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
 
-    def bind(self, action: Action) -> tuple[Action, Callable[[], list[Receipt]], Callable[..., None]]:
+    def bind(self, action: Action) -> tuple[Action, Callable[[], list[RecvHandle]], Callable[..., None]]:
         """The action, what posts its receives, and what computes it once they are there."""
         chunk = self.chunk_of(action)
         if action.kind == "F":
             return action, self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
         return action, self.bind_gradients(chunk.program, action), self.bind_backward(chunk.program, action)
 
-    def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[Receipt]]:
+    def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[RecvHandle]]:
         """What posts the receives of values, or of their gradients, one per edge."""
-        calls: list[Callable[[], Receipt]] = []
+        calls: list[Callable[[], RecvHandle]] = []
         for k, e in self.numbered(edges):
             shape, dtype = [e.value.shape[d] for d in e.value.memory_order], getattr(torch, e.value.dtype)
             src, dst = (e.src, e.dst) if action.kind == "F" else (e.dst, e.src)
             tag = self.tag(k, action.microbatch, src, dst)
-            receive = partial(self.mail.receive, shape, dtype, self.rank_of(src), tag, self.lane(src, dst))
+            receive = partial(self.channel.receive, shape, dtype, self.rank_of(src), tag, self.channel_index(src, dst))
             calls.append(self.receipt(src, dst, tag, receive))
         return lambda: [call() for call in calls]
 
-    def bind_gradients(self, program: Program, action: Action) -> Callable[[], list[Receipt]]:
+    def bind_gradients(self, program: Program, action: Action) -> Callable[[], list[RecvHandle]]:
         """What posts the receives of gradients, one per edge, then of their flags, one per peer."""
         edges = [e for e in program.sends if e.value.requires_grad]
         gradients = self.bind_receives(edges, action)
-        flags: list[Callable[[], Receipt]] = []
+        flags: list[Callable[[], RecvHandle]] = []
         for src, n in Counter(e.dst for e in edges).items():
             tag = self.tag(FLAGS_NUMBER, action.microbatch, src, program.stage)
             receive = partial(self.transport.receive_flags, n, self.rank_of(src), tag)
@@ -306,7 +306,7 @@ class BoundStep:
             if program.out_spec is not None:
                 self.finish(program, results, place, edges, i)
             if self.training:
-                self.held[action] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
+                self.saved[action] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
 
         return forward
 
@@ -347,7 +347,7 @@ class BoundStep:
         back = [(e.value.memory_order, e.src, self.tag(k, i, stage, e.src)) for k, e in self.numbered(tracked)]
 
         def backward(received: list[torch.Tensor]) -> None:
-            inputs, edges = self.held.pop(forward)
+            inputs, edges = self.saved.pop(forward)
             gradients: dict[int, torch.Tensor] = {}
             exists = {p: iter(flags.tolist()) for p, flags in zip(peers, received[len(readers) :], strict=True)}
             for (k, order, dst), tensor in zip(readers, received):

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from autopar.runtime.engine.timer import Stopwatch
-from autopar.runtime.spec import Reading, StepNumbers, UpdateResult
+from autopar.runtime.spec import LazyMetrics, StepNumbers, UpdateResult
 
 
 def numbers_of(
     losses: torch.Tensor, update: UpdateResult | torch.Tensor | None, start: Any, stopwatch: Stopwatch
-) -> StepNumbers | Reading:
+) -> StepNumbers | LazyMetrics:
     """The numbers of a step that has just been launched; on a GPU without waiting for it.
 
     They are copied at once, each step's into memory of its own: the next step may write over ``losses`` and the norm.
@@ -37,11 +37,11 @@ def numbers_of(
 
     if losses.device.type == "cpu":
         return told(numbers.tolist(), None)
-    values, end = start_reading(numbers), stopwatch.mark()
+    values, end = start_readback(numbers), stopwatch.mark()
     return lambda: told(values(), stopwatch.seconds(start, end))
 
 
-def start_reading(numbers: torch.Tensor) -> Callable[[], list[Any]]:
+def start_readback(numbers: torch.Tensor) -> Callable[[], list[Any]]:
     """Start bringing the numbers of a vector to the host; the result waits until they are there."""
     if numbers.device.type == "cpu":
         return numbers.tolist
@@ -57,6 +57,6 @@ def start_reading(numbers: torch.Tensor) -> Callable[[], list[Any]]:
     return read
 
 
-def settled(numbers: StepNumbers | Reading) -> StepNumbers:
+def resolve(numbers: StepNumbers | LazyMetrics) -> StepNumbers:
     """The numbers themselves; waits for them."""
     return numbers if isinstance(numbers, StepNumbers) else numbers()

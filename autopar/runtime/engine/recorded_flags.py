@@ -7,14 +7,14 @@ from typing import Literal
 
 import torch
 
-from autopar.runtime.comm.symmetric_collectives import Boards
+from autopar.runtime.comm.symmetric_collectives import SymmetricBuffer
 from autopar.runtime.comm.symmetric_p2p import Messages
-from autopar.runtime.comm.transport import Delivery, Gathering, Mail, Receipt, Transport
+from autopar.runtime.comm.transport import Gathering, P2PChannel, RecvHandle, SendHandle, Transport
 
-Mood = Literal["asking", "noting", "recalling"]
+Mode = Literal["asking", "noting", "recalling"]
 
 
-class Answers:
+class FlagRecorder:
     """A transport in front of another one, to which it passes everything on.
 
     Flags (which gradients there are) are the only messages that steer a rank's host. They follow from the programs and
@@ -25,67 +25,67 @@ class Answers:
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank, self.posts_early = transport.rank, transport.posts_early
-        self.mood: Mood = "asking"
-        self.noted: list[list[int]] = []
+        self.mode: Mode = "asking"
+        self.flags: list[list[int]] = []
         self.position = 0
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Write down the answers from here on."""
-        self.mood, self.noted = "noting", []
+        self.mode, self.flags = "noting", []
 
-    def recall(self, noted: list[list[int]]) -> None:
+    def replay(self, noted: list[list[int]]) -> None:
         """Answer from what was noted."""
-        self.mood, self.noted, self.position = "recalling", noted, 0
+        self.mode, self.flags, self.position = "recalling", noted, 0
 
     def stop(self) -> list[list[int]]:
         """Ask again from here on; what was noted."""
-        self.mood = "asking"
-        return self.noted
+        self.mode = "asking"
+        return self.flags
 
-    def recalled(self) -> torch.Tensor:
+    def replayed(self) -> torch.Tensor:
         """The next of the noted answers."""
         self.position += 1
-        return torch.tensor(self.noted[self.position - 1])
+        return torch.tensor(self.flags[self.position - 1])
 
-    def written(self, flags: torch.Tensor) -> torch.Tensor:
+    def recorded(self, flags: torch.Tensor) -> torch.Tensor:
         """An answer that has come, noted if it is to be."""
-        if self.mood == "noting":
-            self.noted.append(flags.tolist())
+        if self.mode == "noting":
+            self.flags.append(flags.tolist())
         return flags
 
-    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> Delivery:
-        return (lambda: None) if self.mood == "recalling" else self.transport.send_flags(flags, dst, tag)
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
+        return (lambda: None) if self.mode == "recalling" else self.transport.send_flags(flags, dst, tag)
 
-    def receive_flags(self, count: int, src: int, tag: int) -> Receipt:
-        if self.mood == "recalling":
-            return self.recalled
+    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
+        if self.mode == "recalling":
+            return self.replayed
         receipt = self.transport.receive_flags(count, src, tag)
-        return lambda: self.written(receipt())
+        return lambda: self.recorded(receipt())
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        if self.mood == "recalling":
-            return self.recalled().tolist()
-        return self.written(torch.tensor(self.transport.sum_flags(flags, ranks))).tolist()
+        if self.mode == "recalling":
+            return self.replayed().tolist()
+        return self.recorded(torch.tensor(self.transport.sum_flags(flags, ranks))).tolist()
 
-    def mail(self, incoming: Messages, outgoing: Messages) -> Mail:
-        return self.transport.mail(incoming, outgoing)
+    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
+        return self.transport.open_channel(incoming, outgoing)
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> Delivery:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
         return self.transport.send(tensor, dst, tag, lane)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
         return self.transport.receive(shape, dtype, src, tag, lane)
 
-    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> Delivery:
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
         return self.transport.start_sum(tensor, ranks, root)
 
-    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
         return self.transport.start_reduce_scatter(flat, ranks)
 
-    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> Delivery:
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
         return self.transport.start_all_gather(flat, ranks)
 
-    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> Delivery:
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
         return self.transport.start_broadcast(tensor, ranks, root)
 
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
@@ -93,11 +93,11 @@ class Answers:
 
     def start_scatter(
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
-    ) -> Delivery:
+    ) -> SendHandle:
         return self.transport.start_scatter(flat, rows, ranks, root)
 
-    def boards(self, ranks: Sequence[int]) -> Boards | None:
-        return self.transport.boards(ranks)
+    def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
+        return self.transport.symmetric_buffer(ranks)
 
     def close(self) -> None:
         self.transport.close()

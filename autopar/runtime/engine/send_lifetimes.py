@@ -11,7 +11,7 @@ Message = tuple[int, Action]  # a chunk, and the action of another one whose ten
 Neighbours = Callable[[Action], tuple[Action, ...]]
 
 
-def settled(rank: int, schedule: Schedule, before: Neighbours, after: Neighbours) -> list[list[Message]]:
+def send_lifetimes(rank: int, schedule: Schedule, before: Neighbours, after: Neighbours) -> list[list[Message]]:
     """What a rank waits for before each of its actions: sends to other ranks that have been taken by then.
 
     With backwards: when an action follows one of another rank, it follows all that this rank ran before, so that rank

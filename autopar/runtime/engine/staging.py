@@ -26,7 +26,7 @@ class Staging:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager
-    def taken(self, data: StepData) -> Iterator[StepData]:
+    def staged(self, data: StepData) -> Iterator[StepData]:
         """The same data on the device: what runs on the current stream from now on finds it there.
 
         When ``with`` ends nothing reads the sources any more; what was launched inside may still go on.

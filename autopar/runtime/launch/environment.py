@@ -128,7 +128,7 @@ def launcher_store(launch: Launched) -> dist.Store:
     return store
 
 
-def told_by_first(text: str) -> str:
+def broadcast_from_rank0(text: str) -> str:
     """What rank 0 passes here, on all ranks of a launcher, which make the call; needs no model.
 
     Rank 0 returns when all have it: it may end the process then, and with it the store where they meet.

@@ -36,7 +36,7 @@ GONE = "the process is gone where the ranks met (rank 0 or the launcher)"
 GPU_SECONDS, LEAVE_SECONDS = 2.0, 5.0
 
 
-class Alarm:
+class FailureWatcher:
     """This rank's ear and voice. A thread listens; it ends the process if that waits for a rank that has failed.
 
     A thread that waits for its GPU takes no exception: the process is ended as a whole, and says why.
@@ -60,13 +60,13 @@ class Alarm:
         atexit.register(self.close)
 
     @contextmanager
-    def guarding(self, command: str) -> Iterator[None]:
+    def report_failures(self, command: str) -> Iterator[None]:
         """A command during which other ranks are waited for: an error in it is told to them, or explained by them."""
         self.calls += 1
         try:
             yield
         except (TransportError, dist.DistError) as error:
-            cause = self.heard(GRACE_SECONDS)
+            cause = self.poll_failure(GRACE_SECONDS)
             if cause is not None:
                 error.add_note(f"autopar: the cause is another rank's: {cause}")
             raise
@@ -78,7 +78,7 @@ class Alarm:
         finally:
             self.calls += 1
 
-    def heard(self, seconds: float) -> str | None:
+    def poll_failure(self, seconds: float) -> str | None:
         """Why a rank failed, if that is heard in time."""
         deadline = time.monotonic() + seconds
         try:
@@ -96,7 +96,7 @@ class Alarm:
         """End the process when another rank has failed and a call, or work of its GPU, cannot end any more."""
         cause = None
         while cause is None and not self.closed.is_set():
-            cause = self.heard(POLL_SECONDS)
+            cause = self.poll_failure(POLL_SECONDS)
         while not self.closed.is_set():
             call = self.calls
             inside = call % 2 == 1
@@ -113,7 +113,7 @@ class Alarm:
         atexit.unregister(self.close)
 
 
-def leave(failed: ref[Rank]) -> None:
+def exit_after_failure(failed: ref[Rank]) -> None:
     """The process of a failed rank ends. Its GPU may wait for a rank that is gone, and Python, which gives back memory
     that the GPU uses, for the GPU: then the process is ended all the same, in a few seconds.
     """

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing.connection import Connection
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -17,15 +18,15 @@ from autopar.runtime.launch.shared_memory import SharedMemory, Slot
 
 
 @dataclass(frozen=True)
-class Encoded:
+class Message:
     """A message without its tensors. ``lent``: the receiver reads them where they are, before it replies."""
 
     structure: bytes
     slots: Sequence[Slot]
-    lent: bool
+    borrowed: bool
 
 
-class Line:
+class WorkerChannel:
     """One side of what connects the caller with a worker. Messages go either way; each waits for the reply to the last.
 
     Shared memory is given back as soon as a message is read, but for one that is lent: a step follows another.
@@ -34,24 +35,24 @@ class Line:
     def __init__(self, connection: Connection, sending: SharedMemory, receiving: SharedMemory) -> None:
         self.connection, self.sending, self.receiving = connection, sending, receiving
 
-    def encode(self, message: Any, lend: bool = False) -> Encoded:
+    def encode(self, message: Any, lend: bool = False) -> Message:
         """Anything that pickles; its tensors arrive on the CPU. Raises whatever pickling does, and OSError."""
-        structure, tensors = taken_apart(message)
-        return Encoded(structure, self.sending.write(tensors) if tensors else [], lend)
+        structure, tensors = serialize(message)
+        return Message(structure, self.sending.write(tensors) if tensors else [], lend)
 
-    def decode(self, encoded: Encoded) -> Any:
+    def decode(self, encoded: Message) -> Any:
         """The message. Raises whatever the user's classes in it do."""
         tensors = self.receiving.read(encoded.slots)
-        if tensors and not encoded.lent:
+        if tensors and not encoded.borrowed:
             tensors = [view.clone() for view in tensors]
             self.receiving.clear()
         return Unpickler(io.BytesIO(encoded.structure), tensors).load()
 
-    def send(self, encoded: Encoded) -> None:
+    def send(self, encoded: Message) -> None:
         """Send a message. Raises OSError when the other side is gone, and only then."""
         self.connection.send(encoded)
 
-    def receive(self) -> Encoded:
+    def receive(self) -> Message:
         """The next message. Raises EOFError or OSError when the other side is gone, and only then."""
         return self.connection.recv()
 
@@ -62,7 +63,25 @@ class Line:
         self.receiving.close()
 
 
-class Pickler(cloudpickle.Pickler):
+class CodePickler(cloudpickle.Pickler):
+    """Pickles functions with the file that they come from.
+
+    cloudpickle leaves it out since 3.1.3, and a worker's traceback would not show the user's line.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, CodeType):
+            return super().reducer_override(obj)
+        _, fields = self.dispatch_table[CodeType](obj)
+        return code_of_file, (obj.co_filename, fields)
+
+
+def code_of_file(filename: str, fields: tuple) -> CodeType:
+    """A code object of a file, from the arguments of its constructor."""
+    return CodeType(*fields).replace(co_filename=filename)
+
+
+class Pickler(CodePickler):
     """Takes every tensor out of a message, wherever it is; each travels once, and of a slice only the slice."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -92,7 +111,14 @@ class Unpickler(pickle.Unpickler):
         return self.tensors[pid]
 
 
-def taken_apart(message: Any) -> tuple[bytes, list[torch.Tensor]]:
+def pickled(thing: Any) -> bytes:
+    """A thing with its tensors and the user's functions, for `pickle.loads`. Raises whatever pickling does."""
+    file = io.BytesIO()
+    CodePickler(file).dump(thing)
+    return file.getvalue()
+
+
+def serialize(message: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Structure and tensors of a message. Raises whatever pickling does."""
     file = io.BytesIO()
     pickler = Pickler(file)
@@ -100,13 +126,13 @@ def taken_apart(message: Any) -> tuple[bytes, list[torch.Tensor]]:
     return file.getvalue(), [tensor.detach() for tensor in pickler.tensors]
 
 
-def culprit(thing: Any, name: str) -> str:
+def find_unpicklable(thing: Any, name: str) -> str:
     """The innermost part of a thing that cannot be encoded, and its type: ``targets[0]['lock'], a lock``."""
     for label, part in parts(thing):
         try:
-            taken_apart(part)
+            serialize(part)
         except Exception:
-            return culprit(part, name + label)
+            return find_unpicklable(part, name + label)
     return f"{name}, {of_type(thing)}"
 
 

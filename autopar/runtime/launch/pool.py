@@ -18,12 +18,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
-from autopar.runtime.launch.ipc import Encoded, Line, culprit
+from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start
@@ -69,9 +68,9 @@ class WorkerPool:
         self.begun: dict[int, str] = {}  # steps that were launched and not read yet, by number, as errors call them
         self.num_begun = 0
         self.on_gpu = [torch.device(spec.device).type == "cuda" for spec in specs]
-        self.lines: list[Line] = []
+        self.channels: list[WorkerChannel] = []
         self.processes: list[subprocess.Popen[bytes]] = []
-        self._finalizer = weakref.finalize(self, stop, self.processes, self.lines, EXIT_SECONDS)
+        self._finalizer = weakref.finalize(self, stop, self.processes, self.channels, EXIT_SECONDS)
         # No port to choose or to race for: the store picks a free one.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = os.environ | {
@@ -81,7 +80,7 @@ class WorkerPool:
         for spec in specs:
             ours, theirs = Pipe()
             there, back = shared_file(), shared_file()
-            self.lines.append(Line(ours, SharedMemory(there), SharedMemory(back)))
+            self.channels.append(WorkerChannel(ours, SharedMemory(there), SharedMemory(back)))
             inherited = (theirs.fileno(), there, back)
             command = [sys.executable, "-m", "autopar.runtime.launch", *map(str, inherited), str(spec.rank)]
             self.processes.append(
@@ -138,7 +137,7 @@ class WorkerPool:
         start = time.perf_counter()
         messages = [self.encoded(rank, command, name, arguments[rank]) for rank in self.numbers]
         try:
-            for rank, (line, message) in enumerate(zip(self.lines, messages, strict=True)):
+            for rank, (line, message) in enumerate(zip(self.channels, messages, strict=True)):
                 try:
                     line.send(message)
                 except OSError:
@@ -152,14 +151,14 @@ class WorkerPool:
         self.call_seconds = time.perf_counter() - start
         return results
 
-    def encoded(self, rank: int, command: str, name: str, own: tuple) -> Encoded:
+    def encoded(self, rank: int, command: str, name: str, own: tuple) -> Message:
         """One rank's message for a command.
 
         Raises:
             UsageError: an argument cannot be pickled, or there is no room for its tensors.
         """
         try:
-            return self.lines[rank].encode((command, own), lend=self.on_gpu[rank] and command in BORROWERS)
+            return self.channels[rank].encode((command, own), lend=self.on_gpu[rank] and command in BORROWERS)
         except OSError as error:
             raise UsageError(
                 f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "
@@ -173,8 +172,8 @@ class WorkerPool:
         """Wait for every rank's reply; once one has come, no longer than the timeout for each of the others."""
         results: dict[int, Any] = {}
         patience = max(self.timeout_seconds, START_SECONDS) if name == "start" else self.timeout_seconds
-        while len(results) < len(self.lines):
-            silent = set(range(len(self.lines))) - set(results)
+        while len(results) < len(self.channels):
+            silent = set(range(len(self.channels))) - set(results)
             replies = self.replies(silent, patience if results else None)
             results |= {rank: result for rank, (ok, result) in replies.items() if ok}
             failures = {rank: result for rank, (ok, result) in replies.items() if not ok}
@@ -185,16 +184,16 @@ class WorkerPool:
     def replies(self, silent: Collection[int], seconds: float | None) -> dict[int, tuple[bool, Any]]:
         """The replies that come first, by rank; none if nothing comes in time. (False, None) for a rank that died."""
         come: dict[int, tuple[bool, Any]] = {}
-        waiting = {self.lines[rank].connection: rank for rank in silent}
+        waiting = {self.channels[rank].connection: rank for rank in silent}
         for connection in wait(list(waiting), seconds):
             rank = waiting[connection]  # type: ignore[index]
             try:
-                reply = self.lines[rank].receive()
+                reply = self.channels[rank].receive()
             except (EOFError, OSError):
                 come[rank] = (False, None)
                 continue
             try:
-                come[rank] = self.lines[rank].decode(reply)
+                come[rank] = self.channels[rank].decode(reply)
             except Exception as error:
                 details = "".join(traceback.format_exception(error))
                 come[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
@@ -209,7 +208,7 @@ class WorkerPool:
         if all(f is not None and f.secondary for f in failures.values()):
             for rank in silent:
                 with suppress(OSError):  # one that died is noticed by its closed connection
-                    self.lines[rank].send(self.lines[rank].encode(WHERE))
+                    self.channels[rank].send(self.channels[rank].encode(WHERE))
             failures |= self.late_failures(silent)
             failures |= {r: Failure(r, "", "no reply, and it does not say where it is", "", False) for r in silent}
         return failures
@@ -265,7 +264,7 @@ class WorkerPool:
         if self.failed is None:
             self.failed = "closed."
         self._finalizer.detach()
-        stop(self.processes, self.lines, patience_seconds)
+        stop(self.processes, self.channels, patience_seconds)
 
 
 def pickled_spec(spec: RankSpec) -> bytes:
@@ -275,21 +274,21 @@ def pickled_spec(spec: RankSpec) -> bytes:
         UsageError: one of them cannot be pickled.
     """
     try:
-        return cloudpickle.dumps(spec)
+        return pickled(spec)
     except Exception as error:
         raise cannot_send("parallelize", spec, "", error) from error
 
 
 def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageError:
     """The error that names the part of an argument which cannot be pickled."""
-    where = culprit(thing, name).removeprefix(".")
+    where = find_unpicklable(thing, name).removeprefix(".")
     return UsageError(
         f"{command} cannot send {where}, to the worker processes: {error}. The workers were told nothing. "
         "Pass tensors and plain data, and open files, locks and connections inside the functions that use them."
     )
 
 
-def stop(processes: list[subprocess.Popen[bytes]], lines: list[Line], patience_seconds: float) -> None:
+def stop(processes: list[subprocess.Popen[bytes]], lines: list[WorkerChannel], patience_seconds: float) -> None:
     """Close the lines, wait for the workers to leave, kill the rest."""
     for line in lines:
         line.close()

@@ -20,22 +20,22 @@ from autopar.errors import UsageError
 from autopar.ir.layout import TP
 from autopar.ir.pytree import tree_map
 from autopar.runtime.comm.connect import connected_rank, init_process_group
-from autopar.runtime.comm.transport import Hub, LocalTransport, TransportError, started
+from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport, TransportError, launch_async
 from autopar.runtime.launch.environment import launched, launcher_store
-from autopar.runtime.launch.failure_watch import Alarm, leave
+from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 from autopar.sharding.tensors import part
 
 # Commands whose result every rank already has, or, of a step, what its caller needs of it: nothing is gathered after
-# them. Outputs that are kept are fetched from the rank that has them, see `TorchrunRanks.outputs`.
+# them. Outputs that are kept are fetched from the rank that has them, see `SpmdBackend.outputs`.
 REPLICATED = frozenset({
     "add_programs", "forward", "forward_backward", "train_step", "optimizer_step", "zero_grad", "scheduler_step",
     "load", "swap_ema", "learning_rates", "loss_scale",
 })  # fmt: skip
 
-FEW = 4  # parts of a decision that an error lists
+MAX_NAMED = 4  # parts of a decision that an error lists
 
 # Numbers this process's groups: addresses that an earlier group left in the store must not be taken for a new one's.
 ROUNDS = itertools.count()
@@ -71,7 +71,7 @@ class RandomState:
                 self.states = self.current()
 
 
-class LocalRanks:
+class InProcessBackend:
     """A single rank in this process: no workers, no copies of inputs."""
 
     def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -79,21 +79,21 @@ class LocalRanks:
         self.call_seconds = 0.0  # of the last call
         self.numbers: Sequence[int] = (0,)
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-        self.rank = Rank(spec, copies, LocalTransport(spec.rank, Hub()))
+        self.rank = Rank(spec, copies, LocalTransport(spec.rank, InProcessMailboxes()))
         self.random = RandomState(spec.rank_seed, self.rank.device)
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command here."""
-        with going_on(self, name), self.random.active():
+        with running_command(self, name), self.random.active():
             result = carry_out(self.rank, name, arguments[0])
-        return {0: read_under(result, lambda: going_on(self, name))}
+        return {0: read_under(result, lambda: running_command(self, name))}
 
     def close(self) -> None:
         self.failed = self.failed or "close() was called."
         self.rank.close()
 
 
-class TorchrunRanks:
+class SpmdBackend:
     """This process's rank among those of a launcher; every rank makes the same calls in the same order.
 
     An exception carries the rank and action as a note and is left to the launcher, which ends the other ranks.
@@ -118,7 +118,7 @@ class TorchrunRanks:
         self.numbers: Sequence[int] = (spec.rank,)
         device, world = torch.device(spec.device), spec.mesh.devices
         self.joined = not dist.is_initialized()
-        self.alarm: Alarm | None = None  # where the caller's own group leaves no store to speak through
+        self.alarm: FailureWatcher | None = None  # where the caller's own group leaves no store to speak through
         self.opened = ExitStack()  # process groups, and what needs them
         if self.joined:
             launch = launched()
@@ -126,7 +126,7 @@ class TorchrunRanks:
             store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
             init_process_group(backend, spec.rank, world, device, timeout_seconds, store)
             self.opened.callback(dist.destroy_process_group)
-            self.alarm = Alarm(store, rank_text(spec.mesh, spec.rank), waits_of(self))
+            self.alarm = FailureWatcher(store, rank_text(spec.mesh, spec.rank), waits_of(self))
         try:
             with self.telling("parallelize"):
                 # For objects, whatever carries the tensors.
@@ -154,7 +154,7 @@ class TorchrunRanks:
     def gathered(self, thing: Any) -> list[Any]:
         """What each rank passes here, by rank; all of them make the call."""
         check_open(self)
-        with self.guarding("gathering what all ranks have"):
+        with self.report_failures("gathering what all ranks have"):
             return self.all_of(thing)
 
     def all_of(self, thing: Any) -> list[Any]:
@@ -173,13 +173,13 @@ class TorchrunRanks:
         check_open(self)
         own = torch.tensor(numbers, dtype=torch.int64)
         rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        with self.guarding("agreeing on a batch"):
-            delivery = started(
+        with self.report_failures("agreeing on a batch"):
+            delivery = launch_async(
                 lambda: dist.all_gather(rows, own, group=self.control, async_op=True), "agreeing on a batch"
             )
 
         def told() -> list[list[int]]:
-            with self.guarding("agreeing on a batch"):
+            with self.report_failures("agreeing on a batch"):
                 delivery()
             return [row.tolist() for row in rows]
 
@@ -187,7 +187,7 @@ class TorchrunRanks:
 
     def outputs(self, own: Any, source: int, readers: Sequence[int]) -> Any:
         """What rank ``source`` passes as its own, on all of ``readers``, which make the call with it."""
-        with self.guarding("passing outputs on"):
+        with self.report_failures("passing outputs on"):
             given = [own]
             try:
                 if self.rank.spec.rank != source:
@@ -206,22 +206,22 @@ class TorchrunRanks:
 
     def telling(self, what: str) -> AbstractContextManager[None]:
         """The alarm around a command, where there is one."""
-        return self.alarm.guarding(what) if self.alarm else nullcontext()
+        return self.alarm.report_failures(what) if self.alarm else nullcontext()
 
     @contextmanager
-    def guarding(self, what: str) -> Iterator[None]:
+    def report_failures(self, what: str) -> Iterator[None]:
         """Around whatever waits for other ranks: a failure of theirs ends it, and one of this rank is told to them."""
         try:
             with self.telling(what):
                 yield
         except BaseException:
-            atexit.register(leave, weakref.ref(self.rank))
+            atexit.register(exit_after_failure, weakref.ref(self.rank))
             raise
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Run one command on this rank; the results of all ranks, or this one's where that is all that is needed."""
         number = self.rank.spec.rank
-        with going_on(self, name), self.guarding(name):
+        with running_command(self, name), self.report_failures(name):
             with self.random.active():
                 result = carry_out(self.rank, name, arguments[number])
             if name not in REPLICATED:
@@ -233,7 +233,7 @@ class TorchrunRanks:
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
         """Around the wait for a step's numbers."""
-        with going_on(self, name), self.guarding(name):
+        with running_command(self, name), self.report_failures(name):
             yield
         self.unread -= 1
 
@@ -250,7 +250,7 @@ class TorchrunRanks:
             self.alarm.close()
 
 
-def waits_of(ranks: TorchrunRanks) -> Callable[[], bool]:
+def waits_of(ranks: SpmdBackend) -> Callable[[], bool]:
     """Whether they have steps that nobody has waited for; does not keep a model that was dropped."""
     own = weakref.ref(ranks)
 
@@ -262,7 +262,7 @@ def waits_of(ranks: TorchrunRanks) -> Callable[[], bool]:
 
 
 @contextmanager
-def going_on(ranks: LocalRanks | TorchrunRanks, command: str) -> Iterator[None]:
+def running_command(ranks: InProcessBackend | SpmdBackend, command: str) -> Iterator[None]:
     """Around a command, which is timed. After one that raised the ranks take no other.
 
     It may have left gradients of some microbatches, half of an update, or used up random numbers.
@@ -280,7 +280,7 @@ def going_on(ranks: LocalRanks | TorchrunRanks, command: str) -> Iterator[None]:
     ranks.call_seconds = time.perf_counter() - start
 
 
-def check_open(ranks: LocalRanks | TorchrunRanks) -> None:
+def check_open(ranks: InProcessBackend | SpmdBackend) -> None:
     """Raise a UsageError if a command has raised, or the ranks are closed."""
     if ranks.failed is not None:
         raise UsageError(f"This model was closed: {ranks.failed} Call autopar.parallelize again.")
@@ -296,17 +296,17 @@ def check_agreement(decisions: Sequence[str], rank: int) -> None:
     if other is not None:
         mine, theirs = (re.split("; |, ", decisions[number]) for number in (rank, other))
         raise UsageError(
-            f"The {len(decisions)} ranks do not run the same plan: rank {rank} has {beyond(mine, theirs)}; "
-            f"rank {other} has {beyond(theirs, mine)}. Their models, arguments or machines differ. Plan once with "
+            f"The {len(decisions)} ranks do not run the same plan: rank {rank} has {only_in(mine, theirs)}; "
+            f"rank {other} has {only_in(theirs, mine)}. Their models, arguments or machines differ. Plan once with "
             "`autopar plan … -o plan.json` and pass plan= on each."
         )
 
 
-def beyond(words: Sequence[str], others: Sequence[str]) -> str:
+def only_in(words: Sequence[str], others: Sequence[str]) -> str:
     """The first few words that are not among the others, as one text."""
     own = [word for word in words if word not in others]
-    more = f" and {len(own) - FEW} more" if len(own) > FEW else ""
-    return (", ".join(own[:FEW]) or "nothing else") + more
+    more = f" and {len(own) - MAX_NAMED} more" if len(own) > MAX_NAMED else ""
+    return (", ".join(own[:MAX_NAMED]) or "nothing else") + more
 
 
 def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
@@ -322,7 +322,7 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
     except Exception as error:
         if (lack := lack_of_memory(error)) is not None:
             raise out_of_memory(rank, name, lack) from error
-        action = rank.running.current if rank.running else None
+        action = rank.current_step.current if rank.current_step else None
         error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))
         raise
 

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.runtime.comm.connect import connected_rank, init_process_group
 from autopar.runtime.comm.transport import TransportError
-from autopar.runtime.engine.metrics import settled
-from autopar.runtime.launch.ipc import Line
+from autopar.runtime.engine.metrics import resolve
+from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory
 from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.memory.peaks import restart_peak
 from autopar.runtime.rank import Rank
-from autopar.runtime.spec import RankSpec, Reading, StepNumbers, StepOutcome
+from autopar.runtime.spec import LazyMetrics, RankSpec, StepNumbers, StepOutcome
 
 START_SECONDS = 300.0  # for all workers to import what they need
 WHERE = "where"  # the message that asks a worker for its position
@@ -66,37 +66,37 @@ def main() -> None:
     # torch 2.11 warns about its own class whenever a pickled tree spec is read.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
     connection, there, back, number = map(int, sys.argv[1:])
-    Worker(number, Line(Connection(connection), SharedMemory(back), SharedMemory(there))).run()
+    Worker(number, WorkerChannel(Connection(connection), SharedMemory(back), SharedMemory(there))).run()
 
 
 class Worker:
     """Obeys the caller in its main thread; a second thread listens, and answers `WHERE` even while the first hangs."""
 
-    def __init__(self, number: int, line: Line) -> None:
-        self.number, self.line = number, line
+    def __init__(self, number: int, line: WorkerChannel) -> None:
+        self.number, self.channel = number, line
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.speaking = threading.Lock()
         self.rank: Rank | None = None
-        self.begun: dict[int, StepNumbers | Reading] = {}  # of steps that nobody has asked about yet
+        self.begun: dict[int, StepNumbers | LazyMetrics] = {}  # of steps that nobody has asked about yet
 
     def run(self) -> None:
         threading.Thread(target=self.listen, args=(threading.get_ident(),), daemon=True).start()
         while True:
-            self.say(self.obey(*self.commands.get()))
+            self.reply(self.execute(*self.commands.get()))
 
-    def say(self, reply: tuple[bool, Any]) -> None:
+    def reply(self, reply: tuple[bool, Any]) -> None:
         try:
-            encoded = self.line.encode(reply)
+            encoded = self.channel.encode(reply)
         except Exception as error:
             error.add_note("autopar: this happened while the result was pickled for the caller")
-            encoded = self.line.encode((False, failure(self.number, self.rank, error)))
+            encoded = self.channel.encode((False, failure(self.number, self.rank, error)))
         with self.speaking:
             try:
-                self.line.send(encoded)
+                self.channel.send(encoded)
             except OSError:
-                leave()
+                exit_now()
 
-    def obey(self, name: str, arguments: tuple) -> tuple[bool, Any]:
+    def execute(self, name: str, arguments: tuple) -> tuple[bool, Any]:
         """Carry out one command; whether it went well, and its result or failure."""
         try:
             return True, self.result(name, arguments)
@@ -118,35 +118,35 @@ class Worker:
             return None
         assert self.rank is not None, "the first command is start"
         if name == "read":
-            return settled(self.begun.pop(*arguments))
+            return resolve(self.begun.pop(*arguments))
         with self.rank.active():
             if name == "begin":
                 step, command, own = arguments
                 self.begun[step] = getattr(self.rank, command)(*own).numbers
                 return None
             result = getattr(self.rank, name)(*arguments)
-            return replace(result, numbers=settled(result.numbers)) if isinstance(result, StepOutcome) else result
+            return replace(result, numbers=resolve(result.numbers)) if isinstance(result, StepOutcome) else result
 
     def listen(self, main_thread: int) -> None:
         """Queue commands as they come; end the process at once when the caller is gone, whatever it is doing."""
         while True:
             try:
-                encoded = self.line.receive()
+                encoded = self.channel.receive()
             except (EOFError, OSError):
-                leave()
+                exit_now()
             try:
-                message = self.line.decode(encoded)
+                message = self.channel.decode(encoded)
             except Exception as error:
-                self.say((False, failure(self.number, self.rank, error)))
+                self.reply((False, failure(self.number, self.rank, error)))
                 continue
             if message == WHERE:
-                self.say((False, self.position(main_thread)))
+                self.reply((False, self.position(main_thread)))
             else:
                 self.commands.put(message)
 
     def position(self, main_thread: int) -> Failure:
         """What this rank is doing, as the reason why it has not replied."""
-        step = self.rank.running if self.rank is not None else None
+        step = self.rank.current_step if self.rank is not None else None
         waiting = step is not None and step.current is not None and not step.computing
         return Failure(
             self.number,
@@ -157,7 +157,7 @@ class Worker:
         )
 
 
-def leave() -> NoReturn:
+def exit_now() -> NoReturn:
     """End the process at once: the caller is gone."""
     sys.stdout.flush()
     os._exit(0)
@@ -197,5 +197,5 @@ def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
 
 def action_of(rank: Rank | None) -> str:
     """The action a rank is in; empty outside steps."""
-    action = rank.running.current if rank is not None and rank.running is not None else None
+    action = rank.current_step.current if rank is not None and rank.current_step is not None else None
     return str(action) if action is not None else ""

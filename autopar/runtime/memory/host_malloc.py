@@ -9,7 +9,7 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 NEVER, NONE = -1, 0
 
 
-def keep_freed_memory() -> None:
+def disable_malloc_trim() -> None:
     """Have this process keep freed memory for its next tensors.
 
     By default glibc gives large blocks back to the system at once, which fills each with zeros before the next step

@@ -13,8 +13,15 @@ from torch.optim import Optimizer
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.units import of_type
 from autopar.runtime.comm.transport import Transport
-from autopar.runtime.optim.probe import Kind, couples, kind_of, needs_closure, nested, split_wrongly
-from autopar.runtime.params.full_params import Wholes
+from autopar.runtime.optim.probe import (
+    ParamKind,
+    mixes_parameters,
+    needs_closure,
+    needs_full_params,
+    nested,
+    param_kind,
+)
+from autopar.runtime.params.full_params import FullParams
 from autopar.runtime.spec import Parameters, RankSpec
 
 # Adagrad has "fused" among its options too, but on CPU only (torch 2.11 to 2.15).
@@ -27,7 +34,7 @@ class RankOptimizer:
 
     optimizer: Optimizer
     parameters: Mapping[str, nn.Parameter]
-    wholes: Wholes | None = None
+    wholes: FullParams | None = None
 
 
 def rank_optimizer(
@@ -55,13 +62,13 @@ def rank_optimizer(
         return RankOptimizer(optimizer, held)  # every rank has all parameters whole
     kinds = kinds_of(spec, optimizer, held)
     every = list(dict.fromkeys(kind for own in kinds.values() for kind in own))
-    if every and couples(optimizer, every):
+    if every and mixes_parameters(optimizer, every):
         raise UsageError(coupling_text(optimizer, spec))
-    wrong = split_wrongly(optimizer, every) if split else frozenset()
+    wrong = needs_full_params(optimizer, every) if split else frozenset()
     needed = [n for n, own in kinds.items() if wrong & set(own)]
     if not needed:
         return RankOptimizer(optimizer, held)
-    wholes = Wholes(needed, held, spec, transport)
+    wholes = FullParams(needed, held, spec, transport)
     own = {n: wholes.owned.get(n, p) for n, p in held.items() if n in wholes.owned or n not in needed}
     return RankOptimizer(with_all_groups(spec, make, own), own, wholes)
 
@@ -130,17 +137,17 @@ def name_of(thing: Any) -> str:
     return getattr(inner, "__name__", type(inner).__name__)
 
 
-def kinds_of(spec: RankSpec, optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> dict[str, list[Kind]]:
+def kinds_of(spec: RankSpec, optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> dict[str, list[ParamKind]]:
     """For each parameter that the optimizer has, its kind for every dim along which it is split, or for none."""
     names = {id(p): name for name, p in held.items()}
-    found: dict[str, list[Kind]] = {}
+    found: dict[str, list[ParamKind]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
             splits, shape = spec.layout(name).splits, list(parameter.shape)
             for split in splits:
                 shape[split.dim] *= spec.mesh.tp
-            found[name] = [kind_of(number, shape, dim) for dim in ([s.dim for s in splits] or [None])]
+            found[name] = [param_kind(number, shape, dim) for dim in ([s.dim for s in splits] or [None])]
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-SMALLEST_SCALE = 2.0**-24  # float16's smallest number: under a smaller factor its gradients would all be zero
+MIN_SCALE = 2.0**-24  # float16's smallest number: under a smaller factor its gradients would all be zero
 
 
 class LossScaler:
@@ -39,7 +39,7 @@ class LossScaler:
     def update(self, norm: float) -> bool:
         """Whether to update the weights, given the global norm of the gradients; the scale of the next step is set."""
         if not isfinite(norm):
-            self.scale = max(self.scale * self.backoff_factor, SMALLEST_SCALE)
+            self.scale = max(self.scale * self.backoff_factor, MIN_SCALE)
             self.finite_updates = 0
             return False
         self.finite_updates += 1

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import UsageError
 
-LARGEST = 64  # size of a toy's dims
+MAX_DIM_SIZE = 64  # size of a toy's dims
 STEPS = 5
 GROWTH = 9.0  # of a gradient at the second step: limits of an update's size are reached by growth
 LEARNING_RATE = 0.1  # that of a warm-up's first step may be 0
@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Kind:
+class ParamKind:
     """Parameters that an optimizer treats alike: one group, one shape (large dims capped), split along one dim or
     none.
     """
@@ -40,9 +40,9 @@ class Kind:
     dim: int | None
 
 
-def kind_of(group: int, shape: Sequence[int], dim: int | None) -> Kind:
+def param_kind(group: int, shape: Sequence[int], dim: int | None) -> ParamKind:
     """The kind of a parameter whose whole shape this is."""
-    return Kind(group, tuple(min(size, LARGEST) for size in shape), dim)
+    return ParamKind(group, tuple(min(size, MAX_DIM_SIZE) for size in shape), dim)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
@@ -59,26 +59,26 @@ def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
             yield from nested(value)
 
 
-def couples(optimizer: Optimizer, kinds: Sequence[Kind]) -> bool:
+def mixes_parameters(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> bool:
     """Whether one parameter's update depends on another one's gradient.
 
     Raises:
         UsageError: the optimizer fails on parameters of these kinds.
     """
-    alone, beside = (Trial(optimizer, kinds, others) for others in ((1.0,) * STEPS, SCALES))
-    return any(differ(a, b, toy.start) for a, b, toy in zip(alone.ends(), beside.ends(), alone.toys, strict=True))
+    alone, beside = (ProbeRun(optimizer, kinds, others) for others in ((1.0,) * STEPS, SCALES))
+    return any(differ(a, b, toy.start) for a, b, toy in zip(alone.ends(), beside.ends(), alone.params, strict=True))
 
 
-def split_wrongly(optimizer: Optimizer, kinds: Sequence[Kind]) -> frozenset[Kind]:
+def needs_full_params(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> frozenset[ParamKind]:
     """The kinds whose halves, each updated as a parameter of its own, are not those of the whole.
 
     Raises:
         UsageError: the optimizer fails on parameters of these kinds.
     """
     split = [kind for kind in kinds if kind.dim is not None]
-    whole, halves = (Trial(optimizer, split, in_halves=cut) for cut in (False, True))
+    whole, halves = (ProbeRun(optimizer, split, in_halves=cut) for cut in (False, True))
     return frozenset(
-        toy.kind for a, b, toy in zip(whole.ends(), halves.ends(), whole.toys, strict=True) if differ(a, b, toy.start)
+        toy.kind for a, b, toy in zip(whole.ends(), halves.ends(), whole.params, strict=True) if differ(a, b, toy.start)
     )
 
 
@@ -87,13 +87,13 @@ def differ(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor) -> bool:
     return not bool((a - b).abs().max() <= TOLERANCE * (a - start).abs().max())
 
 
-class Toy:
+class ProbeParam:
     """A small whole parameter, in one piece or two, whose parts differ in whatever an optimizer may measure.
 
     Along every dim the values grow, and the gradients turn from constant to random and jump more in size.
     """
 
-    def __init__(self, kind: Kind, in_halves: bool, like: torch.Tensor, generator: torch.Generator) -> None:
+    def __init__(self, kind: ParamKind, in_halves: bool, like: torch.Tensor, generator: torch.Generator) -> None:
         self.kind = kind
         self.place = torch.zeros(kind.shape)  # 0 at the first corner, 1 at the last one
         for dim, size in enumerate(kind.shape):
@@ -103,9 +103,9 @@ class Toy:
         self.generator = generator
         self.start = (torch.randn(kind.shape, generator=generator) * (0.5 + self.place)).to(like.device, dtype)
         assert kind.dim is not None or not in_halves
-        self.pieces = [nn.Parameter(piece.clone()) for piece in self.cut(self.start, in_halves)]
+        self.pieces = [nn.Parameter(piece.clone()) for piece in self.split(self.start, in_halves)]
 
-    def cut(self, tensor: torch.Tensor, in_halves: bool) -> Sequence[torch.Tensor]:
+    def split(self, tensor: torch.Tensor, in_halves: bool) -> Sequence[torch.Tensor]:
         return tensor.chunk(2, self.kind.dim or 0) if in_halves else (tensor,)
 
     def now(self) -> torch.Tensor:
@@ -127,17 +127,17 @@ class Toy:
             rows, own = value.flatten(1), gradient.flatten(1)
             ratio = (own * rows).sum(1, keepdim=True) / rows.square().sum(1, keepdim=True)
             gradient -= (rows * ratio).view(value.shape)
-        for piece, own in zip(self.pieces, self.cut(gradient, len(self.pieces) > 1), strict=True):
+        for piece, own in zip(self.pieces, self.split(gradient, len(self.pieces) > 1), strict=True):
             piece.grad = own.clone()
 
 
-class Trial:
+class ProbeRun:
     """A few steps of an optimizer's twin on toys; the same random numbers in each trial of the same kinds."""
 
     def __init__(
         self,
         optimizer: Optimizer,
-        kinds: Sequence[Kind],
+        kinds: Sequence[ParamKind],
         others: Sequence[float] = (),
         in_halves: bool = False,
     ) -> None:
@@ -146,26 +146,26 @@ class Trial:
         Args:
             others: scale, by step, of the gradients of a second toy of each kind; none for no second toy.
         """
-        self.toys: list[Toy] = []
+        self.params: list[ProbeParam] = []
         if not kinds:
             return
         like = next(p for group in optimizer.param_groups for p in group["params"])
-        seconds: list[Toy] = []
+        seconds: list[ProbeParam] = []
         for number, kind in enumerate(kinds):
             generator = torch.Generator().manual_seed(number)
-            self.toys.append(Toy(kind, in_halves, like, generator))
+            self.params.append(ProbeParam(kind, in_halves, like, generator))
             if others:
-                seconds.append(Toy(kind, in_halves, like, torch.Generator().manual_seed(len(kinds) + number)))
+                seconds.append(ProbeParam(kind, in_halves, like, torch.Generator().manual_seed(len(kinds) + number)))
         devices = [like.device] if like.device.type == "cuda" else []
         # Compiling some optimizers (timm's Kron) would take minutes.
         with torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(0)
             members: list[list[nn.Parameter]] = [[] for _ in optimizer.param_groups]
-            for toy in [*self.toys, *seconds]:
+            for toy in [*self.params, *seconds]:
                 members[toy.kind.group] += toy.pieces
             tried = twin(optimizer, members)
             for step in range(STEPS):
-                for toy in self.toys:
+                for toy in self.params:
                     toy.set_gradient(step, 1.0)
                 for toy in seconds:
                     toy.set_gradient(step, others[step])
@@ -181,10 +181,10 @@ class Trial:
 
     def ends(self) -> list[torch.Tensor]:
         """The first toy of each kind, after the steps."""
-        return [toy.now() for toy in self.toys]
+        return [toy.now() for toy in self.params]
 
 
-def trial_group(group: Mapping[str, Any], members: list[nn.Parameter]) -> dict[str, Any]:
+def probe_group(group: Mapping[str, Any], members: list[nn.Parameter]) -> dict[str, Any]:
     """A group with the same options, but for a learning rate that moves something."""
     options = copy.deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")})
     if isinstance(options.get("lr"), torch.Tensor):
@@ -199,7 +199,7 @@ def twin(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> Optimiz
 
     Nothing is shared but attributes that cannot be copied, such as locks.
     """
-    groups = [trial_group(group, own) for group, own in zip(optimizer.param_groups, members, strict=True)]
+    groups = [probe_group(group, own) for group, own in zip(optimizer.param_groups, members, strict=True)]
     made_of = {id(group): other for group, other in zip(optimizer.param_groups, groups, strict=True)}
     twins = {id(own): object.__new__(type(own)) for own in nested(optimizer)}
     memo: dict[int, Any] = dict(twins)

@@ -13,7 +13,7 @@ from autopar.errors import UsageError
 from autopar.ir.graph import Graph, Weight
 from autopar.ir.pytree import leaves
 from autopar.runtime.optim.build import made, needs_closure
-from autopar.runtime.optim.probe import LARGEST, nested
+from autopar.runtime.optim.probe import MAX_DIM_SIZE, nested
 from autopar.runtime.spec import Parameters
 
 STEPS = 2  # some optimizers keep more after their first step
@@ -60,7 +60,7 @@ def state_bytes(make: Callable[[Parameters], Optimizer], weights: Sequence[Weigh
 
 
 def small_parameter(weight: Weight) -> nn.Parameter:
-    shape = [min(size, LARGEST) for size in weight.shape]
+    shape = [min(size, MAX_DIM_SIZE) for size in weight.shape]
     return nn.Parameter(torch.randn(shape, dtype=getattr(torch, weight.stored_dtype)))
 
 

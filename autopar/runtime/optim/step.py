@@ -12,15 +12,15 @@ from torch import nn
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
 from autopar.runtime.checkpoint.rank_state import options_by_name
-from autopar.runtime.comm.replica_collectives import exchange_of
+from autopar.runtime.comm.replica_collectives import make_replica_collectives
 from autopar.runtime.comm.transport import Transport
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler
 from autopar.runtime.params.flat_buckets import flat_buckets
-from autopar.runtime.params.grad_buffer import Gradients
-from autopar.runtime.params.grad_reduce import ReplicaSum, sum_gradients
-from autopar.runtime.params.zero1_gather import ReplicaWeights
+from autopar.runtime.params.grad_buffer import GradBuffer
+from autopar.runtime.params.grad_reduce import GradReducer, sum_gradients
+from autopar.runtime.params.zero1_gather import ZeroParamGather
 from autopar.runtime.spec import RankSpec, UpdateResult
 
 
@@ -39,20 +39,20 @@ class Updater:
         # What autograd leaves may be a part of what another stage sent or is sent, in memory that is used again.
         moved = replicated or spec.mesh.pp > 1 or any(weight.master for weight in weights)
         buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
-        self.gradients = Gradients(trainable, buckets)
-        self.replica_sum: ReplicaSum | None = None
-        self.replica_weights: ReplicaWeights | None = None
+        self.grad_buffer = GradBuffer(trainable, buckets)
+        self.grad_reducer: GradReducer | None = None
+        self.zero_gather: ZeroParamGather | None = None
         if replicated:
             largest = max(bucket.longest * bucket.segments * bucket.dtype.itemsize for bucket in buckets)
-            exchange = exchange_of(transport, spec.replicas, torch.device(spec.device), largest)
-            self.replica_sum = ReplicaSum(self.gradients, spec.replicas, spec.place.replica, transport, exchange)
+            exchange = make_replica_collectives(transport, spec.replicas, torch.device(spec.device), largest)
+            self.grad_reducer = GradReducer(self.grad_buffer, spec.replicas, spec.place.replica, transport, exchange)
             if spec.owners:
-                self.replica_weights = ReplicaWeights(trainable, buckets, spec.place.replica, exchange)
+                self.zero_gather = ZeroParamGather(trainable, buckets, spec.place.replica, exchange)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
         made = rank_optimizer(spec, spec.optimizer, own, transport) if spec.optimizer else None
         # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.
         self.optimized = dict(made.parameters) if made else own
-        self.optimizer, self.wholes = (made.optimizer, made.wholes) if made else (None, None)
+        self.optimizer, self.full_params = (made.optimizer, made.wholes) if made else (None, None)
         # Before a scheduler changes any: what checkpoints compare.
         self.made_options = options_by_name(self.optimizer, self.optimized) if self.optimizer is not None else {}
         if self.optimizer is not None:
@@ -64,20 +64,20 @@ class Updater:
         """Whether this rank's replica updates a parameter."""
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
 
-    def expect(self, names: Collection[str]) -> None:
+    def set_used_params(self, names: Collection[str]) -> None:
         """The step that ends in an update reaches these weights alone."""
-        if self.replica_sum is not None:
-            self.replica_sum.expect(names)
+        if self.grad_reducer is not None:
+            self.grad_reducer.set_used_params(names)
 
-    def arm(self, names: Collection[str]) -> None:
+    def enable_sync(self, names: Collection[str]) -> None:
         """The next backward is the last one before `step` that reaches some weights."""
-        if self.replica_sum is not None:
-            self.replica_sum.arm(names)
+        if self.grad_reducer is not None:
+            self.grad_reducer.enable_sync(names)
 
-    def start_rest(self) -> None:
+    def flush_remaining(self) -> None:
         """The last backward before `step` is over."""
-        if self.replica_sum is not None:
-            self.replica_sum.start_rest()
+        if self.grad_reducer is not None:
+            self.grad_reducer.flush_remaining()
 
     @property
     def loss_scale(self) -> float:
@@ -86,19 +86,19 @@ class Updater:
 
     def step(self) -> UpdateResult:
         """Sum, clip, update, clear gradients; their norm, and whether float16 overflowed and nothing was updated."""
-        norm = self.gradients_norm()
+        norm = self.finish_gradients()
         if self.scaler is not None and not self.scaler.update(norm.item()):
             self.zero_grad()
             return UpdateResult(inf, skipped=True)
         self.update(norm)
         return UpdateResult(norm.item())
 
-    def gradients_norm(self) -> torch.Tensor:
+    def finish_gradients(self) -> torch.Tensor:
         """Complete the gradients: summed over all ranks, free of the loss scale; their global norm."""
-        if self.replica_sum is not None:
-            self.replica_sum.finish()
+        if self.grad_reducer is not None:
+            self.grad_reducer.finish()
         else:
-            self.gradients.show()
+            self.grad_buffer.attach_to_params()
         self.sum_over_shards()
         self.sum_over_stages()
         norm = self.global_norm()
@@ -111,20 +111,20 @@ class Updater:
         """Update the weights by complete gradients of that norm, clipped, and clear them; the host waits for nothing
         that an optimizer does not wait for."""
         self.clip(norm)
-        if self.wholes is not None:
-            self.wholes.gather()
+        if self.full_params is not None:
+            self.full_params.gather()
         if self.optimizer is not None:
             self.optimizer.step()
-        if self.wholes is not None:
-            self.wholes.scatter()
+        if self.full_params is not None:
+            self.full_params.scatter()
         self.zero_grad()  # all of them, also those that the optimizer was not made for
 
     def abandon(self) -> None:
         """Drop gradients, and what a step that was not ended has left."""
-        if self.replica_sum is not None:
-            self.replica_sum.reset()
-        if self.replica_weights is not None:
-            self.replica_weights.abandon()
+        if self.grad_reducer is not None:
+            self.grad_reducer.reset()
+        if self.zero_gather is not None:
+            self.zero_gather.abandon()
         self.zero_grad()
 
     def sum_over_shards(self) -> None:
@@ -150,13 +150,13 @@ class Updater:
                 parameter.grad = torch.zeros_like(parameter)
             sum_gradients({name: parameter}, ranks, self.transport)
 
-    def counts(self, name: str) -> bool:
+    def owns_for_norm(self, name: str) -> bool:
         """Whether the global norm takes a parameter's gradient from this rank."""
         return self.spec.owners.get(name, 0) == self.spec.place.replica and self.spec.first_copy(name)
 
     def global_norm(self) -> torch.Tensor:
         """2-norm of all gradients of all ranks, each element of the model counted once."""
-        own = [p.grad for name, p in self.trainable.items() if p.grad is not None and self.counts(name)]
+        own = [p.grad for name, p in self.trainable.items() if p.grad is not None and self.owns_for_norm(name)]
         device = torch.device(self.spec.device)
         square = torch.zeros((), dtype=torch.float64, device=device)
         if own:
@@ -175,10 +175,10 @@ class Updater:
 
     def layout(self, name: str) -> Layout:
         """How the optimizer's parameter, and with it its state, lies."""
-        return REPLICATED if self.wholes is not None and name in self.wholes.parts else self.spec.layout(name)
+        return REPLICATED if self.full_params is not None and name in self.full_params.parts else self.spec.layout(name)
 
     def zero_grad(self) -> None:
-        self.gradients.clear()
+        self.grad_buffer.clear()
         for parameter in self.trainable.values():
             parameter.grad = None
 

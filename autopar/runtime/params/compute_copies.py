@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from autopar.ir.program import Program
-from autopar.runtime.params.zero1_gather import ReplicaWeights
+from autopar.runtime.params.zero1_gather import ZeroParamGather
 
 
-class Copies:
+class ComputeParams:
     """What programs read of a rank's weights: the weights, and the copies that programs have asked for.
 
     A copy is a leaf of autograd; its gradients are moved to its master's (`autopar.runtime.params.grad_buffer`). Under
@@ -22,7 +22,7 @@ class Copies:
         self,
         weights: Mapping[str, torch.Tensor],
         watch: Callable[[str, nn.Parameter], None],
-        shared: ReplicaWeights | None = None,
+        shared: ZeroParamGather | None = None,
     ) -> None:
         """Nothing is copied yet.
 
@@ -88,17 +88,17 @@ class Copies:
             torch._foreach_copy_([self.copies[name].detach() for name in self.own], masters)
             self.versions = versions
 
-    def release(self) -> None:
+    def free_remote_masters(self) -> None:
         """Training steps follow: give up the memory of masters that nobody reads in them."""
         if self.shared is not None and not self.masters_read:
-            self.shared.release()
+            self.shared.free_remote_masters()
 
     @property
     def waits(self) -> Mapping[str, Callable[[], None]]:
         """For weights that may be under way, what waits for them."""
         return self.shared.waits if self.shared is not None else {}
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """A step is over: wait for what nobody has read."""
         if self.shared is not None:
             self.shared.wait()

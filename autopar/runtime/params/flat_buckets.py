@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from autopar.ir.grad_buckets import LARGEST_WASTE, aligned, balanced, grouped, loads
+from autopar.ir.grad_buckets import MAX_WASTE, aligned, balanced, grouped, loads
 from autopar.ir.graph import DTYPE_BYTES, Weight
 
 SPARE_BYTES = 8 * 2**20  # of padding: moving it takes as long as starting one more collective (25 µs over NVLink)
@@ -114,7 +114,7 @@ def placed(group: Sequence[Weight], owners: Mapping[str, int], num_owners: int) 
     sizes = loads(numel, owner, num_owners)
     element = DTYPE_BYTES[group[0].stored_dtype]
     padding = num_owners * max(sizes) - sum(sizes)
-    if padding <= LARGEST_WASTE * sum(sizes) or padding * element <= SPARE_BYTES:
+    if padding <= MAX_WASTE * sum(sizes) or padding * element <= SPARE_BYTES:
         sizes = [max(sizes)] * num_owners
     bounds = [0, *accumulate(sizes)]
     names = sorted(numel, key=owner.__getitem__)  # stable: within a segment the order of a backward

@@ -14,7 +14,7 @@ from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import part, whole, whole_shape
 
 
-class Wholes:
+class FullParams:
     """Brings the parts of some weights together on the one shard that updates each, and the result back.
 
     Between steps the parts are what counts; a whole copy is made from them before every update, so that nothing that
@@ -54,10 +54,10 @@ class Wholes:
                 sizes = [self.parts[name].numel() for name in bucket.names for _ in range(2)]
                 by_shard = [own.split(sizes) for own in given]
                 for i, name in enumerate(bucket.names):
-                    self.owned[name].data.copy_(self.joined(name, [own[2 * i] for own in by_shard]))
-                    self.owned[name].grad = self.joined(name, [own[2 * i + 1] for own in by_shard])
+                    self.owned[name].data.copy_(self.unshard(name, [own[2 * i] for own in by_shard]))
+                    self.owned[name].grad = self.unshard(name, [own[2 * i + 1] for own in by_shard])
 
-    def joined(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
+    def unshard(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         """The whole tensor, from every shard's part in one row."""
         shape = self.parts[name].shape
         return whole([({TP: i}, p.view(shape)) for i, p in enumerate(parts)], self.spec.layout(name), self.sizes)
@@ -69,7 +69,7 @@ class Wholes:
             sizes = [self.parts[name].numel() for name in bucket.names]
             updated: list[torch.Tensor] = []
             if bucket.owner == self.shard:
-                updated = [torch.cat([self.cut(name, shard) for name in bucket.names])
+                updated = [torch.cat([self.shard_of(name, shard) for name in bucket.names])
                            for shard in range(self.spec.mesh.tp)]  # fmt: skip
             flat = self.parts[bucket.names[0]].new_empty(sum(sizes))
             self.transport.start_scatter(flat, updated, self.spec.shards, self.spec.shards[bucket.owner])()
@@ -78,6 +78,6 @@ class Wholes:
         for own in self.owned.values():
             own.grad = None
 
-    def cut(self, name: str, shard: int) -> torch.Tensor:
+    def shard_of(self, name: str, shard: int) -> torch.Tensor:
         """A shard's part of a whole weight, in one row."""
         return part(self.owned[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)

@@ -12,15 +12,15 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from autopar.ops import wgrad_accumulation as accumulating_linear
+from autopar.ops import wgrad_accumulation
 from autopar.runtime.params.flat_buckets import FlatBucket
 
-LARGE = 2**16  # elements, from which a kernel takes longer than its launch
-LATER_BYTES = 2**20  # gradients of a bucket that take up less can wait until a backward is over
+MIN_KERNEL_ELEMENTS = 2**16  # elements, from which a kernel takes longer than its launch
+MAX_DEFERRED_BYTES = 2**20  # gradients of a bucket that take up less can wait until a backward is over
 HAS_TRITON = find_spec("triton") is not None
 
 
-class Gradients:
+class GradBuffer:
     """The sums of what backwards leave.
 
     Programs read leaves of autograd: the parameters, or low-precision copies of them. What a backward leaves in a
@@ -38,15 +38,17 @@ class Gradients:
         self.parameters, self.buckets = parameters, tuple(buckets)
         self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
         self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}  # with memory or without
-        self.moved: Callable[[Sequence[str]], None] = lambda names: None  # is told the names whose sums have grown
+        self.on_accumulated: Callable[[Sequence[str]], None] = lambda names: (
+            None
+        )  # is told the names whose sums have grown
         self.flats: list[torch.Tensor | None] = [None] * len(self.buckets)
         self.views: dict[str, torch.Tensor] = {}
         # Weights whose gradients came, with the leaf that has what is still to be moved.
-        self.came: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
-        self.lent: dict[str, Sum] = {}
+        self.ready: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
+        self.exported: dict[str, MainGrad] = {}
         self.hooks: list[RemovableHandle] = []
-        self.grown: set[str] = set()
-        self.prompt = False
+        self.accumulated: set[str] = set()
+        self.flush_eagerly = False
         for name in self.bucket_of:
             self.watch(name, parameters[name])
 
@@ -56,52 +58,52 @@ class Gradients:
 
         def came(own: torch.Tensor) -> None:
             if (gradients := watching()) is not None:
-                gradients.note(name, own)
+                gradients.mark_ready(name, own)
 
         self.hooks.append(leaf.register_post_accumulate_grad_hook(came))
 
-    def lend(self, name: str) -> torch.Tensor | None:
+    def main_grad_of(self, name: str) -> torch.Tensor | None:
         """The sum of a weight, for a linear layer that adds to it; None of one that is not in a bucket, or is empty and
         so without an address."""
-        if name not in self.lent and name in self.bucket_of and self.parameters[name].numel() > 0:
+        if name not in self.exported and name in self.bucket_of and self.parameters[name].numel() > 0:
             self.flat(self.bucket_of[name])
             # With a version of its own, which autograd keeps an eye on.
-            self.lent[name] = Sum(self, name, self.views[name].data)
-            accumulating_linear.register(self.lent[name].tensor, self.lent[name])
-        return self.lent[name].tensor if name in self.lent else None
+            self.exported[name] = MainGrad(self, name, self.views[name].data)
+            wgrad_accumulation.register(self.exported[name].tensor, self.exported[name])
+        return self.exported[name].tensor if name in self.exported else None
 
     def close(self) -> None:
         """Take back what was lent, and watch no more."""
-        for lent in self.lent.values():
-            accumulating_linear.unregister(lent.tensor)
+        for lent in self.exported.values():
+            wgrad_accumulation.unregister(lent.tensor)
         for hook in self.hooks:
             hook.remove()
-        self.lent.clear()
+        self.exported.clear()
         self.hooks.clear()
 
-    def note(self, name: str, leaf: torch.Tensor | None) -> None:
+    def mark_ready(self, name: str, leaf: torch.Tensor | None) -> None:
         """A leaf's gradient has come, or was added to its sum."""
         if leaf is not None and leaf.grad is None:  # autograd has passed by a leaf for which it has none
             return
         index = self.bucket_of[name]
-        self.came[index].append((name, leaf))
-        full = len(self.came[index]) == len(self.buckets[index].names)
-        if full and (self.prompt or not self.can_wait(index)):
-            self.move([index])
+        self.ready[index].append((name, leaf))
+        full = len(self.ready[index]) == len(self.buckets[index].names)
+        if full and (self.flush_eagerly or not self.can_wait(index)):
+            self.flush_buckets([index])
 
     def can_wait(self, index: int) -> bool:
         """Whether what came to a bucket takes up little memory."""
-        gradients = [leaf.grad for _, leaf in self.came[index] if leaf is not None]
-        return sum(gradient.nbytes for gradient in gradients if gradient is not None) < LATER_BYTES
+        gradients = [leaf.grad for _, leaf in self.ready[index] if leaf is not None]
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None) < MAX_DEFERRED_BYTES
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """A backward is over: move what came to buckets that it did not fill, and what could wait."""
-        came = [index for index, noted in enumerate(self.came) if noted]
+        came = [index for index, noted in enumerate(self.ready) if noted]
         for index in came:
-            if self.prompt or not self.can_wait(index):
-                self.move([index])
-        if later := [index for index in came if self.came[index]]:
-            self.move(later)
+            if self.flush_eagerly or not self.can_wait(index):
+                self.flush_buckets([index])
+        if later := [index for index in came if self.ready[index]]:
+            self.flush_buckets(later)
 
     def flat(self, index: int) -> torch.Tensor:
         """A bucket's memory."""
@@ -113,11 +115,11 @@ class Gradients:
             self.views |= bucket.views(flat, self.like)
         return flat
 
-    def move(self, indices: Sequence[int]) -> None:
+    def flush_buckets(self, indices: Sequence[int]) -> None:
         """Move what came to buckets into its sums, with a number of calls that does not depend on how much that is."""
-        came = [noted for index in indices for noted in self.came[index]]
+        came = [noted for index in indices for noted in self.ready[index]]
         for index in indices:
-            self.came[index] = []
+            self.ready[index] = []
             self.flat(index)
         moving = [(name, leaf) for name, leaf in came if leaf is not None]
         gradients = {name: leaf.grad for name, leaf in moving if leaf.grad is not None}
@@ -126,15 +128,15 @@ class Gradients:
         for name, gradient in gradients.items():
             alike[self.views[name].dtype, gradient.dtype].append(name)
         for (_, dtype), names in alike.items():
-            first = [name for name in names if name not in self.grown]
+            first = [name for name in names if name not in self.accumulated]
             if first:
                 torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
             if len(first) < len(names):
-                self.add(dtype, {name: gradients[name] for name in names if name in self.grown})
+                self.add(dtype, {name: gradients[name] for name in names if name in self.accumulated})
         for _, leaf in moving:
             leaf.grad = None
-        self.grown |= gradients.keys()
-        self.moved(tuple(name for name, _ in came))
+        self.accumulated |= gradients.keys()
+        self.on_accumulated(tuple(name for name, _ in came))
 
     def add(self, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add gradients of one dtype to their sums.
@@ -156,36 +158,36 @@ class Gradients:
             added = wide
         torch._foreach_add_(sums, added)
 
-    def fill(self, index: int) -> torch.Tensor:
+    def with_zeros_for_missing(self, index: int) -> torch.Tensor:
         """A bucket's memory with zeros for what has no gradient."""
         flat = self.flat(index)
-        missing = [self.views[name] for name in self.buckets[index].names if name not in self.grown]
+        missing = [self.views[name] for name in self.buckets[index].names if name not in self.accumulated]
         if missing:
             torch._foreach_zero_(missing)
         return flat
 
-    def adopt(self) -> None:
+    def absorb_param_grads(self) -> None:
         """Take over gradients that were set by hand."""
         for name in self.bucket_of:
             gradient = self.parameters[name].grad
             if gradient is not None and gradient is not self.views.get(name):
-                self.note(name, self.parameters[name])
-        self.settle()
+                self.mark_ready(name, self.parameters[name])
+        self.flush()
 
-    def show(self) -> None:
+    def attach_to_params(self) -> None:
         """Let all parameters have their sums as gradients; None where there is none."""
         for name in self.bucket_of:
-            self.parameters[name].grad = self.views[name] if name in self.grown else None
+            self.parameters[name].grad = self.views[name] if name in self.accumulated else None
 
-    def hide(self) -> None:
+    def detach_from_params(self) -> None:
         """A backward will follow: keep the sums, but not as the parameters' gradients."""
-        for name in self.grown:
+        for name in self.accumulated:
             self.parameters[name].grad = None
 
     def clear(self) -> None:
         """Forget all sums; the memory stays."""
-        self.grown.clear()
-        for came in self.came:
+        self.accumulated.clear()
+        for came in self.ready:
             for _, leaf in came:
                 if leaf is not None:
                     leaf.grad = None
@@ -198,25 +200,25 @@ class Gradients:
 
 
 @dataclass(frozen=True, eq=False)
-class Sum:
+class MainGrad:
     """A weight's sum to the linear layer that adds to it."""
 
-    gradients: Gradients
+    gradients: GradBuffer
     name: str
     tensor: torch.Tensor
 
-    def holds(self) -> bool:
-        return self.name in self.gradients.grown
+    def is_initialized(self) -> bool:
+        return self.name in self.gradients.accumulated
 
-    def grown(self) -> None:
-        self.gradients.grown.add(self.name)
-        self.gradients.note(self.name, None)
+    def mark_accumulated(self) -> None:
+        self.gradients.accumulated.add(self.name)
+        self.gradients.mark_ready(self.name, None)
 
 
 def adds_alone(total: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether a kernel of its own is worth it, and there is one: for large dense tensors of one memory order."""
     alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
-    return alike and gradient.numel() >= LARGE and HAS_TRITON
+    return alike and gradient.numel() >= MIN_KERNEL_ELEMENTS and HAS_TRITON
 
 
 def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autopar.ir.cost_graph import BUCKET_BYTES
-from autopar.runtime.comm.replica_collectives import Exchange
-from autopar.runtime.comm.transport import Delivery, Transport
+from autopar.runtime.comm.replica_collectives import ReplicaCollectives
+from autopar.runtime.comm.transport import SendHandle, Transport
 from autopar.runtime.params.flat_buckets import laid_out, order_of
-from autopar.runtime.params.grad_buffer import Gradients
+from autopar.runtime.params.grad_buffer import GradBuffer
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Ten
     return [laid_out(piece, model) for piece, model in zip(pieces, like, strict=True)]
 
 
-class ReplicaSum:
+class GradReducer:
     """Sums a rank's gradients over the replicas once a step: on all of them, or each on the replica that owns it.
 
     In the last backwards, which `arm` announces, a bucket starts as soon as its gradients are there; the others start
@@ -84,32 +84,37 @@ class ReplicaSum:
     """
 
     def __init__(
-        self, gradients: Gradients, ranks: Sequence[int], replica: int, transport: Transport, exchange: Exchange
+        self,
+        gradients: GradBuffer,
+        ranks: Sequence[int],
+        replica: int,
+        transport: Transport,
+        exchange: ReplicaCollectives,
     ) -> None:
         """Sum what ``gradients`` collects; ``ranks`` are the replicas', in order, this one is at ``replica``."""
         self.gradients, self.ranks, self.replica = gradients, tuple(ranks), replica
         self.transport, self.exchange = transport, exchange
         self.reset()
-        gradients.moved = self.moved
+        gradients.on_accumulated = self.start_ready_buckets
 
     def reset(self) -> None:
-        self.gradients.prompt = False
+        self.gradients.flush_eagerly = False
         self.missing = [set(bucket.names) for bucket in self.gradients.buckets]
         self.complete: set[str] = set()
-        self.started: list[Delivery] = []
+        self.started: list[SendHandle] = []
 
-    def expect(self, names: Collection[str]) -> None:
+    def set_used_params(self, names: Collection[str]) -> None:
         """Only these weights will be reached by backwards before the update: no bucket waits for others."""
         for missing in self.missing:
             missing &= {*names}
 
-    def arm(self, names: Collection[str]) -> None:
+    def enable_sync(self, names: Collection[str]) -> None:
         """From now on the gradients of some weights are complete when they come: theirs is the last backward before
         the update."""
-        self.gradients.prompt = True
+        self.gradients.flush_eagerly = True
         self.complete |= {*names}
 
-    def moved(self, names: Sequence[str]) -> None:
+    def start_ready_buckets(self, names: Sequence[str]) -> None:
         """Note gradients, and start every bucket whose turn has come."""
         for name in names:
             if name in self.complete:
@@ -119,33 +124,33 @@ class ReplicaSum:
 
     def start(self, index: int) -> None:
         """Start summing a bucket in its own memory."""
-        bucket, flat = self.gradients.buckets[index], self.gradients.fill(index)
+        bucket, flat = self.gradients.buckets[index], self.gradients.with_zeros_for_missing(index)
         alone = bucket.segments == 1
         self.started.append(self.exchange.sum(flat) if alone else self.exchange.reduce_scatter(flat, bucket))
 
-    def start_rest(self) -> None:
+    def flush_remaining(self) -> None:
         """The last backward is over: start what waits for gradients that will not come, before any other call, so that
         all replicas call in one order."""
-        self.gradients.adopt()
+        self.gradients.absorb_param_grads()
         while len(self.started) < len(self.missing):
             self.start(len(self.started))
 
     def finish(self) -> None:
         """Leave the summed gradients in the parameters, under ZeRO-1 in those that this replica owns."""
         gradients = self.gradients
-        self.start_rest()
-        present = [name in gradients.grown for name in gradients.bucket_of]
+        self.flush_remaining()
+        present = [name in gradients.accumulated for name in gradients.bucket_of]
         counts = self.transport.sum_flags(present, self.ranks)
         exists = dict(zip(gradients.bucket_of, counts, strict=True))
         for delivery in self.started:
             delivery()
-        gradients.grown = {
+        gradients.accumulated = {
             name
             for bucket in gradients.buckets
             for name in (bucket.names if bucket.segments == 1 else bucket.owned(self.replica))
             if exists[name]
         }
-        gradients.show()
+        gradients.attach_to_params()
         self.reset()
 
 

@@ -10,14 +10,16 @@ from math import nan
 import torch
 from torch import nn
 
-from autopar.runtime.comm.replica_collectives import Exchange
-from autopar.runtime.comm.transport import Delivery
+from autopar.runtime.comm.replica_collectives import ReplicaCollectives
+from autopar.runtime.comm.transport import SendHandle
 from autopar.runtime.params.flat_buckets import FlatBucket
 
-AHEAD = 3  # buckets under way beside the one that is read: a graph that begins with all of them starts its forward late
+PREFETCH_BUCKETS = (
+    3  # buckets under way beside the one that is read: a graph that begins with all of them starts its forward late
+)
 
 
-class ReplicaWeights:
+class ZeroParamGather:
     """What programs read of a rank's trainable weights, in flat memory that collectives fill in place.
 
     An update changes a weight on its owner only. The next step begins by gathering what its programs read, bucket by
@@ -31,7 +33,7 @@ class ReplicaWeights:
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[FlatBucket],
         replica: int,
-        exchange: Exchange,
+        exchange: ReplicaCollectives,
     ) -> None:
         """Give parameters that programs read themselves memory in their bucket; all replicas hold equal weights."""
         self.parameters, self.buckets = parameters, tuple(buckets)
@@ -54,13 +56,13 @@ class ReplicaWeights:
         # Of each bucket of copies the weights that this replica owns, which it copies for all, and those of the others,
         # whose masters can be without memory; and what all look like with it.
         self.own = [bucket.owned(replica) if bucket.copy_dtype is not None else () for bucket in self.buckets]
-        self.away = [
+        self.remote_params = [
             [n for n in bucket.names if n not in own] if bucket.copy_dtype is not None else []
             for bucket, own in zip(self.buckets, self.own, strict=True)
         ]
         self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}
         self.released = False
-        self.under_way: dict[int, Delivery] = {}
+        self.under_way: dict[int, SendHandle] = {}
         self.begun = len(self.buckets)  # in the order of a forward
         # For each weight what waits for its bucket: one callable for all of a bucket.
         self.waits: dict[str, Callable[[], None]] = {}
@@ -94,10 +96,10 @@ class ReplicaWeights:
         for number, own in enumerate(reversed(self.own), start=1):
             if own:
                 torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
-            self.begin(min(number, AHEAD))  # the first ones travel while the others are copied
+            self.prefetch(min(number, PREFETCH_BUCKETS))  # the first ones travel while the others are copied
         self.gathered = True
 
-    def begin(self, count: int) -> None:
+    def prefetch(self, count: int) -> None:
         """Start gathering the first so many buckets, those that a forward needs first, if they are to be gathered."""
         for number in range(self.begun, min(count, len(self.buckets))):
             index = len(self.buckets) - 1 - number
@@ -106,21 +108,21 @@ class ReplicaWeights:
 
     def wait_for(self, index: int) -> None:
         """Wait for a bucket, if it is to be gathered, while the next ones follow."""
-        self.begin(len(self.buckets) - index + AHEAD)
+        self.prefetch(len(self.buckets) - index + PREFETCH_BUCKETS)
         if index in self.under_way:
             self.under_way.pop(index)()
 
     def wait(self) -> None:
         """Wait for all that is to be gathered."""
-        self.begin(len(self.buckets))
+        self.prefetch(len(self.buckets))
         for index in [*self.under_way]:
             self.wait_for(index)
 
-    def release(self) -> None:
+    def free_remote_masters(self) -> None:
         """Give up the memory of masters that other replicas own: until they are gathered, they read as not a number."""
         if self.released or all(bucket.copy_dtype is None for bucket in self.buckets):
             return
-        for name in chain(*self.away):
+        for name in chain(*self.remote_params):
             master = self.parameters[name]
             master.data = torch.full((), nan, dtype=master.dtype, device=master.device).expand(master.shape)
         self.released, self.masters_gathered = True, False
@@ -130,11 +132,11 @@ class ReplicaWeights:
         if self.masters_gathered and not always:
             return
         self.wait()
-        for name in chain(*self.away) if self.released else ():
+        for name in chain(*self.remote_params) if self.released else ():
             self.parameters[name].data = torch.empty_like(self.like[name], device=self.parameters[name].device)
         self.released = False
         for index in reversed(range(len(self.buckets))):
-            bucket, own, away, held = self.buckets[index], self.own[index], self.away[index], self.flats[index]
+            bucket, own, away, held = self.buckets[index], self.own[index], self.remote_params[index], self.flats[index]
             flat = held
             if bucket.copy_dtype is not None:
                 flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=held.device)

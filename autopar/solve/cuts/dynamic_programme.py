@@ -22,23 +22,23 @@ MAX_FRONTIER, MAX_FRONTIER_STAGES = 64, 512
 
 @dataclass(frozen=True)
 class StageTimes:
-    """What every interval would take on one stage: infinite where forbidden."""
+    """Time of every interval on one stage; infinite where forbidden."""
 
     stage_seconds: Matrix
     added_seconds: Matrix
 
 
 def interval_sums(
-    size: int, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None
+    size: int, amounts: Iterable[tuple[float, Sequence[int]]], before: Sequence[int] | None = None
 ) -> Matrix:
     """Element [i, j]: the amounts of all holdings (amount, groups) with a group in i … j − 1, each once.
 
     Args:
-        behind: of each holding a group that must lie before i, and does before its groups.
+        behind: for each amount, a group that must lie before i; it lies before the amount's own groups.
     """
     corners = np.zeros((size + 2, size + 2))
-    for number, (amount, groups) in enumerate(holdings):
-        previous = -1 if behind is None else behind[number]
+    for number, (amount, groups) in enumerate(amounts):
+        previous = -1 if before is None else before[number]
         for group in sorted(groups):
             # Counted by the first of its groups in the interval: previous < i <= group < j.
             corners[previous + 1, group + 1] += amount
@@ -63,14 +63,14 @@ class Intervals:
     def size(self) -> int:
         return len(self.problem.cost.groups)
 
-    def sums(self, holdings: Iterable[tuple[float, Sequence[int]]], behind: Sequence[int] | None = None) -> Matrix:
-        return np.ascontiguousarray(interval_sums(self.size, holdings, behind).T)
+    def sums(self, amounts: Iterable[tuple[float, Sequence[int]]], before: Sequence[int] | None = None) -> Matrix:
+        return np.ascontiguousarray(interval_sums(self.size, amounts, before).T)
 
     @cached_property
     def crossing(self) -> tuple[Matrix, Matrix]:
-        """Bytes that cross behind the groups before j, forward and backward."""
+        """Bytes that cross a cut before group j, forward and backward."""
         forward, backward = np.zeros(self.size + 1), np.zeros(self.size + 1)
-        for flow in self.problem.cost.flows:
+        for flow in self.problem.cost.edges:
             crossed = slice(flow.producer + 1, max(flow.consumers) + 1)
             forward[crossed] += flow.num_bytes
             backward[crossed] += flow.num_bytes * flow.requires_grad
@@ -78,9 +78,9 @@ class Intervals:
 
     @cached_property
     def sent(self) -> NDArray[np.float64]:
-        """Bytes that cross forward behind the groups before j, of which none saves them."""
+        """Bytes that cross a cut before group j forward and that no group before j saves."""
         sent = np.zeros(self.size + 1)
-        for flow in self.problem.cost.flows:
+        for flow in self.problem.cost.edges:
             sent[flow.producer + 1 : min(max(flow.consumers), *flow.saved_by[:1], self.size) + 1] += flow.num_bytes
         return sent
 
@@ -93,7 +93,7 @@ class Intervals:
     def per_microbatch(self) -> Matrix:
         """Bytes that each microbatch in flight keeps: what is saved for the backward, was received and was sent, each
         tensor once."""
-        flows = [flow for flow in self.problem.cost.flows if flow.saved_by]
+        flows = [flow for flow in self.problem.cost.edges if flow.saved_by]
         later = ((flow.num_bytes, [g for g in flow.saved_by if g > flow.producer]) for flow in flows)
         twice = self.sums(later, [flow.producer for flow in flows])
         return self.saved - twice + self.problem.kept_received * self.crossing[0][None, :] + self.sent[:, None]
@@ -126,9 +126,9 @@ class Intervals:
         return stage == self.problem.stages - 1
 
     def memory_bytes(self, stage: int) -> Matrix:
-        """Of every interval on a stage; infinite where forbidden. The capacity is not applied.
+        """Bytes of every interval on a stage; infinite where forbidden. The capacity is not applied.
 
-        Error: that of `always`; of what peers reach the stage's own part alone counts, not that of the fullest rank.
+        Error: as in `always`. Of symmetric memory the stage's own part counts, not that of the fullest rank.
         """
         held = self.always + self.problem.in_flight[stage] * self.per_microbatch + self.problem.fixed_bytes(stage)
         if self.problem.places:
@@ -137,7 +137,7 @@ class Intervals:
         return np.where(np.isinf(self.times(stage).stage_seconds), np.inf, held)
 
     def times(self, stage: int) -> StageTimes:
-        """Of every interval on a stage."""
+        """Times of every interval on a stage."""
         # What pins forbid differs from stage to stage, what links take does not.
         key = (None if self.is_last(stage) else self.problem.boundary[stage], stage if self.problem.pins else 0)
         if key not in self._times:
@@ -169,21 +169,23 @@ def intervals_of(problem: CutProblem) -> Intervals:
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """Every interval on every stage within the capacity; as in `stage_costs` it recomputes where it does not fit
-    otherwise. ``fits`` and ``fits_at_once`` (without recomputing) have a matrix for each stage."""
+class FeasibleIntervals:
+    """Intervals that fit the capacity, by stage; an interval recomputes only if it does not fit otherwise.
 
-    once: Intervals
-    again: Intervals | None
-    fits_at_once: list[NDArray[np.bool_]]
+    ``fits`` and ``fits_plain`` (without recomputation) have a matrix for each stage.
+    """
+
+    plain: Intervals
+    recomputed: Intervals | None
+    fits_plain: list[NDArray[np.bool_]]
     fits: list[NDArray[np.bool_]]
 
     def times(self, stage: int) -> StageTimes:
-        """Of every interval on a stage; those that do not fit are not told apart."""
-        once = self.once.times(stage)
-        if self.again is None:
+        """Times of every interval on a stage, also of those that do not fit."""
+        once = self.plain.times(stage)
+        if self.recomputed is None:
             return once
-        again, chosen = self.again.times(stage), self.fits_at_once[stage]
+        again, chosen = self.recomputed.times(stage), self.fits_plain[stage]
         return StageTimes(
             np.where(chosen, once.stage_seconds, again.stage_seconds),
             np.where(chosen, once.added_seconds, again.added_seconds),
@@ -191,30 +193,30 @@ class Fitting:
 
     def at(self, stage: int, j: int, i: int) -> tuple[float, float]:
         """Stage and added seconds of one interval."""
-        found = self.once if self.again is None or self.fits_at_once[stage][j, i] else self.again
+        found = self.plain if self.recomputed is None or self.fits_plain[stage][j, i] else self.recomputed
         times = found.times(stage)
         return float(times.stage_seconds[j, i]), float(times.added_seconds[j, i])
 
 
-def fitting(problem: CutProblem) -> Fitting:
-    """Which intervals fit on which stage, where stages of one rank share its capacity by what they have in flight."""
+def feasible_intervals(problem: CutProblem) -> FeasibleIntervals:
+    """Intervals that fit on each stage. Stages of one rank share its capacity by their microbatches in flight."""
     capacity = np.inf if problem.capacity_bytes is None else float(problem.capacity_bytes)
     limit = [capacity * problem.capacity_share(s) for s in range(problem.stages)]
     once = intervals_of(problem)
     at_once = [once.memory_bytes(s) <= limit[s] for s in range(problem.stages)]
     if not problem.may_recompute:
-        return Fitting(once, None, at_once, at_once)
+        return FeasibleIntervals(once, None, at_once, at_once)
     again = intervals_of(problem.recomputing)
     fits = [own | (again.memory_bytes(s) <= limit[s]) for s, own in enumerate(at_once)]
-    return Fitting(once, again, at_once, fits)
+    return FeasibleIntervals(once, again, at_once, fits)
 
 
 def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
     """The cheapest contiguous cuts within the capacity, or None where there are none.
 
     Error: exact for contiguous cuts, but the update's time only decides between the candidates that are looked at. With
-        several stages a rank memory is not part of the programme: what it finds without a limit is taken if it fits,
-        then what keeps each stage within its share of the rank's capacity.
+        several stages a rank, memory is not part of the programme: its answer without a limit is taken if it fits,
+        otherwise the answer that keeps each stage within its share of the rank's capacity.
     """
     if problem.stages > problem.cost.loss:
         return None
@@ -229,7 +231,7 @@ def contiguous_cuts(problem: CutProblem) -> tuple[int, ...] | None:
 
 def _cheapest(problem: CutProblem) -> tuple[int, ...] | None:
     """The cheapest contiguous cuts of which every stage fits by itself."""
-    found = fitting(problem)
+    found = feasible_intervals(problem)
 
     def seconds(s: int) -> Matrix:
         return np.where(found.fits[s], found.times(s).stage_seconds, np.inf)
@@ -252,7 +254,7 @@ def _cheapest(problem: CutProblem) -> tuple[int, ...] | None:
         return added
 
     o = objective_of(problem)
-    # What every solution pays beside its total: the fastest slowest stage, an even share of the update.
+    # Every solution pays this besides its total: the fastest slowest stage, and an even share of the update.
     update = o.optimizer * sum(map(update_seconds, problem.cost.weights)) / problem.pp
     floor = o.slowest * slowest(balanced) + update
     best, best_value = balanced, _value(problem, balanced)
@@ -298,7 +300,7 @@ def _stage_of(cuts: tuple[int, ...], problem: CutProblem) -> tuple[int, ...]:
 def _partition(
     stages: int, cost: Callable[[int], Matrix], combine: Callable[[Matrix, Matrix], Matrix]
 ) -> tuple[int, ...] | None:
-    """Where to cut so that the combined cost of the intervals is least, or None if it is infinite."""
+    """Cuts with the least combined cost of their intervals, or None if it is infinite."""
     best = np.array([0.0])
     choices = []
     for stage in range(stages):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import networkx as nx
 import pulp
 
-from autopar.ir.cost_graph import Flow, Holding
+from autopar.ir.cost_graph import ResidentTensor, TensorEdge
 from autopar.solve.cuts.problem import CutProblem, group_loads, objective_of, update_seconds
 from autopar.solve.cuts.ranges import Ranges, ancestors
 
@@ -84,7 +84,7 @@ def add_monotone(program: Program) -> None:
 
 def add_order(program: Program) -> None:
     """y[consumer, s] <= y[producer, s] for every flow: nothing is read before the stage that makes it."""
-    for producer, consumer in sorted({(f.producer, c) for f in program.problem.cost.flows for c in f.consumers}):
+    for producer, consumer in sorted({(f.producer, c) for f in program.problem.cost.edges for c in f.consumers}):
         for s in range(program.problem.stages - 1):
             if (consumer, s) in program.before or (producer, s) in program.before:
                 program.require(program.upto(consumer, s) - program.upto(producer, s))
@@ -97,15 +97,15 @@ def add_occupancy(program: Program) -> None:
         program.require(program.one - pulp.lpSum(program.inside(v, s) for v in real))
 
 
-def crossings(program: Program) -> list[list[tuple[Flow, Expr]]]:
+def crossings(program: Program) -> list[list[tuple[TensorEdge, Expr]]]:
     """For each boundary s the flows that may cross it, with x[f, s] >= y[producer, s] − y[consumer, s].
 
     x is 1 if the producer is on a stage up to s and a consumer on a later one; its cost makes it no larger.
     """
     cost, ranges = program.problem.cost, program.ranges
     above = ancestors(cost)
-    found: list[list[tuple[Flow, Expr]]] = [[] for _ in program.problem.boundary]
-    for number, flow in enumerate(cost.flows):
+    found: list[list[tuple[TensorEdge, Expr]]] = [[] for _ in program.problem.boundary]
+    for number, flow in enumerate(cost.edges):
         # A consumer that feeds another one is never later than it.
         ends = [c for c in flow.consumers if not any(above[d, c] for d in flow.consumers)]
         if not flow.num_bytes:
@@ -121,14 +121,14 @@ def crossings(program: Program) -> list[list[tuple[Flow, Expr]]]:
     return found
 
 
-def transfer_times(program: Program, crossing: Sequence[Sequence[tuple[Flow, Expr]]]) -> list[Expr]:
-    """Time of both transfers over each boundary; zero behind the last stage.
+def transfer_times(program: Program, crossing: Sequence[Sequence[tuple[TensorEdge, Expr]]]) -> list[Expr]:
+    """Time of both transfers over each boundary; zero after the last stage.
 
     Σ_f x[f, s] · bytes/β + α · a[s] forward, the same over flows with a gradient backward; a[s] >= x[f, s], and
-    a[s] = 1 where the flows connect all groups: then two stages that are not empty cannot be without a flow between
-    them. That the solver does not see by itself (ViT-like chain, 8 stages, 1 microbatch: 7.7 s without, 2.3 s with).
+    a[s] = 1 where the flows connect all groups: then two non-empty stages always have a flow between them. The solver
+    does not see that by itself (ViT-like chain, 8 stages, 1 microbatch: 7.7 s without, 2.3 s with).
     """
-    sent = [flow for flow in program.problem.cost.flows if flow.num_bytes]
+    sent = [flow for flow in program.problem.cost.edges if flow.num_bytes]
     certain = {"F": _connect(program, sent), "B": _connect(program, [flow for flow in sent if flow.requires_grad])}
     times = []
     for s, link in enumerate(program.problem.boundary):
@@ -144,15 +144,17 @@ def transfer_times(program: Program, crossing: Sequence[Sequence[tuple[Flow, Exp
     return [*times, Expr()]
 
 
-def _connect(program: Program, flows: Sequence[Flow]) -> bool:
+def _connect(program: Program, flows: Sequence[TensorEdge]) -> bool:
     """Whether the flows connect all groups, whatever their direction."""
     graph = nx.Graph((f.producer, c) for f in flows for c in f.consumers)
     return len(graph) == len(program.problem.cost.groups) and nx.is_connected(graph)
 
 
-def held(program: Program, prefix: str, holdings: Iterable[Holding]) -> list[list[tuple[Holding, Expr]]]:
+def resident_vars(
+    program: Program, prefix: str, holdings: Iterable[ResidentTensor]
+) -> list[list[tuple[ResidentTensor, Expr]]]:
     """For each stage the holdings it may have to keep, with h[k, s] >= w[v, s] for every group v of holding k."""
-    found: list[list[tuple[Holding, Expr]]] = [[] for _ in range(program.problem.stages)]
+    found: list[list[tuple[ResidentTensor, Expr]]] = [[] for _ in range(program.problem.stages)]
     for number, holding in enumerate(holdings):
         for s in range(program.problem.stages):
             possible = [v for v in holding.groups if program.ranges.can_be_on(v, s)]
@@ -169,17 +171,17 @@ def held(program: Program, prefix: str, holdings: Iterable[Holding]) -> list[lis
 
 
 @dataclass(frozen=True)
-class Again:
-    """Of one stage r, 1 where it recomputes, and u[v] = r · w[v] of every group that can be on it."""
+class RecomputeVars:
+    """Recompute variables of one stage: r is 1 if it recomputes, u[v] = r · w[v] for each group v that may be on it."""
 
     stage: Expr
     groups: Mapping[int, Expr]
 
 
-NEVER = Again(Expr(), {})
+NEVER = RecomputeVars(Expr(), {})
 
 
-def recomputations(program: Program) -> list[Again]:
+def recomputations(program: Program) -> list[RecomputeVars]:
     """For each stage r[s] binary and u[v, s] with u <= r, u <= w, u >= w + r − 1; zero where that cannot be needed."""
     found = []
     for s in range(program.problem.stages):
@@ -196,7 +198,7 @@ def recomputations(program: Program) -> list[Again]:
             program.require(both - inside)
             program.require(inside + stage - program.one - both)
             groups[v] = both
-        found.append(Again(stage, groups))
+        found.append(RecomputeVars(stage, groups))
     return found
 
 
@@ -209,19 +211,19 @@ def may_overflow(program: Program, stage: int) -> bool:
     groups = [cost.groups[v] for v in here]
     weights = sum(w.num_bytes for w in cost.weights if here & {*w.groups})
     alive = sum(g.saved_bytes for g in groups) + sum(a.num_bytes for a in cost.saved if here & {*a.groups})
-    alive += sum(flow.num_bytes for flow in cost.flows) if stage else 0
-    alive += sum(flow.num_bytes for flow in cost.flows)  # sent
+    alive += sum(flow.num_bytes for flow in cost.edges) if stage else 0
+    alive += sum(flow.num_bytes for flow in cost.edges)  # sent
     working = max((max(g.transient_bytes, g.workspace_bytes) for g in groups), default=0)
     most = weights + problem.in_flight[stage] * alive + working
-    most += problem.fixed_bytes(stage) + 2 * problem.places * sum(flow.num_bytes for flow in cost.flows)
+    most += problem.fixed_bytes(stage) + 2 * problem.places * sum(flow.num_bytes for flow in cost.edges)
     return most > problem.capacity_bytes
 
 
 def add_memory(
     program: Program,
-    weights: Sequence[Sequence[tuple[Holding, Expr]]],
-    crossing: Sequence[Sequence[tuple[Flow, Expr]]],
-    again: Sequence[Again],
+    weights: Sequence[Sequence[tuple[ResidentTensor, Expr]]],
+    crossing: Sequence[Sequence[tuple[TensorEdge, Expr]]],
+    again: Sequence[RecomputeVars],
     limit: Expr,
 ) -> None:
     """Weights + in flight · (saved + shared saved + received) + working set of every stage <= limit.
@@ -237,7 +239,7 @@ def add_memory(
     Error: low as that of `Intervals.always`.
     """
     cost = program.problem.cost
-    shared = held(program, "s", cost.saved)
+    shared = resident_vars(program, "s", cost.saved)
     for s in range(program.problem.stages):
         redone = again[s].groups
         groups = [(v, cost.groups[v]) for v in program.candidates(s)]
@@ -265,7 +267,7 @@ def add_memory(
 
 
 def saved_again(
-    program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]], redone: Mapping[int, Expr]
+    program: Program, stage: int, crossing: Sequence[Sequence[tuple[TensorEdge, Expr]]], redone: Mapping[int, Expr]
 ) -> list[tuple[int, Expr]]:
     """Flows, in bytes, that a stage may receive and save, each with z[f, s] <= x[f, s−1] and
     z <= Σ_g w[g, s] over the groups g that save it and do not run again."""
@@ -282,7 +284,7 @@ def saved_again(
 
 
 def sent(
-    program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]], again: Again
+    program: Program, stage: int, crossing: Sequence[Sequence[tuple[TensorEdge, Expr]]], again: RecomputeVars
 ) -> Iterator[tuple[int, Expr]]:
     """Flows, in bytes, that a stage may send, each with o[f, s] >= x[f, s] − y[g, s], g being the first group that
     saves it: where that is on a stage up to this one, it is among what is saved. A stage that recomputes saves none:
@@ -298,7 +300,7 @@ def sent(
             yield flow.num_bytes, crosses
 
 
-def received_bytes(program: Program, stage: int, crossing: Sequence[Sequence[tuple[Flow, Expr]]]) -> Expr:
+def received_bytes(program: Program, stage: int, crossing: Sequence[Sequence[tuple[TensorEdge, Expr]]]) -> Expr:
     """n_s · Σ_f x[f, s−1]·bytes; where messages lie in memory that peers reach, each of m microbatches with its own,
     m · (Σ_f x[f, s−1]·bytes + Σ_f x[f, s]·bytes over flows with a gradient)."""
     problem = program.problem
@@ -361,13 +363,13 @@ def last_uses(program: Program, stage: int, redone: Mapping[int, Expr]) -> Mappi
 
 def add_time_objective(
     program: Program,
-    weights: Sequence[Sequence[tuple[Holding, Expr]]],
+    weights: Sequence[Sequence[tuple[ResidentTensor, Expr]]],
     transfers: Sequence[Expr],
-    again: Sequence[Again],
+    again: Sequence[RecomputeVars],
 ) -> None:
     """Minimise A · T + B · Σ t_s + C · Σ x_s + D · O with T >= t_s and O >= Σ_k h[k, s] · update_k of every stage.
 
-    t_s = Σ_v w[v, s]·load_v + Σ_v u[v, s]·forward_v + transfers behind s where the balance is time; coefficients:
+    t_s = Σ_v w[v, s]·load_v + Σ_v u[v, s]·forward_v + transfers after s where the balance is time; coefficients:
     `objective_of`; a weight's update is its optimizer and the reduction of its gradient.
     """
     o = objective_of(program.problem)
@@ -393,7 +395,7 @@ def add_time_objective(
 def time_program(problem: CutProblem, ranges: Ranges) -> Program:
     """The program that finds the cuts of least time within the capacity."""
     program = new_program(problem, ranges, float(problem.capacity_bytes or 1))
-    weights = held(program, "h", problem.cost.weights)
+    weights = resident_vars(program, "h", problem.cost.weights)
     crossing, again = crossings(program), recomputations(program)
     if problem.capacity_bytes is not None:
         add_memory(program, weights, crossing, again, Expr(program.one))
@@ -404,7 +406,7 @@ def time_program(problem: CutProblem, ranges: Ranges) -> Program:
 def memory_program(problem: CutProblem, ranges: Ranges) -> Program:
     """The program that finds the cuts whose fullest stage is emptiest; its objective is in units of ``num_bytes``."""
     program = new_program(problem, ranges, float(problem.capacity_bytes or 1))
-    weights = held(program, "h", problem.cost.weights)
+    weights = resident_vars(program, "h", problem.cost.weights)
     fullest = program.variable("M")
     add_memory(program, weights, crossings(program), recomputations(program), fullest)
     program.lp.setObjective(fullest)

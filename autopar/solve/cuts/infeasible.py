@@ -1,4 +1,4 @@
-"""What to tell the user when nothing fits: the least memory that would do, and what fills it."""
+"""Error messages when nothing fits: the least memory that would do, and the tensors that fill it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from autopar.solve.cuts.problem import CutProblem
 from autopar.solve.cuts.ranges import stage_ranges
 from autopar.solve.space.constraints import USABLE_MEMORY, memory_for
 
-# The least memory is told to the user, not built upon: closer than this is not worth waiting for.
+# The least memory only appears in the message: a closer value is not worth the wait.
 MEMORY_GAP = 0.01
 
 # Share of a stage's memory from which a part of it is worth naming.
@@ -103,7 +103,7 @@ def no_cuts(problem: CutProblem, proven: bool) -> UsageError | InfeasibleError:
 
 
 def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
-    """Why even the cuts of least memory do not fit: the fullest rank, what fills it, and what would help."""
+    """Message for cuts of least memory that do not fit: the fullest rank, its largest parts, and remedies."""
     ranks = rank_costs(problem, stage_costs(problem, stage_of))
     position = max(range(problem.pp), key=lambda p: ranks[p].memory_bytes)
     need, capacity = ranks[position].memory_bytes, problem.capacity_bytes or 0
@@ -132,13 +132,13 @@ def memory_message(problem: CutProblem, stage_of: Sequence[int]) -> str:
 
 
 def memory_argument(num_bytes: int) -> str:
-    """What to write for a device's memory so that this many bytes fit: whole GiB, or MiB or KiB below one."""
+    """Text for ``--memory`` under which this many bytes fit: whole GiB, or MiB or KiB below one."""
     unit, size = next((u for u in (("GiB", 2**30), ("MiB", 2**20)) if num_bytes >= u[1]), ("KiB", 2**10))
     return f"{-(-num_bytes // size)}{unit}"
 
 
 def memory_parts(problem: CutProblem, stage_of: Sequence[int], stage: int) -> tuple[Part, ...]:
-    """What fills the stage; of the activations also the block that has the most of them."""
+    """Parts of a stage's memory; for the activations also the block with most of them."""
     own = stage_costs(problem, stage_of)[stage]
     cost = problem.recomputing.cost if own.recomputed and problem.may_recompute else problem.cost
     blocks: Counter[str] = Counter()

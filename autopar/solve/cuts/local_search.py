@@ -1,4 +1,4 @@
-"""Cuts improved by what the simulated step says."""
+"""Local search: moves cuts while the simulated step gets shorter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.solve.result.make_plan import Decision, Setting, step_time, step_ti
 
 # Other balances of the stages, from which the search starts too.
 STARTS: tuple[Balance, ...] = ("params", "flops", "uniform")
-# By how many groups a cut is moved at once: across a block, half of one, or one operation.
+# Numbers of groups by which a cut moves: across a block, half of one, or one operation.
 STRIDES = (8, 4, 2, 1)
 # The most cuts that are tried for one candidate, and the most actions that are simulated: half a second of one core.
 MAX_TRIALS, MAX_ACTIONS = 250, 200_000
@@ -41,12 +41,12 @@ def simulated_faster(setting: Setting, decision: Decision, *known: tuple[int, ..
         starts.append(contiguous)
     if not starts:
         return None
-    other = replace(decision, stage_of=merged.expand(polished(setting, merged.problem, *starts)))
+    other = replace(decision, stage_of=merged.expand(local_search(setting, merged.problem, *starts)))
     before, after = (step_time(setting, problem, d.stage_of).seconds for d in (decision, other))
     return other if after < (1 - problem.gap) * before else None
 
 
-def polished(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> tuple[int, ...]:
+def local_search(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> tuple[int, ...]:
     """The best of some contiguous cuts moved while that shortens the simulated step, within the capacity.
 
     The closed form that the dynamic programme minimises knows stages by the slowest one and by their sum. Where a rank
@@ -69,14 +69,14 @@ def polished(setting: Setting, problem: CutProblem, *known: tuple[int, ...]) -> 
     improved = True
     while improved and len(tried) < trials:
         improved = False
-        for cuts in moved(best):
+        for cuts in neighbours(best):
             if len(tried) < trials and seconds(cuts) < seconds(best):
                 best, improved = cuts, True
                 break
     return stages_of(best, len(known[0]))
 
 
-def moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+def neighbours(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
     """The cuts with one of them moved, or two neighbours, or more, all by as much."""
     for stride in STRIDES:
         for length in range(1, len(cuts) + 1):
@@ -86,7 +86,7 @@ def moved(cuts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 
 def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -> float:
-    """Of the simulated step; infinite where a stage is empty, a pin is not kept, or a rank is too full."""
+    """Seconds of the simulated step; infinite if a stage is empty, a pin violated, or a rank too full."""
     edges = (0, *cuts, problem.cost.loss)  # what follows the loss is on the last stage
     if any(low >= high for low, high in pairwise(edges)):
         return float("inf")
@@ -100,7 +100,7 @@ def step_seconds(setting: Setting, problem: CutProblem, cuts: tuple[int, ...]) -
 
 
 def cuts_of(units: Sequence[int]) -> tuple[int, ...]:
-    """Where the stages after the first begin."""
+    """First unit of each stage after the first."""
     return tuple(i for i in range(1, len(units)) if units[i] != units[i - 1])
 
 

@@ -1,4 +1,4 @@
-"""Groups that must share a stage become one, so that nothing behind this module knows about `together`."""
+"""Merges groups that must share a stage, so that later modules need not know about `CostGraph.colocated`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import networkx as nx
 
 from autopar.errors import UsageError
-from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.solve.cuts.problem import CutProblem
 
 
@@ -25,10 +25,10 @@ class Merged:
 
 
 def merge(problem: CutProblem) -> Merged:
-    """The same problem where each set of groups that must share a stage is one group.
+    """The problem with each set of colocated groups merged into one.
 
-    What lies between two members has to join them, or the stages would wait for each other: the units are the strongly
-    connected components of the flows with the sets of `together` as cycles.
+    Groups on a path between two members have to join them, or stages would wait for each other. Units are the strongly
+    connected components of the edges, with each set of `colocated` added as a cycle.
 
     Raises:
         UsageError: two groups of one unit are pinned to different stages.
@@ -54,7 +54,7 @@ def merge(problem: CutProblem) -> Merged:
         model=cost.model,
         batch=cost.batch,
         groups=tuple(_merged_group(cost, members) for members in units),
-        flows=tuple(f for flow in cost.flows if (f := _merged_flow(flow, unit_of)) is not None),
+        edges=tuple(f for flow in cost.edges if (f := _merged_flow(flow, unit_of)) is not None),
         weights=tuple(_merged_holding(h, unit_of) for h in cost.weights),
         saved=tuple(_merged_holding(h, unit_of) for h in cost.saved),
     )
@@ -65,8 +65,8 @@ def _units(cost: CostGraph) -> list[list[int]]:
     """Sets of groups that share a stage, in an order that every flow follows and that keeps to the groups' own."""
     graph = nx.DiGraph()
     graph.add_nodes_from(range(len(cost.groups)))
-    graph.add_edges_from((f.producer, c) for f in cost.flows for c in f.consumers)
-    for names in cost.together:
+    graph.add_edges_from((f.producer, c) for f in cost.edges for c in f.consumers)
+    for names in cost.colocated:
         nx.add_cycle(graph, names)
     condensed = nx.condensation(graph)
     members = {u: sorted(condensed.nodes[u]["members"]) for u in condensed}
@@ -90,12 +90,12 @@ def _merged_group(cost: CostGraph, members: Sequence[int]) -> Group:
         segment_bytes=max(g.segment_bytes for g in groups),
         forward_collective_seconds=sum(g.forward_collective_seconds for g in groups),
         backward_collective_seconds=sum(g.backward_collective_seconds for g in groups),
-        board_bytes=max(g.board_bytes for g in groups),
+        symmetric_buffer_bytes=max(g.symmetric_buffer_bytes for g in groups),
         workspace_bytes=max(g.workspace_bytes for g in groups),
     )
 
 
-def _merged_flow(flow: Flow, unit_of: Sequence[int]) -> Flow | None:
+def _merged_flow(flow: TensorEdge, unit_of: Sequence[int]) -> TensorEdge | None:
     """The flow between units, or None if it stays within one."""
     producer = unit_of[flow.producer]
     consumers = sorted({unit_of[c] for c in flow.consumers} - {producer})
@@ -103,5 +103,5 @@ def _merged_flow(flow: Flow, unit_of: Sequence[int]) -> Flow | None:
     return replace(flow, producer=producer, consumers=tuple(consumers), saved_by=saved_by) if consumers else None
 
 
-def _merged_holding(holding: Holding, unit_of: Sequence[int]) -> Holding:
+def _merged_holding(holding: ResidentTensor, unit_of: Sequence[int]) -> ResidentTensor:
     return replace(holding, groups=tuple(sorted({unit_of[g] for g in holding.groups})))

@@ -1,4 +1,4 @@
-"""The question put to the solver: a priced model, the stages to fill, and what bounds them."""
+"""Input of the cut solvers: a priced model, the stages to fill, and their limits."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Literal, Protocol
 
 from autopar.ir.comm_sizes import exchange_bytes
-from autopar.ir.cost_graph import CostGraph, Holding
+from autopar.ir.cost_graph import CostGraph, ResidentTensor
 from autopar.ir.grad_buckets import padded_bytes
 from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
@@ -27,15 +27,15 @@ TIE_BREAK = 1e-3
 class Priced:
     """A model sharded over tensor-parallel ranks and priced: ``cost`` is of one rank.
 
-    ``strategies`` maps operations, ``storage`` weights, to how they are split; ``blocks`` says it to people. ``picks``
-    are the choices of the groups that this came from.
-    ``notes`` say what limits the ranks, such as ``attention has 3 heads``.
+    ``strategies`` maps operations, and ``storage`` weights, to how they are split; ``blocks`` is that for the printed
+    plan. ``strategy_index`` is the strategy chosen for each group. ``notes`` say what limits the number of ranks, such
+    as ``attention has 3 heads``.
     """
 
     cost: CostGraph
     strategies: Mapping[str, str] = field(default_factory=dict)
     storage: Mapping[str, Layout] = field(default_factory=dict)
-    picks: tuple[int, ...] = ()
+    strategy_index: tuple[int, ...] = ()
     blocks: tuple[BlockSharding, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -46,12 +46,12 @@ class Priced:
 
     @property
     def collective_seconds(self) -> float:
-        """What of it tensor-parallel collectives take."""
+        """Time of tensor-parallel collectives in `seconds`."""
         return sum(g.forward_collective_seconds + g.backward_collective_seconds for g in self.cost.groups)
 
 
 class Costs(Protocol):
-    """What the search asks of prices; answers are expected to be remembered."""
+    """Prices that the search asks for. Implementations remember their answers."""
 
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
         """The model under one sharding, for ``size`` samples per microbatch.
@@ -64,32 +64,32 @@ class Costs(Protocol):
         ...
 
     def floor_seconds(self, tp: int, size: int) -> float:
-        """A lower bound, quickly known, of what one microbatch takes on all stages of ``tp`` ranks."""
+        """Lower bound of the time of one microbatch on all stages of ``tp`` ranks; cheap to compute."""
         ...
 
     def bound_seconds(self, tp: int, size: int) -> float:
-        """A proven one over all shardings, which takes longer to know and less than `priced`."""
+        """As `floor_seconds`, but proven over all shardings; dearer than that and cheaper than `priced`."""
         ...
 
 
 @dataclass(frozen=True)
 class CutProblem:
-    """Which stage runs which group of ``cost``.
+    """Assignment problem: which stage runs which group of ``cost``.
 
-    ``boundary[s]`` is the link from stage s to s + 1 and ``in_flight[s]`` the number of microbatches whose activations
-    stage s holds at most. Every stage has ``tp`` × ``dp`` ranks, each of which costs what ``cost`` says. ``pins`` fixes
-    groups to stages. ``gap`` is the relative distance from the optimum at which the solver may stop.
+    ``boundary[s]`` is the link from stage s to s + 1. ``in_flight[s]`` is the largest number of microbatches whose
+    activations stage s holds. Every stage has ``tp`` × ``dp`` ranks, and ``cost`` is the cost of one of them. ``pins``
+    fixes groups to stages. ``gap`` is the relative distance from the optimum at which the solver may stop.
 
-    With several ``chunks`` ranks have as many stages each: those at one position, stage % pp, share the capacity. Of
-    each position ``moments`` are the numbers of microbatches held of its stages together, at every moment that may be
-    the fullest; ``in_flight`` is then the first of them.
+    With several ``chunks`` each rank has that many stages: those at one position, stage % pp, share the capacity.
+    ``in_flight_profiles[p]`` lists the numbers of microbatches that the stages of position p hold simultaneously, for
+    every moment that may be the peak; ``in_flight`` is then the first of them.
 
-    Along the axes in ``peers`` ranks reach each other's memory. ``input_bytes`` are what the first stage has of a
-    step's inputs, ``reserve_bytes`` what libraries take on every rank. ``owners`` is the number of replicas that share
-    out the updates.
+    ``peers`` are the axes along which ranks reach each other's memory. ``input_bytes`` are a step's inputs on the first
+    stage, ``reserve_bytes`` the memory of libraries on every rank. ``owners`` is the number of replicas that share the
+    optimizer's updates.
 
-    With ``recompute`` "auto" a stage recomputes where it does not fit otherwise; with "all" every stage does, which is
-    in ``cost`` already.
+    With ``recompute`` "auto" a stage recomputes if it does not fit otherwise. With "all" every stage does, and ``cost``
+    includes it.
     """
 
     cost: CostGraph
@@ -107,7 +107,7 @@ class CutProblem:
     recompute: Recompute = "none"
     schedule: ScheduleName = "1f1b"
     chunks: int = 1
-    moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    in_flight_profiles: tuple[tuple[tuple[int, ...], ...], ...] = ()
     peers: frozenset[Axis] = frozenset()
     input_bytes: int = 0
     reserve_bytes: int = 0
@@ -123,17 +123,17 @@ class CutProblem:
         return tuple(range(position, self.stages, self.pp))
 
     def capacity_share(self, stage: int) -> float:
-        """What of a rank's capacity a stage may use by itself: the share that it has of what the rank holds."""
+        """Share of its rank's capacity that a stage may use: its share of the microbatches that the rank holds."""
         return self.in_flight[stage] / sum(self.in_flight[s] for s in self.stages_at(stage % self.pp))
 
     @property
     def may_recompute(self) -> bool:
-        """Whether it is open which stages recompute: without a limit none needs to."""
+        """Whether the solver chooses which stages recompute; without a memory limit none does."""
         return self.recompute == "auto" and self.capacity_bytes is not None
 
     @property
     def recomputing(self) -> CutProblem:
-        """The same problem where every stage recomputes."""
+        """This problem with every stage recomputing."""
         return replace(self, cost=self.cost.recomputed, recompute="all")
 
     @property
@@ -142,32 +142,33 @@ class CutProblem:
 
     @cached_property
     def has_buckets(self) -> bool:
-        """Whether gradients are moved to flat memory that stays between steps, as soon as a bucket is full: that of
-        several stages, of replicas, and of copies in low precision."""
+        """Whether gradients accumulate in flat buckets that stay allocated between steps.
+
+        That is so with several stages, with replicas, and with low-precision compute parameters.
+        """
         return self.pp > 1 or self.dp > 1 or any(w.copy_bytes and w.gradient_bytes for w in self.cost.weights)
 
     @cached_property
     def gradients_come(self) -> bool:
-        """Whether there are gradients only as far as the step's one backward has come."""
+        """Whether gradients are allocated by the step's only backward, one after the other."""
         trained = any(w.gradient_bytes for w in self.cost.weights)
         return trained and not self.has_buckets and self.microbatches == 1
 
     @property
     def kept_received(self) -> int:
-        """How many microbatches' received tensors there is room for on each stage that holds so many: none beside
-        messages in memory that peers reach."""
+        """Received tensors per microbatch in flight: 1, or 0 where peers write into buffers that are counted apart."""
         return 0 if "pp" in self.peers else 1
 
     @property
     def places(self) -> int:
-        """Places of each of a step's messages in memory that peers reach: one for every microbatch, or none."""
+        """Slots per message in the memory that peers write into: one for every microbatch, or none."""
         return self.microbatches if "pp" in self.peers else 0
 
     @cached_property
     def exchanged_bytes(self) -> int:
-        """What replicas that reach each other reserve on each to sum gradients.
+        """Bytes of the symmetric buffer in which replicas sum gradients, on each rank.
 
-        Error: of stages it is what one with the whole model's largest bucket has.
+        Error: high on stages without the model's largest bucket.
         """
         trained = [w for w in self.cost.weights if w.gradient_bytes]
         if "dp" not in self.peers or not trained:
@@ -181,17 +182,17 @@ class CutProblem:
         return exchange_bytes(padded_bytes(weights, self.owners), self.dp)
 
     def fixed_bytes(self, stage: int) -> int:
-        """What a stage has whatever it runs: inputs, and once for each rank memory in which replicas sum gradients and
-        what libraries take."""
+        """Bytes of a stage that do not depend on its groups: inputs and, on a rank's first stage, the replicas'
+        symmetric buffer and the libraries."""
         return self.input_bytes * (stage == 0) + (self.exchanged_bytes + self.reserve_bytes) * (stage < self.pp)
 
-    def standing_bytes(self, weight: Holding) -> int:
-        """What of a weight is there before a step's last backward."""
+    def standing_bytes(self, weight: ResidentTensor) -> int:
+        """Bytes of a weight that are allocated before the step's last backward."""
         return weight.num_bytes - weight.gradient_bytes * self.gradients_come
 
     def __post_init__(self) -> None:
         assert self.stages >= 1 and self.microbatches >= 1
-        assert self.stages % self.chunks == 0 and len(self.moments) == (self.pp if self.chunks > 1 else 0)
+        assert self.stages % self.chunks == 0 and len(self.in_flight_profiles) == (self.pp if self.chunks > 1 else 0)
         assert len(self.in_flight) == self.stages, "one in_flight per stage"
         assert len(self.boundary) == self.stages - 1, "one link between neighbouring stages"
         assert all(0 <= group < self.cost.loss for group in self.pins), "a pinned group does not exist"
@@ -218,7 +219,7 @@ class Cuts:
 class Objective:
     """Coefficients of what is minimised.
 
-    With load_s the balanced quantity of stage s and x_s the transfer time of the boundary behind it:
+    With load_s the balanced quantity of stage s and x_s the transfer time of the boundary after it:
     t_s = load_s + transfer · x_s, and the value is slowest · max t_s + total · Σ t_s + traffic · Σ x_s
     + optimizer · max (`update_seconds`).
     """
@@ -231,7 +232,7 @@ class Objective:
 
 
 def objective_of(problem: CutProblem) -> Objective:
-    """What the problem's balance asks to minimise.
+    """Coefficients of the objective for the problem's balance.
 
     Source: a 1F1B or GPipe step of m microbatches takes (m − 1) · max t + Σ t; see `slowest_count`.
     """
@@ -242,7 +243,7 @@ def objective_of(problem: CutProblem) -> Objective:
 
 
 def slowest_count(microbatches: float, pp: int, chunks: int) -> float:
-    """How many times the slowest stage counts in a step, beside each stage once: m − 1 with one chunk a rank.
+    """Number of times that the slowest stage counts in a step, besides each stage once: m − 1 with one chunk a rank.
 
     Source: interleaved 1F1B with v equal chunks on each of p ranks keeps a rank busy for v · m of them and idle for
         p − 1, or for m < p the other way around: the first passes v · p and m − 1 follow. So the step is
@@ -253,7 +254,7 @@ def slowest_count(microbatches: float, pp: int, chunks: int) -> float:
 
 
 def group_loads(cost: CostGraph, balance: Balance) -> tuple[float, ...]:
-    """What each group adds to its stage's load, in seconds.
+    """Load that each group adds to its stage, in seconds.
 
     Parameters, FLOPs and layer counts are scaled so that all loads sum to the compute time of a microbatch; a
     parameter that several groups share counts for the first of them.
@@ -274,10 +275,10 @@ def group_loads(cost: CostGraph, balance: Balance) -> tuple[float, ...]:
     return tuple(scale * r for r in raw)
 
 
-def update_seconds(weight: Holding) -> float:
-    """What a weight adds to its stage's update: its optimizer and the whole reduction of its gradient.
+def update_seconds(weight: ResidentTensor) -> float:
+    """Time that a weight adds to its stage's update: its optimizer and the whole reduction of its gradient.
 
-    Error: high by what of the reduction the last backward hides, which only a simulated step knows; as every stage has
-    a last backward of about the same length, stages compare as they would without it.
+    Error: high by the part of the reduction that the last backward hides, which only a simulated step knows. Last
+    backwards are about equally long on all stages, so the comparison of stages is not affected.
     """
     return weight.optimizer_seconds + weight.reduce_seconds

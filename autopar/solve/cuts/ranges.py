@@ -1,4 +1,4 @@
-"""The stages that each group can be on in any solution worth finding: what lets the integer program stay small."""
+"""Range of stages of each group in any solution worth finding; it keeps the integer program small."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Ranges:
 def ancestors(cost: CostGraph) -> NDArray[np.bool_]:
     """Element [v, u]: a path of flows leads from group u to group v."""
     above = np.zeros((len(cost.groups), len(cost.groups)), dtype=bool)
-    for flow in sorted(cost.flows, key=lambda f: f.producer):
+    for flow in sorted(cost.edges, key=lambda f: f.producer):
         # Every flow into the producer comes from a lower number, so that its row is complete here.
         for consumer in flow.consumers:
             above[consumer] |= above[flow.producer]
@@ -87,9 +87,9 @@ def stage_ranges(problem: CutProblem, limit_seconds: float = float("inf")) -> Ra
     for group, stage in problem.pins.items():
         earliest[group] = max(earliest[group], stage)
         latest[group] = min(latest[group], stage)
-    for flow in sorted(problem.cost.flows, key=lambda f: f.producer):
+    for flow in sorted(problem.cost.edges, key=lambda f: f.producer):
         for consumer in flow.consumers:
             earliest[consumer] = max(earliest[consumer], earliest[flow.producer])
-    for flow in sorted(problem.cost.flows, key=lambda f: f.producer, reverse=True):
+    for flow in sorted(problem.cost.edges, key=lambda f: f.producer, reverse=True):
         latest[flow.producer] = min(latest[flow.producer], *(latest[c] for c in flow.consumers))
     return Ranges(tuple(map(int, earliest)), tuple(map(int, latest)))

@@ -1,4 +1,4 @@
-"""Where to cut the model into pipeline stages: bounds, integer program, certificate."""
+"""Pipeline cuts with a certificate: bounds, integer program, proven gap."""
 
 from __future__ import annotations
 

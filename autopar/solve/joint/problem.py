@@ -1,28 +1,28 @@
-"""Cuts and shardings as one question, and what a given answer costs."""
+"""Cuts and shardings as one problem, and the cost of a given assignment."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.ir.cost_graph import CostGraph, Flow, Group
+from autopar.ir.cost_graph import CostGraph, Group, TensorEdge
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import ChoiceGraph
+from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.evaluate import one_way_seconds
 from autopar.solve.cuts.problem import CutProblem
-from autopar.solve.shardings.cost import conversion, wires
+from autopar.solve.shardings.cost import resharding_cost, value_edges
 
 
 @dataclass(frozen=True)
 class JointProblem:
-    """Which choice every group of ``graph`` runs and on which stage, on ``ranks`` tensor-parallel ranks a stage.
+    """Assignment problem: strategy and stage of every group, on ``ranks`` tensor-parallel ranks a stage.
 
-    ``boundary``, ``in_flight``, ``pins``, ``gap`` as in `CutProblem`. ``together`` lists groups that must share
+    ``boundary``, ``in_flight``, ``pins``, ``gap`` as in `CutProblem`. ``colocated`` lists groups that must share
     a stage. With ``share_kinds`` groups of one kind run the same choice, otherwise each group has its own.
     """
 
-    graph: ChoiceGraph
+    graph: StrategyGraph
     stages: int
     microbatches: int
     capacity_bytes: int | None
@@ -30,7 +30,7 @@ class JointProblem:
     boundary: tuple[Link, ...]
     ranks: int
     pins: Mapping[int, int] = field(default_factory=dict)
-    together: tuple[tuple[int, ...], ...] = ()
+    colocated: tuple[tuple[int, ...], ...] = ()
     share_kinds: bool = True
     time_limit_seconds: float = 60.0
     gap: float = 1e-3
@@ -40,7 +40,7 @@ class JointProblem:
 class Assignment:
     """The choice and the stage of every group."""
 
-    picks: tuple[int, ...]
+    strategy_index: tuple[int, ...]
     stage_of: tuple[int, ...]
 
 
@@ -60,7 +60,7 @@ def local_bytes(num_bytes: int, layout: Layout, ranks: int) -> int:
 
 
 def stage_loads(problem: JointProblem, answer: Assignment) -> tuple[StageLoad, ...]:
-    """What every stage spends and holds.
+    """Time and memory of every stage.
 
     A tensor is sent as it was made and converted where it is read, once for all readers of a stage; its gradient takes
     the same way back.
@@ -70,19 +70,19 @@ def stage_loads(problem: JointProblem, answer: Assignment) -> tuple[StageLoad, .
     """
     graph, stage_of = problem.graph, answer.stage_of
     seconds, step, memory = ([0.0] * problem.stages, [0.0] * problem.stages, [0] * problem.stages)
-    for group, k, s in zip(graph.groups, answer.picks, stage_of, strict=True):
-        choice = group.choices[k]
+    for group, k, s in zip(graph.groups, answer.strategy_index, stage_of, strict=True):
+        choice = group.strategies[k]
         seconds[s] += choice.seconds
         step[s] += choice.step_seconds
         memory[s] += choice.weight_bytes + problem.in_flight[s] * choice.saved_bytes
     crossing = [0] * len(problem.boundary)
-    for wire in wires(graph):
-        made = wire.gives[answer.picks[wire.producer]]
-        for s, read in {(stage_of[r.group], r.takes[answer.picks[r.group]]) for r in wire.readings}:
-            converted = conversion(graph, wire.value, made, read)
+    for wire in value_edges(graph):
+        made = wire.layouts[answer.strategy_index[wire.producer]]
+        for s, read in {(stage_of[r.group], r.layouts[answer.strategy_index[r.group]]) for r in wire.consumers}:
+            converted = resharding_cost(graph, wire.value, made, read)
             seconds[s] += converted.seconds
             memory[s] += problem.in_flight[s] * converted.saved_bytes
-        for s in range(stage_of[wire.producer], max(stage_of[r.group] for r in wire.readings)):
+        for s in range(stage_of[wire.producer], max(stage_of[r.group] for r in wire.consumers)):
             crossing[s] += local_bytes(graph.value_bytes[wire.value], made, problem.ranks)
     for s, (num_bytes, link) in enumerate(zip(crossing, problem.boundary, strict=True)):
         seconds[s] += 2 * one_way_seconds(num_bytes, link)
@@ -101,16 +101,16 @@ def relaxed(problem: JointProblem) -> CutProblem:
     Without memory, steps and conversions: its objective at any cuts is a lower bound of the joint one.
     """
     graph = problem.graph
-    groups = tuple(Group(g.name, (), "", min(choice.seconds for choice in g.choices)) for g in graph.groups)
+    groups = tuple(Group(g.name, (), "", min(choice.seconds for choice in g.strategies)) for g in graph.groups)
     flows = tuple(
-        Flow(
+        TensorEdge(
             wire.value,
             wire.producer,
-            tuple(reading.group for reading in wire.readings),
-            min(local_bytes(graph.value_bytes[wire.value], made, problem.ranks) for made in wire.gives),
+            tuple(reading.group for reading in wire.consumers),
+            min(local_bytes(graph.value_bytes[wire.value], made, problem.ranks) for made in wire.layouts),
             requires_grad=True,
         )
-        for wire in wires(graph)
+        for wire in value_edges(graph)
     )
     return CutProblem(
         CostGraph("joint", 1, groups, flows),

@@ -9,17 +9,17 @@ from itertools import pairwise
 import pulp
 
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import Choice, Conversion
+from autopar.ir.strategies import ReshardingCost, ShardingStrategy
 from autopar.solve.cuts.ilp import Program, crossings, new_program, transfer_times
 from autopar.solve.cuts.ranges import Ranges
 from autopar.solve.joint.problem import JointProblem, local_bytes, relaxed
-from autopar.solve.shardings.cost import Reading, Wire, conversion, wires
-from autopar.solve.shardings.variables import Expr, Picks, choices_by, new_picks, transport
+from autopar.solve.shardings.cost import Consumer, ValueEdge, resharding_cost, value_edges
+from autopar.solve.shardings.variables import Expr, StrategyVars, choices_by, linearize_product, new_strategy_vars
 
 # (group, choice, stage) -> w, 1 where the group runs this choice on this stage.
 Placed = Mapping[tuple[int, int, int], Expr]
 # What conversions on one stage cost, and 1 where they happen.
-Converted = list[tuple[Conversion, Expr]]
+Converted = list[tuple[ReshardingCost, Expr]]
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class JointProgram:
 
     problem: JointProblem
     cuts: Program
-    picks: Picks
+    strategy_vars: StrategyVars
     placed: Placed
 
     def kind(self, group: int) -> int:
         """The kind whose choice the group runs."""
-        return self.picks.graph.groups[group].kind
+        return self.strategy_vars.graph.groups[group].kind
 
     def stages_of(self, group: int) -> range:
         """The stages that the group can be on."""
@@ -43,10 +43,10 @@ class JointProgram:
         """1 if the group runs one of these choices on the stage."""
         return pulp.lpSum(self.placed[group, k, stage] for k in choices)
 
-    def on(self, stage: int) -> list[tuple[Choice, Expr]]:
+    def on(self, stage: int) -> list[tuple[ShardingStrategy, Expr]]:
         """Every choice that can be run on the stage, and whether it is."""
         groups = self.problem.graph.groups
-        return [(groups[v].choices[k], w) for (v, k, s), w in self.placed.items() if s == stage]
+        return [(groups[v].strategies[k], w) for (v, k, s), w in self.placed.items() if s == stage]
 
 
 def joint_program(problem: JointProblem, ranges: Ranges) -> JointProgram:
@@ -55,8 +55,8 @@ def joint_program(problem: JointProblem, ranges: Ranges) -> JointProgram:
     graph = problem.graph
     if not problem.share_kinds:
         graph = replace(graph, groups=tuple(replace(g, kind=v) for v, g in enumerate(graph.groups)))
-    picks = new_picks(graph, cuts.lp)
-    program = JointProgram(problem, cuts, picks, placements(cuts, picks))
+    variables = new_strategy_vars(graph, cuts.lp)
+    program = JointProgram(problem, cuts, variables, placements(cuts, variables))
     add_together(program)
     converted = conversions(program)
     if problem.capacity_bytes is not None:
@@ -65,14 +65,14 @@ def joint_program(problem: JointProblem, ranges: Ranges) -> JointProgram:
     return program
 
 
-def placements(cuts: Program, picks: Picks) -> Placed:
+def placements(cuts: Program, variables: StrategyVars) -> Placed:
     """w[v, k, s], with Σ_s w[v, k, s] = x[v, k] and Σ_k w[v, k, s] = y[v, s] − y[v, s−1]."""
     found: dict[tuple[int, int, int], Expr] = {}
-    for v, group in enumerate(picks.graph.groups):
-        chosen = {k: Expr(picks.x[group.kind, k]) for k in range(len(group.choices))}
+    for v, group in enumerate(variables.graph.groups):
+        chosen = {k: Expr(variables.x[group.kind, k]) for k in range(len(group.strategies))}
         stages = range(cuts.ranges.earliest[v], cuts.ranges.latest[v] + 1)
         inside = {s: cuts.inside(v, s) for s in stages}
-        for (k, s), w in transport(cuts.lp, f"w_{v}", chosen, inside).items():
+        for (k, s), w in linearize_product(cuts.lp, f"w_{v}", chosen, inside).items():
             found[v, k, s] = w
     return found
 
@@ -80,7 +80,7 @@ def placements(cuts: Program, picks: Picks) -> Placed:
 def add_together(program: JointProgram) -> None:
     """y[u, s] = y[v, s] for groups that must share a stage."""
     cuts = program.cuts
-    for first, *others in program.problem.together:
+    for first, *others in program.problem.colocated:
         for other in others:
             for s in range(program.problem.stages - 1):
                 cuts.require(cuts.upto(first, s) - cuts.upto(other, s))
@@ -104,13 +104,13 @@ def conversions(program: JointProgram) -> list[Converted]:
     """
     graph = program.problem.graph
     found: list[Converted] = [[] for _ in range(program.problem.stages)]
-    for number, wire in enumerate(wires(graph)):
+    for number, wire in enumerate(value_edges(graph)):
         needed: dict[tuple[Layout, Layout, int], list[Expr]] = {}
-        for j, reading in enumerate(wire.readings):
+        for j, reading in enumerate(wire.consumers):
             for key, amount in reading_of(program, f"c_{number}_{j}", wire, reading).items():
                 needed.setdefault(key, []).append(amount)
         for i, ((made, read, s), amounts) in enumerate(needed.items()):
-            cost = conversion(graph, wire.value, made, read)
+            cost = resharding_cost(graph, wire.value, made, read)
             if not cost.seconds and not cost.saved_bytes:
                 continue
             once = amounts[0]
@@ -123,7 +123,7 @@ def conversions(program: JointProgram) -> list[Converted]:
 
 
 def reading_of(
-    program: JointProgram, name: str, wire: Wire, reading: Reading
+    program: JointProgram, name: str, wire: ValueEdge, reading: Consumer
 ) -> dict[tuple[Layout, Layout, int], Expr]:
     """e_j[A, B, s]: 1 where the value is made in layout A and reader j is on stage s and reads it in B.
 
@@ -133,35 +133,35 @@ def reading_of(
     group = reading.group
     if program.kind(wire.producer) == program.kind(group):
         pairs: dict[tuple[Layout, Layout], list[int]] = {}
-        for k, pair in enumerate(zip(wire.gives, reading.takes, strict=True)):
+        for k, pair in enumerate(zip(wire.layouts, reading.layouts, strict=True)):
             pairs.setdefault(pair, []).append(k)
         return {
             (made, read, s): program.among(group, choices, s)
             for (made, read), choices in pairs.items()
             for s in program.stages_of(group)
         }
-    made = {a: program.picks.among(program.kind(wire.producer), c) for a, c in choices_by(wire.gives).items()}
+    made = {a: program.strategy_vars.among(program.kind(wire.producer), c) for a, c in choices_by(wire.layouts).items()}
     read = {
         (b, s): program.among(group, choices, s)
-        for b, choices in choices_by(reading.takes).items()
+        for b, choices in choices_by(reading.layouts).items()
         for s in program.stages_of(group)
     }
-    return {(a, b, s): amount for (a, (b, s)), amount in transport(program.cuts.lp, name, made, read).items()}
+    return {(a, b, s): amount for (a, (b, s)), amount in linearize_product(program.cuts.lp, name, made, read).items()}
 
 
 def wide_transfers(program: JointProgram) -> list[Expr]:
-    """Time over each boundary, both ways, of what is sent in a larger layout than its smallest; zero behind the last.
+    """Time over each boundary, both ways, of what is sent in a larger layout than its smallest; zero after the last.
 
     r[f, b, s] >= Σ_{k: local bytes >= b, s' <= s} w[producer, k, s'] − y[consumer, s]: 1 where a value is made in a
     layout of b bytes or more and crosses boundary s. Each size pays what it has more than the next smaller one.
     """
     problem, cuts = program.problem, program.cuts
     times = [Expr() for _ in range(problem.stages)]
-    for number, wire in enumerate(wires(problem.graph)):
+    for number, wire in enumerate(value_edges(problem.graph)):
         full = problem.graph.value_bytes[wire.value]
-        by_choice = [local_bytes(full, made, problem.ranks) for made in wire.gives]
+        by_choice = [local_bytes(full, made, problem.ranks) for made in wire.layouts]
         sizes = sorted(set(by_choice))
-        ends = [cuts.ranges.latest[reading.group] for reading in wire.readings]
+        ends = [cuts.ranges.latest[reading.group] for reading in wire.consumers]
         for smaller, size in pairwise(sizes):
             wide = [k for k, num_bytes in enumerate(by_choice) if num_bytes >= size]
             made = Expr()
@@ -169,7 +169,7 @@ def wide_transfers(program: JointProgram) -> list[Expr]:
                 if s in program.stages_of(wire.producer):
                     made = made + program.among(wire.producer, wide, s)
                 crosses = cuts.variable(f"r_{number}_{size}_{s}")
-                for reading in wire.readings:
+                for reading in wire.consumers:
                     cuts.require(made - cuts.upto(reading.group, s) - crosses)
                 rate = problem.boundary[s].bytes_per_second * cuts.seconds
                 times[s] += 2 * (size - smaller) / rate * crosses
@@ -179,7 +179,7 @@ def wide_transfers(program: JointProgram) -> list[Expr]:
 def add_step_time(program: JointProgram, converted: Sequence[Converted]) -> None:
     """Minimise (m − 1)·T + Σ t[s] + O with T >= t[s] and O >= Σ w[v, k, s] · step seconds.
 
-    t[s] = Σ w[v, k, s] · seconds + conversions on s + transfers behind s.
+    t[s] = Σ w[v, k, s] · seconds + conversions on s + transfers after s.
     """
     cuts = program.cuts
     narrow = transfer_times(cuts, crossings(cuts))

@@ -17,7 +17,7 @@ from autopar.solve.joint.program import JointProgram, joint_program
 class Joint:
     """The choice and the stage of every group, their step time, and a proven lower bound of it."""
 
-    picks: tuple[int, ...]
+    strategy_index: tuple[int, ...]
     stage_of: tuple[int, ...]
     objective_seconds: float
     bound_seconds: float
@@ -43,7 +43,7 @@ def solve_joint(
     B), x[f, s] (f crosses boundary s), r[f, b, s] (f crosses s and has b bytes or more on a rank), a[s], t[s], T, O.
 
     ======================================================  ======================================================
-    Σ_k x[v, k] = 1                                         `new_picks`
+    Σ_k x[v, k] = 1                                         `new_strategy_vars`
     x agree on every shared weight                          `add_agreement`
     order, occupancy, loss on the last stage, pins          `new_program`, `stage_ranges`: see `solve_cuts`
     y[u, s] = y[v, s] for u, v together                     `add_together`
@@ -78,7 +78,7 @@ def solve_joint(
         return Unsolved(True, SolverInfo(name, "infeasible", 1.0, 0.0, method="joint"))
     program = joint_program(problem, ranges)
     outcome = run(program.cuts.lp, name, problem.gap, problem.time_limit_seconds)
-    found = Assignment(program.picks.found(), stages_found(program.cuts)) if outcome.found else None
+    found = Assignment(program.strategy_vars.solution(), stages_found(program.cuts)) if outcome.found else None
     options = [answer for answer in (known, found) if answer is not None]
     if not options:
         status = "infeasible" if outcome.infeasible else "time limit"
@@ -95,5 +95,9 @@ def _certified(program: JointProgram, answer: Assignment, outcome: Outcome, name
     gap = (objective - bound) / objective if objective else 0.0
     status = "optimal" if gap <= problem.gap + SOLVER_TOLERANCE else "time limit"
     return Joint(
-        answer.picks, answer.stage_of, objective, bound, SolverInfo(name, status, gap, outcome.seconds, method="joint")
+        answer.strategy_index,
+        answer.stage_of,
+        objective,
+        bound,
+        SolverInfo(name, status, gap, outcome.seconds, method="joint"),
     )

@@ -1,1 +1,7 @@
-"""From a decision to a plan: assembly, alternatives, bounds of the step."""
+"""What is told about a decision?
+
+Input: a `Decision` (problem, prices, stage of every group). Output: a `Plan`.
+
+Files in reading order: `make_plan.py` (stages, prediction, shardings), `alternatives.py` (rejected plans),
+`step_breakdown.py` (seconds of a step by activity), `reasons.py` (what bounds the step, why others are slower).
+"""

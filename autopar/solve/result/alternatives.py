@@ -13,14 +13,14 @@ from autopar.solve.result.make_plan import Decision, Setting, step_time
 from autopar.solve.result.reasons import parts, why_slower
 from autopar.solve.space.candidates import (
     Candidate,
-    Floors,
+    LowerBounds,
     Pipeline,
     Point,
-    evaluated,
-    judged,
-    other_pipelines_of,
+    enumerate_points,
+    evaluate,
+    evaluate_cuts,
     point_of,
-    points_of,
+    points_with_other_schedules,
     without_limit,
 )
 from autopar.solve.space.constraints import microbatch_candidates
@@ -34,7 +34,7 @@ MAX_BALANCES = 2
 
 def alternatives(
     setting: Setting,
-    floors: Floors,
+    bounds: LowerBounds,
     by_mesh: Mapping[Mesh, list[Candidate]],
     refused: Mapping[Mesh, str],
     decision: Decision,
@@ -52,12 +52,12 @@ def alternatives(
     others = sorted((c for mesh, c in meshes.items() if mesh != problem.mesh), key=lambda c: c.seconds)
     rows = [listed(mesh_label(c.point), c) for c in others[:MAX_MESHES]]
     rows += [Alternative(str(mesh), None, why) for mesh, why in list(refused.items())[: MAX_MESHES - len(rows)]]
-    rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, floors, by_mesh, decision)]
-    rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, floors, by_mesh, decision)]
+    rows += [listed(point_label(c.point, problem.dp), c) for c in neighbours(setting, bounds, by_mesh, decision)]
+    rows += [listed(str(c.point.pipeline), c) for c in other_pipelines(setting, bounds, by_mesh, decision)]
     rows += [listed("no recomputation", c) for c in without_recomputation(setting, decision)]
     rows += [listed(BALANCES[c.problem.balance], c) for c in other_balances(setting, decision)]
     if problem.mesh.devices > 1:
-        alone = one_device(setting, floors)
+        alone = one_device(setting, bounds)
         rows.append(replace(listed("one device", alone), note=alone.note))
     return tuple(rows)
 
@@ -75,17 +75,17 @@ def point_label(point: Point, dp: int) -> str:
 
 
 def neighbours(
-    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+    setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """The same mesh and schedule with fewer and more microbatches, and with the other choice of ZeRO-1."""
+    """Alternatives on the same mesh and schedule: fewer and more microbatches, and the other choice of ZeRO-1."""
     chosen = point_of(decision)
     microbatches = chosen.microbatches
-    points = [p for p in points_of(setting, chosen.mesh) if alike(p, chosen.pipeline)]
+    points = [p for p in enumerate_points(setting, chosen.mesh) if alike(p, chosen.pipeline)]
     same = [p for p in points if p.zero1 == decision.zero1]
     near = [p for p in same if p.microbatches < microbatches][-1:]
     near += [p for p in same if p.microbatches > microbatches][:1]
     near += [p for p in points if p.zero1 != decision.zero1 and p.microbatches == microbatches]
-    return looked_up(setting, floors, by_mesh, near)
+    return looked_up(setting, bounds, by_mesh, near)
 
 
 def alike(point: Point, pipeline: Pipeline) -> bool:
@@ -95,11 +95,11 @@ def alike(point: Point, pipeline: Pipeline) -> bool:
 
 
 def other_pipelines(
-    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
+    setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], decision: Decision
 ) -> list[Candidate]:
-    """The same with the other schedules, of each number of stages a rank the fastest one; fastest first."""
+    """Alternatives with other schedules: the fastest for each number of stages a rank; fastest first."""
     fastest: dict[int, Candidate] = {}
-    for candidate in looked_up(setting, floors, by_mesh, other_pipelines_of(setting, point_of(decision))):
+    for candidate in looked_up(setting, bounds, by_mesh, points_with_other_schedules(setting, point_of(decision))):
         known = fastest.setdefault(candidate.problem.chunks, candidate)
         if candidate.seconds < known.seconds:
             fastest[candidate.problem.chunks] = candidate
@@ -107,11 +107,11 @@ def other_pipelines(
 
 
 def looked_up(
-    setting: Setting, floors: Floors, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
+    setting: Setting, bounds: LowerBounds, by_mesh: Mapping[Mesh, list[Candidate]], points: list[Point]
 ) -> list[Candidate]:
     """The candidates at some points, evaluated now where they were not before."""
     known = {c.point: c for candidates in by_mesh.values() for c in candidates}
-    found = [known[p] if p in known else evaluated(setting, floors, p, float("inf")) for p in points]
+    found = [known[p] if p in known else evaluate(setting, bounds, p, float("inf")) for p in points]
     return [c for c in found if c is not None]
 
 
@@ -123,7 +123,7 @@ def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
     point = point_of(decision)
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
     found = [
-        judged(setting, point, decision.priced, replace(without_limit(problem), balance=balance), limit_bytes)
+        evaluate_cuts(setting, point, decision.priced, replace(without_limit(problem), balance=balance), limit_bytes)
         for balance in BALANCES
         if balance != problem.balance
     ]
@@ -131,24 +131,24 @@ def other_balances(setting: Setting, decision: Decision) -> list[Candidate]:
 
 
 def without_recomputation(setting: Setting, decision: Decision) -> list[Candidate]:
-    """The same without recomputation, where the decision has any; what fits so is faster and would have been chosen."""
+    """Alternative without recomputation, if the decision has any; had it fitted, it would have been chosen."""
     problem = decision.problem
     if not any(c.recomputed for c in stage_costs(problem, decision.stage_of)):
         return []
     point, cost = point_of(decision), decision.priced.cost
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
-    return [judged(setting, point, decision.priced, replace(problem, cost=cost, recompute="none"), limit_bytes)]
+    return [evaluate_cuts(setting, point, decision.priced, replace(problem, cost=cost, recompute="none"), limit_bytes)]
 
 
-def one_device(setting: Setting, floors: Floors) -> Candidate:
+def one_device(setting: Setting, bounds: LowerBounds) -> Candidate:
     """The fastest of a single device, or the one that needs least."""
     alone = Mesh(1)
     pipeline = Pipeline("gpipe" if setting.constraints.schedule == "gpipe" else "1f1b")
     candidates = microbatch_candidates(setting.constraints, 1)
-    points = sorted((Point(alone, m, pipeline=pipeline) for m in candidates), key=floors.seconds)
+    points = sorted((Point(alone, m, pipeline=pipeline) for m in candidates), key=bounds.seconds)
     found: list[Candidate] = []
     for point in points:
         best = min((c.seconds for c in found), default=float("inf"))
-        if (candidate := evaluated(setting, floors, point, best)) is not None:
+        if (candidate := evaluate(setting, bounds, point, best)) is not None:
             found.append(candidate)
     return min(found, key=lambda c: (c.seconds, -c.point.microbatches))

@@ -29,7 +29,7 @@ from autopar.solve.space.constraints import Constraints, hop_link
 
 @dataclass(frozen=True)
 class Setting:
-    """What all candidates of one search share."""
+    """Inputs that all candidates of one search share."""
 
     graph: Graph
     hardware: Hardware
@@ -178,7 +178,7 @@ def op_ranges(graph: Graph, cost: CostGraph, stage_of: Sequence[int]) -> OpRange
 def messages(cost: CostGraph, stage_of: Sequence[int]) -> Mapping[tuple[int, int], int]:
     """Bytes per microbatch from stage to stage, sent straight: activations forward, their gradients backward."""
     sent: dict[tuple[int, int], int] = {}
-    for flow in cost.flows:
+    for flow in cost.edges:
         src = stage_of[flow.producer]
         for dst in sorted({stage_of[c] for c in flow.consumers} - {src}):
             sent[src, dst] = sent.get((src, dst), 0) + flow.num_bytes
@@ -203,7 +203,7 @@ def step_time(setting: Setting, problem: CutProblem, stage_of: Sequence[int]) ->
 def step_time_of(
     setting: Setting, problem: CutProblem, stage_of: Sequence[int], costs: Sequence[StageCost]
 ) -> StepTime:
-    """The same from the stages' costs."""
+    """As `step_time`, from the stages' costs."""
     sent = messages(problem.cost, stage_of)
     sizes = microbatch_factors(setting.constraints.batch // problem.dp, problem.microbatches)
     forward, backward = [c.forward_seconds for c in costs], [c.backward_seconds for c in costs]

@@ -1,21 +1,21 @@
-"""Where a step's time goes, and so why a plan is as fast as it is and others are slower."""
+"""Attributes a step's time: what bounds a plan, and why alternatives are slower."""
 
 from __future__ import annotations
 
 from autopar.solve.cuts.evaluate import rank_costs, stage_costs
 from autopar.solve.result.make_plan import Decision, Setting, StepTime, step_time
-from autopar.solve.result.step_breakdown import NOTABLE, Slowest, Spent, bound_text, excess_text, memory_text
-from autopar.solve.space.candidates import Candidate, judged, point_of, without_limit
+from autopar.solve.result.step_breakdown import NOTABLE, Slowest, StepBreakdown, bound_text, excess_text, memory_text
+from autopar.solve.space.candidates import Candidate, evaluate_cuts, point_of, without_limit
 
 
-def parts(decision: Decision, step: StepTime, batch: int) -> Spent:
-    """What the mean rank spends the step on; waiting for transfers is part of the bubble."""
+def parts(decision: Decision, step: StepTime, batch: int) -> StepBreakdown:
+    """Breakdown of the step on the mean rank; waiting for transfers is part of the bubble."""
     problem = decision.problem
     idle = step.bubble_fraction * step.pipeline_seconds
     microbatches = batch / problem.dp / problem.cost.batch
     collectives = decision.priced.collective_seconds * microbatches / problem.pp
     again = sum(c.recompute_seconds for c in stage_costs(problem, decision.stage_of)) * microbatches / problem.pp
-    return Spent(
+    return StepBreakdown(
         compute_seconds=step.pipeline_seconds - idle - collectives - again,
         recompute_seconds=again,
         collective_seconds=collectives,
@@ -26,15 +26,15 @@ def parts(decision: Decision, step: StepTime, batch: int) -> Spent:
     )
 
 
-def why_slower(candidate: Candidate, chosen: Spent, batch: int) -> str:
-    """What a candidate spends its additional time on, in a few words."""
+def why_slower(candidate: Candidate, chosen: StepBreakdown, batch: int) -> str:
+    """Where a candidate spends its additional time, in a few words."""
     if candidate.step is None:
         return candidate.note
     return excess_text(parts(candidate.decision, candidate.step, batch), chosen)
 
 
 def bound_by(setting: Setting, decision: Decision) -> str:
-    """What keeps the step from being shorter, in one sentence."""
+    """Sentence that names what bounds the step."""
     problem, stage_of = decision.problem, decision.stage_of
     step = step_time(setting, problem, stage_of)
     spent = parts(decision, step, setting.constraints.batch)
@@ -66,5 +66,5 @@ def stage_text(decision: Decision, stage: int) -> str:
 
 def seconds_without_limit(setting: Setting, decision: Decision, step_seconds: float) -> float | None:
     """The step of the best contiguous cuts without the memory limit, where that is notably faster."""
-    free = judged(setting, point_of(decision), decision.priced, without_limit(decision.problem))
+    free = evaluate_cuts(setting, point_of(decision), decision.priced, without_limit(decision.problem))
     return free.seconds if free.seconds < (1 - NOTABLE) * step_seconds else None

@@ -1,4 +1,4 @@
-"""A step by what it is spent on, and the words for what bounds it and for what another one loses."""
+"""Breakdown of a step's seconds, and the sentences made from it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NOTABLE = 0.01
 
 
 @dataclass(frozen=True)
-class Spent:
-    """A step in seconds by what a rank does in it: they sum to it.
+class StepBreakdown:
+    """Seconds of a step by activity; they sum to the step.
 
-    ``recompute_seconds`` are forwards run again in a backward, ``bubble_seconds`` waiting for other stages, and
-    ``transfer_seconds`` waiting that free transfers would save; where they are not told apart that is bubble too.
+    ``recompute_seconds`` are forwards run again in a backward, ``bubble_seconds`` waiting for other stages,
+    ``transfer_seconds`` waiting that free transfers would save; the bubble includes it where the two are not separated.
     """
 
     compute_seconds: float
@@ -35,7 +35,7 @@ class Spent:
 
     @property
     def pipeline_seconds(self) -> float:
-        """The step before what of the reduction is not hidden."""
+        """The step without exposed reduction and optimizer."""
         return self.seconds - self.reduce_seconds - self.optimizer_seconds
 
     @property
@@ -45,7 +45,7 @@ class Spent:
 
     @property
     def by_name(self) -> Mapping[str, float]:
-        """Seconds by the words that people read."""
+        """Seconds by the words that are printed."""
         return {
             "compute": self.compute_seconds,
             "recomputation": self.recompute_seconds,
@@ -57,22 +57,22 @@ class Spent:
         }
 
 
-def mean(parts: Sequence[Spent]) -> Spent:
-    """What a rank spends on average."""
-    return Spent(*(sum(getattr(p, f.name) for p in parts) / len(parts) for f in fields(Spent)))
+def mean(parts: Sequence[StepBreakdown]) -> StepBreakdown:
+    """Mean breakdown over ranks."""
+    return StepBreakdown(*(sum(getattr(p, f.name) for p in parts) / len(parts) for f in fields(StepBreakdown)))
 
 
 @dataclass(frozen=True)
 class Slowest:
-    """The slowest stage: its words, how far it is over the mean, and what of its time are transfers behind it."""
+    """Slowest stage: its description, its excess over the mean, and the share of its time in transfers after it."""
 
     where: str
     over: float
     transfer_share: float
 
 
-def bound_text(spent: Spent, slowest: Slowest, mesh: Mesh, stages: int, microbatches: int) -> str:
-    """What keeps a step from being shorter, in one sentence; ``spent`` is of the mean rank."""
+def bound_text(spent: StepBreakdown, slowest: Slowest, mesh: Mesh, stages: int, microbatches: int) -> str:
+    """Sentence that names what bounds a step; ``spent`` is of the mean rank."""
     where, parts = slowest.where, spent.by_name
     largest = max(parts, key=lambda name: parts[name])
     if slowest.transfer_share > 0.5 or largest == "transfers":
@@ -96,7 +96,7 @@ def bound_text(spent: Spent, slowest: Slowest, mesh: Mesh, stages: int, microbat
 
 
 def memory_text(whose: str, free_seconds: float, what: str) -> str:
-    """The same where the memory limit bounds the step first; ``free_seconds`` is the step without it."""
+    """As `bound_text`, where the memory limit bounds the step first; ``free_seconds`` is the step without it."""
     return f"memory of {whose}, without whose limit the step would take {free_seconds * 1e3:,.1f} ms; then {what}"
 
 
@@ -106,17 +106,17 @@ def memory_said(bound_by: str) -> str:
     return before if then and before.startswith("memory of ") else ""
 
 
-def excess_text(own: Spent, chosen: Spent) -> str:
-    """What a step spends its additional time on, in a few words; nothing where it is not longer."""
-    mine, other = own.by_name, chosen.by_name
+def excess_text(breakdown: StepBreakdown, chosen: StepBreakdown) -> str:
+    """Where a step spends its additional time, in a few words; empty if it is not longer."""
+    mine, other = breakdown.by_name, chosen.by_name
     excess = {name: mine[name] - other[name] for name in mine}
     ranked = sorted((name for name in excess if excess[name] > 0), key=lambda name: -excess[name])
     said = [name for name in ranked[:2] if excess[name] >= excess[ranked[0]] / 2]
-    if own.seconds <= chosen.seconds or not said:
+    if breakdown.seconds <= chosen.seconds or not said:
         return ""
     words = {
         "compute": f"compute {text(excess['compute'], TIME)} more",
-        "bubble": f"bubble {percent(own.bubble_fraction, 0)}",
+        "bubble": f"bubble {percent(breakdown.bubble_fraction, 0)}",
         "reduction": f"reduction {text(mine['reduction'], TIME)} exposed",
     }
     return ", ".join(words.get(name, f"{name} {text(mine[name], TIME)}") for name in said)

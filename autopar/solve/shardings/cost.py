@@ -1,4 +1,4 @@
-"""What a given choice for every group costs, and the tensors that flow between the groups."""
+"""Cost of a given strategy for every group, and the value edges between groups."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import Choice, ChoiceGraph, Conversion
+from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph
 
-NOTHING = Conversion(0.0, 0.0)
+NOTHING = ReshardingCost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
-class Prices:
-    """What one choice is worth: seconds a microbatch, with ``memory_price`` in seconds per byte.
+class ObjectiveWeights:
+    """Weights of the objective: seconds per microbatch, with ``memory_price`` in seconds per byte.
 
-    Over an infinite number of ``microbatches``, what is spent once a step is worth nothing.
+    With infinitely many ``microbatches``, time that is spent once a step has no weight.
     """
 
     microbatches: float
     memory_price: float = 0.0
     in_flight: int = 1
 
-    def of(self, choice: Choice) -> float:
+    def of(self, choice: ShardingStrategy) -> float:
         """seconds + step_seconds / microbatches + memory_price · (weight_bytes + in_flight · saved_bytes)."""
         memory = choice.weight_bytes + self.in_flight * choice.saved_bytes
         return choice.seconds + choice.step_seconds / self.microbatches + self.memory_price * memory
 
-    def of_conversion(self, conversion: Conversion) -> float:
+    def of_resharding(self, conversion: ReshardingCost) -> float:
         """seconds + memory_price · in_flight · saved_bytes."""
         return conversion.seconds + self.memory_price * self.in_flight * conversion.saved_bytes
 
 
 @dataclass(frozen=True)
-class Reading:
-    """A group that reads a value, and in which layout under each of its choices."""
+class Consumer:
+    """A group that reads a value, and its layout under each of the group's strategies."""
 
     group: int
-    takes: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]
 
 
 @dataclass(frozen=True)
-class Wire:
-    """A value between groups: who makes it, in which layout under each of its choices, and who reads it."""
+class ValueEdge:
+    """A value between groups: its producer, its layout under each of the producer's strategies, and its consumers."""
 
     value: str
     producer: int
-    gives: tuple[Layout, ...]
-    readings: tuple[Reading, ...]
+    layouts: tuple[Layout, ...]
+    consumers: tuple[Consumer, ...]
 
 
 @dataclass(frozen=True)
@@ -59,40 +59,45 @@ class ShardingCost:
     memory_bytes: int
 
 
-def wires(graph: ChoiceGraph) -> tuple[Wire, ...]:
-    """All values that one group makes and others read, in the order in which they are made."""
-    readings: dict[str, list[Reading]] = {}
+def value_edges(graph: StrategyGraph) -> tuple[ValueEdge, ...]:
+    """Values that one group produces and others read, in the order of their production."""
+    consumers: dict[str, list[Consumer]] = {}
     for number, group in enumerate(graph.groups):
         for position, value in enumerate(group.reads):
-            takes = tuple(choice.takes[position] for choice in group.choices)
-            readings.setdefault(value, []).append(Reading(number, takes))
+            layouts = tuple(choice.input_layouts[position] for choice in group.strategies)
+            consumers.setdefault(value, []).append(Consumer(number, layouts))
     return tuple(
-        Wire(value, number, tuple(choice.gives[position] for choice in group.choices), tuple(readings[value]))
+        ValueEdge(
+            value,
+            number,
+            tuple(choice.output_layouts[position] for choice in group.strategies),
+            tuple(consumers[value]),
+        )
         for number, group in enumerate(graph.groups)
         for position, value in enumerate(group.makes)
-        if value in readings
+        if value in consumers
     )
 
 
-def conversion(graph: ChoiceGraph, value: str, made: Layout, read: Layout) -> Conversion:
-    """What converting a value costs, forward and backward; nothing where it is read as it was made."""
+def resharding_cost(graph: StrategyGraph, value: str, made: Layout, read: Layout) -> ReshardingCost:
+    """Cost of resharding a value, forward and backward; zero if it is read in the layout of its producer."""
     if made == read:
         return NOTHING
-    assert (value, made, read) in graph.conversions, f"no conversion of {value} from {made} to {read}"
-    return graph.conversions[value, made, read]
+    assert (value, made, read) in graph.resharding, f"no conversion of {value} from {made} to {read}"
+    return graph.resharding[value, made, read]
 
 
-def sharding_cost(graph: ChoiceGraph, picks: Sequence[int], in_flight: int = 1) -> ShardingCost:
-    """The cost of the given choice of every group, each conversion paid once per value and layout."""
-    chosen = [group.choices[k] for group, k in zip(graph.groups, picks, strict=True)]
-    converted: list[Conversion] = []
-    for wire in wires(graph):
-        made = wire.gives[picks[wire.producer]]
-        read = {reading.takes[picks[reading.group]] for reading in wire.readings}
-        converted += (conversion(graph, wire.value, made, layout) for layout in read)
-    saved = sum(cost.saved_bytes for cost in (*chosen, *converted))
+def sharding_cost(graph: StrategyGraph, strategy_index: Sequence[int], in_flight: int = 1) -> ShardingCost:
+    """Cost of the given strategy of every group; each resharding is paid once per value and layout."""
+    chosen = [group.strategies[k] for group, k in zip(graph.groups, strategy_index, strict=True)]
+    reshardings: list[ReshardingCost] = []
+    for edge in value_edges(graph):
+        made = edge.layouts[strategy_index[edge.producer]]
+        read = {consumer.layouts[strategy_index[consumer.group]] for consumer in edge.consumers}
+        reshardings += (resharding_cost(graph, edge.value, made, layout) for layout in read)
+    saved = sum(cost.saved_bytes for cost in (*chosen, *reshardings))
     return ShardingCost(
-        seconds=sum(cost.seconds for cost in (*chosen, *converted)),
+        seconds=sum(cost.seconds for cost in (*chosen, *reshardings)),
         step_seconds=sum(choice.step_seconds for choice in chosen),
         memory_bytes=sum(choice.weight_bytes for choice in chosen) + in_flight * saved,
     )

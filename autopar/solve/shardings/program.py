@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pulp
 
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import ChoiceGraph
-from autopar.solve.shardings.cost import Prices, conversion, wires
-from autopar.solve.shardings.variables import Expr, Picks, choices_by, new_picks, transport
+from autopar.ir.strategies import StrategyGraph
+from autopar.solve.shardings.cost import ObjectiveWeights, resharding_cost, value_edges
+from autopar.solve.shardings.variables import Expr, StrategyVars, choices_by, linearize_product, new_strategy_vars
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class ShardingProgram:
     """The program and its decision variables; its objective counts in ``seconds``, so that it is near one."""
 
     lp: pulp.LpProblem
-    picks: Picks
+    strategy_vars: StrategyVars
     seconds: float
 
 
@@ -52,45 +52,45 @@ def layout_pairs(producer: KindLayouts, reader: KindLayouts) -> dict[tuple[Layou
     return found
 
 
-def edges(graph: ChoiceGraph, prices: Prices) -> tuple[Edge, ...]:
+def edges(graph: StrategyGraph, prices: ObjectiveWeights) -> tuple[Edge, ...]:
     """The values of the model, those at the same place of a repeated block collapsed into one."""
     found: dict[tuple[KindLayouts, tuple[KindLayouts, ...]], dict[tuple[Layout, Layout], float]] = {}
-    for wire in wires(graph):
-        producer = KindLayouts(graph.groups[wire.producer].kind, wire.gives)
-        readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.takes) for r in wire.readings))
+    for wire in value_edges(graph):
+        producer = KindLayouts(graph.groups[wire.producer].kind, wire.layouts)
+        readers = tuple(dict.fromkeys(KindLayouts(graph.groups[r.group].kind, r.layouts) for r in wire.consumers))
         paid = found.setdefault((producer, readers), {})
         for made, read in {pair: None for reader in readers for pair in layout_pairs(producer, reader)}:
-            once = prices.of_conversion(conversion(graph, wire.value, made, read))
+            once = prices.of_resharding(resharding_cost(graph, wire.value, made, read))
             if once:
                 paid[made, read] = paid.get((made, read), 0.0) + once
     return tuple(Edge(*ends, paid) for ends, paid in found.items())
 
 
-def sharding_program(graph: ChoiceGraph, prices: Prices) -> ShardingProgram:
+def sharding_program(graph: StrategyGraph, prices: ObjectiveWeights) -> ShardingProgram:
     """The program that finds the cheapest choice for every kind."""
     lp = pulp.LpProblem("shardings")
-    picks = new_picks(graph, lp)
-    unit = sum(prices.of(group.choices[0]) for group in graph.groups) or 1.0
-    lp.setObjective(choice_costs(picks, prices, unit) + conversion_costs(picks, lp, prices, unit))
-    return ShardingProgram(lp, picks, unit)
+    variables = new_strategy_vars(graph, lp)
+    unit = sum(prices.of(group.strategies[0]) for group in graph.groups) or 1.0
+    lp.setObjective(strategy_costs(variables, prices, unit) + resharding_costs(variables, lp, prices, unit))
+    return ShardingProgram(lp, variables, unit)
 
 
-def choice_costs(picks: Picks, prices: Prices, unit: float) -> Expr:
+def strategy_costs(variables: StrategyVars, prices: ObjectiveWeights, unit: float) -> Expr:
     """Σ x[kind, k] · Σ over the groups of the kind of (seconds + step seconds / m + price · memory)."""
-    costs = dict.fromkeys(picks.x, 0.0)
-    for group in picks.graph.groups:
-        for k, choice in enumerate(group.choices):
+    costs = dict.fromkeys(variables.x, 0.0)
+    for group in variables.graph.groups:
+        for k, choice in enumerate(group.strategies):
             costs[group.kind, k] += prices.of(choice) / unit
-    return pulp.lpSum(cost * picks.x[pair] for pair, cost in costs.items())
+    return pulp.lpSum(cost * variables.x[pair] for pair, cost in costs.items())
 
 
-def conversion_costs(picks: Picks, lp: pulp.LpProblem, prices: Prices, unit: float) -> Expr:
+def resharding_costs(variables: StrategyVars, lp: pulp.LpProblem, prices: ObjectiveWeights, unit: float) -> Expr:
     """Σ prices[A, B] · s[A, B] over all edges, with s[A, B] >= e_j[A, B] for every reader j."""
     total = Expr()
-    for number, edge in enumerate(edges(picks.graph, prices)):
+    for number, edge in enumerate(edges(variables.graph, prices)):
         needed: dict[tuple[Layout, Layout], list[Expr]] = {}
         for j, reader in enumerate(edge.readers):
-            for pair, amount in occurrence(picks, lp, f"e_{number}_{j}", edge.producer, reader).items():
+            for pair, amount in occurrence(variables, lp, f"e_{number}_{j}", edge.producer, reader).items():
                 if pair in edge.prices:
                     needed.setdefault(pair, []).append(amount)
         for i, (pair, amounts) in enumerate(needed.items()):
@@ -104,7 +104,7 @@ def conversion_costs(picks: Picks, lp: pulp.LpProblem, prices: Prices, unit: flo
 
 
 def occurrence(
-    picks: Picks, lp: pulp.LpProblem, name: str, producer: KindLayouts, reader: KindLayouts
+    variables: StrategyVars, lp: pulp.LpProblem, name: str, producer: KindLayouts, reader: KindLayouts
 ) -> dict[tuple[Layout, Layout], Expr]:
     """e_j[A, B]: 1 where the value is made in layout A and this reader reads it in B.
 
@@ -113,7 +113,9 @@ def occurrence(
     its x[k] with gives[k] = A and takes[k] = B.
     """
     if producer.kind == reader.kind:
-        return {pair: picks.among(producer.kind, choices) for pair, choices in layout_pairs(producer, reader).items()}
-    made = {a: picks.among(producer.kind, choices) for a, choices in choices_by(producer.layouts).items()}
-    read = {b: picks.among(reader.kind, choices) for b, choices in choices_by(reader.layouts).items()}
-    return transport(lp, name, made, read)
+        return {
+            pair: variables.among(producer.kind, choices) for pair, choices in layout_pairs(producer, reader).items()
+        }
+    made = {a: variables.among(producer.kind, choices) for a, choices in choices_by(producer.layouts).items()}
+    read = {b: variables.among(reader.kind, choices) for b, choices in choices_by(reader.layouts).items()}
+    return linearize_product(lp, name, made, read)

@@ -1,4 +1,4 @@
-"""How to shard every operation: the choice of every group, with a proven bound."""
+"""Chooses the sharding strategy of every group, with a proven bound."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.plan import SolverInfo
-from autopar.ir.strategies import ChoiceGraph
+from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import SolverName, default_solver, run
 from autopar.solve.cuts.solve import SOLVER_TOLERANCE
-from autopar.solve.shardings.cost import Prices, sharding_cost
+from autopar.solve.shardings.cost import ObjectiveWeights, sharding_cost
 from autopar.solve.shardings.program import sharding_program
 from autopar.solve.shardings.variables import agrees
 
@@ -20,7 +20,7 @@ PRICES = (0.0625, 0.25, 1.0, 4.0, 16.0, 1000.0)
 
 @dataclass(frozen=True)
 class Shardings:
-    """The choice of every group.
+    """Strategy of every group.
 
     ``seconds`` are compute and conversions of one microbatch, ``step_seconds`` are spent once a step, and
     ``memory_bytes`` is what the whole model holds on one rank of every stage together. ``objective_seconds`` is
@@ -30,7 +30,7 @@ class Shardings:
     shardings in which groups of one kind share their choice.
     """
 
-    picks: tuple[int, ...]
+    strategy_index: tuple[int, ...]
     seconds: float
     step_seconds: float
     memory_bytes: int
@@ -44,7 +44,7 @@ class Shardings:
 
 @dataclass(frozen=True)
 class Effort:
-    """Which solver, and when it may stop."""
+    """Solver and its limits."""
 
     solver: SolverName
     time_limit_seconds: float = 10.0
@@ -52,17 +52,17 @@ class Effort:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best picks, their objective, its proven lower bound, and the solver's wall time."""
+class Solution:
+    """Best strategies, their objective, its proven lower bound, and the solver's wall time."""
 
-    picks: tuple[int, ...]
+    strategy_index: tuple[int, ...]
     objective_seconds: float
     bound_seconds: float
     solver_seconds: float
 
 
 def solve_shardings(
-    graph: ChoiceGraph,
+    graph: StrategyGraph,
     microbatches: int,
     memory_price: float = 0.0,
     in_flight: int = 1,
@@ -70,22 +70,22 @@ def solve_shardings(
     time_limit_seconds: float = 10.0,
     gap: float = 1e-4,
 ) -> Shardings:
-    """The choice of every group that is fastest, or cheapest where memory has a price.
+    """Fastest strategy of every group, or cheapest if memory has a price.
 
     Variables, for a kind of groups and its choice k, an edge (all values that one kind makes and the same kinds read,
     in the same layouts) and its reader j, layouts A and B that some choice makes and reads: x[kind, k] binary;
     continuous e_j[A, B] (made in A, read by j in B) and s[A, B] (converted from A to B for any reader).
 
     =====================================================  =======================================================
-    Σ_k x[kind, k] = 1                                     `new_picks`
+    Σ_k x[kind, k] = 1                                     `new_strategy_vars`
     Σ_{k: stores_g = L} x[g, k] = Σ_{k: stores_h = L}      `add_agreement`, every weight, every pair of its readers g
     x[h, k]                                                and h, every layout L
-    Σ_B e_j[A, B] = Σ_{k: gives = A} x[producer, k]        `occurrence` by `transport`; where producer and reader are
-    Σ_A e_j[A, B] = Σ_{k: takes = B} x[reader, k]          one kind, e_j[A, B] = Σ_{k: gives = A, takes = B} x[k]
-    s[A, B] >= e_j[A, B]                                   `conversion_costs`
-    minimise Σ x · (seconds + step seconds / m             `choice_costs`, summed over the groups of a kind
+    Σ_B e_j[A, B] = Σ_{k: gives = A} x[producer, k]        `occurrence` by `linearize_product`; where both are
+    Σ_A e_j[A, B] = Σ_{k: takes = B} x[reader, k]          one kind: e_j[A, B] = Σ_{k: gives = A, takes = B} x[k]
+    s[A, B] >= e_j[A, B]                                   `resharding_costs`
+    minimise Σ x · (seconds + step seconds / m             `strategy_costs`, summed over the groups of a kind
     + price · (weight bytes + in flight · saved bytes))
-    + Σ s[A, B] · (conversion seconds                      `conversion_costs`, summed over the values of an edge
+    + Σ s[A, B] · (conversion seconds                      `resharding_costs`, summed over the values of an edge
     + price · in flight · saved bytes)
     =====================================================  =======================================================
 
@@ -94,16 +94,16 @@ def solve_shardings(
 
     Args:
         memory_price: seconds per byte.
-        in_flight: microbatches whose activations are held at once.
+        in_flight: microbatches whose activations are held simultaneously.
         solver: "HiGHS" or "CBC"; by default the first that is installed.
     """
     effort = Effort(solver or default_solver(), time_limit_seconds, gap)
     bound = work_bound_seconds(graph, effort)
-    return _priced(graph, microbatches, Prices(microbatches, memory_price, in_flight), effort, bound)
+    return _priced(graph, microbatches, ObjectiveWeights(microbatches, memory_price, in_flight), effort, bound)
 
 
 def pareto(
-    graph: ChoiceGraph,
+    graph: StrategyGraph,
     microbatches: int,
     in_flight: int = 1,
     solver: SolverName | None = None,
@@ -121,23 +121,23 @@ def pareto(
     """
     effort = Effort(solver or default_solver(), time_limit_seconds, gap)
     bound = work_bound_seconds(graph, effort) if bound_seconds is None else bound_seconds
-    last = _priced(graph, microbatches, Prices(microbatches, 0.0, in_flight), effort, bound)
+    last = _priced(graph, microbatches, ObjectiveWeights(microbatches, 0.0, in_flight), effort, bound)
     yield last
     unit = last.objective_seconds / last.memory_bytes if last.memory_bytes else 0.0
     for price in PRICES if unit else ():
-        prices = Prices(microbatches, price * unit, in_flight)
+        prices = ObjectiveWeights(microbatches, price * unit, in_flight)
         found = _priced(graph, microbatches, prices, effort, bound)
         if found.memory_bytes < last.memory_bytes:
             yield found
             last = found
 
 
-def work_bound_seconds(graph: ChoiceGraph, effort: Effort | None = None) -> float:
+def work_bound_seconds(graph: StrategyGraph, effort: Effort | None = None) -> float:
     """A proven lower bound of compute and conversions of one microbatch, whatever the sharding costs once a step."""
-    return _search(graph, Prices(float("inf")), effort or Effort(default_solver())).bound_seconds
+    return _search(graph, ObjectiveWeights(float("inf")), effort or Effort(default_solver())).bound_seconds
 
 
-def lower_bound_seconds(graph: ChoiceGraph, shardings: Shardings, stages: int, microbatches: int) -> float:
+def lower_bound_seconds(graph: StrategyGraph, shardings: Shardings, stages: int, microbatches: int) -> float:
     """A step time that no pipeline of so many stages beats, whatever its cuts and its shardings of the kinds.
 
     Closest where the shardings were solved for microbatches + stages − 1 microbatches and without a price of memory;
@@ -148,20 +148,22 @@ def lower_bound_seconds(graph: ChoiceGraph, shardings: Shardings, stages: int, m
         step. So (m − 1)·max t + Σ t + max D_s >= (M/S)·(C + D/M) and >= (m − 1)·longest + C + D/M. Shardings for n < M
         microbatches bound C + D/n by W and C by W', hence C + D/M by (n/M)·W + (1 − n/M)·W'; for n >= M, by W.
     """
-    cheapest = (min(choice.seconds for choice in group.choices) for group in graph.groups)
+    cheapest = (min(choice.seconds for choice in group.strategies) for group in graph.groups)
     share = 0.0 if shardings.memory_price else min(1.0, shardings.microbatches / (microbatches + stages - 1))
     total = share * shardings.objective_bound_seconds + (1 - share) * shardings.bound_seconds
     return (microbatches - 1) * max(total / stages, *cheapest) + total
 
 
-def _priced(graph: ChoiceGraph, microbatches: int, prices: Prices, effort: Effort, bound_seconds: float) -> Shardings:
+def _priced(
+    graph: StrategyGraph, microbatches: int, prices: ObjectiveWeights, effort: Effort, bound_seconds: float
+) -> Shardings:
     """The best sharding at these prices, with what it costs."""
     found = _search(graph, prices, effort)
-    cost = sharding_cost(graph, found.picks, prices.in_flight)
+    cost = sharding_cost(graph, found.strategy_index, prices.in_flight)
     gap = (found.objective_seconds - found.bound_seconds) / found.objective_seconds if found.objective_seconds else 0.0
     status = "optimal" if gap <= effort.gap + SOLVER_TOLERANCE else "time limit"
     return Shardings(
-        picks=found.picks,
+        strategy_index=found.strategy_index,
         seconds=cost.seconds,
         step_seconds=cost.step_seconds,
         memory_bytes=cost.memory_bytes,
@@ -174,21 +176,21 @@ def _priced(graph: ChoiceGraph, microbatches: int, prices: Prices, effort: Effor
     )
 
 
-def _search(graph: ChoiceGraph, prices: Prices, effort: Effort) -> Found:
-    """What the solver finds, or everything replicated where that is no worse."""
+def _search(graph: StrategyGraph, prices: ObjectiveWeights, effort: Effort) -> Solution:
+    """The solver's solution, or everything replicated if that is no worse."""
     program = sharding_program(graph, prices)
     outcome = run(program.lp, effort.solver, effort.gap, effort.time_limit_seconds)
-    options = [(0,) * len(graph.groups)] + [program.picks.found()] * outcome.found
-    options = [picks for picks in options if agrees(graph, picks)]
+    options = [(0,) * len(graph.groups)] + [program.strategy_vars.solution()] * outcome.found
+    options = [indices for indices in options if agrees(graph, indices)]
     assert options, "groups that replicate everything store a weight in different layouts"
-    best = min(options, key=lambda picks: _objective(graph, picks, prices))
+    best = min(options, key=lambda indices: _objective(graph, indices, prices))
     objective = _objective(graph, best, prices)
     # Needs no solver: every group at its cheapest, no conversions.
-    floor = sum(min(map(prices.of, group.choices)) for group in graph.groups)
+    floor = sum(min(map(prices.of, group.strategies)) for group in graph.groups)
     bound = min(max(outcome.bound * program.seconds, floor), objective)
-    return Found(best, objective, bound, outcome.seconds)
+    return Solution(best, objective, bound, outcome.seconds)
 
 
-def _objective(graph: ChoiceGraph, picks: Sequence[int], prices: Prices) -> float:
-    cost = sharding_cost(graph, picks, prices.in_flight)
+def _objective(graph: StrategyGraph, indices: Sequence[int], prices: ObjectiveWeights) -> float:
+    cost = sharding_cost(graph, indices, prices.in_flight)
     return cost.seconds + cost.step_seconds / prices.microbatches + prices.memory_price * cost.memory_bytes

@@ -1,4 +1,4 @@
-"""Which choice each kind of group runs: its binaries, and the constraints that any sharding obeys."""
+"""Binary variables of the strategies, and the constraints that any sharding obeys."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 import pulp
 
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import ChoiceGraph
+from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import value_of
 
 Expr = pulp.LpAffineExpression
@@ -18,17 +18,17 @@ Column = TypeVar("Column", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Picks:
+class StrategyVars:
     """x[kind, k] is 1 where the groups of a kind run their choice k."""
 
-    graph: ChoiceGraph
+    graph: StrategyGraph
     x: Mapping[tuple[int, int], pulp.LpVariable]
 
     def among(self, kind: int, choices: Iterable[int]) -> Expr:
         """Σ x[kind, k] over the given choices."""
         return pulp.lpSum(self.x[kind, k] for k in choices)
 
-    def found(self) -> tuple[int, ...]:
+    def solution(self) -> tuple[int, ...]:
         """The choice of every group, read from the solver's values."""
         chosen: dict[int, int] = {}
         for (kind, k), variable in self.x.items():
@@ -37,12 +37,12 @@ class Picks:
         return tuple(chosen.get(group.kind, 0) for group in self.graph.groups)
 
 
-def new_picks(graph: ChoiceGraph, lp: pulp.LpProblem) -> Picks:
+def new_strategy_vars(graph: StrategyGraph, lp: pulp.LpProblem) -> StrategyVars:
     """The binaries of all kinds, with Σ_k x[kind, k] = 1 and the agreement on shared weights."""
     sizes: dict[int, int] = {}
     for group in graph.groups:
-        size = sizes.setdefault(group.kind, len(group.choices))
-        assert size == len(group.choices), f"{group.name} has other choices than its kind"
+        size = sizes.setdefault(group.kind, len(group.strategies))
+        assert size == len(group.strategies), f"{group.name} has other choices than its kind"
     x = {
         # A single choice is no decision: fixed and continuous.
         (kind, k): lp.add_variable(f"pick_{kind}_{k}", cat="Binary")
@@ -51,39 +51,41 @@ def new_picks(graph: ChoiceGraph, lp: pulp.LpProblem) -> Picks:
         for kind, size in sizes.items()
         for k in range(size)
     }
-    picks = Picks(graph, x)
+    variables = StrategyVars(graph, x)
     for kind, size in sizes.items():
         if size > 1:
-            lp.addConstraint(picks.among(kind, range(size)) == 1)
-    add_agreement(picks, lp)
-    return picks
+            lp.addConstraint(variables.among(kind, range(size)) == 1)
+    add_agreement(variables, lp)
+    return variables
 
 
-def add_agreement(picks: Picks, lp: pulp.LpProblem) -> None:
+def add_agreement(variables: StrategyVars, lp: pulp.LpProblem) -> None:
     """Σ x[g, k] over stores_g[k] = L equals Σ x[h, k] over stores_h[k] = L: groups that read one weight agree.
 
     For every weight, its first reader g, every other reader h, and every layout L that either can store.
     """
     readers: dict[str, list[tuple[int, tuple[Layout, ...]]]] = {}
-    for group in picks.graph.groups:
+    for group in variables.graph.groups:
         for number, weight in enumerate(group.weights):
-            stores = tuple(choice.stores[number] for choice in group.choices)
-            readers.setdefault(weight, []).append((group.kind, stores))
+            layouts = tuple(choice.weight_layouts[number] for choice in group.strategies)
+            readers.setdefault(weight, []).append((group.kind, layouts))
     pairs = {(first, other) for first, *others in readers.values() for other in others if other != first}
-    for (kind, stores), (other_kind, other_stores) in sorted(pairs, key=str):
-        ours, theirs = choices_by(stores), choices_by(other_stores)
+    for (kind, layouts), (other_kind, other_layouts) in sorted(pairs, key=str):
+        ours, theirs = choices_by(layouts), choices_by(other_layouts)
         for layout in dict.fromkeys((*ours, *theirs)):
-            difference = picks.among(kind, ours.get(layout, ())) - picks.among(other_kind, theirs.get(layout, ()))
+            difference = variables.among(kind, ours.get(layout, ())) - variables.among(
+                other_kind, theirs.get(layout, ())
+            )
             lp.addConstraint(difference == 0)
 
 
-def agrees(graph: ChoiceGraph, picks: Sequence[int]) -> bool:
+def agrees(graph: StrategyGraph, strategy_index: Sequence[int]) -> bool:
     """Whether all groups that read one weight store it alike."""
     stored: dict[str, Layout] = {}
     return all(
         stored.setdefault(weight, layout) == layout
-        for group, k in zip(graph.groups, picks, strict=True)
-        for weight, layout in zip(group.weights, group.choices[k].stores, strict=True)
+        for group, k in zip(graph.groups, strategy_index, strict=True)
+        for weight, layout in zip(group.weights, group.strategies[k].weight_layouts, strict=True)
     )
 
 
@@ -95,7 +97,7 @@ def choices_by(layouts: Sequence[Layout]) -> dict[Layout, tuple[int, ...]]:
     return found
 
 
-def transport(
+def linearize_product(
     lp: pulp.LpProblem, name: str, rows: Mapping[Row, Expr], columns: Mapping[Column, Expr]
 ) -> dict[tuple[Row, Column], Expr]:
     """e[a, b] >= 0 with Σ_b e[a, b] = rows[a] and Σ_a e[a, b] = columns[b]: the product of two decisions.

@@ -1,4 +1,4 @@
-"""One way to use the devices: what it takes at least, its cuts, its step; or that it does not fit."""
+"""Points of the search space: their lower bounds, their cuts, and their simulated step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from autopar.ir.units import BYTES, text
 from autopar.schedule.generate import kept_at_once, max_in_flight, may_overlap
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
-from autopar.solve.cuts.local_search import polished
+from autopar.solve.cuts.local_search import local_search
 from autopar.solve.cuts.merge import Merged, merge
 from autopar.solve.cuts.problem import Axis, CutProblem, Priced
 from autopar.solve.result.make_plan import Decision, Setting, StepTime, step_time
@@ -21,7 +21,7 @@ from autopar.solve.space.constraints import Constraints, boundary_links, microba
 
 # More stages a rank than this cost more in transfers and in kernels that are too small than their bubble is worth: with
 # 6 of them it is a sixth of 1F1B's.
-MOST_CHUNKS = 6
+MAX_CHUNKS = 6
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class Point:
-    """What is enumerated: a mesh, microbatches per replica, whether replicas share the optimizer's state, and a
-    schedule."""
+    """Point of the search space: mesh, microbatches per replica, ZeRO-1, and schedule."""
 
     mesh: Mesh
     microbatches: int
@@ -69,12 +68,12 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of the step; infinite where it does not fit."""
+        """Seconds of the step; infinite if the point does not fit."""
         return self.step.seconds if self.step is not None else float("inf")
 
     @property
     def recomputes(self) -> bool:
-        """Whether any stage does."""
+        """Whether any stage recomputes."""
         return self.stage_of is not None and any(c.recomputed for c in stage_costs(self.problem, self.stage_of))
 
     @property
@@ -84,50 +83,50 @@ class Candidate:
 
 
 def point_of(decision: Decision) -> Point:
-    """Where a decision was found."""
+    """Point at which a decision was found."""
     problem = decision.problem
     return Point(problem.mesh, problem.microbatches, decision.zero1, Pipeline(problem.schedule, problem.chunks))
 
 
 @dataclass(frozen=True)
-class Floors:
+class LowerBounds:
     """Lower bounds of the step at every point.
 
-    ``proven`` collects what pricing has proven of one microbatch, by tp and its samples: it holds for every mesh. What
-    may be slower than the best step by the share ``slack`` is still of interest.
+    ``proven`` collects proven bounds of one microbatch, by tp and samples; they hold for every mesh. Points slower than
+    the best step by at most the share ``slack`` are still evaluated.
     """
 
     setting: Setting
-    proven: dict[tuple[int, int], float]
+    proven_seconds: dict[tuple[int, int], float]
     slack: float = 0.0
 
     def limit(self, best_seconds: float) -> float:
-        """Steps that are known to take as long need no look."""
+        """Seconds from which a point need not be evaluated."""
         return (1 + self.slack) * best_seconds
 
     def seconds(self, point: Point) -> float:
-        """No plan of the point has a shorter step, as far as is known without pricing it."""
-        tp, size = point.mesh.tp, size_of(self.setting, point)
-        total = self.proven.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
+        """Lower bound of the point's step that is known without pricing it."""
+        tp, size = point.mesh.tp, microbatch_samples(self.setting, point)
+        total = self.proven_seconds.get((tp, size)) or self.setting.costs.floor_seconds(tp, size)
         return pipeline_floor(self.setting, point, total, 0.0)
 
-    def learn(self, point: Point) -> float:
-        """`seconds` once more is proven: the shortest time of one microbatch over all shardings."""
-        tp, size = key = point.mesh.tp, size_of(self.setting, point)
-        self.proven[key] = self.setting.costs.bound_seconds(tp, size)
+    def tighten(self, point: Point) -> float:
+        """As `seconds`, after proving the shortest time of one microbatch over all shardings."""
+        tp, size = key = point.mesh.tp, microbatch_samples(self.setting, point)
+        self.proven_seconds[key] = self.setting.costs.bound_seconds(tp, size)
         return self.seconds(point)
 
 
-def size_of(setting: Setting, point: Point) -> int:
+def microbatch_samples(setting: Setting, point: Point) -> int:
     """Samples of the point's largest microbatch."""
     return microbatch_size(setting.constraints.batch // point.mesh.dp, point.microbatches)
 
 
-def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
+def enumerate_points(setting: Setting, mesh: Mesh) -> Iterator[Point]:
     """Every number of microbatches, without and with ZeRO-1 and under every schedule as far as that is left open;
     of schedules that run the same actions in the same order only the first."""
     wanted = setting.constraints.zero1
-    for pipeline in pipelines_of(setting.constraints, mesh):
+    for pipeline in allowed_pipelines(setting.constraints, mesh):
         for zero1 in (False, True) if wanted is None else (wanted,):
             if not zero1 or mesh.dp > 1:
                 for m in microbatch_candidates(setting.constraints, mesh.dp):
@@ -136,19 +135,19 @@ def points_of(setting: Setting, mesh: Mesh) -> Iterator[Point]:
                         yield point
 
 
-def other_pipelines_of(setting: Setting, point: Point) -> list[Point]:
-    """The same mesh, microbatches and ZeRO-1 under every other schedule."""
-    points = points_of(setting, point.mesh)
+def points_with_other_schedules(setting: Setting, point: Point) -> list[Point]:
+    """Points with the same mesh, microbatches and ZeRO-1 under every other schedule."""
+    points = enumerate_points(setting, point.mesh)
     return [p for p in points if p != point and replace(p, pipeline=point.pipeline) == point]
 
 
-def pipelines_of(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
+def allowed_pipelines(asked: Constraints, mesh: Mesh) -> tuple[Pipeline, ...]:
     """The schedules to consider on a mesh, of as many stages a rank the one that needs least memory first."""
     if asked.schedule != "auto" and asked.schedule not in INTERLEAVED:
         return (Pipeline(asked.schedule),)
     if mesh.pp == 1:
         return (Pipeline(),)
-    chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MOST_CHUNKS))
+    chunks = [asked.chunks] if asked.chunks is not None else range(1, 1 + (1 if asked.pins else MAX_CHUNKS))
     single: tuple[ScheduleName, ...] = ("1f1b",) if asked.schedule == "auto" else (asked.schedule,)
     several = INTERLEAVED if asked.schedule == "auto" else single
     return tuple(Pipeline(schedule, n) for n in chunks for schedule in (single if n == 1 else several))
@@ -161,7 +160,7 @@ def pipeline_floor(setting: Setting, point: Point, total_seconds: float, largest
         shadow and a simulated step can be shorter (`one_f_one_b_seconds`). With several stages a rank there is none:
         a rank is busy for an even share at least, and runs the largest group once per microbatch.
     """
-    microbatches = setting.constraints.batch / point.mesh.dp / size_of(setting, point)
+    microbatches = setting.constraints.batch / point.mesh.dp / microbatch_samples(setting, point)
     if point.pipeline.chunks > 1:
         return max(max(microbatches / point.mesh.pp, 1) * total_seconds, microbatches * largest_seconds)
     return (microbatches - 1) * max(total_seconds / point.stages, largest_seconds) + total_seconds
@@ -176,19 +175,18 @@ def step_floor(setting: Setting, point: Point, priced: Priced) -> float:
     return pipeline_floor(setting, point, priced.seconds, largest) + update / point.mesh.pp
 
 
-def price_of(setting: Setting, point: Point, memory_level: int) -> Priced | None:
+def priced_at(setting: Setting, point: Point, memory_level: int) -> Priced | None:
     """The point's prices under its fastest sharding, or a smaller one."""
-    mesh, size = point.mesh, size_of(setting, point)
+    mesh, size = point.mesh, microbatch_samples(setting, point)
     return setting.costs.priced(mesh.tp, mesh.dp, point.zero1, size, point.microbatches, memory_level)
 
 
-def shardings_of(setting: Setting, point: Point) -> Iterator[Priced]:
-    """The point's shardings, fastest first, from the first that splits anything: a mesh with tensor parallelism is
-    there to use it. One that splits nothing is only there where no other is."""
-    fastest = price_of(setting, point, 0)
+def shardings_at(setting: Setting, point: Point) -> Iterator[Priced]:
+    """Shardings of the point, fastest first. With tp > 1 the first is one that splits something, if there is any."""
+    fastest = priced_at(setting, point, 0)
     assert fastest is not None, f"{point} has no price"
     levels = count(1)
-    later = iter(lambda: price_of(setting, point, next(levels)), None)
+    later = iter(lambda: priced_at(setting, point, next(levels)), None)
     if point.mesh.tp > 1 and not fastest.strategies:
         first = next((priced for priced in later if priced.strategies), None)
         yield fastest if first is None else first
@@ -197,19 +195,19 @@ def shardings_of(setting: Setting, point: Point) -> Iterator[Priced]:
     yield from later
 
 
-def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
+def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProblem:
     """The cut problem of a point. A single device is compared without the pins."""
     asked, mesh, microbatches = setting.constraints, point.mesh, point.microbatches
     schedule, chunks = point.pipeline.schedule, point.pipeline.chunks
     compared = mesh.devices != asked.devices
     in_flight = [max_in_flight(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp)]
-    moments: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    profiles: tuple[tuple[tuple[int, ...], ...], ...] = ()
     if chunks > 1:
         if point.stages > priced.cost.loss:  # more than groups: refused, while listing what they hold takes minutes
-            moments = (((1,) * chunks,),) * mesh.pp
+            profiles = (((1,) * chunks,),) * mesh.pp
         else:
-            moments = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
-        in_flight = [moments[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
+            profiles = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
+        in_flight = [profiles[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
     return CutProblem(
         cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,
         stages=point.stages,
@@ -225,7 +223,7 @@ def posed(setting: Setting, point: Point, priced: Priced) -> CutProblem:
         recompute=asked.recompute,
         schedule=schedule,
         chunks=chunks,
-        moments=moments,
+        in_flight_profiles=profiles,
         peers=peers(setting, mesh),
         input_bytes=input_bytes(setting, mesh),
         reserve_bytes=setting.hardware.reserve_bytes,
@@ -247,33 +245,34 @@ def peers(setting: Setting, mesh: Mesh) -> frozenset[Axis]:
 
 
 def input_bytes(setting: Setting, mesh: Mesh) -> int:
-    """What a replica's part of a step's inputs takes on a GPU: as it was given, and once more where a captured step
-    reads it. On CPU they stay where the caller has them.
+    """Bytes of a replica's inputs of a step on a GPU: the copy of the caller's tensors, and that of a captured step.
 
-    Error: all are taken to be read by the first stage, and targets to be small.
+    On CPU the caller's tensors are read in place.
+
+    Error: all inputs count for the first stage, and targets are neglected.
     """
     graph, hardware = setting.graph, setting.hardware
     if hardware.device_type != "cuda":
         return 0
     share = setting.constraints.batch / mesh.dp / graph.batch
-    times = 2 if hardware.way.captured else 1
+    times = 2 if hardware.execution_mode.captured else 1
     return times * round(share * sum(value.num_bytes for value in graph.inputs))
 
 
-def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: float) -> Candidate | None:
+def evaluate(setting: Setting, bounds: LowerBounds, point: Point, ceiling_seconds: float) -> Candidate | None:
     """The point with the fastest sharding that fits; None where its step is proven to reach the ceiling.
 
     Where no sharding fits, the smallest one, with what it needs. One that fits only with recomputation is compared with
     the smaller ones.
     """
     best: Candidate | None = None
-    if floors.learn(point) >= ceiling_seconds:
+    if bounds.tighten(point) >= ceiling_seconds:
         return None
-    for priced in shardings_of(setting, point):
+    for priced in shardings_at(setting, point):
         known = best.seconds if best is not None else float("inf")
         if step_floor(setting, point, priced) >= min(ceiling_seconds, known):
             return best if known < float("inf") else None
-        found = cut(setting, point, priced)
+        found = cut_and_evaluate(setting, point, priced)
         if best is None or found.seconds <= best.seconds:
             best = found
         if found.step is not None and not (found.problem.may_recompute and found.recomputes):
@@ -281,16 +280,16 @@ def evaluated(setting: Setting, floors: Floors, point: Point, ceiling_seconds: f
     return best
 
 
-def cut(setting: Setting, point: Point, priced: Priced) -> Candidate:
+def cut_and_evaluate(setting: Setting, point: Point, priced: Priced) -> Candidate:
     """The point under one sharding, with its best contiguous cuts or why there are none."""
     limit_bytes = setting.constraints.capacity_bytes(setting.hardware)
-    return judged(setting, point, priced, posed(setting, point, priced), limit_bytes)
+    return evaluate_cuts(setting, point, priced, make_cut_problem(setting, point, priced), limit_bytes)
 
 
-def judged(
+def evaluate_cuts(
     setting: Setting, point: Point, priced: Priced, problem: CutProblem, limit_bytes: float = float("inf")
 ) -> Candidate:
-    """The same for a problem that may look at another limit when it cuts than what its cuts must stay within."""
+    """As `cut_and_evaluate`, for a problem whose own capacity may differ from ``limit_bytes``."""
     merged = merge(problem)
     limit = None if limit_bytes == float("inf") else int(limit_bytes)
     if (share := even_share_bytes(problem)) > limit_bytes:
@@ -302,18 +301,18 @@ def judged(
         note = no_cuts_note(merged) if units is None else does_not_fit(fullest_rank_bytes(merged, units))
         return Candidate(point, problem, priced, None, None, note)
     if problem.stages > 1:
-        units = polished(setting, replace(merged.problem, capacity_bytes=limit), units)
+        units = local_search(setting, replace(merged.problem, capacity_bytes=limit), units)
     stage_of = merged.expand(units)
     return Candidate(point, problem, priced, stage_of, step_time(setting, problem, stage_of))
 
 
 def does_not_fit(num_bytes: int) -> str:
-    """Why a candidate is out, where the fullest rank needs that much."""
+    """Note for a candidate whose fullest rank needs that many bytes."""
     return f"does not fit: {text(num_bytes, BYTES)}"
 
 
 def no_cuts_note(merged: Merged) -> str:
-    """Why a candidate has no cuts at all."""
+    """Note for a candidate without any cuts."""
     pieces = merged.problem.cost.loss
     if merged.problem.stages > pieces:
         return f"can be cut into {pieces} pieces at most"
@@ -321,7 +320,7 @@ def no_cuts_note(merged: Merged) -> str:
 
 
 def even_share_bytes(problem: CutProblem) -> int:
-    """What the fullest rank needs at least: an even share of the weights and of what is held of all stages at once."""
+    """Lower bound of the fullest rank's bytes: an even share of weights and of simultaneous activations."""
     if problem.may_recompute:
         saved = sum(min(g.saved_bytes, g.kept_bytes) for g in problem.cost.groups)
     else:
@@ -329,7 +328,7 @@ def even_share_bytes(problem: CutProblem) -> int:
     weights = sum(map(problem.standing_bytes, problem.cost.weights))
     held = min(problem.in_flight)
     if problem.chunks > 1:
-        held = min(max(min(moment) for moment in moments) for moments in problem.moments)
+        held = min(max(min(profile) for profile in profiles) for profiles in problem.in_flight_profiles)
     return (weights + held * saved) // problem.pp
 
 
@@ -339,5 +338,5 @@ def fullest_rank_bytes(merged: Merged, units: tuple[int, ...]) -> int:
 
 
 def without_limit(problem: CutProblem) -> CutProblem:
-    """The same problem on devices of any size."""
+    """The problem without a memory limit."""
     return replace(problem, capacity_bytes=None)

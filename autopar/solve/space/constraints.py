@@ -1,4 +1,4 @@
-"""What the user asks of a plan, and what follows from it before anything is priced."""
+"""Constraints that the user puts on a plan, and what follows from them before anything is priced."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def hop_link(hardware: Hardware, mesh: Mesh, src: int, dst: int) -> Link:
 
 
 def _link(hardware: Hardware, src_rank: int, dst_rank: int) -> Link:
-    """What the machine's transfer time between two ranks says of the link between them."""
+    """Link between two ranks that explains the machine's transfer time between them."""
     latency = hardware.transfer_seconds(0, src_rank, dst_rank)
     return Link(latency, BULK_BYTES / (hardware.transfer_seconds(BULK_BYTES, src_rank, dst_rank) - latency))
 

@@ -1,4 +1,4 @@
-"""Which meshes of pipeline, tensor and data parallelism a number of devices allows, and why not others."""
+"""Meshes of pipeline, tensor and data parallelism that a number of devices allows, and why not others."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def factorisations(constraints: Constraints) -> list[Mesh]:
 
 
 def why_not(mesh: Mesh, constraints: Constraints, hardware: Hardware) -> str:
-    """Why a mesh is not considered, in a few words, or nothing."""
+    """Reason why a mesh is not considered, in a few words, or an empty string."""
     per_node, local = hardware.devices_per_node, constraints.batch // mesh.dp
     if constraints.batch % mesh.dp:
         return f"{mesh.dp} replicas cannot share a batch of {constraints.batch:,} evenly"
@@ -168,7 +168,7 @@ def no_mesh(
 
 
 def in_the_way(constraints: Constraints, hardware: Hardware, refused: Mapping[Mesh, str]) -> list[str]:
-    """What was asked for, each of which alone leaves no mesh: without it there is one, which is named.
+    """Constraints each of which alone leaves no mesh, with a mesh that exists without it.
 
     Args:
         refused: all meshes with their reasons; some are the model's, which leaving out changes nothing about.
@@ -198,7 +198,7 @@ MAX_LISTED = 4
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, ascending."""
+    """All divisors, ascending."""
     low = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
     return low + [number // d for d in reversed(low) if d * d != number]
 

@@ -70,7 +70,7 @@ class Assignment:
 
 
 @dataclass(frozen=True)
-class Seat:
+class WorkerContext:
     """Where a process runs: its number among those of its contestant, and its device."""
 
     rank: int
@@ -78,7 +78,7 @@ class Seat:
     device: torch.device
 
 
-def built_model(told: Assignment, seat: Seat) -> nn.Module:
+def built_model(told: Assignment, seat: WorkerContext) -> nn.Module:
     """The model, with equal weights for all contestants and ranks.
 
     On a GPU it is drawn there, which takes a second where a CPU takes minutes, unless it would fill the memory.
@@ -94,7 +94,9 @@ def built_model(told: Assignment, seat: Seat) -> nn.Module:
     return (model.to(memory_format=torch.channels_last) if told.channels_last else model).train()
 
 
-def images_and_labels(told: Assignment, seat: Seat, part: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def images_and_labels(
+    told: Assignment, seat: WorkerContext, part: slice | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The batch, or its samples of a slice, on the device; the same for all contestants."""
     generator = torch.Generator(seat.device).manual_seed(told.seed + 1)
     dtype = torch.float64 if told.precision == "fp64" else torch.float32

@@ -21,7 +21,7 @@ from autopar.tools.bench.result import Row
 from autopar.tools.bench.run import Bench, Request, machine_for, outcome_text, plan_label
 
 SCHEMA_VERSION = 1
-LEAST_BAND = 0.001  # nothing measured is exact
+MIN_BAND = 0.001  # nothing measured is exact
 
 
 @with_config(STRICT)
@@ -213,7 +213,7 @@ def point_of(plan: Plan, row: Row, seconds: float) -> Point:
 def band_text(calibration: Calibration, day: date) -> str:
     """What a cost model says to have plans print the largest error of these steps as their band."""
     plans = plural(len(calibration.points), "plan")
-    worst = max(calibration.time.worst, LEAST_BAND)
+    worst = max(calibration.time.worst, MIN_BAND)
     return (
         f'[calibration]\n{calibration.cost} = {{ value = {worst:.3g}, unit = "1", error = 0.0, '
         f'date = {day.isoformat()}, source = "measured: autopar bench --calibrate, worst of {plans}" }}'

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.tools.bench.baselines.registry import NotExpressible
 
-MOST_SHARE = 0.5  # of a model's parameters that its blocks hold
+MAX_SHARE = 0.5  # of a model's parameters that its blocks hold
 RECOMPILE_LIMIT = 64  # ResNet's blocks are one class in a dozen shapes; torch's 8 would leave some uncompiled
 
 
@@ -27,7 +27,7 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     found = [
         own
         for own in by_class.values()
-        if len(own) > 1 and sum(p.numel() for m in own for p in m.parameters()) >= MOST_SHARE * total
+        if len(own) > 1 and sum(p.numel() for m in own for p in m.parameters()) >= MAX_SHARE * total
     ]
     return max(found, key=len, default=[model])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autopar.measure.workers import end, free_port, last_line, start
 from autopar.tools.bench.assignment import Assignment
-from autopar.tools.bench.rank_result import Failure, Left
+from autopar.tools.bench.rank_result import Failure, RankResult
 
 WORKER = "autopar.tools.bench.worker"
 POLL_SECONDS = 0.1
@@ -23,7 +23,7 @@ SAY_IT_ALL = ("expressible", "usage")  # kinds of failures whose text is written
 class Outcome:
     """What all ranks left, or why there is nothing to compare."""
 
-    ranks: tuple[Left, ...] = ()
+    ranks: tuple[RankResult, ...] = ()
     failure: Failure | None = None
 
 
@@ -65,7 +65,7 @@ def wait(processes: Sequence[subprocess.Popen], deadline: float) -> bool:
 def collected(folder: Path, codes: Sequence[int | None], limit_seconds: float | None) -> Outcome:
     """What the ranks left, or the failure that came first."""
     files = [folder / f"{rank}.json" for rank in range(len(codes))]
-    left = {rank: Left.read(file) for rank, file in enumerate(files) if file.exists()}
+    left = {rank: RankResult.read(file) for rank, file in enumerate(files) if file.exists()}
     failures = [(files[r].stat().st_mtime_ns, r, own.failure) for r, own in left.items() if own.failure is not None]
     if failures:
         # Ranks that only noticed that a peer is gone come later, except where a GPU's memory ran out.

@@ -37,7 +37,7 @@ class StepSpans:
 
 
 @dataclass(frozen=True)
-class Left:
+class RankResult:
     """One rank's measurements.
 
     Args:
@@ -65,10 +65,10 @@ class Left:
         temporary.replace(path)
 
     @staticmethod
-    def read(path: Path) -> Left:
+    def read(path: Path) -> RankResult:
         data = json.loads(path.read_text())
         failure = Failure(**data["failure"]) if data["failure"] else None
-        return Left(
+        return RankResult(
             tuple(data["seconds"]),
             tuple(data["losses"]),
             data["peak_bytes"],
@@ -79,8 +79,8 @@ class Left:
         )
 
 
-def failed(kind: str, text: str) -> Left:
-    return Left((), (), 0, failure=Failure(kind, text))
+def failed(kind: str, text: str) -> RankResult:
+    return RankResult((), (), 0, failure=Failure(kind, text))
 
 
 def packed(step: StepSpans) -> dict:

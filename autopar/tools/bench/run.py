@@ -31,8 +31,8 @@ from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import launched
 from autopar.tools.bench.assignment import Assignment
 from autopar.tools.bench.baselines.registry import (
-    Contestant,
-    Field,
+    Baseline,
+    BenchContext,
     NotExpressible,
     Variant,
     check_names,
@@ -42,7 +42,7 @@ from autopar.tools.bench.baselines.registry import (
 from autopar.tools.bench.bubble import bubble_bound_seconds, bubble_share
 from autopar.tools.bench.flops import flops_per_image
 from autopar.tools.bench.processes import Outcome, run_contestant
-from autopar.tools.bench.rank_result import Left
+from autopar.tools.bench.rank_result import RankResult
 from autopar.tools.bench.result import BenchResult, Pipeline, Row, timed_row
 from autopar.tools.report.measured_trace import StepOnClock, trace_events
 
@@ -163,7 +163,7 @@ class Bench:
             constraints["memory"] = psutil.virtual_memory().total // request.devices
         self.constraints = constraints
         self.plan = self.planned(request.devices, **constraints)
-        self.field = Field(self.plan, request.compile, request.microbatch_sizes)
+        self.field = BenchContext(self.plan, request.compile, request.microbatch_sizes)
         self.taking_part = chosen(request.only, request.skip, self.field)
         self.rows: list[Row] = []
         self.trace: dict[str, Any] | None = None
@@ -194,7 +194,7 @@ class Bench:
         """What there is so far."""
         return Finished(self.result(), self.trace)
 
-    def take(self, contestant: Contestant, head: str) -> None:
+    def take(self, contestant: Baseline, head: str) -> None:
         """Add a contestant's rows as they come: one for each variant, or one that says why there is none."""
         others = self.rows
         rows: list[Row] = []
@@ -205,7 +205,7 @@ class Bench:
             self.rows = noted([*others, *marked], self.plan.precision, self.batch_statistics)
             self.keep(self.result())
 
-    def tried(self, contestant: Contestant, head: str) -> Iterator[Row]:
+    def tried(self, contestant: Baseline, head: str) -> Iterator[Row]:
         """The rows of a contestant."""
         blank = self.blank(contestant, Variant("", {}))
         try:
@@ -225,7 +225,7 @@ class Bench:
             self.progress(f"{title}: {outcome_text(row)}")
             yield row
 
-    def plan_of(self, contestant: Contestant) -> Plan | None:
+    def plan_of(self, contestant: Baseline) -> Plan | None:
         """The plan that a contestant runs."""
         mesh = self.plan.mesh
         kept = {k: v for k, v in self.constraints.items() if k not in ("microbatches", "microbatch_size", "pins")}
@@ -245,7 +245,7 @@ class Bench:
                 return self.planned(1, **kept, microbatches=min(self.plan.batch, mesh.dp * self.plan.microbatches))
         return None
 
-    def blank(self, contestant: Contestant, variant: Variant) -> dict[str, Any]:
+    def blank(self, contestant: Baseline, variant: Variant) -> dict[str, Any]:
         """What a row says before anything was measured."""
         return {
             "contestant": contestant.name,
@@ -256,7 +256,7 @@ class Bench:
             "settings": dict(variant.settings),
         }
 
-    def measured(self, contestant: Contestant, variant: Variant, found: Plan | None) -> Row:
+    def measured(self, contestant: Baseline, variant: Variant, found: Plan | None) -> Row:
         """Run one variant."""
         request, blank = self.request, self.blank(contestant, variant)
         path = self.folder / f"{contestant.name}.plan.json"
@@ -326,12 +326,12 @@ class Bench:
         )
 
 
-def step_seconds(ranks: Sequence[Left]) -> tuple[float, ...]:
+def step_seconds(ranks: Sequence[RankResult]) -> tuple[float, ...]:
     """Each step's time on its slowest rank."""
     return tuple(map(max, zip(*(own.seconds for own in ranks), strict=True)))
 
 
-def pipeline_of(found: Plan, first: Left, seconds: Sequence[float]) -> Pipeline:
+def pipeline_of(found: Plan, first: RankResult, seconds: Sequence[float]) -> Pipeline:
     """Medians over the steps of what rank 0 was told of all ranks' actions."""
     prediction = found.prediction
     return Pipeline(

@@ -25,21 +25,21 @@ from autopar.errors import DeviceMemoryError, UsageError
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.memory.out_of_memory import lack_of_memory
 from autopar.runtime.memory.peaks import peak_resident_bytes, resident_bytes, restart_peak
-from autopar.tools.bench.assignment import Assignment, Seat
+from autopar.tools.bench.assignment import Assignment, WorkerContext
 from autopar.tools.bench.baselines.autopar import planned
 from autopar.tools.bench.baselines.ddp_fsdp import ddp, fsdp2, plain
 from autopar.tools.bench.baselines.dtensor import tensor_parallel
 from autopar.tools.bench.baselines.pipelining import pipelined
 from autopar.tools.bench.baselines.registry import NotExpressible
-from autopar.tools.bench.rank_result import Left, StepSpans, failed
+from autopar.tools.bench.rank_result import RankResult, StepSpans, failed
 from autopar.tools.bench.training import Ready
 
-BUILDERS: Mapping[str, Callable[[Assignment, Seat], Ready]] = {
+BUILDERS: Mapping[str, Callable[[Assignment, WorkerContext], Ready]] = {
     "plain": plain, "single": planned, "autopar": planned, "uniform": planned, "ddp": ddp, "fsdp2": fsdp2,
     "1f1b": pipelined, "interleaved": pipelined, "dtensor": tensor_parallel,
 }  # fmt: skip
 OWN_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}  # autopar makes one for itself
-MOST_LETTERS = 300  # of a reason
+MAX_LETTERS = 300  # of a reason
 INSPECTED_STEPS = 3  # after the timed ones on a GPU: what their actions took is read, which makes the host wait
 RUN_UP_STEPS = 5  # before each of those, so that the GPU is as warm, and its clock as slow, as in the timed ones
 GROUP_TIMEOUT = timedelta(minutes=30)  # the bench has a limit of its own
@@ -49,7 +49,7 @@ def main(folder: Path) -> int:
     """Run; the exit code."""
     threading.Thread(target=leave_with_parent, daemon=True).start()
     told = Assignment.read(folder / "assignment.json")
-    seat = taken_seat(told)
+    seat = worker_context(told)
     target = folder / f"{seat.rank}.json"
     try:
         left = measured(told, seat)
@@ -73,19 +73,19 @@ def leave_with_parent() -> None:
     os._exit(1)
 
 
-def taken_seat(told: Assignment) -> Seat:
+def worker_context(told: Assignment) -> WorkerContext:
     """This process's rank and device, from the launcher's variables."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device(told.device_type, rank) if told.device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True
-    return Seat(rank, world, device)
+    return WorkerContext(rank, world, device)
 
 
-def measured(told: Assignment, seat: Seat) -> Left:
+def measured(told: Assignment, seat: WorkerContext) -> RankResult:
     """Build, warm up, measure."""
-    say("building")
+    report("building")
     if told.contestant in OWN_GROUP:
         on_gpu = seat.device.type == "cuda"
         dist.init_process_group(
@@ -97,19 +97,19 @@ def measured(told: Assignment, seat: Seat) -> Left:
     base = restarted_peak(seat.device)
     losses = []
     for i in range(told.warmup):
-        say(f"warm-up step {i + 1} of {told.warmup}")
+        report(f"warm-up step {i + 1} of {told.warmup}")
         meet()
         losses.append(ready.step()())
     on_gpu = seat.device.type == "cuda"
     seconds: list[float] = []
     if on_gpu:
-        say(f"{told.steps} steps")
+        report(f"{told.steps} steps")
         meet()
         seconds, shares = in_a_row(ready, told.steps, seat.device)
         losses += shares
     begun, ended, steps = [], [], []
     for i in range(0 if on_gpu and ready.stats is None else INSPECTED_STEPS if on_gpu else told.steps):
-        say(f"step {i + 1}")
+        report(f"step {i + 1}")
         for _ in range(RUN_UP_STEPS if on_gpu else 0):
             ready.step()
         meet()
@@ -129,9 +129,9 @@ def measured(told: Assignment, seat: Seat) -> Left:
     peak = peak_bytes(seat.device, base)
     tensors = ready.tensor_peaks() if ready.tensor_peaks is not None else {}
     whole = tuple(zip(begun, ended, strict=True))
-    left = Left(tuple(seconds), tuple(losses), peak, whole, tuple(steps), dict(tensors))
+    left = RankResult(tuple(seconds), tuple(losses), peak, whole, tuple(steps), dict(tensors))
     meet()
-    say("closing")
+    report("closing")
     ready.close()
     return left
 
@@ -149,7 +149,7 @@ def in_a_row(ready: Ready, steps: int, device: torch.device) -> tuple[list[float
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)], [share() for share in shares]
 
 
-def meeting(seat: Seat) -> Callable[[], None]:
+def meeting(seat: WorkerContext) -> Callable[[], None]:
     """What makes all ranks wait for each other, with an idle device; on the host, so that no kernel of it is timed."""
     if seat.world == 1:
         return lambda: synchronize(seat.device)
@@ -184,7 +184,7 @@ def peak_bytes(device: torch.device, base: int) -> int:
     return peak_resident_bytes() - base
 
 
-def say(text: str) -> None:
+def report(text: str) -> None:
     print(text, flush=True)
 
 
@@ -192,7 +192,7 @@ def first_line(error: BaseException) -> str:
     """What happened, for one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     whole = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-    return whole if len(whole) <= MOST_LETTERS else f"{whole[: MOST_LETTERS - 1]}…"
+    return whole if len(whole) <= MAX_LETTERS else f"{whole[: MAX_LETTERS - 1]}…"
 
 
 if __name__ == "__main__":

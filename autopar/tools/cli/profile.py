@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 DEFAULT_FILE = Path("machine.toml")
 CPU_DEVICES = 2
-MOST_NAMED = 8  # measurements whose spread is too large
+MAX_NAMED = 8  # measurements whose spread is too large
 
 
 def profile(
@@ -192,8 +192,8 @@ def refuse_spread(raw: Raw, part: Path) -> None:
     if not loose:
         return
     keep(part, raw.setting, [p for p in raw.points if p.steady])
-    named = ", ".join(f"{p.name} {p.spread:.0%}" for p in loose[:MOST_NAMED])
-    more = f" and {len(loose) - MOST_NAMED} more" if len(loose) > MOST_NAMED else ""
+    named = ", ".join(f"{p.name} {p.spread:.0%}" for p in loose[:MAX_NAMED])
+    more = f" and {len(loose) - MAX_NAMED} more" if len(loose) > MAX_NAMED else ""
     raise UsageError(
         f"The repeats of {plural(len(loose), 'measurement')} of {len(raw.points)} lie more than "
         f"{STEADY_SPREAD:.0%} apart, so something else uses this machine: {named}{more}. Run the same command on an "

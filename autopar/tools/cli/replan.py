@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.api.model_source import ModelSource
-from autopar.api.program_cache import Programs
+from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import source
 from autopar.errors import PlanError, UsageError
 from autopar.ir.graph import Mode
@@ -19,7 +19,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 from autopar.runtime.spec import rank_text
 from autopar.tools.cli.train_flags import EMA_DECAY
-from autopar.tools.explain.why_not import Rebuilt, plan_hardware
+from autopar.tools.explain.why_not import ReplanContext, plan_hardware
 from autopar.trace.call import Call, as_call
 from autopar.train import timm_average
 
@@ -37,7 +37,7 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
         raise UsageError(f"--rank {rank}: the plan has ranks 0 to {plan.mesh.devices - 1}.")
     model = planned_model(plan, name, kwargs)
     call = planned_call(plan, model)
-    programs = Programs(model, plan, call)
+    programs = ProgramCache(model, plan, call)
     variant = programs.variant(mode, call.first(plan.microbatch_size))
     parts = []
     for stage in plan.mesh.stages(rank, plan.chunks):
@@ -46,7 +46,7 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     return f"# {rank_text(plan.mesh, rank, plan.chunks)} of {plan.mesh}\n" + "\n\n".join(parts)
 
 
-def held_lines(program: Program, programs: Programs) -> list[str]:
+def held_lines(program: Program, programs: ProgramCache) -> list[str]:
     """A comment for each weight that a rank does not simply hold as the model does."""
     lines = []
     for weight in program.weights:
@@ -119,7 +119,7 @@ def rebuilt_of(
     hardware: str | None,
     opt: str | None,
     model_ema: bool,
-) -> Rebuilt:
+) -> ReplanContext:
     """All that the plan was made from.
 
     Args:
@@ -135,7 +135,7 @@ def rebuilt_of(
     machine = plan_hardware(plan, hardware)
     model = planned_model(plan, name, kwargs)
     arguments = kwargs if kwargs is not None else plan.model.kwargs if name is None else {}
-    return Rebuilt(
+    return ReplanContext(
         name or plan.model.name,
         arguments,
         model,

@@ -22,7 +22,7 @@ from autopar.api.parallelize import parallelize
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural
-from autopar.runtime.launch.environment import launched, told_by_first
+from autopar.runtime.launch.environment import broadcast_from_rank0, launched
 from autopar.tools.cli.existing_run import check_folder, remove_earlier
 from autopar.tools.cli.flags import BuildFlags, parse_kwargs
 from autopar.tools.cli.models import SIZE_ARGUMENTS, accepts, named_plan, sized
@@ -37,7 +37,7 @@ from autopar.tools.cli.train_flags import (
     RegularizationFlags,
     ScheduleFlags,
 )
-from autopar.tools.cli.verify_weights import Proof, prove
+from autopar.tools.cli.verify_weights import ReferenceScore, verify
 from autopar.train import (
     EMA_WEIGHTS,
     EPOCHS,
@@ -54,13 +54,13 @@ from autopar.train import (
     TensorBoard,
     Trainer,
     evaluation_loader,
+    is_rank_zero,
     last_of,
-    leads,
     load_data,
     make_folder,
     micro_batch,
-    on_leading,
     read_run,
+    run_on_rank_zero,
     save_weights,
     schedule,
     timm_average,
@@ -72,7 +72,7 @@ from autopar.train.timm_optional import needed
 
 DEFAULT_SIDE = 32
 IN_MEMORY = ("digits", "synthetic")  # data sets so small that reading them in this process is quicker
-MOST_WORKERS = 4
+MAX_WORKERS = 4
 ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that do not depend on the number of epochs
 
 
@@ -108,7 +108,7 @@ class Run:
         """Processes that read images, for each rank."""
         if self.data.workers is not None:
             return self.data.workers
-        return 0 if self.data.data in IN_MEMORY else min(MOST_WORKERS, os.cpu_count() or 1)
+        return 0 if self.data.data in IN_MEMORY else min(MAX_WORKERS, os.cpu_count() or 1)
 
     def mixup(self, num_classes: int) -> Mixup | None:
         flags = self.regularization
@@ -136,7 +136,7 @@ def run(asked: Run) -> None:
         TrainingError: a loss was not finite, or the accuracies differ.
     """
     checkpoint = checkpoint_of(asked.resume) if asked.resume is not None else None
-    on_leading(partial(check_folder, asked.folder, checkpoint, asked.overwrite), told_by_first)
+    run_on_rank_zero(partial(check_folder, asked.folder, checkpoint, asked.overwrite), broadcast_from_rank0)
     devices = number_of_devices(asked)
     source, data = model_and_data(asked)
     steps = steps_per_epoch(asked, data)
@@ -146,34 +146,34 @@ def run(asked: Run) -> None:
     model = source.build("cpu")
     example = torch.empty(asked.at_once, *data.form.shape, device="meta")
     updating = how_to_update(asked, model, steps)
-    if leads():
+    if is_rank_zero():
         make_folder(asked.folder)
     with parallelize(model, devices, example, plan=asked.plan, seed=asked.seed, **updating, **asked.constraints) as pm:
         trainer = trainer_of(asked, pm, source, data)
         if checkpoint is not None:
             trainer.resume(checkpoint)
         if asked.overwrite:  # as late as possible: all that can be refused has been accepted
-            on_leading(partial(remove_earlier, asked.folder), pm.told_by_first)
+            run_on_rank_zero(partial(remove_earlier, asked.folder), pm.broadcast_from_rank0)
         plan = named_plan(pm.plan, source)
-        if leads():
+        if is_rank_zero():
             save_plan(plan, asked.folder / PLAN)
             show_plan(plan)
             length = f"{plural(asked.epochs, 'epoch')} of {plural(trainer.position.steps, 'update')}"
             typer.echo(f"\n{data}; {length}\n")
         fit(trainer)
-        weights, proofs = {WEIGHTS: pm.state_dict()}, {WEIGHTS: Proof.of(pm, data, asked.at_once)}
+        weights, proofs = {WEIGHTS: pm.state_dict()}, {WEIGHTS: ReferenceScore.of(pm, data, asked.at_once)}
         if asked.optimizer.model_ema:
             weights[EMA_WEIGHTS] = pm.ema_state_dict()
             with pm.ema_weights():
-                proofs[EMA_WEIGHTS] = Proof.of(pm, data, asked.at_once)
+                proofs[EMA_WEIGHTS] = ReferenceScore.of(pm, data, asked.at_once)
         device = pm.machine.device_type
-    if leads():
+    if is_rank_zero():
         for name, state in weights.items():
             save_weights(state, asked.folder / name)
         typer.echo("")
         for name, proof in proofs.items():
             title = "test accuracy" if name == WEIGHTS else "of averages"
-            prove(proof, source, asked.folder / name, plan, device, title)
+            verify(proof, source, asked.folder / name, plan, device, title)
         files = [*weights, PLAN, EPOCHS]
         typer.echo(f"saved          {', '.join(str(asked.folder / name) for name in files)}")
 
@@ -284,7 +284,7 @@ def fit(trainer: Trainer) -> None:
     try:
         trainer.fit()
     except KeyboardInterrupt:
-        if leads():
+        if is_rank_zero():
             typer.echo(f"\n{farewell(trainer)}", err=True)
         raise
 

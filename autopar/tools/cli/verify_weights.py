@@ -18,14 +18,14 @@ from autopar.trace.passes.bf16_params import lowered_leaf, params_to_lower
 from autopar.trace.passes.precision import low_params
 from autopar.train import Data, Evaluation, evaluate, evaluate_alone, evaluation_loader, first, load_weights
 
-MOST_IMAGES = 1024  # one process on its own would take long for many more
+MAX_IMAGES = 1024  # one process on its own would take long for many more
 # Images whose two best classes are so close that the order of sums decides, as share of all.
 ALLOWED = {"fp64": 0.0, "fp32": 0.002, "bf16": 0.02, "fp16": 0.01, "bf16-params": 0.02}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
-class Proof:
+class ReferenceScore:
     """What the parallel model scores on test images, the first ones where there are many."""
 
     data: Data
@@ -33,13 +33,13 @@ class Proof:
     scored: Evaluation
 
     @staticmethod
-    def of(pm: ParallelModel, data: Data, batch_size: int) -> Proof:
+    def of(pm: ParallelModel, data: Data, batch_size: int) -> ReferenceScore:
         """Evaluate; all ranks of torchrun make the call."""
-        some = replace(data, test=first(data.test, MOST_IMAGES))
-        return Proof(some, batch_size, evaluate(pm, evaluation_loader(some, batch_size, pm).epoch(1)))
+        some = replace(data, test=first(data.test, MAX_IMAGES))
+        return ReferenceScore(some, batch_size, evaluate(pm, evaluation_loader(some, batch_size, pm).epoch(1)))
 
 
-def prove(proof: Proof, source: ModelSource, weights: Path, plan: Plan, device: str, title: str) -> None:
+def verify(proof: ReferenceScore, source: ModelSource, weights: Path, plan: Plan, device: str, title: str) -> None:
     """Load the weights into the unmodified model in this process and compare its accuracy.
 
     Args:

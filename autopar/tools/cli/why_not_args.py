@@ -10,19 +10,19 @@ from pydantic import TypeAdapter, ValidationError
 
 from autopar.errors import UsageError
 from autopar.tools.cli.flags import PlanFlags
-from autopar.tools.explain.why_not import Question
+from autopar.tools.explain.why_not import Query
 
 NOT_ASKED = {"hardware", "pin"}  # the plan's own; and pins name stages of one mesh
 KINDS = {int: "a whole number", bool: "true or false", str: "a text"}
 
 
-def parse_questions(texts: Sequence[str]) -> tuple[Question, ...]:
+def parse_questions(texts: Sequence[str]) -> tuple[Query, ...]:
     """A question for each text such as ``pp=2,tp=2``.
 
     Raises:
         UsageError: no NAME=VALUE, an unknown name (with a near match), a value of the wrong kind, or two for one name.
     """
-    return tuple(Question(text, parse_constraints(text)) for text in texts)
+    return tuple(Query(text, parse_constraints(text)) for text in texts)
 
 
 def parse_constraints(text: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ EDITED = 1e-6  # relative; a file's numbers are exact
 
 
 @dataclass(frozen=True)
-class Help:
+class Suggestion:
     """Something that would shorten the step, and to what."""
 
     text: str
@@ -30,14 +30,14 @@ class Explanation:
 
     headline: str
     breakdown: Breakdown
-    helps: tuple[Help, ...]
+    suggestions: tuple[Suggestion, ...]
     notes: tuple[str, ...]
 
 
 def explained(plan: Plan) -> Explanation:
     """The explanation of a plan, from its file alone."""
     breakdown = breakdown_of(plan)
-    return Explanation(headline(plan, breakdown), breakdown, helps(plan, breakdown), notes(plan, breakdown))
+    return Explanation(headline(plan, breakdown), breakdown, suggestions(plan, breakdown), notes(plan, breakdown))
 
 
 def headline(plan: Plan, breakdown: Breakdown) -> str:
@@ -101,11 +101,11 @@ def notes(plan: Plan, breakdown: Breakdown) -> tuple[str, ...]:
     return tuple(found)
 
 
-def helps(plan: Plan, breakdown: Breakdown) -> tuple[Help, ...]:
+def suggestions(plan: Plan, breakdown: Breakdown) -> tuple[Suggestion, ...]:
     """What would shorten the step, where a part of it is worth that, largest part first."""
     pipeline, spent, step = Pipeline.of(plan), breakdown.spent, breakdown.step_seconds
     end = step - pipeline.seconds
-    found: list[Help] = []
+    found: list[Suggestion] = []
     if spent.bubble_seconds > WORTH_HELP * step:
         found += [*more_microbatches(plan, pipeline, end), *even_stages(pipeline, end)]
     if spent.transfer_seconds > WORTH_HELP * step:
@@ -114,14 +114,14 @@ def helps(plan: Plan, breakdown: Breakdown) -> tuple[Help, ...]:
         again = [s.forward_seconds if s.recompute == "all" else 0.0 for s in plan.stages]
         once = tuple(max(0.0, b - f) for b, f in zip(pipeline.backward_seconds, again))
         found.append(
-            Help("memory enough to keep all activations", replace(pipeline, backward_seconds=once).seconds + end)
+            Suggestion("memory enough to keep all activations", replace(pipeline, backward_seconds=once).seconds + end)
         )
     if spent.reduce_seconds > WORTH_HELP * step:
-        found.append(Help("a reduction that backwards hide whole", step - plan.prediction.reduce_seconds))
+        found.append(Suggestion("a reduction that backwards hide whole", step - plan.prediction.reduce_seconds))
     return tuple(sorted((h for h in found if h.step_seconds < (1 - NOTABLE) * step), key=lambda h: h.step_seconds))
 
 
-def more_microbatches(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Sequence[Help]:
+def more_microbatches(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:
     """Twice as many microbatches of half the samples, all times in proportion to these; as the planner priced them
     where it did.
 
@@ -133,9 +133,9 @@ def more_microbatches(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Seq
     count = f"{plural(len(sizes), 'microbatch', 'es')} instead of {len(pipeline.sizes)}"
     priced = finer_priced(plan)
     if priced is not None:
-        return (Help(f"{count}, as the planner priced it", priced.step_seconds),) if priced.step_seconds else ()
+        return (Suggestion(f"{count}, as the planner priced it", priced.step_seconds),) if priced.step_seconds else ()
     finer = replace(pipeline, sizes=tuple(s / size for s in sizes))
-    return (Help(f"{count}, if a sample takes as long then", finer.seconds + end_seconds),)
+    return (Suggestion(f"{count}, if a sample takes as long then", finer.seconds + end_seconds),)
 
 
 def largest_size(plan: Plan) -> int:
@@ -156,15 +156,17 @@ def finer_priced(plan: Plan) -> Alternative | None:
     return next(found, None) if finer_sizes(plan)[0] < largest_size(plan) else None
 
 
-def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Help]:
+def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:
     """Stages that all take the mean time."""
     count = len(pipeline.forward_seconds)
     forward, backward = sum(pipeline.forward_seconds) / count, sum(pipeline.backward_seconds) / count
     even = replace(pipeline, forward_seconds=(forward,) * count, backward_seconds=(backward,) * count)
-    return (Help("an even split of the same work over the stages", even.seconds + end_seconds),) if count > 1 else ()
+    return (
+        (Suggestion("an even split of the same work over the stages", even.seconds + end_seconds),) if count > 1 else ()
+    )
 
 
-def faster_link(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Help:
+def faster_link(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Suggestion:
     """Free transfers between the two positions where that saves most."""
     pp = plan.mesh.pp
     hops: dict[tuple[int, int], set[tuple[int, int]]] = {}
@@ -178,7 +180,7 @@ def faster_link(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Help:
     sent = sum(m.num_bytes for m in plan.messages if (m.src, m.dst) in hops[hop])
     seconds = sum(pipeline.transfers[pair] for pair in hops[hop])
     between = f"ranks {ranks_text(plan.mesh.ranks(low))} and {ranks_text(plan.mesh.ranks(high))}"
-    return Help(
+    return Suggestion(
         f"free transfers between {between}, now {text(sent, BYTES)} in {text(seconds, TIME)} a microbatch",
         pipeline.without(hops[hop]).seconds + end_seconds,
     )

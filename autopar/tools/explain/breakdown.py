@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan import Plan
 from autopar.schedule.replay import scheduled_seconds
-from autopar.solve.result.step_breakdown import Spent, mean
+from autopar.solve.result.step_breakdown import StepBreakdown, mean
 from autopar.tools.explain.memory import PositionMemory, memory_of
 
 
@@ -60,7 +60,7 @@ class Position:
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
-    spent: Spent
+    spent: StepBreakdown
     memory: PositionMemory
 
 
@@ -69,7 +69,7 @@ class Breakdown:
     """A step by position. ``spent`` is that of the mean position; each sums to ``step_seconds``."""
 
     step_seconds: float
-    spent: Spent
+    spent: StepBreakdown
     positions: tuple[Position, ...]
 
 
@@ -99,7 +99,7 @@ def breakdown_of(plan: Plan) -> Breakdown:
     return Breakdown(seconds + prediction.reduce_seconds + prediction.optimizer_seconds, mean(parts), positions)
 
 
-def spent_at(plan: Plan, pipeline: Pipeline, position: int, seconds: float, free_seconds: float) -> Spent:
+def spent_at(plan: Plan, pipeline: Pipeline, position: int, seconds: float, free_seconds: float) -> StepBreakdown:
     """What the ranks at a position spend the step on.
 
     Args:
@@ -112,7 +112,7 @@ def spent_at(plan: Plan, pipeline: Pipeline, position: int, seconds: float, free
     end = plan.prediction.reduce_seconds + plan.prediction.optimizer_seconds
     optimizer = min(end, sum(s.optimizer_seconds for s in stages))
     reduction = min(end - optimizer, plan.prediction.reduce_seconds)
-    return Spent(
+    return StepBreakdown(
         compute_seconds=busy - collectives - again,
         recompute_seconds=again,
         collective_seconds=collectives,

@@ -28,7 +28,7 @@ ALIKE = 5e-4  # relative difference of two steps that prints as none
 
 
 @dataclass(frozen=True)
-class Question:
+class Query:
     """A constraint as it was written, and as keyword arguments of `autopar.plan`."""
 
     asked: str
@@ -36,7 +36,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Rebuilt:
+class ReplanContext:
     """The model of a plan, how it is named and made, the plan's inputs by name, and the plan's machine, of which
     ``machine`` is the name or file. ``opt`` is timm's name of the optimizer that is planned for, None for AdamW, and
     ``ema`` makes the average of weights that is kept beside them."""
@@ -53,7 +53,7 @@ class Rebuilt:
 
 
 @dataclass(frozen=True)
-class Answer:
+class WhyNotResult:
     """The best plan under a constraint and where its time goes, or None where there is none; ``text`` says how it
     compares, or why there is none, and ``command`` how to get it where it is the faster one."""
 
@@ -89,7 +89,7 @@ def plan_hardware(plan: Plan, file: str | None) -> Hardware:
     return hardware
 
 
-def asked_of(plan: Plan, hardware: Hardware, question: Question) -> Mapping[str, Any]:
+def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, Any]:
     """The keyword arguments of `autopar.plan`: what the plan fixes, and what is asked; nothing else of it counts.
 
     The schedule is the one that `autopar.plan` takes by default, or any where the plan has several chunks a rank or
@@ -106,7 +106,7 @@ def asked_of(plan: Plan, hardware: Hardware, question: Question) -> Mapping[str,
     return fixed | dict(question.constraints)
 
 
-def answers(plan: Plan, rebuilt: Rebuilt, questions: Sequence[Question]) -> tuple[Answer, ...]:
+def answers(plan: Plan, rebuilt: ReplanContext, questions: Sequence[Query]) -> tuple[WhyNotResult, ...]:
     """The answer to each question.
 
     Raises:
@@ -121,13 +121,13 @@ def answers(plan: Plan, rebuilt: Rebuilt, questions: Sequence[Question]) -> tupl
     return tuple(answer(plan, rebuilt, question.asked, given) for question, given in zip(questions, asked))
 
 
-def check_model_of(plan: Plan, rebuilt: Rebuilt) -> None:
+def check_model_of(plan: Plan, rebuilt: ReplanContext) -> None:
     """Refuse another model than the plan's. Raises as `Plan.stage_of`."""
     graph = lowered(rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train", rebuilt.name, plan.precision)
     plan.stage_of(graph)
 
 
-def answer(plan: Plan, rebuilt: Rebuilt, asked: str, given: Mapping[str, Any]) -> Answer:
+def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, Any]) -> WhyNotResult:
     """The best plan under the constraint beside the one in the file."""
     model, options = rebuilt.model, Options.of(given)
     optimizer = timm_optimizer(model, rebuilt.opt, None) if rebuilt.opt is not None else None
@@ -139,11 +139,11 @@ def answer(plan: Plan, rebuilt: Rebuilt, asked: str, given: Mapping[str, Any]) -
     except (PlanError, HardwareError):
         raise
     except (UsageError, InfeasibleError) as error:  # what is asked is possible, but not of this model or machine
-        return Answer(asked, str(error))
+        return WhyNotResult(asked, str(error))
     breakdown, before = breakdown_of(found), breakdown_of(plan)
     seconds = breakdown.step_seconds
     if found.hardware.cost != plan.hardware.cost:
-        return Answer(
+        return WhyNotResult(
             asked,
             f"{text(seconds, TIME)} a step by the cost model, which does not compare with the file's: there operations "
             "were timed. Time those of this question: autopar plan … --cost measured.",
@@ -152,17 +152,17 @@ def answer(plan: Plan, rebuilt: Rebuilt, asked: str, given: Mapping[str, Any]) -
         )
     step, against = f"{text(seconds, TIME)} a step", compared(Alternative(asked, seconds), before.step_seconds)
     if found.decision == plan.decision:
-        return Answer(asked, f"{step}: that is the plan in the file.", found, breakdown)
+        return WhyNotResult(asked, f"{step}: that is the plan in the file.", found, breakdown)
     if abs(seconds - before.step_seconds) < ALIKE * seconds:
-        return Answer(asked, f"{step}, as fast as the plan in the file.", found, breakdown)
+        return WhyNotResult(asked, f"{step}, as fast as the plan in the file.", found, breakdown)
     if seconds > before.step_seconds:
         loses = excess_text(breakdown.spent, before.spent)
-        return Answer(asked, f"{step}, {against}{f': {loses}' if loses else ''}.", found, breakdown)
+        return WhyNotResult(asked, f"{step}, {against}{f': {loses}' if loses else ''}.", found, breakdown)
     said = f"{step}, {against} than the plan in the file: that is not the best one."
-    return Answer(asked, said, found, breakdown, command_for(plan, rebuilt, given))
+    return WhyNotResult(asked, said, found, breakdown, command_for(plan, rebuilt, given))
 
 
-def command_for(plan: Plan, rebuilt: Rebuilt, given: Mapping[str, Any]) -> str:
+def command_for(plan: Plan, rebuilt: ReplanContext, given: Mapping[str, Any]) -> str:
     """The command that plans with the given constraints."""
     words = ["autopar", "plan", rebuilt.name, "--devices", str(plan.mesh.devices), "--hardware", rebuilt.machine]
     for name, tensor in rebuilt.inputs.items():

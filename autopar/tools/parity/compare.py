@@ -21,7 +21,7 @@ from autopar.ir.units import plural
 from autopar.tools.parity.difference import Named, Row, compared
 from autopar.tools.parity.reference import LossFunction, Reference, StepOutcome, named_outputs, output_in
 from autopar.tools.parity.rounding import rounding_of, update_rounding
-from autopar.tools.parity.without_dropout import LEAST_SAMPLES, quiet_copy, random_operations
+from autopar.tools.parity.without_dropout import MIN_SAMPLES, copy_without_dropout, random_operations
 from autopar.trace.call import Call, as_call
 from autopar.trace.passes.precision import low_params
 
@@ -31,7 +31,7 @@ LEARNING_RATE = 1e-3
 # 1e-6, of which the usual 1e-8 would make a full step.
 EPSILON = 1e-3
 
-MOST_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where float16 gradients are lost
+MAX_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where float16 gradients are lost
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def compare(
         raise UsageError(f"steps={steps} must be at least 1.")
     if (y is None) != (loss_fn is None):
         raise UsageError("Pass both a target and a loss_fn to compare, or neither.")
-    quiet, notes = quiet_copy(model)
+    quiet, notes = copy_without_dropout(model)
     call = as_call(quiet, x)
     random = random_operations(quiet, call)
     if random:
@@ -133,7 +133,7 @@ def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, 
             step += 1
             for run, outcome in zip(runs, here, strict=True):
                 run.add(step, outcome)
-        elif (skipped := skipped + 1) > MOST_SKIPPED:
+        elif (skipped := skipped + 1) > MAX_SKIPPED:
             raise TrainingError(
                 f"Nothing to compare: the gradients of {pm.plan.model.name} overflow float16 at every loss scale "
                 f'(now {pm.loss_scale():g}). Their loss or inputs are too large; precision="bf16" has a wider range.'
@@ -209,7 +209,7 @@ def repeatable_kernels() -> Iterator[None]:
 
 def default_loss(model: nn.Module, call: Call) -> tuple[LossFunction, Any, str]:
     """A loss for any output, its target, and what it is called."""
-    part = call.first(min(LEAST_SAMPLES, call.batch))
+    part = call.first(min(MIN_SAMPLES, call.batch))
     output = output_in(model, part, "train")  # some return more in training than in evaluation
     if is_logits(output, part.batch):
         generator = torch.Generator().manual_seed(0)

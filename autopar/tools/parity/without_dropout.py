@@ -8,7 +8,7 @@ from torch import nn
 
 from autopar.trace.call import Call
 from autopar.trace.copy_model import copied
-from autopar.trace.passes.counter_rng import draws
+from autopar.trace.passes.counter_rng import is_random
 from autopar.trace.trace import trace
 
 # Modules that draw random numbers in training, and the attribute that holds the probability; by class name because some
@@ -18,10 +18,10 @@ SWITCHES = {
     "FeatureAlphaDropout": "p", "MultiheadAttention": "dropout", "LSTM": "dropout", "GRU": "dropout", "RNN": "dropout",
     "DropPath": "drop_prob", "DropBlock2d": "drop_prob", "PatchDropout": "prob", "StochasticDepth": "p",
 }  # fmt: skip
-LEAST_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
+MIN_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
 
 
-def quiet_copy(model: nn.Module) -> tuple[nn.Module, list[str]]:
+def copy_without_dropout(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """A deep copy of the model with dropout and the like switched off, and a sentence that says so where any was on."""
     quiet = copied(model)
     found: defaultdict[str, list[float]] = defaultdict(list)
@@ -43,5 +43,5 @@ def between(numbers: list[float]) -> str:
 
 def random_operations(model: nn.Module, call: Call) -> list[str]:
     """Names of the operations of the training graph that draw random numbers."""
-    part = call.first(min(LEAST_SAMPLES, call.batch))
-    return [op.name for op in trace(model, part.args, part.kwargs, "train").ops if draws(op)]
+    part = call.first(min(MIN_SAMPLES, call.batch))
+    return [op.name for op in trace(model, part.args, part.kwargs, "train").ops if is_random(op)]

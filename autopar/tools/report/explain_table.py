@@ -11,12 +11,12 @@ from autopar.ir.plan import Alternative, Plan
 from autopar.ir.table import GAP, NEARLY_FULL, batch_text, compared, ranks_text, schedule_text
 from autopar.ir.text import labelled, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
-from autopar.solve.result.step_breakdown import Spent
+from autopar.solve.result.step_breakdown import StepBreakdown
 from autopar.tools.explain.advice import Explanation
 from autopar.tools.explain.breakdown import Breakdown, Position
 from autopar.tools.explain.diff import Change, Difference
 from autopar.tools.explain.memory import BUFFERS
-from autopar.tools.explain.why_not import Answer
+from autopar.tools.explain.why_not import WhyNotResult
 
 ROUNDING = 1e-9  # share of a step that is none
 LONGEST_LIST = 24  # rows of shardings that differ
@@ -45,7 +45,7 @@ def explanation_parts(plan: Plan, explanation: Explanation, width: int) -> Seque
     parts += [f"in {unit_of(step, TIME)[0]} and % of the step", "", memory_table(breakdown)]
     if any(p.memory.largest for p in breakdown.positions):
         parts.append("* the largest part; gradients count with the weights, state is the optimizer's")
-    if explanation.helps:
+    if explanation.suggestions:
         parts += ["", help_table(explanation, step)]
     return parts
 
@@ -89,7 +89,7 @@ def share(seconds: float, step_seconds: float) -> str:
     return percent(seconds / step_seconds) if step_seconds else NONE
 
 
-def shown(*parts: Spent) -> Sequence[str]:
+def shown(*parts: StepBreakdown) -> Sequence[str]:
     """The parts of a step that are anywhere, and compute."""
     return [n for n in parts[0].by_name if n == "compute" or any(p.by_name[n] > ROUNDING * p.seconds for p in parts)]
 
@@ -124,13 +124,13 @@ def help_table(explanation: Explanation, step_seconds: float) -> Table:
     table.add_column("what would help")
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("", justify="right", no_wrap=True)
-    for item in explanation.helps:
+    for item in explanation.suggestions:
         row = Alternative(item.text, item.step_seconds)
         table.add_row(item.text, text(item.step_seconds, TIME), compared(row, step_seconds))
     return table
 
 
-def answer_parts(plan: Plan, breakdown: Breakdown, answer: Answer) -> Sequence[RenderableType]:
+def answer_parts(plan: Plan, breakdown: Breakdown, answer: WhyNotResult) -> Sequence[RenderableType]:
     """Why not: how the best plan with a constraint compares, and where its time goes instead."""
     lines = [("why not", answer.asked), ("answer", answer.text)]
     if answer.plan is None or answer.breakdown is None:
@@ -142,7 +142,7 @@ def answer_parts(plan: Plan, breakdown: Breakdown, answer: Answer) -> Sequence[R
     return [labelled(lines), "", table]
 
 
-def spent_table(titles: tuple[str, str, str], before: Spent, after: Spent) -> Table:
+def spent_table(titles: tuple[str, str, str], before: StepBreakdown, after: StepBreakdown) -> Table:
     """The parts of two steps side by side, of their mean ranks."""
     table = plain_table()
     table.add_column(titles[0], no_wrap=True)

@@ -15,7 +15,7 @@ from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 from autopar.tools.simulate.step import Position, SimulatedStep
 
 GAP = 2  # columns between two cells
-MOST_ROWS = 16  # of the timeline
+MAX_ROWS = 16  # of the timeline
 
 
 def simulation_parts(step: SimulatedStep, own: SimulatedStep, width: int) -> Sequence[RenderableType]:
@@ -29,7 +29,7 @@ def simulation_parts(step: SimulatedStep, own: SimulatedStep, width: int) -> Seq
     if step.schedule != own.schedule:
         parts += ["", comparison_table(step, own)]
     names = [position.name for position in step.positions]
-    if len(names) <= MOST_ROWS and step.timeline.fits(width, names):
+    if len(names) <= MAX_ROWS and step.timeline.fits(width, names):
         rows = "\n".join(step.timeline.rows(width, names))
         parts += ["", Text("the pipeline; numbers are microbatches, dots wait"), Text(rows, no_wrap=True)]
     return parts

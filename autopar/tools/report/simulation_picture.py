@@ -21,8 +21,8 @@ WIDTH_INCHES, MARGIN_INCHES, MEMORY_INCHES = 14.0, 1.6, 2.6
 ROW_INCHES, MOST_ROWS_INCHES = 0.34, 8.0
 LETTER_INCHES, LETTER_POINTS, LEAST_POINTS = 0.058, 6.5, 4.5
 OUTLINED_INCHES = 0.03  # bars narrower than this have no outline, which would hide them
-MOST_NAMES = 32  # of rows
-MOST_CURVES = 10
+MAX_NAMES = 32  # of rows
+MAX_CURVES = 10
 CAPACITY_SHARE = 0.4  # the axis reaches up to the capacity where at least this share of it is needed
 PALEST, DARKEST = 0.55, 1.0  # the first and the last chunk of a rank
 LIGHTEST = 0.88  # of the palette, which ends in a yellow that is hard to see on white
@@ -119,7 +119,7 @@ def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], si
             for bar, (left, width) in zip(alike, spans, strict=True) if letters and points >= LEAST_POINTS else ():
                 if width > (letters + 0.6) * letter:
                     panel.text(left + width / 2, place, bar.label, ha="center", va="center", fontsize=points)
-    every = -(-len(rows) // MOST_NAMES)
+    every = -(-len(rows) // MAX_NAMES)
     named = range(0, len(rows), every)
     panel.set_yticks(list(named), [step.positions[i].name for i in named], fontsize=8 if every == 1 else 7)
     panel.set_ylim(len(rows) - 0.4, -0.6)
@@ -145,7 +145,7 @@ def draw_memory(panel: Any, step: SimulatedStep, size: float) -> None:
     peak = curves[fullest].peak_bytes
     shows_capacity = peak >= CAPACITY_SHARE * capacity
     unit, unit_bytes = unit_of(capacity if shows_capacity else peak, BYTES)
-    every = -(-len(curves) // MOST_CURVES)
+    every = -(-len(curves) // MAX_CURVES)
     palette = importlib.import_module("matplotlib").colormaps["viridis"]
     for place, (name, curve) in enumerate(curves.items()):
         if place % every and name != fullest:

@@ -88,9 +88,9 @@ class Rewriter:
             self.graph,
             weights=self.weights,
             ops=tuple(o for op in ops for o in (*self.before[op.name], op, *self.after[op.name])),
-            together=tuple(
+            colocated=tuple(
                 tuple(o for name in group for o in (*(c.name for c in self.before[name]), name))
-                for group in self.graph.together
+                for group in self.graph.colocated
             ),
         )
 
@@ -176,7 +176,7 @@ def updated_in_place(graph: Graph) -> Iterator[str]:
     """Names of values whose memory is updated after it was made, or may be."""
     updating = {op.name for op in graph.ops if not op.outputs and not graph.weight.keys() >= set(op.reads)}
     op_of = {op.name: op for op in graph.ops}
-    for names in (*graph.together, *((name,) for name in updating)):
+    for names in (*graph.colocated, *((name,) for name in updating)):
         if updating.intersection(names):
             for op in map(op_of.__getitem__, names):
                 yield from (*op.reads, *(value.name for value in op.outputs))

@@ -20,9 +20,9 @@ from autopar.sharding.lookup import rule_of
 from autopar.trace.passes.rewrite import Expansion
 from autopar.trace.trace import live
 
-DRAWS = "autopar.draws"  # name of the input
+RNG_COUNTERS = "autopar.draws"  # name of the input
 NEGATIVE_SATURATION = 1.7580993408473766  # of SELU, which alpha dropout sets elements to
-MOST_CHOICES = 1 << 16  # of an integer drawn from 24 bits: none is likelier than another by more than 0.4 %
+MAX_CHOICES = 1 << 16  # of an integer drawn from 24 bits: none is likelier than another by more than 0.4 %
 PROBABILITIES, FLAGS = ("p", "dropout_p", "dropout"), ("train", "training")
 
 
@@ -58,7 +58,7 @@ class Drawing:
         if elsewhere or self.result.dtype.startswith("complex"):
             raise NoFormError
         name = self.into.fresh(f"{self.into.op.name}.uniform")
-        args = (Ref(DRAWS), tuple(shape), name, dim, self.samples.outer)
+        args = (Ref(RNG_COUNTERS), tuple(shape), name, dim, self.samples.outer)
         return self.into.append(name, "autopar.uniform.default", args, {})
 
     def add(self, target: str, *args: Any) -> Ref:
@@ -160,7 +160,7 @@ def randn(d: Drawing) -> Ref:
 def randint(d: Drawing) -> Ref:
     """Integers of [low, high)."""
     low, high = d.given.get("low", 0), d.given["high"]
-    if high - low > MOST_CHOICES:
+    if high - low > MAX_CHOICES:
         raise NoFormError
     wide = d.add("to.dtype", d.uniform(d.result.shape), torch.float64)  # a float32 could round up to high
     return d.scaled(d.add("floor.default", d.add("mul.Scalar", wide, high - low)), 1.0, low)
@@ -251,7 +251,7 @@ FORMS: Mapping[str, Callable[[Drawing], Ref]] = {
 # -- the rewrite -----------------------------------------------------------------------------------------------------
 
 
-def draws(op: Op) -> bool:
+def is_random(op: Op) -> bool:
     """Whether an operation draws random numbers from a generator with these arguments."""
     if torch.Tag.nondeterministic_seeded not in operator(op.target).tags:
         return False
@@ -269,11 +269,11 @@ def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
         larger: the same model's graph at another batch size, if it has one; asked for only where nothing else tells
             which dim of something drawn are the samples: ``torch.rand(b, n)`` reads no tensor.
     """
-    random = [op for op in graph.ops if draws(op)]
+    random = [op for op in graph.ops if is_random(op)]
     if not random:
         return graph
-    rows = Value(DRAWS, (graph.batch, 4), "int64", (4, 1))
-    known = {**graph.readable, DRAWS: rows}
+    rows = Value(RNG_COUNTERS, (graph.batch, 4), "int64", (4, 1))
+    known = {**graph.readable, RNG_COUNTERS: rows}
     taken = known.keys() | {op.name for op in graph.ops}
     old, where = {op.name: op for op in graph.ops}, placements(graph, random, larger)
     put: dict[str, tuple[Op, ...]] = {}
@@ -283,13 +283,13 @@ def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
         taken |= {new.name for new in put[op.name]}
     ops = live([new for op in graph.ops for new in put.get(op.name, (op,))], graph.outputs)
     left = {op.name for op in ops}
-    groups = ([new.name for name in names for new in put.get(name, (old[name],))] for names in graph.together)
+    groups = ([new.name for name in names for new in put.get(name, (old[name],))] for names in graph.colocated)
     together = (tuple(name for name in names if name in left) for names in groups)
     return replace(
         graph,
-        inputs=(*graph.inputs, rows) if any(DRAWS in op.reads for op in ops) else graph.inputs,
+        inputs=(*graph.inputs, rows) if any(RNG_COUNTERS in op.reads for op in ops) else graph.inputs,
         ops=ops,
-        together=tuple(names for names in together if len(names) > 1),
+        colocated=tuple(names for names in together if len(names) > 1),
     )
 
 

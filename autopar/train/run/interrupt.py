@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from autopar.train.rank_zero import leads
+from autopar.train.rank_zero import is_rank_zero
 
 NOTICE = b"\nInterrupted: the run ends after this update. Ctrl-C again ends it at once.\n"
 
@@ -30,7 +30,7 @@ class Interrupt:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        if leads():
+        if is_rank_zero():
             os.write(2, NOTICE)  # print may be what the signal came in the middle of
 
 

@@ -36,7 +36,7 @@ from autopar.tools.bench.assignment import Assignment
 from autopar.tools.bench.baselines.autopar import allow
 from autopar.tools.bench.baselines.dtensor import check
 from autopar.tools.bench.baselines.pipelining import cut
-from autopar.tools.bench.baselines.registry import CONTESTANTS, Field, NotExpressible, chosen
+from autopar.tools.bench.baselines.registry import CONTESTANTS, BenchContext, NotExpressible, chosen
 from autopar.tools.bench.bubble import bubble_share
 from autopar.tools.bench.flops import flops_per_image
 from autopar.tools.bench.parts import blocks, sequence
@@ -437,9 +437,9 @@ def test_what_cannot_be_taken_apart_says_so() -> None:
 # -- who takes part ----------------------------------------------------------------------------------------------------
 
 
-def field_of(mesh: Mesh, batch: int = 16, sizes: tuple[int, ...] | None = None, compile: bool = False) -> Field:
+def field_of(mesh: Mesh, batch: int = 16, sizes: tuple[int, ...] | None = None, compile: bool = False) -> BenchContext:
     plan = replace(a_plan(), mesh=mesh, batch=batch)
-    return Field(plan, compile, sizes)
+    return BenchContext(plan, compile, sizes)
 
 
 def test_contestants_depend_on_the_mesh() -> None:
@@ -456,7 +456,7 @@ def test_contestants_depend_on_the_mesh() -> None:
 
 
 def test_variants() -> None:
-    def labels(name: str, field: Field) -> list[str]:
+    def labels(name: str, field: BenchContext) -> list[str]:
         return [variant.label for variant in CONTESTANTS[name].variants(field) if variant.reason is None]
 
     assert labels("1f1b", field_of(Mesh(4), 512, compile=True)) == [
@@ -481,7 +481,7 @@ def test_a_record_speaks_of_low_precision_where_it_was_used(precision: Precision
 
 
 def test_sizes_that_were_asked_for_are_never_left_out() -> None:
-    def reasons(name: str, field: Field) -> dict[str, str | None]:
+    def reasons(name: str, field: BenchContext) -> dict[str, str | None]:
         return {variant.label: variant.reason for variant in CONTESTANTS[name].variants(field)}
 
     assert reasons("1f1b", field_of(Mesh(4), 12, (2, 4))) == {

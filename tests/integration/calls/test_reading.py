@@ -24,9 +24,9 @@ from torch._dynamo.exc import Unsupported
 
 import autopar
 from autopar import DeviceMemoryError, NonFiniteLossWarning, StepResult, UsageError, WorkerError
-from autopar.api.batch_agreement import check_copies, mark
-from autopar.api.dispatch import IN_FLIGHT, Agreement
-from autopar.api.step_result import Figures
+from autopar.api.batch_agreement import check_copies, fingerprint
+from autopar.api.dispatch import IN_FLIGHT, BatchAgreement
+from autopar.api.step_result import StepMetrics
 from autopar.ir.mesh import Mesh
 from autopar.train import Checkpoints, Data, JsonLog, Trainer, Wanted, evaluation_loader, load_data, training_loader
 
@@ -57,9 +57,9 @@ def start(loss_fn: Any = F.cross_entropy, late: bool = True, **options: Any) -> 
 def test_a_result_reads_its_numbers_once_and_when_they_are_asked_for() -> None:
     asked = []
 
-    def read() -> Figures:
+    def read() -> StepMetrics:
         asked.append(True)
-        return Figures(0.5, 0.1, 2.0)
+        return StepMetrics(0.5, 0.1, 2.0)
 
     result = StepResult(read, "outputs")
     assert not result.ready and not asked
@@ -285,12 +285,16 @@ def test_ctrl_c_with_late_results_saves_all_that_was_done(tmp_path: Path) -> Non
 
 def test_a_mark_tells_batches_apart() -> None:
     x, y = torch.randn(8, 3, 20, 20), torch.arange(8)
-    own = mark([x, y])
-    assert int(own) == int(mark([x.clone(), y.clone()])) == int(mark([x.to(memory_format=torch.channels_last), y]))
+    own = fingerprint([x, y])
+    assert (
+        int(own)
+        == int(fingerprint([x.clone(), y.clone()]))
+        == int(fingerprint([x.to(memory_format=torch.channels_last), y]))
+    )
     for other in ([x.roll(1, 0), y], [x, y.roll(1)], [x], [y, x], [-x, y], [x[:4], y[:4]]):
-        assert int(mark(other)) != int(own)
+        assert int(fingerprint(other)) != int(own)
     for odd in (torch.zeros(0, 3), torch.tensor(True), torch.zeros(4, 0), torch.randn(2, 3, dtype=torch.complex64)):
-        assert int(mark([odd])) != 0
+        assert int(fingerprint([odd])) != 0
 
 
 class Told:
@@ -309,8 +313,8 @@ def test_an_agreement_names_the_ranks_that_differ() -> None:
         check_copies([5, 5, 6, 7], mesh)
     check_copies([5, 0, 6, 6], mesh)  # rank 1 has nothing to compare
     ranks: Any = Told([[4, 1, 9, 8, 70, 5], [4, 0, 9, 9, 71, 6], [4, 0, 9, 9, 71, 6]])
-    agreement = Agreement(ranks, mesh, 2)
-    agreement.marks = lambda given: (9, 9)  # type: ignore[method-assign]
+    agreement = BatchAgreement(ranks, mesh, 2)
+    agreement.fingerprints = lambda given: (9, 9)  # type: ignore[method-assign]
     with pytest.raises(UsageError, match=r"^Ranks 0 and 1 were given .* 2 calls ago, so that updates since are wrong"):
         agreement.start(4, 70, 5, [])()
     assert agreement.flagged and (agreement.kinds, agreement.shapes) == ((70, 70, 71, 71), (5, 5, 6, 6))
@@ -327,7 +331,7 @@ from support import traces; traces.share()
 from support.handmade import plan_by_hand
 from support.models import Tied
 import autopar
-from autopar.runtime.launch.spmd import TorchrunRanks
+from autopar.runtime.launch.spmd import SpmdBackend
 
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
@@ -342,7 +346,7 @@ def counted(owner, name, what):
         return function(*args, **kwargs)
     setattr(owner, name, call)
 
-counted(TorchrunRanks, "exchange", "exchange")
+counted(SpmdBackend, "exchange", "exchange")
 for name in ("all_gather_object", "gather_object", "broadcast_object_list", "send_object_list"):
     counted(dist, name, "object")
 for mesh, firsts in ((dict(tp=2), []), (dict(dp=2), []), ({}, ["layers.1.1.linear"])):

@@ -22,7 +22,7 @@ from autopar.ir.graph import Graph, Mode, Ref
 from autopar.ir.layout import REPLICATED, look_up, split_layout
 from autopar.ir.program import Program
 from autopar.runtime.comm.mesh_groups import Axes
-from autopar.sharding.propagate import unruled
+from autopar.sharding.propagate import ops_without_rule
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.sharding.tensors import part
 from autopar.trace.trace import trace, weight_tensors
@@ -405,7 +405,7 @@ def test_each_rank_holds_its_part_of_the_split_weights() -> None:
         "0.attn.qkv.weight": (18, 24), "0.attn.qkv.bias": (18,), "0.attn.proj.weight": (24, 6),
         "0.mlp.fc1.weight": (24, 24), "0.mlp.fc1.bias": (24,), "0.mlp.fc2.weight": (24, 24),
     }  # fmt: skip
-    assert local.together == graph.together and local.fingerprint != graph.fingerprint
+    assert local.colocated == graph.colocated and local.fingerprint != graph.fingerprint
 
 
 def test_an_operation_updates_a_weight_only_where_it_is_stored() -> None:
@@ -430,7 +430,7 @@ def test_operations_without_a_rule_are_named_and_replicated() -> None:
     ))  # fmt: skip
     found = shard_graph(strange, {"fc1.linear": "n", "relu": "d0"}, dict.fromkeys(graph.weight, REPLICATED),
                         {"tp": 2}, dict.fromkeys((op.name for op in graph.ops), 0))  # fmt: skip
-    assert unruled(strange) == ("mine.relu.default",)
+    assert ops_without_rule(strange) == ("mine.relu.default",)
     assert "fc1.linear.all_gather of %fc1.linear, at relu" in inserted(found)
 
 

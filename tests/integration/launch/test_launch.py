@@ -21,7 +21,7 @@ from autopar import UsageError
 from autopar.cost.hardware.load import load_hardware
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import Launched, launched, launcher_store
-from autopar.runtime.launch.failure_watch import KEY, Alarm
+from autopar.runtime.launch.failure_watch import KEY, FailureWatcher
 
 SLURM = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "1", "MASTER_ADDR": "node0"}
 NODES = {"SLURM_NNODES": "2", "SLURM_NODEID": "1", "SLURM_JOB_ID": "4711"}
@@ -261,11 +261,11 @@ TOLD = """
 import contextlib
 import os
 import random
-from autopar.runtime.launch.environment import told_by_first
+from autopar.runtime.launch.environment import broadcast_from_rank0
 
 rank = os.environ["SLURM_PROCID"]
 for text in ("", "not here", ""):
-    assert told_by_first(text if rank == "0" else f"of rank {rank}") == text
+    assert broadcast_from_rank0(text if rank == "0" else f"of rank {rank}") == text
 print("heard", flush=True)
 os._exit(0)  # rank 0 serves the store
 """
@@ -345,13 +345,13 @@ LEAVING = """
 import atexit, sys, time
 from types import SimpleNamespace
 from autopar.ir.mesh import Mesh
-from autopar.runtime.launch.spmd import TorchrunRanks
+from autopar.runtime.launch.spmd import SpmdBackend
 
 class Stub(SimpleNamespace):
     'Which can be referred to weakly.'
 
 atexit.register(time.sleep, float(sys.argv[2]))  # registered before: what Python waits for while it ends
-ranks = object.__new__(TorchrunRanks)
+ranks = object.__new__(SpmdBackend)
 ranks.alarm = None
 ranks.rank = Stub(is_busy=lambda: sys.argv[1] == "busy", mesh=Mesh(2, 1, 1), spec=Stub(rank=0))
 with ranks.guarding("train_step"):
@@ -378,12 +378,12 @@ def store() -> dist.TCPStore:
 def test_a_failure_is_heard_while_another_thread_waits_for_a_key() -> None:
     served = store()
     own = dist.TCPStore("127.0.0.1", served.port, is_master=False)
-    alarm = Alarm(own, "rank 1", lambda: False)
+    alarm = FailureWatcher(own, "rank 1", lambda: False)
     waiting = threading.Thread(target=own.get, args=["late"])
     waiting.start()
     try:
         served.set(KEY, "rank 0 failed")
-        assert alarm.heard(60) == "rank 0 failed"
+        assert alarm.poll_failure(60) == "rank 0 failed"
         assert waiting.is_alive()
     finally:
         served.set("late", "")
@@ -398,7 +398,7 @@ from autopar.runtime.launch import failure_watch as alarm
 
 alarm.POLL_SECONDS, alarm.GRACE_SECONDS, alarm.PATIENT_SECONDS = 0.05, 0.2, float(sys.argv[2])
 served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-own = alarm.Alarm(dist.TCPStore("127.0.0.1", served.port, is_master=False), "rank 1", lambda: False)
+own = alarm.FailureWatcher(dist.TCPStore("127.0.0.1", served.port, is_master=False), "rank 1", lambda: False)
 if sys.argv[1] == "gone":
     del served
 else:
@@ -438,7 +438,7 @@ from autopar.runtime.launch import failure_watch as alarm
 
 alarm.POLL_SECONDS = 0.0  # nearly always in the store, whose threads outlive Python's
 served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-alarms = [alarm.Alarm(served, "rank 0", lambda: False) for _ in range(4)]
+alarms = [alarm.FailureWatcher(served, "rank 0", lambda: False) for _ in range(4)]
 """
 
 

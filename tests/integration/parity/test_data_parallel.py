@@ -25,7 +25,7 @@ from autopar.ir.graph import Weight
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.pytree import leaves
-from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine.executor import Span
 from autopar.runtime.params.grad_reduce import balanced_owners, buckets_of, packed, unpacked
 from autopar.runtime.rank import Rank
@@ -165,8 +165,8 @@ def test_gradients_are_summed_once_a_step_and_while_the_last_backward_runs(monke
             start: Any = rank.transport.start_sum,
         ) -> Any:
             if tuple(over) == rank.spec.replicas and tensor.is_floating_point():
-                assert rank.running is not None
-                notes.append(str(rank.running.current))
+                assert rank.current_step is not None
+                notes.append(str(rank.current_step.current))
             return start(tensor, over, root)
 
         monkeypatch.setattr(rank.transport, "start_sum", start_sum)
@@ -301,7 +301,7 @@ def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None) -> R
     return Rank(spec, {n: torch.zeros(shape) for n, shape in shapes.items()}, LocalTransport(rank, HUBS[mesh]))
 
 
-HUBS = {Mesh(1, 2, 1): Hub(), Mesh(1, 2, 2): Hub()}
+HUBS = {Mesh(1, 2, 1): InProcessMailboxes(), Mesh(1, 2, 2): InProcessMailboxes()}
 
 
 @pytest.mark.parametrize("owners", [{}, {"split": 0, "shared": 1, "replicated": 0}])

@@ -16,7 +16,7 @@ from autopar.ir.plan import Precision
 from autopar.tools.parity.compare import compare, default_loss
 from autopar.tools.parity.difference import compared, difference
 from autopar.tools.parity.rounding import update_rounding
-from autopar.tools.parity.without_dropout import quiet_copy, random_operations
+from autopar.tools.parity.without_dropout import copy_without_dropout, random_operations
 from autopar.trace.call import as_call
 
 ONES = torch.ones(4)
@@ -59,7 +59,7 @@ def test_dropout_and_drop_path_are_switched_off_in_a_copy():
     model = tiny_vit(depth=2, drop_rate=0.1, drop_path_rate=0.2)
     x = torch.randn(2, 3, 32, 32)
     assert random_operations(model, as_call(model, x))
-    quiet, notes = quiet_copy(model)
+    quiet, notes = copy_without_dropout(model)
     assert not random_operations(quiet, as_call(quiet, x))
     assert "2 × DropPath (0.2)" in notes[0] and "× Dropout (0.1)" in notes[0]
     assert model.blocks[1].drop_path1.drop_prob == pytest.approx(0.2)  # type: ignore[union-attr,index]

@@ -13,7 +13,7 @@ from support.random_parity import BATCH, data, dropping_vit, losses, split_model
 from torch import nn
 
 import autopar
-from autopar.api.program_cache import Programs
+from autopar.api.program_cache import ProgramCache
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def one_device() -> list[float]:
         return losses(pm)
 
 
-def split_draws(programs: Programs) -> set[str]:
+def split_draws(programs: ProgramCache) -> set[str]:
     """The modules whose random numbers ranks of the tensor axis draw in parts."""
     ops = (op for variant in programs.known.values() for program in variant.programs for op in program.ops)
     return {op.module.rpartition(".")[2] for op in ops if op.target == "autopar.uniform.default" and len(op.args) > 5}

@@ -22,10 +22,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.params import flat_buckets as buckets
 from autopar.runtime.params.flat_buckets import flat_buckets
-from autopar.runtime.params.grad_buffer import Gradients
+from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.runtime.rank import Rank
 
 # A larger eps than the default: parameters whose true gradient is zero would amplify the order of sums.
@@ -69,7 +69,7 @@ def counted(pm: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, torc
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bucket is padded: segments of unequal length (or of equal ones), summed and handed on one by one."""
     monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
-    monkeypatch.setattr(buckets, "LARGEST_WASTE", -1.0)
+    monkeypatch.setattr(buckets, "MAX_WASTE", -1.0)
     monkeypatch.setattr(buckets.FlatBucket, "even", False)
 
 
@@ -140,7 +140,7 @@ def test_no_microbatch_costs_a_call_per_parameter() -> None:
         assert {name: after[name] - before[name] for name in after} == dict(zip(after, (1, 2, 0, 0), strict=True))
 
 
-def collected(**options: Any) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter], Gradients]:
+def collected(**options: Any) -> tuple[dict[str, nn.Parameter], dict[str, nn.Parameter], GradBuffer]:
     """Parameters of a convolution and a linear layer, bf16 copies of the first two, and their gradients."""
     weights = {
         "conv": torch.randn(4, 3, 2, 2).contiguous(memory_format=torch.channels_last),
@@ -153,7 +153,7 @@ def collected(**options: Any) -> tuple[dict[str, nn.Parameter], dict[str, nn.Par
                                                             ("float32", True, (n,))))
         for n, t in weights.items()
     ]  # fmt: skip
-    gradients = Gradients(parameters, flat_buckets(about, {}, 1, **options))
+    gradients = GradBuffer(parameters, flat_buckets(about, {}, 1, **options))
     copies = {n: nn.Parameter(p.detach().bfloat16()) for n, p in parameters.items() if p.ndim > 1}
     for name, copy in copies.items():
         gradients.watch(name, copy)
@@ -170,11 +170,11 @@ def test_sums_are_those_of_float32_in_the_order_of_microbatches() -> None:
             read = [n for n in leaves if (n, microbatch) not in {("linear", 0), ("bias", 2), ("conv", 3)}]
             scale = {name: torch.randn(leaves[name].shape).to(leaves[name].dtype) for name in read}
             sum((leaves[name] * scale[name]).float().sum() for name in read).backward()  # type: ignore[union-attr]
-            gradients.settle()
+            gradients.flush()
             assert all(leaf.grad is None for leaf in leaves.values())
             for name in read:
                 expected[name] = expected[name] + scale[name].float() if name in expected else scale[name].float()
-        gradients.show()
+        gradients.attach_to_params()
         for name, parameter in parameters.items():
             assert parameter.grad is not None and torch.equal(parameter.grad, expected[name])
             assert parameter.grad.stride() == parameter.stride()
@@ -184,10 +184,10 @@ def test_sums_are_those_of_float32_in_the_order_of_microbatches() -> None:
             if parameter.grad is not None
         }
         assert len(memory) == 2
-        gradients.hide()
+        gradients.detach_from_params()
         assert all(parameter.grad is None for parameter in parameters.values())
         gradients.clear()
-        gradients.show()
+        gradients.attach_to_params()
         assert all(parameter.grad is None for parameter in parameters.values())
     assert gradients.num_bytes == 4 * 128 * 2 + 4 * 128
 
@@ -229,7 +229,7 @@ def test_equals_one_device(
         firsts = {"vit": ["blocks.1.norm1.layer_norm"], "tied": ["layers.1.0.layer_norm", "mean"]}[name][: pp - 1]
         plan = plan_by_hand(model, x, 2, firsts, dp=dp, zero1=True, precision="bf16")
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW)
-    even = {bucket.even for rank in ranks_of(pm) for bucket in rank.updater.gradients.buckets}
+    even = {bucket.even for rank in ranks_of(pm) for bucket in rank.updater.grad_buffer.buckets}
     assert even == {padding == "padded"}
     reference = Reference(model, F.cross_entropy, ADAMW)
     if precision == "bf16":
@@ -290,9 +290,9 @@ def test_masters_without_memory_take_none() -> None:
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=functools.partial(torch.optim.SGD, lr=0.1))
     pm.train_step(x, y)
     away = [
-        sum(4 * rank.weights[n].numel() - 4 for names in rank.updater.replica_weights.away for n in names)
+        sum(4 * rank.weights[n].numel() - 4 for names in rank.updater.zero_gather.remote_params for n in names)
         for rank in ranks_of(pm)
-        if rank.updater.replica_weights is not None
+        if rank.updater.zero_gather is not None
     ]
     released = on_all(pm, Rank.standing_bytes)
     pm.state_dict()  # brings all masters to all
@@ -313,8 +313,8 @@ def test_channels_last_survives() -> None:
         on_all(pm, Rank.gather_weights)
         for rank in ranks_of(pm):
             for name, parameter in model.named_parameters():
-                assert rank.weights[name].stride() == rank.copies.copies[name].stride() == parameter.stride()
-                assert rank.updater.gradients.views[name].stride() == parameter.stride()
+                assert rank.weights[name].stride() == rank.compute_params.copies[name].stride() == parameter.stride()
+                assert rank.updater.grad_buffer.views[name].stride() == parameter.stride()
         states.append(pm.state_dict())
     for name, tensor in states[0].items():
         assert torch.equal(states[1][name], tensor)
@@ -327,7 +327,7 @@ def test_a_step_scatters_gradients_and_gathers_copies(monkeypatch: pytest.Monkey
     model, (x, y) = tiny_vit(2), images(8)
     plan = plan_by_hand(model, x, 2, [], dp=2, zero1=True, precision="bf16")
     pm = in_threads(model, plan, x, F.cross_entropy, optimizer=ADAMW)
-    held = ranks_of(pm)[0].updater.gradients.buckets
+    held = ranks_of(pm)[0].updater.grad_buffer.buckets
     low = sum(bucket.numel for bucket in held if bucket.copy_dtype == torch.bfloat16)
     full = sum(bucket.numel for bucket in held if bucket.copy_dtype is None)
     assert low > 10 * full > 0
@@ -373,7 +373,7 @@ def test_no_bucket_waits_for_what_is_never_read(zero1: bool, monkeypatch: pytest
 
     def note(tensor: torch.Tensor, *args: Any) -> Any:
         if tensor.dtype == torch.float32:
-            noted.append(str(rank.running.current if rank.running else None))
+            noted.append(str(rank.current_step.current if rank.current_step else None))
         return call(tensor, *args)
 
     monkeypatch.setattr(rank.transport.transport, name, note)
@@ -401,7 +401,7 @@ def test_masters_of_others_are_behind_until_they_are_asked_for() -> None:
         and not torch.equal(own, model.get_parameter(name))
     )
     pm.forward_backward(x, y)  # the copies follow
-    assert torch.equal(ranks[1 - owner].copies.copies[name], own.bfloat16())
+    assert torch.equal(ranks[1 - owner].compute_params.copies[name], own.bfloat16())
     assert other.isnan().all()
     pm._call("zero_grad")
     on_all(pm, Rank.gather_weights)
@@ -414,8 +414,8 @@ def test_masters_of_others_are_behind_until_they_are_asked_for() -> None:
     for rank in ranks:
         for key, tensor in model.state_dict().items():
             assert torch.equal(rank.weights[key].detach(), tensor)
-            if key in rank.copies.copies:
-                assert torch.equal(rank.copies.copies[key].detach(), tensor.bfloat16())
+            if key in rank.compute_params.copies:
+                assert torch.equal(rank.compute_params.copies[key].detach(), tensor.bfloat16())
 
 
 def test_averages_are_of_all_masters() -> None:
@@ -449,7 +449,7 @@ def test_memory_is_taken_once() -> None:
     places = []
     for _ in range(3):
         pm.train_step(x, y)
-        gradients = rank.updater.gradients
+        gradients = rank.updater.grad_buffer
         places.append([flat.data_ptr() for flat in gradients.flats if flat is not None])
         assert gradients.num_bytes == sum(4 * b.numel for b in gradients.buckets)
     assert places[0] == places[1] == places[2]
@@ -458,7 +458,7 @@ def test_memory_is_taken_once() -> None:
 
 
 def test_collectives_of_threads() -> None:
-    hub = Hub()
+    hub = InProcessMailboxes()
     transports = [LocalTransport(rank, hub) for rank in range(3)]
     flats = [torch.arange(6.0) * 10**rank for rank in range(3)]
     for transport, flat in zip(transports, flats):

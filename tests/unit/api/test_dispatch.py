@@ -12,19 +12,19 @@ from support.faults import mlp
 from support.handmade import in_threads, plan_by_hand
 
 from autopar import UsageError
-from autopar.api.dispatch import KNOWN_CUTS
-from autopar.api.program_cache import Programs
+from autopar.api.dispatch import MAX_CACHED_PARTITIONS
+from autopar.api.program_cache import ProgramCache
 
 
 def test_only_a_new_signature_is_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     cuts: list[int] = []
-    found = Programs.microbatches
+    found = ProgramCache.microbatches
 
-    def counted(self: Programs, mode: Any, call: Any, parts: Any) -> Any:
+    def counted(self: ProgramCache, mode: Any, call: Any, parts: Any) -> Any:
         cuts.append(call.batch)
         return found(self, mode, call, parts)
 
-    monkeypatch.setattr(Programs, "microbatches", counted)
+    monkeypatch.setattr(ProgramCache, "microbatches", counted)
     torch.manual_seed(0)
     x, y = torch.randn(6, 8), torch.randint(0, 4, (6,))
     model = mlp()
@@ -54,13 +54,13 @@ def test_known_cuts_are_few() -> None:
     pm = in_threads(model, plan_by_hand(model, x, 1, []), x, F.cross_entropy)
     dispatcher = pm._dispatcher
     pm.forward_backward(x, y)
-    (cut,) = dispatcher.cuts.values()
-    dispatcher.cuts.update({("made up", number): cut for number in range(KNOWN_CUTS - 1)})
-    assert len(dispatcher.cuts) == KNOWN_CUTS
+    (cut,) = dispatcher.partitions.values()
+    dispatcher.partitions.update({("made up", number): cut for number in range(MAX_CACHED_PARTITIONS - 1)})
+    assert len(dispatcher.partitions) == MAX_CACHED_PARTITIONS
     pm.forward_backward(x, y)
-    assert len(dispatcher.cuts) == KNOWN_CUTS
+    assert len(dispatcher.partitions) == MAX_CACHED_PARTITIONS
     pm.forward_backward(x[:3], y[:3])
-    assert len(dispatcher.cuts) == 1
+    assert len(dispatcher.partitions) == 1
 
 
 class Agreed:

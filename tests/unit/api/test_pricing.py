@@ -13,7 +13,7 @@ from support.hardware import slow_compute
 from torch import nn
 
 import autopar
-from autopar.api.planning.costs import Costs, apply
+from autopar.api.planning.costs import PlanCosts, apply
 from autopar.api.planning.plan import example_call
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
@@ -39,7 +39,7 @@ def vit(**kwargs: Any) -> nn.Module:
 def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
     call = example_call(vit(), None, size, None)
     graph = trace(vit(), call.args, call.kwargs)
-    costs = Costs(graph, load_hardware("h200-nvlink"))
+    costs = PlanCosts(graph, load_hardware("h200-nvlink"))
     labels = {op.name: MEGATRON.get(op.name.split(".", 2)[-1], "") for op in graph.ops}
     inside = {name for name in labels if ".attn." in name or ".mlp." in name}
     by_hand = apply(graph, {n: label for n, label in labels.items() if label or n not in inside}, tp, costs.hardware)
@@ -144,5 +144,5 @@ def test_what_replicas_exchange_drags_a_step() -> None:
     graph = trace(model.to("meta"), (torch.empty(32, 64, device="meta"),), {}, "train", "mlp")
     machine = replace(load_hardware("h200-nvlink"), replica_bytes_per_second=1e9)
     for replicas, zero1, num_bytes in ((1, False, 0), (2, True, 8), (4, True, 8), (4, False, 8)):
-        for weight in Costs(graph, machine).unsharded(replicas, zero1, 8).cost.weights:
-            assert weight.drag_seconds == pytest.approx(num_bytes * weight.numel / 1e9)
+        for weight in PlanCosts(graph, machine).unsharded(replicas, zero1, 8).cost.weights:
+            assert weight.contention_seconds == pytest.approx(num_bytes * weight.numel / 1e9)

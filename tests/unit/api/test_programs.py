@@ -14,7 +14,7 @@ from torch import nn
 
 import autopar
 from autopar import PlanError
-from autopar.api.program_cache import Programs
+from autopar.api.program_cache import ProgramCache
 from autopar.trace.call import as_call
 
 
@@ -31,10 +31,10 @@ class Small(nn.Module):
         return self.fc2(torch.relu(self.fc1(x)))
 
 
-def programs(strategies: Mapping[str, str], shardings: Mapping[str, str]) -> Programs:
+def programs(strategies: Mapping[str, str], shardings: Mapping[str, str]) -> ProgramCache:
     model, x = Small(), torch.randn(4, 3, 6, 6)
     plan = plan_by_hand(model, x, 2, [], tp=2, strategies=strategies, shardings=shardings)
-    return Programs(model, plan, as_call(model, x))
+    return ProgramCache(model, plan, as_call(model, x))
 
 
 @pytest.mark.parametrize(
@@ -93,4 +93,4 @@ def test_a_plan_fits_the_microbatch_that_it_chose(tmp_path: Path, batch: int) ->
     model, x = MODELS["swin"].make(), MODELS["swin"].x()[:batch]
     plan = autopar.plan(model, 2, x, hardware=str(slow_compute(tmp_path)), memory="64GiB", tp=2)
     assert plan.microbatches == 1 and plan.strategies
-    assert Programs(model, plan, as_call(model, x)).example.batch == batch
+    assert ProgramCache(model, plan, as_call(model, x)).example.batch == batch

@@ -13,19 +13,19 @@ from support.choice_graphs import RANKS, choice_graphs, vit_choices
 from support.effort import examples
 from support.joint_problems import brute_force, step_seconds
 
-from autopar.api.planning.costs import Costs
+from autopar.api.planning.costs import PlanCosts
 from autopar.api.planning.refine import refine
 from autopar.cost.hardware.load import load_hardware
-from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, Op, Ref, Value
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import ModelInfo, Plan
-from autopar.ir.strategies import ChoiceGraph
+from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.joint.problem import JointProblem
 from autopar.solve.search import search
-from autopar.solve.shardings.cost import conversion, wires
+from autopar.solve.shardings.cost import resharding_cost, value_edges
 from autopar.solve.shardings.solve import solve_shardings
 from autopar.solve.space.constraints import Constraints, boundary_links
 
@@ -39,11 +39,11 @@ class ChoicePrices:
     A conversion counts for the first group that needs it, which is exact where every value has one reader.
     """
 
-    choice_graph: ChoiceGraph
+    choice_graph: StrategyGraph
     graph: Graph
     hardware: Hardware = MACHINE
 
-    def choices(self, tp: int, size: int) -> ChoiceGraph:
+    def choices(self, tp: int, size: int) -> StrategyGraph:
         return self.choice_graph
 
     def floor_seconds(self, tp: int, size: int) -> float:
@@ -52,35 +52,35 @@ class ChoicePrices:
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
         if memory_level:
             return None
-        return self.picked(solve_shardings(self.choice_graph, microbatches).picks, tp, dp, zero1, size)
+        return self.picked(solve_shardings(self.choice_graph, microbatches).strategy_index, tp, dp, zero1, size)
 
     def bound_seconds(self, tp: int, size: int) -> float:
         return solve_shardings(self.choice_graph, 1).bound_seconds
 
     def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
         groups, value_bytes = self.choice_graph.groups, self.choice_graph.value_bytes
-        chosen = [group.choices[k] for group, k in zip(groups, picks)]
+        chosen = [group.strategies[k] for group, k in zip(groups, picks)]
         seconds, flows = [c.seconds for c in chosen], []
-        for wire in wires(self.choice_graph):
-            made = wire.gives[picks[wire.producer]]
-            first = {r.takes[picks[r.group]]: r.group for r in reversed(wire.readings)}
+        for wire in value_edges(self.choice_graph):
+            made = wire.layouts[picks[wire.producer]]
+            first = {r.layouts[picks[r.group]]: r.group for r in reversed(wire.consumers)}
             for layout, reader in first.items():
-                seconds[reader] += conversion(self.choice_graph, wire.value, made, layout).seconds
+                seconds[reader] += resharding_cost(self.choice_graph, wire.value, made, layout).seconds
             num_bytes = value_bytes[wire.value] // RANKS ** len(made.splits)
-            flows.append(Flow(wire.value, wire.producer, tuple(r.group for r in wire.readings), num_bytes, True))
+            flows.append(TensorEdge(wire.value, wire.producer, tuple(r.group for r in wire.consumers), num_bytes, True))
         names = [(group.name,) if number < len(groups) - 1 else () for number, group in enumerate(groups)]
         cost = CostGraph(
             "net",
             size,
             tuple(Group(g.name, own, "", t, 0.0) for g, own, t in zip(groups, names, seconds)),
             tuple(flows),
-            tuple(Holding(g.name, 0, (i,), 0, c.step_seconds) for i, (g, c) in enumerate(zip(groups, chosen))),
+            tuple(ResidentTensor(g.name, 0, (i,), 0, c.step_seconds) for i, (g, c) in enumerate(zip(groups, chosen))),
         )
         labels = {group.name: str(k) for group, k in zip(groups[:-1], picks)}
-        return Priced(cost, strategies=labels, picks=picks)
+        return Priced(cost, strategies=labels, strategy_index=picks)
 
 
-def graph_of(choices: ChoiceGraph) -> Graph:
+def graph_of(choices: StrategyGraph) -> Graph:
     """A graph with an operation for every group but the loss."""
     ops = []
     for group in choices.groups[:-1]:
@@ -91,14 +91,14 @@ def graph_of(choices: ChoiceGraph) -> Graph:
     return Graph("net", "train", 1, inputs, (), tuple(ops), ends, (Ref("x"),), None, None)
 
 
-def planned(choices: ChoiceGraph, asked: Constraints) -> tuple[Plan, Graph]:
+def planned(choices: StrategyGraph, asked: Constraints) -> tuple[Plan, Graph]:
     graph = graph_of(choices)
     costs = ChoicePrices(choices, graph)
     model = ModelInfo("net", graph.fingerprint, 0, ())
-    return search(costs, graph, MACHINE, asked, model, partial(refine, cast(Costs, costs))), graph
+    return search(costs, graph, MACHINE, asked, model, partial(refine, cast(PlanCosts, costs))), graph
 
 
-def question(choices: ChoiceGraph, asked: Constraints, pins: dict[int, int]) -> JointProblem:
+def question(choices: StrategyGraph, asked: Constraints, pins: dict[int, int]) -> JointProblem:
     assert asked.pp and asked.microbatches
     return JointProblem(
         choices, asked.pp, asked.microbatches, None, (1,) * asked.pp, boundary_links(MACHINE, Mesh(asked.pp, RANKS)),
@@ -147,7 +147,7 @@ def test_the_plan_is_the_best_over_choices_and_cuts(asked: tuple[Constraints, Jo
     """With one microbatch the formula is the simulated step, but where messages overlap and cuts were moved therefore;
     each value has one reader, so that prices are exact."""
     constraints, problem = asked
-    assume(all(len(wire.readings) == 1 for wire in wires(problem.graph)))
+    assume(all(len(wire.consumers) == 1 for wire in value_edges(problem.graph)))
     best = brute_force(problem)
     assume(best is not None)
     plan, graph = planned(problem.graph, constraints)
@@ -163,6 +163,6 @@ def test_a_model_too_large_for_the_joint_model_is_bounded_by_its_shardings() -> 
         graph = graph_of(choices)
         costs = ChoicePrices(choices, graph, fast)
         model = ModelInfo("net", graph.fingerprint, 0, ())
-        plan = search(costs, graph, fast, asked, model, partial(refine, cast(Costs, costs)))
+        plan = search(costs, graph, fast, asked, model, partial(refine, cast(PlanCosts, costs)))
         assert plan.solver.method == method
         assert 0 <= plan.solver.gap <= (1e-3 if stages == 1 else 0.05)

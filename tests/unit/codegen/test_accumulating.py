@@ -19,9 +19,9 @@ from torch import nn
 import autopar
 from autopar.codegen import compile as compiled
 from autopar.codegen.emit import graph_module
-from autopar.ops import wgrad_accumulation as accumulating_linear
+from autopar.ops import wgrad_accumulation as linear_wgrad_fused
 from autopar.ops.wgrad_accumulation import add_product
-from autopar.runtime.params.grad_buffer import Gradients, Sum
+from autopar.runtime.params.grad_buffer import GradBuffer, MainGrad
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
@@ -39,8 +39,8 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     backend = "aot_eager_decomp_partition"  # leaves out what nothing reads, as the one that makes kernels does
     monkeypatch.setattr(torch, "compile", lambda *args, **options: whole(*args, **options, backend=backend))
     monkeypatch.setattr(compiled, "COMPILED", {})
-    monkeypatch.setattr(accumulating_linear, "add_product", noted)
-    monkeypatch.setattr(accumulating_linear, "OWNERS", WeakValueDictionary())  # but those of other tests' models
+    monkeypatch.setattr(linear_wgrad_fused, "add_product", noted)
+    monkeypatch.setattr(linear_wgrad_fused, "OWNERS", WeakValueDictionary())  # but those of other tests' models
     yield found
 
 
@@ -79,7 +79,7 @@ def test_sums_are_those_of_moved_gradients(precision: Any, recompute: Any, added
         for name, tensor in theirs.items():
             # A gradient of each microbatch was rounded to bfloat16 before it was added.
             assert (ours[name] - tensor).norm() <= 0.06 * tensor.norm() + 1e-3, name
-    assert not accumulating_linear.OWNERS
+    assert not linear_wgrad_fused.OWNERS
 
 
 def test_a_weight_that_is_used_twice_has_its_gradient_moved(added: list[bool]) -> None:
@@ -162,13 +162,15 @@ def test_empty_weights_and_memory_after_a_model(closes: bool, added: list[bool])
     )
     pm.train_step(x, y)
     assert added == [False]  # by the last layer
-    owners = [weakref.ref(owner.gradients) for owner in accumulating_linear.OWNERS.values() if isinstance(owner, Sum)]
+    owners = [
+        weakref.ref(owner.gradients) for owner in linear_wgrad_fused.OWNERS.values() if isinstance(owner, MainGrad)
+    ]
     assert len(owners) == 1
     if closes:
         pm.close()
     del pm
     gc.collect()
-    assert not accumulating_linear.OWNERS
+    assert not linear_wgrad_fused.OWNERS
     assert [owner() for owner in owners] == [None]
 
 
@@ -204,6 +206,6 @@ def test_products_of_one_dtype_and_of_two() -> None:
 
 
 def test_what_is_lent_is_taken_back() -> None:
-    gradients = Gradients({}, ())
-    assert gradients.lend("missing") is None
+    gradients = GradBuffer({}, ())
+    assert gradients.main_grad_of("missing") is None
     gradients.close()

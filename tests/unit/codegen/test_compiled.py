@@ -19,7 +19,7 @@ from autopar.codegen.compile import SPLIT_SIZE, norm_options
 from autopar.codegen.emit import graph_module
 from autopar.codegen.split import split
 from autopar.ir.graph import Graph
-from autopar.ops.regions import SMALLEST, region_starts
+from autopar.ops.regions import MIN_REGION_OPS, region_starts
 from autopar.trace.trace import trace, weight_tensors
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3, eps=1e-4)
@@ -65,7 +65,7 @@ def test_regions_hold_every_operation_once(model: Any, x: torch.Tensor) -> None:
     starts = region_starts(graph.ops)
     regions = divided(graph.ops, starts, {w.name for w in graph.weights}, [], "region")
     assert [op.name for region in regions for op in region.ops] == [op.name for op in graph.ops]
-    assert all(len(region.ops) >= SMALLEST for region in regions[1:-1])
+    assert all(len(region.ops) >= MIN_REGION_OPS for region in regions[1:-1])
     made: set[str] = {value.name for value in graph.inputs}
     for region in regions:
         assert set(region.reads) <= made
@@ -76,7 +76,9 @@ def test_what_writes_into_a_value_is_not_divided() -> None:
     class Writes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = nn.ModuleList(nn.Sequential(*(nn.Linear(4, 4) for _ in range(SMALLEST))) for _ in range(3))
+            self.layers = nn.ModuleList(
+                nn.Sequential(*(nn.Linear(4, 4) for _ in range(MIN_REGION_OPS))) for _ in range(3)
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             kept = torch.zeros_like(x)
@@ -191,15 +193,15 @@ def test_what_the_loss_leaves_out_has_no_gradient(kept: int, recompute: Any, pre
 def test_operations_that_lead_to_other_outputs_are_not_compiled_together() -> None:
     graph = traced(Heads(), torch.randn(2, 8))
     (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
-    assert [graph.ops[k].name for k in program.borders] == [
+    assert [graph.ops[k].name for k in program.output_boundaries] == [
         "other.linear",
         "features.linear",
         "head.linear",
         "gelu",
         "tanh",
     ]
-    assert [program.ops[k] for k in region_starts(program.ops, program.borders)][1:] == [
-        program.ops[k] for k in program.borders
+    assert [program.ops[k] for k in region_starts(program.ops, program.output_boundaries)][1:] == [
+        program.ops[k] for k in program.output_boundaries
     ]
     alone = traced(tiny_vit(2), torch.randn(2, 3, 32, 32))
-    assert not split(alone, {op.name: 0 for op in alone.ops}, 1)[0].borders
+    assert not split(alone, {op.name: 0 for op in alone.ops}, 1)[0].output_boundaries

@@ -45,7 +45,7 @@ def hidden(model: Graph, peak: float = 1e6, factors: dict | None = None) -> tupl
     machine = replace(MACHINE, peak_flops={"float32": peak})
 
     def total(share: float) -> CostGraph:
-        shared = replace(machine, hidden_share=share)
+        shared = replace(machine, overlap_efficiency=share)
         return price(model, op_facts(model), shared, model.batch, Sharing(tp=2), factors=factors or {})
 
     apart, beside = total(0.0), total(SHARE)

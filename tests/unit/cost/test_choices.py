@@ -23,13 +23,13 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
-from autopar.ir.strategies import Choice, ChoiceGraph, Conversion
+from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.trace.trace import trace
 
 # Communication is cheap, so that splitting pays even in small models.
 FAST = replace(MACHINE, peak_flops={"float32": 1e9}, memory_bytes_per_second=1e10, collective=Link(1e-6, 1e9))
-HIDING = replace(FAST, hidden_share=0.6)
+HIDING = replace(FAST, overlap_efficiency=0.6)
 BATCH = 4
 
 MODELS = {
@@ -62,8 +62,8 @@ class Sharded:
     picks: Sequence[int]
 
     @cached_property
-    def choices(self) -> list[Choice]:
-        return [g.choices[k] for g, k in zip(self.case.choices.groups, self.picks, strict=True)]
+    def choices(self) -> list[ShardingStrategy]:
+        return [g.strategies[k] for g, k in zip(self.case.choices.groups, self.picks, strict=True)]
 
     @cached_property
     def labels(self) -> Mapping[str, str]:
@@ -84,15 +84,15 @@ class Sharded:
         return price(self.local, op_facts(self.local), self.case.hardware, BATCH, sharing, self.case.whole.groups)
 
     @cached_property
-    def costs(self) -> list[Choice | Conversion]:
+    def costs(self) -> list[ShardingStrategy | ReshardingCost]:
         """All choices and the conversions between them, each once."""
         made: dict[str, Layout] = {}
-        paid: dict[tuple, Conversion] = {}
+        paid: dict[tuple, ReshardingCost] = {}
         for group, choice in zip(self.case.choices.groups, self.choices, strict=True):
-            for name, read in zip(group.reads, choice.takes, strict=True):
+            for name, read in zip(group.reads, choice.input_layouts, strict=True):
                 if made[name] != read:
-                    paid[name, read] = self.case.choices.conversions[name, made[name], read]
-            made |= dict(zip(group.makes, choice.gives, strict=True))
+                    paid[name, read] = self.case.choices.resharding[name, made[name], read]
+            made |= dict(zip(group.makes, choice.output_layouts, strict=True))
         return [*self.choices, *paid.values()]
 
     @property
@@ -110,7 +110,7 @@ class Sharded:
         pairs = (
             pair
             for group, choice in zip(self.case.choices.groups, self.choices, strict=True)
-            for pair in zip(group.weights, choice.stores, strict=True)
+            for pair in zip(group.weights, choice.weight_layouts, strict=True)
         )
         return all(kept.setdefault(name, layout) == layout for name, layout in pairs)
 
@@ -121,7 +121,7 @@ class Case:
 
     graph: Graph
     facts: Facts
-    choices: ChoiceGraph
+    choices: StrategyGraph
     whole: CostGraph
     ranks: int
     hardware: Hardware
@@ -141,7 +141,7 @@ class Case:
     def descended(self) -> Sharded:
         """An assignment that no change of a single kind makes faster."""
         pick = dict.fromkeys((g.kind for g in self.choices.groups), 0)
-        sizes = {g.kind: len(g.choices) for g in self.choices.groups}
+        sizes = {g.kind: len(g.strategies) for g in self.choices.groups}
         best = self.sharded(pick).seconds
         for kind in [*pick, *pick]:
             for k in range(sizes[kind]):
@@ -169,9 +169,9 @@ def case(name: str, ranks: int = 2) -> Case:
     return case_of(graph_of(name), ranks)
 
 
-def names(choices: ChoiceGraph, ending: str) -> list[str]:
+def names(choices: StrategyGraph, ending: str) -> list[str]:
     """Names of the choices of the first group that ends so."""
-    return [c.name for c in next(g for g in choices.groups if g.name.endswith(ending)).choices]
+    return [c.name for c in next(g for g in choices.groups if g.name.endswith(ending)).strategies]
 
 
 # -- what the choices are ------------------------------------------------------------------------------------------
@@ -182,8 +182,8 @@ def test_repeated_blocks_share_their_choices():
     kinds = [[g.kind for g in groups if g.name.startswith(f"blocks.{i}.")] for i in range(3)]
     assert kinds[0] == kinds[1] == kinds[2] and len(kinds[0]) == 7
     first, second = (next(g for g in groups if g.name == f"blocks.{i}.mlp.fc1.linear") for i in (0, 1))
-    assert [replace(c, labels=()) for c in first.choices] == [replace(c, labels=()) for c in second.choices]
-    assert second.choices[1].labels == (("blocks.1.mlp.fc1.linear", "n"), ("blocks.1.mlp.act.gelu", "d2"))
+    assert [replace(c, labels=()) for c in first.strategies] == [replace(c, labels=()) for c in second.strategies]
+    assert second.strategies[1].labels == (("blocks.1.mlp.fc1.linear", "n"), ("blocks.1.mlp.act.gelu", "d2"))
 
 
 def test_choices_of_a_block_whose_tokens_do_not_divide():
@@ -219,7 +219,7 @@ def test_products_with_weights_leave_samples_to_data_parallelism():
     vit = case("vit")
     linears = [g for g in vit.choices.groups if g.name.endswith(("linear", "conv2d"))]
     assert len(linears) == 14
-    assert not any("d0" in c.name.split(" → ")[0] or c.name == "b" for g in linears for c in g.choices)
+    assert not any("d0" in c.name.split(" → ")[0] or c.name == "b" for g in linears for c in g.strategies)
     three = case_of(vit.graph, 2, batch=3).choices
     assert names(three, "norm1.layer_norm") == ["replicated"]
     assert "k → tp:0" not in names(three, "fc2.linear")
@@ -230,7 +230,7 @@ def test_a_relative_position_table_is_split_by_heads():
         g for g in case("swin").choices.groups if "layers.0.blocks.0.attn.relative_position_bias_table" in g.weights
     )
     place = group.weights.index("layers.0.blocks.0.attn.relative_position_bias_table")
-    assert "tp:1" in {str(c.stores[place]) for c in group.choices}
+    assert "tp:1" in {str(c.weight_layouts[place]) for c in group.strategies}
 
 
 def test_the_halves_of_a_gated_layer_are_split_alike():
@@ -246,9 +246,9 @@ def test_the_halves_of_a_gated_layer_are_split_alike():
     choices = case_of(gated, 2).choices
     assert [g.name for g in choices.groups] == ["both", "part", "gate", "hidden", "out", "loss"]
     assert names(choices, "both")[:2] == ["replicated", "nx2"]
-    first, second = choices.groups[0].choices[1], choices.groups[1].choices[1]
-    assert [str(layout) for layout in (*first.gives, *first.stores)] == ["tp:1x2", "tp:0x2", "tp:0x2"]
-    assert [str(layout) for layout in (*second.takes, *second.gives)] == ["tp:1x2", "tp:1", "tp:1"]
+    first, second = choices.groups[0].strategies[1], choices.groups[1].strategies[1]
+    assert [str(layout) for layout in (*first.output_layouts, *first.weight_layouts)] == ["tp:1x2", "tp:0x2", "tp:0x2"]
+    assert [str(layout) for layout in (*second.input_layouts, *second.output_layouts)] == ["tp:1x2", "tp:1", "tp:1"]
 
 
 def test_groups_that_share_a_weight_can_agree_on_it():
@@ -257,27 +257,30 @@ def test_groups_that_share_a_weight_can_agree_on_it():
     readers = [(g, g.weights.index("embed.weight")) for g in tied.groups if "embed.weight" in g.weights]
     assert [g.name for g, _ in readers] == ["embed.embedding", "head.linear"]
     for group, place in readers:
-        kept = {c.stores[place] for c in group.choices if c.name != "replicated"}
+        kept = {c.weight_layouts[place] for c in group.strategies if c.name != "replicated"}
         assert Layout() in kept and len(kept) > 1
-    assert [g.choices[0].weight_bytes > 0 for g, _ in readers] == [True, False]
+    assert [g.strategies[0].weight_bytes > 0 for g, _ in readers] == [True, False]
 
 
 def test_without_gradients_nothing_is_spent_backwards():
     model = tiny_vit(depth=1).requires_grad_(False)
     with torch.device("meta"):
         frozen = case_of(trace(model, (torch.empty(BATCH, 3, 32, 32),), {}, mode="train"), 2).choices
-    assert {c.backward_seconds for g in frozen.groups for c in g.choices} == {0.0}
-    assert {c.backward_seconds for c in frozen.conversions.values()} == {0.0}
+    assert {c.backward_seconds for g in frozen.groups for c in g.strategies} == {0.0}
+    assert {c.backward_seconds for c in frozen.resharding.values()} == {0.0}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_conversion_that_can_occur_is_priced(name: str):
     choices = case(name).choices
-    made = {v: {c.gives[i] for c in g.choices} for g in choices.groups for i, v in enumerate(g.makes)}
-    read = [(v, c.takes[i]) for g in choices.groups for i, v in enumerate(g.reads) for c in g.choices]
+    made = {v: {c.output_layouts[i] for c in g.strategies} for g in choices.groups for i, v in enumerate(g.makes)}
+    read = [(v, c.input_layouts[i]) for g in choices.groups for i, v in enumerate(g.reads) for c in g.strategies]
     pairs = {(v, m, layout) for v, layout in read for m in made[v] if m != layout}
-    assert pairs == set(choices.conversions)
-    assert all(len(g.choices) <= 8 and not any(x.partial for c in g.choices for x in c.gives) for g in choices.groups)
+    assert pairs == set(choices.resharding)
+    assert all(
+        len(g.strategies) <= 8 and not any(x.partial for c in g.strategies for x in c.output_layouts)
+        for g in choices.groups
+    )
 
 
 # -- what they cost --------------------------------------------------------------------------------------------------
@@ -288,13 +291,13 @@ def test_replicating_everything_costs_what_the_whole_graph_costs(name: str):
     whole, choices = case(name).whole, case(name).choices
     assert [g.name for g in choices.groups] == [g.name for g in whole.groups]
     for group, priced in zip(choices.groups, whole.groups, strict=True):
-        assert group.choices[0].forward_seconds == pytest.approx(priced.forward_seconds)
-        assert group.choices[0].backward_seconds == pytest.approx(priced.backward_seconds)
+        assert group.strategies[0].forward_seconds == pytest.approx(priced.forward_seconds)
+        assert group.strategies[0].backward_seconds == pytest.approx(priced.backward_seconds)
     saved = sum(g.saved_bytes for g in whole.groups) + sum(h.num_bytes for h in whole.saved)
-    assert sum(g.choices[0].saved_bytes for g in choices.groups) == pytest.approx(saved, rel=1e-6)
-    assert sum(g.choices[0].weight_bytes for g in choices.groups) == sum(h.num_bytes for h in whole.weights)
+    assert sum(g.strategies[0].saved_bytes for g in choices.groups) == pytest.approx(saved, rel=1e-6)
+    assert sum(g.strategies[0].weight_bytes for g in choices.groups) == sum(h.num_bytes for h in whole.weights)
     optimizer = sum(h.optimizer_seconds for h in whole.weights)
-    assert sum(g.choices[0].step_seconds for g in choices.groups) == pytest.approx(optimizer)
+    assert sum(g.strategies[0].step_seconds for g in choices.groups) == pytest.approx(optimizer)
 
 
 def check_cost(found: Sharded, seconds_error: float, saved_error: float) -> None:
@@ -322,15 +325,15 @@ def test_a_copy_counts_where_a_reader_keeps_it_besides_the_one_it_is_made_of():
         ),
         2,
     ).choices
-    kept = {(made, taken): c.saved_bytes for (name, made, taken), c in read.conversions.items() if name == "kept"}
+    kept = {(made, taken): c.saved_bytes for (name, made, taken), c in read.resharding.items() if name == "kept"}
     linear = next(g for g in read.groups if g.name == "two")
-    taken = {choice.takes[linear.reads.index("kept")] for choice in linear.choices}
+    taken = {choice.input_layouts[linear.reads.index("kept")] for choice in linear.strategies}
     whole = 4 * 8 * 4
     for (made, layout), num_bytes in kept.items():
         copied = layout in taken and (made.splits or layout.splits)
         assert num_bytes == (0 if not copied else whole // 2 if layout.splits else whole)
     assert {0, whole // 2, whole} == set(kept.values())
-    assert not any(c.saved_bytes for (name, *_), c in read.conversions.items() if name == "summand")
+    assert not any(c.saved_bytes for (name, *_), c in read.resharding.items() if name == "summand")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -354,7 +357,7 @@ def test_collectives_beside_linear_layers_cost_what_they_cost_in_its_graph(name:
 def test_any_assignment_costs_about_what_its_graph_costs(name: str):
     """Where a sum is wanted in several layouts, the graph reduces it once for each and the choices gather it again."""
     draw = random.Random(0)
-    sizes = {g.kind: len(g.choices) for g in case(name).choices.groups}
+    sizes = {g.kind: len(g.strategies) for g in case(name).choices.groups}
     for _ in range(2):
         found = case(name).sharded({kind: draw.randrange(size) for kind, size in sizes.items()})
         check_cost(found, seconds_error=0.06, saved_error=0.07)
@@ -363,7 +366,7 @@ def test_any_assignment_costs_about_what_its_graph_costs(name: str):
 def test_state_that_is_updated_in_place_stays_where_it_is():
     found = case_of(trace(Updating(), (torch.randn(BATCH, 8),), {}, mode="train"), 2)
     for k in range(3):
-        picked = Sharded(found, [min(k, len(g.choices) - 1) for g in found.choices.groups])
+        picked = Sharded(found, [min(k, len(g.strategies) - 1) for g in found.choices.groups])
         assert {str(picked.storage[n]) for n in ("calls", "mean")} == {"replicated"}
         check_cost(picked, seconds_error=0.01, saved_error=0.07)
 
@@ -374,7 +377,7 @@ def test_replicas_change_what_weights_cost(zero1: bool):
     vit, sharing = case("vit without class token"), Sharing(2, 2, zero1)
     split = vit.named({"norm1.layer_norm": "d1", "fc1.linear": "d1", "fc2.linear": "d1", "head.linear": "n"})
     shared = with_replicas(vit.choices, vit.graph, sharing, FAST)
-    chosen = [g.choices[k] for g, k in zip(shared.groups, split.picks, strict=True)]
+    chosen = [g.strategies[k] for g, k in zip(shared.groups, split.picks, strict=True)]
     priced = price(
         split.local, op_facts(split.local), FAST, BATCH, replace(sharing, storage=split.storage), vit.whole.groups
     ).weights

@@ -9,7 +9,7 @@ from support.models import UNet
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_stats import op_facts
-from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.trace.trace import trace
 
 MIB = 2**20
@@ -19,10 +19,10 @@ def diamond() -> CostGraph:
     """0 feeds 1 and 2, both feed 3, and 0 skips to 3; 4 is the loss."""
     groups = tuple(Group(name, (name,), name, 1e-3, 2e-3, saved_bytes=MIB) for name in "abcd")
     flows = (
-        Flow("a", 0, (1, 2, 3), MIB, True),
-        Flow("b", 1, (3,), 2 * MIB, True),
-        Flow("c", 2, (3,), 4 * MIB, True),
-        Flow("d", 3, (4,), MIB, True),
+        TensorEdge("a", 0, (1, 2, 3), MIB, True),
+        TensorEdge("b", 1, (3,), 2 * MIB, True),
+        TensorEdge("c", 2, (3,), 4 * MIB, True),
+        TensorEdge("d", 3, (4,), MIB, True),
     )
     return CostGraph("diamond", 2, (*groups, Group("loss", (), "")), flows)
 
@@ -56,7 +56,7 @@ def test_printed() -> None:
 def test_skip_over_a_real_model_is_charged_at_every_cut_it_crosses() -> None:
     graph = trace(UNet(), (torch.randn(2, 3, 8, 8),))
     cost = price(graph, op_facts(graph), load_hardware("cpu-generic"), 2)
-    skip = next(f for f in cost.flows if f.value == "relu")
+    skip = next(f for f in cost.edges if f.value == "relu")
     names = [cost.groups[i].name for i in cost.dominators]
     assert "middle.conv2d" not in names and {"down1.conv2d", "merge.conv2d", "head.conv2d"} <= set(names)
     inside = range(skip.producer, max(skip.consumers))
@@ -65,9 +65,9 @@ def test_skip_over_a_real_model_is_charged_at_every_cut_it_crosses() -> None:
 
 def test_a_flow_backwards_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="runs backwards"):
-        CostGraph("bad", 1, (Group("a", (), ""), Group("b", (), "")), (Flow("x", 1, (0,), 1, True),))
+        CostGraph("bad", 1, (Group("a", (), ""), Group("b", (), "")), (TensorEdge("x", 1, (0,), 1, True),))
 
 
 def test_a_weight_that_nobody_holds_is_our_own_bug() -> None:
     with pytest.raises(AssertionError, match="held by no group"):
-        CostGraph("bad", 1, (Group("loss", (), ""),), (), weights=(Holding("w", 1, ()),))
+        CostGraph("bad", 1, (Group("loss", (), ""),), (), weights=(ResidentTensor("w", 1, ()),))

@@ -17,7 +17,7 @@ from autopar.codegen import compile as compiled
 from autopar.codegen.emit import graph_module
 from autopar.codegen.split import split
 from autopar.cost.groups.saved_activations import compiled_facts
-from autopar.cost.ops.op_stats import Facts, op_facts, roots
+from autopar.cost.ops.op_stats import Facts, op_facts, storage_of
 from autopar.ir.graph import Graph
 from autopar.trace.lower import lowered
 from autopar.trace.trace import weight_tensors
@@ -36,7 +36,7 @@ def small_convnext() -> nn.Module:
 
 def saved_bytes(graph: Graph, facts: Facts) -> int:
     """Bytes that the operations save, each tensor once and no weights."""
-    root = roots(graph, facts)
+    root = storage_of(graph, facts)
     names = {root.get(name, name) for own in graph.ops for name in facts.ops[own.name].saved_names(own)}
     values = sum(graph.values[name].num_bytes for name in names - graph.weight.keys())
     return values + sum(facts.ops[own.name].saved_bytes for own in graph.ops)

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hardware
 from autopar.errors import HardwareError
-from autopar.ir.hardware import Efficiency, Hardware, Launch, Link, Way
+from autopar.ir.hardware import Efficiency, ExecutionMode, Hardware, Launch, Link
 
 CPU = (cost_model_dir() / "cpu-generic.toml").read_text()
 MACHINE = Hardware(
@@ -285,7 +285,7 @@ def test_a_kind_with_a_curve_for_each_dtype_needs_no_other(tmp_path: Path):
 
 def test_the_way_of_running_decides_the_launch():
     seconds = [
-        MACHINE.running(Way(compiled, captured)).op_seconds("memory", 0, 0, "")
+        MACHINE.with_mode(ExecutionMode(compiled, captured)).op_seconds("memory", 0, 0, "")
         for compiled, captured in ((False, False), (True, False), (True, True), (False, True))
     ]
     assert seconds == [1e-6, 5e-7, 1e-7, 1e-7]

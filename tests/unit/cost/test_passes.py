@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.cost.ops.op_cost import Pricing, op_costs
 from autopar.cost.ops.op_stats import op_facts
-from autopar.ir.hardware import Hardware, Way
+from autopar.ir.hardware import ExecutionMode, Hardware
 from autopar.trace.trace import trace
 
 X = 4 * 2 * 6 * 8 * 8  # bytes of an image
@@ -73,14 +73,18 @@ def test_what_is_read_again(case: str) -> None:
     assert found.backward_seconds == pytest.approx((arriving + written + kept + backward + sums) * 1e-9)
 
 
-@pytest.mark.parametrize("way", [Way(), Way(compiled=True), Way(captured=True), Way(True, True)], ids=str)
-def test_gradients_are_added_to_sums(way: Way) -> None:
+@pytest.mark.parametrize(
+    "way",
+    [ExecutionMode(), ExecutionMode(compiled=True), ExecutionMode(captured=True), ExecutionMode(True, True)],
+    ids=str,
+)
+def test_gradients_are_added_to_sums(way: ExecutionMode) -> None:
     """A compiled linear layer adds in its product: then the gradient itself is not read. In bfloat16 beside float32."""
     model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False))
     graph = trace(model, (torch.randn(4, 8),))
     low = replace(graph, weights=tuple(replace(w, dtype="bfloat16", master="float32") for w in graph.weights))
     moved = [
-        op_costs(Pricing(found, op_facts(graph), FREE.running(way), 4))["1.linear"].backward_seconds * 1e9
+        op_costs(Pricing(found, op_facts(graph), FREE.with_mode(way), 4))["1.linear"].backward_seconds * 1e9
         for found in (graph, low)
     ]
     num, own = 16 * 8, 4 * 4 * (8 + 2 * 16)  # weights; gradients of y and x, and x

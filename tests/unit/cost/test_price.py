@@ -104,7 +104,7 @@ def test_kinds_of_convolutions(target: str, weight: tuple[int, ...], groups: int
 def test_activations_scale_with_the_batch_and_weights_do_not():
     small, large = priced(MLP, batch=2), priced(MLP, batch=6)
     assert large.groups[1].flops == 3 * small.groups[1].flops
-    assert [f.num_bytes for f in large.flows] == [3 * f.num_bytes for f in small.flows] == [192, 72]
+    assert [f.num_bytes for f in large.edges] == [3 * f.num_bytes for f in small.edges] == [192, 72]
     assert [g.saved_bytes for g in large.groups] == [3 * g.saved_bytes for g in small.groups]
     assert large.weights == small.weights
     fast = replace(MACHINE, peak_flops={"float32": 1e15})
@@ -121,7 +121,7 @@ def test_flows_name_producer_consumers_and_gradient():
         op("aten.add.Tensor", ("%three", "%one"), value("sum", 2, 4)),
         outputs="sum two",
     )
-    assert [(f.value, f.producer, f.consumers, f.num_bytes, f.requires_grad) for f in priced(skip).flows] == [
+    assert [(f.value, f.producer, f.consumers, f.num_bytes, f.requires_grad) for f in priced(skip).edges] == [
         ("one", 0, (1, 2), 32, True),
         ("two", 1, (2, 3), 32, True),
         ("sum", 2, (3,), 32, True),
@@ -176,14 +176,14 @@ def test_constants_wait_for_their_reader_and_counters_stay_with_their_module():
         op("aten.linear.default", ("%one", "%b"), value("two", 2, 4), module="two"),
         op("aten.add.Tensor", ("%two", "%expanded"), value("sum", 2, 4)),
         op("aten.add.Tensor", ("%sum", "%positions"), value("out", 2, 4)),
-        together=(("two.update", "two"), ("one", "two")),
+        colocated=(("two.update", "two"), ("one", "two")),
     )
     cost = priced(model)
     assert [g.ops for g in cost.groups] == [
         ("scaled", "one"), ("positions", "expanded", "two.update", "two", "sum", "out"), (),
     ]  # fmt: skip
     assert [g.name for g in cost.groups] == ["one", "two", "loss"]
-    assert cost.together == ((0, 1),)
+    assert cost.colocated == ((0, 1),)
     assert [(h.name, h.num_bytes, h.numel) for h in cost.weights if h.name == "count"] == [("count", 8, 0)]
 
 
@@ -241,7 +241,7 @@ def test_a_collective_belongs_to_its_home_and_costs_what_it_communicates():
     assert cost.groups[1].forward_seconds == pytest.approx(48e-6 + 1e-3 + 24e-6)
     # 12 weights of which the gradient is added to a sum
     assert cost.groups[1].backward_seconds == pytest.approx(96e-6 + 3 * 4 * 12e-9)
-    assert [(f.value, f.producer, f.consumers) for f in cost.flows] == [("act", 0, (1,)), ("sum", 1, (2,))]
+    assert [(f.value, f.producer, f.consumers) for f in cost.edges] == [("act", 0, (1,)), ("sum", 1, (2,))]
     assert [(h.name, h.num_bytes, h.numel) for h in cost.weights] == [
         ("fc1.weight", 16 * 16, 32), ("fc1.bias", 4 * 16, 8), ("fc2.weight", 12 * 16, 24),
     ]  # fmt: skip

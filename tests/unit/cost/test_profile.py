@@ -15,7 +15,7 @@ from autopar.cost.ops.op_stats import copied_mask_bytes, has_fused_kernel, op_fa
 from autopar.errors import TraceError
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph, LocalDevice, Value
-from autopar.ir.hardware import Way
+from autopar.ir.hardware import ExecutionMode
 from autopar.ops.registry import operand_of
 from autopar.trace.trace import trace
 
@@ -253,7 +253,7 @@ def test_only_compiled_linear_layers_add_to_gradients(compiled: bool, captured: 
     """Eager ones make a gradient first, in a CUDA graph as outside."""
     layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2))
     model = trace(layers, (torch.randn(2, 4),))
-    pricing = Pricing(model, op_facts(model), MACHINE.running(Way(compiled, captured)), 2)
+    pricing = Pricing(model, op_facts(model), MACHINE.with_mode(ExecutionMode(compiled, captured)), 2)
     assert pricing.added_to == ({"1.weight", "2.weight"} if compiled else set())
 
 
@@ -267,4 +267,4 @@ def test_a_linear_layer_of_a_weight_or_a_buffer():
         op("aten.add.Tensor", ("%one", "%two"), value("bias", 2, 4)),
         op("aten.add.Tensor", ("%bias", "%x"), value("out", 2, 4)),
     )
-    assert Pricing(model, op_facts(model), MACHINE.running(Way(True, True)), 2).added_to == {"a"}
+    assert Pricing(model, op_facts(model), MACHINE.with_mode(ExecutionMode(True, True)), 2).added_to == {"a"}

@@ -17,12 +17,12 @@ from torch import nn
 from autopar.cost.groups.checkpoint_segments import TOLERANCE, segmented, segments
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.hardware.load import load_hardware
-from autopar.cost.ops.op_stats import Facts, OpFacts, op_facts
+from autopar.cost.ops.op_stats import Facts, OpStats, op_facts
 from autopar.ir.graph import Graph, Op, Ref, Value
 from autopar.ops.registry import Operand
 from autopar.trace.trace import trace
 
-NOTHING = OpFacts(0, 0, True, (), (), (), 0, (), (Operand((1,), "int8", (1,), True),))
+NOTHING = OpStats(0, 0, True, (), (), (), 0, (), (Operand((1,), "int8", (1,), True),))
 
 
 def value(name: str, num_bytes: int) -> Value:
@@ -97,7 +97,7 @@ def narrow(graph: Graph, facts: Facts) -> list[int]:
         late = {root.get(name, name) for op in graph.ops[i:] for name in op.reads}
         return sum(graph.values[storage].num_bytes for storage in late if place[storage] < i)
 
-    spans = [sorted(place[name] for name in names) for names in graph.together]
+    spans = [sorted(place[name] for name in names) for names in graph.colocated]
     open_ = [i for i in range(1, len(graph.ops)) if not any(span[0] < i <= span[-1] for span in spans)]
     sizes = [float("inf"), *map(alive, open_), float("inf")]
     return [i for k, i in enumerate(open_, 1) if sizes[k] <= min(sizes[k - 1], sizes[k + 1])]

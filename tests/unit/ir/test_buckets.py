@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
 
-from autopar.ir.grad_buckets import ALIGNMENT, LARGEST_WASTE, aligned, grouped
+from autopar.ir.grad_buckets import ALIGNMENT, MAX_WASTE, aligned, grouped
 from autopar.ir.graph import Weight
 from autopar.runtime.params.flat_buckets import FlatBucket, flat_buckets, laid_out, replica_owners
 
@@ -117,7 +117,7 @@ def test_a_bucket_that_would_be_mostly_padding_is_not_padded() -> None:
     assert bucket.names == ("large", "small") and bucket.owned(1) == ("small",)
     few = [weight("small", (128,)), weight("large", (256,))]
     (padded,) = flat_buckets(few, {"small": 1, "large": 0}, 2)
-    assert padded.bounds == (0, 256, 512) and padded.even and LARGEST_WASTE < 128 / 384
+    assert padded.bounds == (0, 256, 512) and padded.even and MAX_WASTE < 128 / 384
 
 
 def test_views_keep_memory_formats() -> None:

@@ -20,21 +20,21 @@ from torch import nn
 
 import autopar
 from autopar.api.model_source import ModelSource
-from autopar.api.planning.costs import Configuration, Costs, apply
+from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply
 from autopar.api.planning.plan import example_call
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_cost import factors_of
 from autopar.cost.ops.op_stats import op_facts
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError, WorkerError
 from autopar.ir.graph import Graph
-from autopar.ir.hardware import Link, Way
+from autopar.ir.hardware import ExecutionMode, Link
 from autopar.measure.regions import region_times as making
 from autopar.measure.regions.cache import Cache, Times
-from autopar.measure.regions.region_times import Timekeeper, timekeeper_for
+from autopar.measure.regions.region_times import RegionTimer, region_timer_for
 from autopar.measure.regions.setting import this_setting
 from autopar.measure.regions.timed_regions import pieces_of
 from autopar.measure.regions.timing import Running, times_of
-from autopar.tools.explain.why_not import Question, Rebuilt, answers
+from autopar.tools.explain.why_not import Query, ReplanContext, answers
 from autopar.trace.call import as_call
 from autopar.trace.lower import lowered
 
@@ -72,13 +72,13 @@ def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Instead of processes: a microsecond for each sample and operation; what was timed, in words."""
     runs: list[str] = []
 
-    def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
+    def run(self: RegionTimer, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
         runs.extend([what] * bool(programs))
         for text, program in programs.items():
             seconds = 1e-6 * len(program.ops) * program.batch
             keep(text, Times(seconds, 2 * seconds, 0.01))
 
-    monkeypatch.setattr(Timekeeper, "run", run)
+    monkeypatch.setattr(RegionTimer, "run", run)
     yield runs
 
 
@@ -123,20 +123,20 @@ def test_a_piece_runs_as_on_a_rank_and_adds_to_its_gradients() -> None:
 def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
     graph = traced()
     free = replace(CPU, collective=Link(0.0, 1e15))
-    priced = Costs(graph, free).priced(2, 1, False, 4, 1, 0)
+    priced = PlanCosts(graph, free).priced(2, 1, False, 4, 1, 0)
     assert priced is not None
     split = apply(graph, priced.strategies, 2, free).graph
     assert any("autopar." in op.target for op in split.ops)
     for number, local in ((1, graph), (2, split)):
         piece = max(pieces_of(local), key=lambda piece: len(piece.ops))
-        found = times_of(piece.program, number, Way(), ONE)
+        found = times_of(piece.program, number, ExecutionMode(), ONE)
         # On processors that others use, the difference that a backward is may be lost in what is then called unsteady.
         assert found.forward_seconds > 0
         assert found.backward_seconds > 0 or found.spread > making.STEADY_SPREAD
 
 
 def test_a_compiled_piece() -> None:
-    found = times_of(next(iter(pieces_of(traced(2)))).program, 1, Way(compiled=True), ONE)
+    found = times_of(next(iter(pieces_of(traced(2)))).program, 1, ExecutionMode(compiled=True), ONE)
     assert found.forward_seconds > 0
 
 
@@ -144,15 +144,15 @@ def test_factors_make_prices_what_was_measured() -> None:
     graph = traced()
     facts = op_facts(graph)
     measured = [(piece.ops, 0.5, 0.25) for piece in pieces_of(graph)]
-    costs = Costs(graph, CPU)
+    costs = PlanCosts(graph, CPU)
     before = costs.whole(4)
-    costs.learn(Configuration(1, 4), measured)
+    costs.use_measurements(MeasuredConfig(1, 4), measured)
     after = costs.whole(4)
     assert [group.ops for group in after.groups] == [group.ops for group in before.groups]
     assert sum(g.forward_seconds for g in after.groups) == pytest.approx(0.5 * 5)
     assert sum(g.backward_seconds for g in after.groups) == pytest.approx(0.25 * 5)
     assert factors_of(graph, facts, CPU, 4, 1, measured).keys() == {op.name for op in graph.ops}
-    costs.unlearn()
+    costs.clear_measurements()
     assert costs.whole(4) == before
 
 
@@ -160,12 +160,17 @@ def test_factors_make_prices_what_was_measured() -> None:
 
 
 def test_what_was_measured_is_known_in_its_setting_alone(tmp_path: Path) -> None:
-    setting = this_setting("cpu", Way(), 2)
+    setting = this_setting("cpu", ExecutionMode(), 2)
     cache = Cache(tmp_path, setting.text)
     assert cache.is_empty and cache.get("a") is None
     cache.put("a", Times(1.0, 2.0, 0.1))
     assert Cache(tmp_path, setting.text).get("a") == Times(1.0, 2.0, 0.1)
-    unlike = {"torch": "1.13"}, {"driver": "1"}, {"way": Way(compiled=True)}, {"way": Way(captured=True)}
+    unlike = (
+        {"torch": "1.13"},
+        {"driver": "1"},
+        {"way": ExecutionMode(compiled=True)},
+        {"way": ExecutionMode(captured=True)},
+    )
     for other in (replace(setting, **change) for change in unlike):
         assert Cache(tmp_path, other.text).is_empty
     assert f"device: {setting.device}" in (cache.folder / "setting.txt").read_text()
@@ -239,11 +244,11 @@ def test_a_second_plan_measures_nothing_and_auto_takes_what_there_is(timed: list
 def test_measurements_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Large microbatches are made slow: the plan then has smaller ones, of which it is known how fast they are."""
 
-    def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
+    def run(self: RegionTimer, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
         for text, program in programs.items():
             keep(text, Times(1e-3 * program.batch**2, 1e-3 * program.batch**2, 0.0))
 
-    monkeypatch.setattr(Timekeeper, "run", run)
+    monkeypatch.setattr(RegionTimer, "run", run)
     found = {cost: autopar.plan(vit(), 2, images(4096), dp=2, cost=cost) for cost in ("analytic", "measured")}
     sizes = {cost: found[cost].microbatch_size for cost in found}
     assert sizes["measured"] < sizes["analytic"]
@@ -267,22 +272,22 @@ def test_of_processes_at_the_same_time_the_slowest_counts() -> None:
 
 
 def test_unsteady_times_are_said_and_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
+    def run(self: RegionTimer, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
         for text in programs:
             keep(text, Times(1e-3, 1e-3, 0.9))
 
-    monkeypatch.setattr(Timekeeper, "run", run)
+    monkeypatch.setattr(RegionTimer, "run", run)
     with pytest.warns(MeasuringWarning, match="lie up to 90 % apart.* are not kept"):
         plan(cost="measured", dp=2, microbatches=1)
     assert not list(folder.rglob("*.json"))
 
 
 def test_what_finds_no_room_is_priced_by_the_cost_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(self: Timekeeper, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
+    def run(self: RegionTimer, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
         for text in programs:
             keep(text, None)
 
-    monkeypatch.setattr(Timekeeper, "run", run)
+    monkeypatch.setattr(RegionTimer, "run", run)
     with pytest.warns(MeasuringWarning, match="3 pieces of .* need more memory than the device has free"):
         found = plan(cost="measured", dp=2, microbatches=1)
     analytic = plan(cost="analytic", dp=2, microbatches=1)
@@ -349,8 +354,8 @@ def test_ranks_of_a_launcher_do_not_measure(monkeypatch: pytest.MonkeyPatch) -> 
     for name, number in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, number)
     with pytest.raises(UsageError, match=r"torchrun's processes would each measure.*--cost measured -o plan\.json"):
-        timekeeper_for("measured", CPU, 2, None)
-    assert timekeeper_for("auto", CPU, 2, None) is None
+        region_timer_for("measured", CPU, 2, None)
+    assert region_timer_for("auto", CPU, 2, None) is None
 
 
 # -- what else reads plans -------------------------------------------------------------------------------------------
@@ -361,8 +366,8 @@ def test_explain_compares_prices_of_one_kind(timed: list[str], folder: Path) -> 
     source = ModelSource("test_vit")
     found = autopar.plan(source, 2, batch_size=16, cost="measured", dp=2)
     call = example_call(source.build("meta"), None, 16, None)
-    rebuilt = Rebuilt(source.name, {}, source.build("meta"), {}, call, CPU, "cpu-generic")
-    questions = [Question("dp=2", {"dp": 2}), Question("tp=2", {"tp": 2})]
+    rebuilt = ReplanContext(source.name, {}, source.build("meta"), {}, call, CPU, "cpu-generic")
+    questions = [Query("dp=2", {"dp": 2}), Query("tp=2", {"tp": 2})]
     same, unknown = answers(found, rebuilt, questions)
     assert "that is the plan in the file" in same.text
     assert "by the cost model, which does not compare with the file's: there operations were timed" in unknown.text

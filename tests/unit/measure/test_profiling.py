@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from autopar.api.options import Options
 from autopar.cost.hardware.cost_file import UNITS
 from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hardware
-from autopar.cost.ops.overlap import HIDING
+from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import HardwareError, UsageError, WorkerError
-from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, Efficiency, Hardware, Launch, Link, Way
+from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, Efficiency, ExecutionMode, Hardware, Launch, Link
 from autopar.measure.machine import clock
-from autopar.measure.machine.async_tp import JOINTS
+from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.carried import carried
 from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
 from autopar.measure.machine.collectives import parts_of
@@ -67,12 +67,12 @@ def parts(case: Case) -> tuple[Part, ...]:
     return parts_of(case) if case.ranks > 1 else (Part(0.0, 0.0),)
 
 
-CAPTURED = Way(compiled=True, captured=True)
+CAPTURED = ExecutionMode(compiled=True, captured=True)
 
 
-def point(case: Case, machine: Hardware, way: Way) -> Point:
+def point(case: Case, machine: Hardware, way: ExecutionMode) -> Point:
     """What the machine would have measured."""
-    here, own = machine.running(way), parts(case)
+    here, own = machine.with_mode(way), parts(case)
     total = own[0].num_bytes
     if case.kind == "capacity":
         seconds = float(machine.memory_bytes)
@@ -104,11 +104,11 @@ def layer_seconds(case: Case, machine: Hardware) -> float:
     backward_seconds = 2 * machine.op_seconds("matmul", backward.flops, backward.num_bytes, case.dtype, backward=True)
     sent = [
         machine.collective_seconds(kind, part.num_bytes, case.ranks) if kind else 0.0
-        for kind, part in zip(JOINTS[operator].kinds, travels, strict=True)
+        for kind, part in zip(ASYNC_TP_OPS[operator].kinds, travels, strict=True)
     ]
-    beside = HIDING[operator](case.ranks)
+    beside = OVERLAP_WINDOWS[operator](case.ranks)
     hidden = min(sent[0], beside.forward * forward_seconds) + min(sent[1], beside.backward * backward_seconds)
-    return forward_seconds + backward_seconds + sum(sent) - (way == "joined") * machine.hidden_share * hidden
+    return forward_seconds + backward_seconds + sum(sent) - (way == "joined") * machine.overlap_efficiency * hidden
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +164,8 @@ def test_small_points_weigh_less_than_large_ones(points: tuple[Point, ...]) -> N
 
 
 def test_what_products_hide_of_collectives(points: tuple[Point, ...], made: Path) -> None:
-    assert set(JOINTS) == set(HIDING)
-    assert load_hardware(made).hidden_share == pytest.approx(MACHINE.hidden_share, rel=1e-2)
+    assert set(ASYNC_TP_OPS) == set(OVERLAP_WINDOWS)
+    assert load_hardware(made).overlap_efficiency == pytest.approx(MACHINE.overlap_efficiency, rel=1e-2)
 
     def share(joined_in: Callable[[Point], float]) -> float:
         """With other times of the operators that are both."""
@@ -184,12 +184,12 @@ def test_a_measured_number_takes_the_place_of_a_kept_one(points: tuple[Point, ..
     path = tmp_path / "m.toml"
     path.write_text((cost_model_dir() / "h200-nvlink.toml").read_text().replace("value = 0.57", "value = 0.11"))
     before, constants = load_hardware(path), fit(points, SETTING)
-    assert before.hidden_share == 0.11
+    assert before.overlap_efficiency == 0.11
     kept = carried(path, "cuda").without({c.path for c in constants})
     assert set(kept.tables["beside"]) == {"replicas"}
     path.write_text(cost_model_text("toy", Raw(SETTING, points), constants, date(2026, 11, 22), kept))
     after = load_hardware(path)
-    assert after.hidden_share == pytest.approx(MACHINE.hidden_share, rel=1e-2)
+    assert after.overlap_efficiency == pytest.approx(MACHINE.overlap_efficiency, rel=1e-2)
     assert after.replica_bytes_per_second == before.replica_bytes_per_second
 
 
@@ -300,7 +300,11 @@ SMALL = (
     Case("optimizer", "", "float32", (1024,)),
     Case("point-to-point", "", "", (64,), 2),
     *(Case(kind, "", "", (64,), 2) for kind in COLLECTIVES),
-    *(Case("beside", f"{name} {way}", "bfloat16", (8, 4, 8), 2) for name in HIDING for way in ("apart", "joined")),
+    *(
+        Case("beside", f"{name} {way}", "bfloat16", (8, 4, 8), 2)
+        for name in OVERLAP_WINDOWS
+        for way in ("apart", "joined")
+    ),
 )
 
 
@@ -354,7 +358,7 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     ) -> None:
         runs.append([case.name for case in todo])
         loose = {"memory gelu float32 1024"} if len(runs) == 1 else set()
-        new = [point(case, machine, Way()) for case in todo]
+        new = [point(case, machine, ExecutionMode()) for case in todo]
         keep(file, setting, [*known, *(replace(p, spread=0.9) if p.name in loose else p for p in new)])
 
     monkeypatch.setattr("autopar.measure.machine.measure.measure", fake)
@@ -412,7 +416,11 @@ def test_what_is_not_measured_is_kept(faked: list[list[str]], tmp_path: Path) ->
     after = load_hardware(path)
     assert (after.name, after.link_name, after.devices_per_node) == ("cpu-generic", "my wire", 64)
     assert (after.network, after.error) == (before.network, 0.07)
-    assert (after.reserve_bytes, after.replica_bytes_per_second, after.hidden_share) == (38_000_000, 276e9, 57 * 1e-2)
+    assert (after.reserve_bytes, after.replica_bytes_per_second, after.overlap_efficiency) == (
+        38_000_000,
+        276e9,
+        57 * 1e-2,
+    )
     assert after.device != before.device and tomllib.loads(path.read_text())["raw"]["devices"] == 2
     assert tomllib.loads(path.read_text())["network"] == tomllib.loads(CARRIED)["network"]
     assert run("-o", "m.toml", "--anyway", "--name", "mine")[0] == 0
@@ -475,16 +483,16 @@ def test_a_cost_model_with_broken_points(faked: list[list[str]], tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "device_type", "way"),
     [
-        (Options(), "cuda", Way(compiled=True, captured=True)),
-        (Options(), "cpu", Way()),
-        (Options(compile=True), "cpu", Way(compiled=True)),
-        (Options(cuda_graph=False), "cuda", Way(compiled=True)),
-        (Options(cuda_graph=False, compile=False), "cuda", Way()),
-        (Options(compile=False), "cuda", Way(captured=True)),
+        (Options(), "cuda", ExecutionMode(compiled=True, captured=True)),
+        (Options(), "cpu", ExecutionMode()),
+        (Options(compile=True), "cpu", ExecutionMode(compiled=True)),
+        (Options(cuda_graph=False), "cuda", ExecutionMode(compiled=True)),
+        (Options(cuda_graph=False, compile=False), "cuda", ExecutionMode()),
+        (Options(compile=False), "cuda", ExecutionMode(captured=True)),
     ],
 )
-def test_the_way_that_a_run_will_use(options: Options, device_type: str, way: Way) -> None:
-    assert options.way(device_type) == way
+def test_the_way_that_a_run_will_use(options: Options, device_type: str, way: ExecutionMode) -> None:
+    assert options.execution_mode(device_type) == way
 
 
 @pytest.mark.parametrize(("gpu", "warned"), [("NVIDIA H200", False), ("NVIDIA H100 80GB HBM3", True), ("Toy", True)])

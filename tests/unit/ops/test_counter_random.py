@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from support.rule_oracle import cut, numbered
 
 from autopar.ir.layout import TP, split_layout
-from autopar.ops.counter_rng import WORD, philox, rows
+from autopar.ops.counter_rng import WORD, counter_rows, philox
 
 uniform = torch.ops.autopar.uniform.default
 COUNT = 1 << 16
@@ -26,7 +26,7 @@ ERRORS = 4.0
 
 def drawn(seed: int = 0, step: int = 0, name: str = "op", sample: int = 0) -> torch.Tensor:
     """Many numbers of one sample."""
-    return uniform(rows(seed, step, sample, 1), (1, COUNT), name, 0, 1)[0]
+    return uniform(counter_rows(seed, step, sample, 1), (1, COUNT), name, 0, 1)[0]
 
 
 # -- the generator ---------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ def test_known_answers_of_random123(counter: str, key: str, words: str, in_place
 
 
 def test_a_number_is_a_word_of_its_counter() -> None:
-    draws = rows(seed=-1, step=7, first=WORD, count=2)
+    draws = counter_rows(seed=-1, step=7, first=WORD, count=2)
     assert draws.tolist() == [[WORD, WORD, 7, WORD], [WORD, WORD, 7, 0]]
     found = uniform(draws, (2, 10), "blocks.0.drop", 0, 1)
     name = torch.tensor([0x6CB1E5D7])  # the first four bytes of its SHA-256, lowest first
@@ -103,7 +103,7 @@ def test_numbers_are_independent_of_those_of_another(what: str) -> None:
 
 
 def test_numbers_belong_to_the_sample_wherever_it_lies() -> None:
-    draws = rows(5, 1, 0, 6)
+    draws = counter_rows(5, 1, 0, 6)
     first = uniform(draws, (6, 5, 7), "op", 0, 1)
     assert torch.equal(uniform(draws, (5, 6, 7), "op", 1, 1), first.transpose(0, 1))
     assert torch.equal(uniform(draws, (30, 7), "op", 0, 1), first.flatten(0, 1))
@@ -112,13 +112,13 @@ def test_numbers_belong_to_the_sample_wherever_it_lies() -> None:
 
 
 def test_a_tensor_of_no_sample_is_the_same_for_all() -> None:
-    one, other = (uniform(rows(5, 1, sample, count), (5, 7), "op", -1, 1) for sample, count in ((0, 3), (9, 1)))
+    one, other = (uniform(counter_rows(5, 1, sample, count), (5, 7), "op", -1, 1) for sample, count in ((0, 3), (9, 1)))
     assert torch.equal(one, other)
-    assert not torch.equal(one, uniform(rows(5, 2, 0, 3), (5, 7), "op", -1, 1))
+    assert not torch.equal(one, uniform(counter_rows(5, 2, 0, 3), (5, 7), "op", -1, 1))
 
 
 def test_no_element_changes_with_the_size_of_the_tensor_behind_it() -> None:
-    draws = rows(5, 1, 0, 2)
+    draws = counter_rows(5, 1, 0, 2)
     long = uniform(draws, (2, 300_000), "op", 0, 1)  # several tiles
     assert torch.equal(long[:, :70_001], uniform(draws, (2, 70_001), "op", 0, 1))
     assert torch.equal(long[:, :3], uniform(draws, (2, 3), "op", 0, 1))
@@ -152,7 +152,7 @@ def test_a_rank_makes_its_part_of_the_whole(
     case: tuple[tuple[int, ...], int, int, int, int, int, int], traced: bool
 ) -> None:
     shape, samples, dim, outer, split_dim, split_outer, ranks = case
-    draws = rows(1, 2, 3, samples)
+    draws = counter_rows(1, 2, 3, samples)
     whole = uniform(draws, shape, "op", dim, outer)
     make = uniform.decompose if traced else uniform
     for rank in range(ranks):
@@ -185,7 +185,7 @@ def check_compiled(device: str, backend: str, calls: Sequence[tuple[int, tuple]]
             torch._dynamo.reset()
             compiled = torch.compile(masked, fullgraph=True, backend=backend)
             for step in (1, 2):  # the content of what was compiled changes
-                draws = rows(1 << 35, step, 9, samples)
+                draws = counter_rows(1 << 35, step, 9, samples)
                 wanted = uniform(draws, *call)
                 x = torch.ones_like(wanted, device=device).requires_grad_()
                 assert torch.equal(uniform(draws.to(device), *call).cpu(), wanted), call
@@ -204,7 +204,7 @@ def test_compiled_equals_eager_to_the_bit() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_draws_the_same() -> None:
     check_compiled("cuda", "inductor", CALLS)
-    draws = rows(1, 2, 3, 4)
+    draws = counter_rows(1, 2, 3, 4)
     shape = (4, 197, 768)
     assert torch.equal(uniform(draws.cuda(), shape, "op", 0, 1).cpu(), uniform(draws, shape, "op", 0, 1))
 
@@ -223,7 +223,7 @@ def test_the_kernel_of_gpus_draws_the_same() -> None:
 
 
 def test_it_runs_without_data() -> None:
-    draws = rows(0, 0, 0, 4).to("meta")
+    draws = counter_rows(0, 0, 0, 4).to("meta")
     made = uniform(draws, (4, 6), "op", 0, 1, 1, 1, 3, "no such axis")
     assert (made.shape, made.dtype, made.device.type) == ((4, 2), torch.float32, "meta")
 
@@ -235,4 +235,4 @@ def test_other_processes_draw_the_same() -> None:
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONHASHSEED": "7"}
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert printed.stdout.strip() == str(uniform(rows(3, 1, 4, 2), (2, 5), "op", 0, 1).tolist())
+    assert printed.stdout.strip() == str(uniform(counter_rows(3, 1, 4, 2), (2, 5), "op", 0, 1).tolist())

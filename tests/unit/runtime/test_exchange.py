@@ -16,9 +16,13 @@ from support.handmade import in_threads, plan_by_hand
 from support.models import tiny_vit
 
 from autopar.runtime.comm import replica_collectives as exchange
-from autopar.runtime.comm.replica_collectives import CollectiveExchange, SymmetricExchange, exchange_of
+from autopar.runtime.comm.replica_collectives import (
+    SymmetricReplicaCollectives,
+    TransportReplicaCollectives,
+    make_replica_collectives,
+)
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
-from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.params import flat_buckets as buckets
 from autopar.runtime.params import zero1_gather as replica_weights
 from autopar.runtime.params.flat_buckets import FlatBucket
@@ -34,29 +38,29 @@ def bucket(bounds: tuple[int, ...]) -> FlatBucket:
 
 def summed(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
     flat = given.clone()
-    SymmetricExchange(member, CPU).sum(flat)()
+    SymmetricReplicaCollectives(member, CPU).sum(flat)()
     return flat
 
 
 @pytest.fixture(params=[2**20, 256])
-def board_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def symmetric_buffer_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one piece, and in several."""
-    monkeypatch.setattr(exchange, "BOARD_BYTES", request.param)
+    monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", request.param)
 
 
-@pytest.mark.usefixtures("board_bytes")
+@pytest.mark.usefixtures("symmetric_buffer_bytes")
 @pytest.mark.parametrize("bounds", [EVEN, UNEVEN])
 def test_buckets_of_three_ranks(bounds: tuple[int, ...]) -> None:
     own = torch.randn(4, 3, bounds[-1])
 
     def scattered(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
         flat = given.clone()
-        SymmetricExchange(member, CPU).reduce_scatter(flat, bucket(bounds))()
+        SymmetricReplicaCollectives(member, CPU).reduce_scatter(flat, bucket(bounds))()
         return flat
 
     def gathered(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
         flat = given.clone()
-        SymmetricExchange(member, CPU).all_gather(flat, bucket(bounds))()
+        SymmetricReplicaCollectives(member, CPU).all_gather(flat, bucket(bounds))()
         return flat
 
     rounds = zip(own, on_all(own, summed), on_all(own, scattered), on_all(own, gathered), strict=True)
@@ -79,7 +83,7 @@ def shared_boards(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
             made[tuple(ranks)] = torch.full([len(ranks), 2**22], 255, dtype=torch.uint8), threading.Barrier(len(ranks))
         return ThreadBoards([*ranks].index(self.rank), *made[tuple(ranks)])
 
-    monkeypatch.setattr(LocalTransport, "boards", boards)
+    monkeypatch.setattr(LocalTransport, "symmetric_buffer", boards)
     return asked
 
 
@@ -117,11 +121,14 @@ def test_training_through_boards(dp: int, zero1: bool, precision: str, request: 
 def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of unequal length, in several pieces; many buckets, each of which a forward asks for before it comes."""
     monkeypatch.setattr(buckets.grouped, "__defaults__", (2**16,))
-    monkeypatch.setattr(replica_weights, "AHEAD", 0)
+    monkeypatch.setattr(replica_weights, "PREFETCH_BUCKETS", 0)
     monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
-    monkeypatch.setattr(buckets, "LARGEST_WASTE", -1.0)
-    monkeypatch.setattr(exchange, "BOARD_BYTES", 2**16)
+    monkeypatch.setattr(buckets, "MAX_WASTE", -1.0)
+    monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", 2**16)
 
 
 def test_without_boards_the_transport_has_collectives() -> None:
-    assert isinstance(exchange_of(LocalTransport(0, Hub()), [0, 1], CPU, 4096), CollectiveExchange)
+    assert isinstance(
+        make_replica_collectives(LocalTransport(0, InProcessMailboxes()), [0, 1], CPU, 4096),
+        TransportReplicaCollectives,
+    )

@@ -25,9 +25,9 @@ from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Value
 from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
-from autopar.runtime.comm.transport import LocalTransport, Receipt
+from autopar.runtime.comm.transport import LocalTransport, RecvHandle
 from autopar.runtime.engine.executor import inverse
-from autopar.runtime.engine.send_lifetimes import settled
+from autopar.runtime.engine.send_lifetimes import send_lifetimes
 from autopar.runtime.memory import peaks as memory
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate, max_in_flight
@@ -158,7 +158,7 @@ def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, chunks: in
         waits = {
             own: found
             for rank, row in enumerate(rows)
-            for own, found in zip(row, settled(rank, rows, links.before, links.after), strict=True)
+            for own, found in zip(row, send_lifetimes(rank, rows, links.before, links.after), strict=True)
         }
 
         def needs(action: Action, waits: Any = waits) -> list[Action]:
@@ -244,7 +244,7 @@ class LastingMail:
         self.send, self.transport = transport.send, transport
         self.places: dict[tuple[int, int], torch.Tensor] = {}
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> Receipt:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
         receipt = self.transport.receive(shape, dtype, src, tag, lane)
         place = self.places.setdefault((src, tag), torch.empty(tuple(shape), dtype=dtype))
         return lambda: place.copy_(receipt()).view(tuple(shape))
@@ -264,7 +264,7 @@ class EarlyOutput(nn.Module):
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_outputs_outlive_the_next_step(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalTransport, "mail", lambda self, incoming, outgoing: LastingMail(self))
+    monkeypatch.setattr(LocalTransport, "open_channel", lambda self, incoming, outgoing: LastingMail(self))
     torch.manual_seed(0)
     model, x, y = EarlyOutput(), torch.randn(4, 8), torch.arange(4)
     plan = plan_by_hand(model, x, microbatches, ["second.linear"])
@@ -293,7 +293,7 @@ class ClassToken(nn.Module):
 
 def test_gradients_are_kept_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that is a part of what the next stage sent, which the next step's overwrites."""
-    monkeypatch.setattr(LocalTransport, "mail", lambda self, incoming, outgoing: LastingMail(self))
+    monkeypatch.setattr(LocalTransport, "open_channel", lambda self, incoming, outgoing: LastingMail(self))
     torch.manual_seed(0)
     model, y = ClassToken(), torch.tensor([0, 2])
     plan = plan_by_hand(model, torch.randn(2, 5, 6), 2, ["norm.layer_norm"])

@@ -22,12 +22,12 @@ from autopar.errors import CaptureWarning
 from autopar.ir.comm_sizes import ALIGNMENT, aligned
 from autopar.ir.plan import Precision
 from autopar.runtime.comm.symmetric_p2p import places
-from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine import cuda_graph as graphed
-from autopar.runtime.engine.closure_guard import read_values
+from autopar.runtime.engine.closure_guard import closure_fingerprint
 from autopar.runtime.engine.cuda_graph import given_rates, is_capturable, prepare
-from autopar.runtime.engine.recorded_flags import Answers
-from autopar.runtime.spec import Computed, Work
+from autopar.runtime.engine.recorded_flags import FlagRecorder
+from autopar.runtime.spec import DeviceStepResult, StepRequest
 
 
 def optimizer_of(kind: Any, **options: Any) -> torch.optim.Optimizer:
@@ -35,22 +35,22 @@ def optimizer_of(kind: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def test_answers_are_noted_and_recalled_without_asking() -> None:
-    hub = Hub(timeout_seconds=5.0)
-    here, there = Answers(LocalTransport(0, hub)), LocalTransport(1, hub)
-    here.note()
+    hub = InProcessMailboxes(timeout_seconds=5.0)
+    here, there = FlagRecorder(LocalTransport(0, hub)), LocalTransport(1, hub)
+    here.record()
     there.send_flags([True, False], 0, 7)
     assert here.receive_flags(2, 1, 7)().tolist() == [1, 0]
     there.start_sum(torch.tensor([1, 0], dtype=torch.int32), (0, 1))
     assert here.sum_flags([True, True], (0, 1)) == [2, 1]
     noted = here.stop()
     for _ in range(2):  # as often as a step is captured
-        here.recall(noted)
+        here.replay(noted)
         here.send_flags([True], 1, 9)
         assert here.receive_flags(2, 1, 7)().tolist() == [1, 0]
         assert here.sum_flags([True, True], (0, 1)) == [2, 1]
         assert here.stop() == noted == [[1, 0], [2, 1]]
     assert hub.boxes.get((0, 1, 9)) is None, "flags were sent while answers were recalled"
-    here.note()
+    here.record()
     there.send_flags([False], 0, 7)
     assert here.receive_flags(1, 1, 7)().tolist() == [0]
     assert here.stop() == [[0]]  # of this step alone
@@ -163,7 +163,7 @@ class Captured:
         model, sgd = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), functools.partial(torch.optim.SGD, lr=0.1)
         self.pm = autopar.parallelize(model, 1, torch.randn(16, 8), loss_fn=loss_fn, optimizer=sgd, microbatches=1)
         self.rank = self.pm._ranks.rank  # type: ignore[union-attr]
-        self.graphs = self.rank.graphs = graphed.Graphs(self.rank)
+        self.graphs = self.rank.graphs = graphed.CudaGraphCache(self.rank)
 
     def train(self, *sizes: int) -> list[float]:
         """Losses of a step for each batch size."""
@@ -171,31 +171,31 @@ class Captured:
 
     def sizes(self) -> list[int]:
         """Batch sizes of which there is a graph, the one used longest ago first."""
-        return [len(kind.data.inputs[0][0]) for kind in self.graphs.kinds.values() if kind.graph and kind.data]
+        return [len(kind.data.inputs[0][0]) for kind in self.graphs.cached.values() if kind.graph and kind.data]
 
 
 def test_a_kind_gives_up_its_graph_once_it_is_idle(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphed, "MAX_GRAPHS", 2)
-    monkeypatch.setattr(graphed, "IDLE_STEPS", 8)
-    monkeypatch.setattr(graphed, "MAX_KINDS", 5)
+    monkeypatch.setattr(graphed, "EVICT_AFTER_STEPS", 8)
+    monkeypatch.setattr(graphed, "MAX_CACHED_STEPS", 5)
     here = Captured()
     here.train(16, 16, 12, 12)
     assert here.sizes() == []
     here.train(16, 12)
     assert here.sizes() == [16, 12] and pools.users == {0: 2}  # graphs share a pool
     here.train(1, 2, 3, 12)  # as many others as are remembered
-    assert here.sizes() == [16, 12] and len(here.graphs.kinds) == 5
+    assert here.sizes() == [16, 12] and len(here.graphs.cached) == 5
     here.train(3, 3, 3)  # after 5, step 13: that of 16 was used in step 5
     assert here.sizes() == [16, 12]
     here.train(3)
     assert here.sizes() == [12, 3] and pools.users == {0: 2}
     here.train(4, 5)  # more than are remembered
-    assert len(here.graphs.kinds) == 5 and here.sizes() == [12, 3]
+    assert len(here.graphs.cached) == 5 and here.sizes() == [12, 3]
 
 
 def test_a_graph_behind_the_last_one_has_a_pool_of_its_own(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphed, "MAX_GRAPHS", 1)
-    monkeypatch.setattr(graphed, "IDLE_STEPS", 2)
+    monkeypatch.setattr(graphed, "EVICT_AFTER_STEPS", 2)
     here = Captured()
     here.train(16, 16, 16, 12, 12, 12)
     assert here.sizes() == [12] and pools.users == {0: 0, 1: 1}
@@ -217,8 +217,8 @@ def test_a_kind_that_is_refused_keeps_nothing_and_goes_on(pools: Pools) -> None:
     sizes = (16, 12, 16, 12, 16, 12)
     with pytest.warns(CaptureWarning, match="without CUDA graphs, which is slower: operation not permitted when"):
         losses = here.train(*sizes)
-    refused, captured = here.graphs.kinds.values()
-    assert (refused.refused, captured.refused) == ("operation not permitted when stream is capturing", "")
+    refused, captured = here.graphs.cached.values()
+    assert (refused.capture_error, captured.capture_error) == ("operation not permitted when stream is capturing", "")
     assert (refused.graph, refused.data, refused.computed, refused.step) == (None,) * 4
     assert not refused.marks and not refused.gradients
     assert here.sizes() == [12] and captured.step is not None
@@ -276,26 +276,26 @@ def test_what_a_function_reads() -> None:
     expected = {
         "SCALE": "3.0", "count.0": "0", "options.weight": "0.5", "power": "2", "sign": "1", "smoothing": "0.1",
     }  # fmt: skip
-    assert read_values(loss_fn) == expected
+    assert closure_fingerprint(loss_fn) == expected
     options["weight"] = float("nan")
-    assert read_values(loss_fn) == read_values(loss_fn) == expected | {"options.weight": "nan"}
+    assert closure_fingerprint(loss_fn) == closure_fingerprint(loss_fn) == expected | {"options.weight": "nan"}
     part = functools.partial(loss_fn, power=4)
-    assert read_values(part)["power"] == "4"
+    assert closure_fingerprint(part)["power"] == "4"
     ramped = Ramped(0.25)
-    assert read_values(ramped) == read_values(ramped.__call__) == {"growth": "0.25", "weight": "1.0"}
+    assert closure_fingerprint(ramped) == closure_fingerprint(ramped.__call__) == {"growth": "0.25", "weight": "1.0"}
     several = [Ramped(0.5), Ramped(0.75)]
-    assert read_values(lambda output, target: several[0](output, target)) == {
+    assert closure_fingerprint(lambda output, target: several[0](output, target)) == {
         "several.0.growth": "0.5", "several.0.weight": "1.0", "several.1.growth": "0.75", "several.1.weight": "1.0",
     }  # fmt: skip
-    assert read_values(F.cross_entropy) == {}
-    assert read_values(nn.CrossEntropyLoss(label_smoothing=0.1))["label_smoothing"] == "0.1"
+    assert closure_fingerprint(F.cross_entropy) == {}
+    assert closure_fingerprint(nn.CrossEntropyLoss(label_smoothing=0.1))["label_smoothing"] == "0.1"
 
     def recursive(depth: int) -> Any:
         return recursive(depth - 1) if depth else later
 
-    assert read_values(recursive) == {}
+    assert closure_fingerprint(recursive) == {}
     later = 7
-    assert read_values(recursive) == {"later": "7"}
+    assert closure_fingerprint(recursive) == {"later": "7"}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -313,9 +313,11 @@ def test_an_abandoned_step_leaves_no_gradient(precision: Precision) -> None:
             rank = pm._ranks.rank  # type: ignore[union-attr]
             run = rank.compute
 
-            def compute(work: Work) -> Computed:
+            def compute(work: StepRequest) -> DeviceStepResult:
                 for _ in range(attempts):
-                    leaf = rank.copies.copies.get("0.weight", rank.weights["0.weight"])  # what the program reads
+                    leaf = rank.compute_params.copies.get(
+                        "0.weight", rank.weights["0.weight"]
+                    )  # what the program reads
                     hook = leaf.register_hook(fails)
                     with pytest.raises(RuntimeError, match="not permitted"):
                         run(work)

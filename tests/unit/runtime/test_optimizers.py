@@ -25,9 +25,9 @@ from autopar.api.options import Options
 from autopar.ir.graph import Weight
 from autopar.ir.layout import split_layout
 from autopar.ir.mesh import Mesh
-from autopar.runtime.comm.transport import Hub, LocalTransport
+from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.optim.build import use_fused_kernels
-from autopar.runtime.optim.probe import couples, kind_of, split_wrongly
+from autopar.runtime.optim.probe import mixes_parameters, needs_full_params, param_kind
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import Parameters, RankSpec
 from autopar.train import timm_optimizer
@@ -70,12 +70,13 @@ def test_what_an_optimizer_needs_to_see(make: Make, coupled: bool, wrong: str) -
     parameters = [nn.Parameter(torch.randn(shape)) for shape in ((6, 4), (6, 4, 3, 3), (6,))]
     optimizer = make([{"params": parameters[:2]}, {"params": parameters[2:], "weight_decay": 0.0}])
     kinds = {
-        "rows": kind_of(0, (128, 48), 0), "columns": kind_of(0, (48, 128), 1), "filters": kind_of(0, (32, 16, 3, 3), 0),
-        "vector": kind_of(1, (128,), 0), "whole": kind_of(1, (48,), None),
+        "rows": param_kind(0, (128, 48), 0), "columns": param_kind(0, (48, 128), 1),
+        "filters": param_kind(0, (32, 16, 3, 3), 0),
+        "vector": param_kind(1, (128,), 0), "whole": param_kind(1, (48,), None),
     }  # fmt: skip
     before = [p.clone() for p in parameters], repr(optimizer.state_dict())
-    assert couples(optimizer, list(kinds.values())) == coupled
-    found = split_wrongly(optimizer, list(kinds.values()))
+    assert mixes_parameters(optimizer, list(kinds.values())) == coupled
+    found = needs_full_params(optimizer, list(kinds.values()))
     assert " ".join(name for name, kind in kinds.items() if kind in found) == wrong
     # It was tried on others, and knows nothing of it.
     assert all(torch.equal(a, b) for a, b in zip(before[0], parameters, strict=True))
@@ -153,7 +154,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
         "idle": lambda t, i: t.chunk(2)[i],
         "bias": lambda t, i: t,
     }
-    hub, ranks = Hub(), []
+    hub, ranks = InProcessMailboxes(), []
     for number in range(4):
         own = {name: cut[name](tensor, number % 2).clone() for name, tensor in start.items()}
         spec = RankSpec(

@@ -10,7 +10,7 @@ from support.boards import on_all
 
 from autopar.runtime.comm import symmetric_collectives as symmetric_axis
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
-from autopar.runtime.comm.symmetric_p2p import Neighbour, reach_each_other
+from autopar.runtime.comm.symmetric_p2p import PeerAccess, have_peer_access
 
 ROUNDS = 4
 
@@ -67,8 +67,8 @@ def test_all_to_all(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_give(ranks: int) -> None:
     def call(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
-        stacked = member.give(given).clone()
-        member.release()
+        stacked = member.publish(given).clone()
+        member.unpublish()
         return stacked
 
     own = drawn(ranks, 5, 3)
@@ -81,9 +81,9 @@ def test_give(ranks: int) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_put(ranks: int) -> None:
     def call(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
-        for k in member.others():
-            member.put(k, given)
-        return member.sum_put(given)
+        for k in member.peer_order():
+            member.push_shard(k, given)
+        return member.reduce_pushed(given)
 
     own = drawn(ranks, ranks, 5)
     for given, results in zip(own, on_all(own, call), strict=True):
@@ -91,12 +91,12 @@ def test_put(ranks: int) -> None:
 
 
 def test_who_reaches_whom() -> None:
-    def gpus(host: str, count: int) -> list[Neighbour]:
-        return [Neighbour(host, i, frozenset(range(count)) - {i}) for i in range(count)]
+    def gpus(host: str, count: int) -> list[PeerAccess]:
+        return [PeerAccess(host, i, frozenset(range(count)) - {i}) for i in range(count)]
 
     near, far = gpus("a", 4), gpus("b", 4)
-    assert reach_each_other(near) and reach_each_other(near[1:3])
-    assert not reach_each_other([*near, *far])
-    assert not reach_each_other([near[0], far[1]])
-    assert not reach_each_other([Neighbour("a", 0, frozenset()), Neighbour("a", 0, frozenset())])  # each sees its own
-    assert not reach_each_other([near[0], Neighbour("a", 1, frozenset({2, 3}))])  # no link in one direction
+    assert have_peer_access(near) and have_peer_access(near[1:3])
+    assert not have_peer_access([*near, *far])
+    assert not have_peer_access([near[0], far[1]])
+    assert not have_peer_access([PeerAccess("a", 0, frozenset()), PeerAccess("a", 0, frozenset())])  # each sees its own
+    assert not have_peer_access([near[0], PeerAccess("a", 1, frozenset({2, 3}))])  # no link in one direction

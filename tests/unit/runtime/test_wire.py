@@ -10,22 +10,22 @@ from multiprocessing import Pipe
 import pytest
 import torch
 
-from autopar.runtime.launch.ipc import Line, culprit
+from autopar.runtime.launch.ipc import WorkerChannel, find_unpicklable
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Line, Line]]:
+def ends() -> Iterator[tuple[WorkerChannel, WorkerChannel]]:
     ours, theirs = Pipe()
     there, back = shared_file(), shared_file()
-    caller = Line(ours, SharedMemory(there), SharedMemory(back))
-    worker = Line(theirs, SharedMemory(os.dup(back)), SharedMemory(os.dup(there)))
+    caller = WorkerChannel(ours, SharedMemory(there), SharedMemory(back))
+    worker = WorkerChannel(theirs, SharedMemory(os.dup(back)), SharedMemory(os.dup(there)))
     yield caller, worker
     caller.close()
     worker.close()
 
 
-def moved(ends: tuple[Line, Line], message: object, lend: bool = False) -> object:
+def moved(ends: tuple[WorkerChannel, WorkerChannel], message: object, lend: bool = False) -> object:
     caller, worker = ends
     caller.send(caller.encode(message, lend))
     return worker.decode(worker.receive())
@@ -87,4 +87,4 @@ def test_it_grows_again(ends):
 def test_what_has_no_bytes_is_refused_and_named(ends, tensor):
     with pytest.raises(pickle.PicklingError, match="tensor of layout"):
         ends[0].encode({"x": [tensor]})
-    assert culprit({"x": [1, tensor]}, "arguments") == "arguments['x'][1], a Tensor"
+    assert find_unpicklable({"x": [1, tensor]}, "arguments") == "arguments['x'][1], a Tensor"

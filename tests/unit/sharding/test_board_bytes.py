@@ -30,8 +30,8 @@ from autopar.ir.program import Program
 from autopar.ops import collectives
 from autopar.ops.registry import operator, results_without_data, value_from
 from autopar.runtime.comm import symmetric_collectives as symmetric_axis
-from autopar.runtime.comm.symmetric_collectives import SymmetricBoards, SymmetricCommunicator
-from autopar.sharding.buffer_sizes import board_bytes
+from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
+from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.sharding.reshard import SENDS
 from autopar.trace.call import as_call
 from autopar.trace.lower import lowered
@@ -140,14 +140,14 @@ def test_operators_take_what_is_reserved(
     assert {name for name, *_ in operators(ranks)} == SENDS.keys()
     for (name, shape, args), trained in itertools.product(operators(ranks), (True, False)):
         boards = registered(ranks)
-        asked = list(board_bytes(program_of(name, shape, args, dtype, trained).ops[0], AXIS, ranks))
+        asked = list(symmetric_buffer_bytes(program_of(name, shape, args, dtype, trained).ops[0], AXIS, ranks))
         for one in boards.of_ranks:
             one.reserve(max(asked, default=0))
         run_everywhere(boards, operator(f"autopar.{name}.default"), [shape], args, dtype, [trained])
         rounded_up = (ranks - 1) * dtype.itemsize if name in ("all_reduce", "sum_gradient") else 0
         taken = boards.taken()
         assert taken <= boards.reserved <= taken + rounded_up, (name, args, trained)
-    assert list(board_bytes(program_of("all_reduce", (4,), ("dp",), dtype, False).ops[0], AXIS, ranks)) == []
+    assert list(symmetric_buffer_bytes(program_of("all_reduce", (4,), ("dp",), dtype, False).ops[0], AXIS, ranks)) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -165,7 +165,7 @@ def test_layers_take_what_was_reserved_for_the_operations_in_their_place(
     ]
     for (name, x, args, instead, shape, where), weight_trained in itertools.product(layers, (True, False)):
         boards = registered(ranks)
-        asked = max(board_bytes(program_of(instead, shape, where, dtype, True).ops[0], AXIS, ranks))
+        asked = max(symmetric_buffer_bytes(program_of(instead, shape, where, dtype, True).ops[0], AXIS, ranks))
         for one in boards.of_ranks:
             one.reserve(asked)
         call = operator(f"autopar.{name}.default")
@@ -211,7 +211,7 @@ def test_boards_grow_between_steps_only_and_outgrown_ones_stay(monkeypatch: pyte
     idle: list[torch.device] = []
     monkeypatch.setattr(symmetric_axis, "allocated", allocated)
     monkeypatch.setattr(torch.cuda, "synchronize", idle.append)
-    boards = SymmetricBoards(0, torch.device("cuda", 0), None)
+    boards = SymmetricBufferPool(0, torch.device("cuda", 0), None)
     assert boards.num_bytes == 0
     for num_bytes in (0, 100, 256, 1024, 512, 1024, 4096):
         boards.reserve(num_bytes)

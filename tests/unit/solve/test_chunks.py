@@ -37,7 +37,14 @@ from autopar.schedule.generate import generate
 from autopar.schedule.replay import replayed_seconds
 from autopar.solve.cuts.problem import slowest_count
 from autopar.solve.result.make_plan import Setting
-from autopar.solve.space.candidates import MOST_CHUNKS, Pipeline, Point, pipeline_floor, pipelines_of, points_of
+from autopar.solve.space.candidates import (
+    MAX_CHUNKS,
+    Pipeline,
+    Point,
+    allowed_pipelines,
+    enumerate_points,
+    pipeline_floor,
+)
 from autopar.solve.space.constraints import Constraints, memory_for
 
 FREE = replace(MACHINE, link=Link(0.0, 1e15))
@@ -67,19 +74,19 @@ def groups_of(plan: Plan, graph: Graph) -> list[int]:
 def test_what_is_considered() -> None:
     asked = Constraints(devices=4, batch=8)
     two, one = Mesh(2), Mesh(1, 1, 2)
-    assert pipelines_of(asked, two) == (Pipeline("1f1b", 1),)
-    assert pipelines_of(replace(asked, schedule="gpipe"), two) == (Pipeline("gpipe", 1),)
+    assert allowed_pipelines(asked, two) == (Pipeline("1f1b", 1),)
+    assert allowed_pipelines(replace(asked, schedule="gpipe"), two) == (Pipeline("gpipe", 1),)
     auto = replace(asked, schedule="auto")
-    numbers = range(2, MOST_CHUNKS + 1)
-    assert pipelines_of(auto, two) == (Pipeline("1f1b"), *(Pipeline(s, n) for n in numbers for s in INTERLEAVED))
-    assert pipelines_of(auto, one) == (Pipeline("1f1b"),)
+    numbers = range(2, MAX_CHUNKS + 1)
+    assert allowed_pipelines(auto, two) == (Pipeline("1f1b"), *(Pipeline(s, n) for n in numbers for s in INTERLEAVED))
+    assert allowed_pipelines(auto, one) == (Pipeline("1f1b"),)
     for name in INTERLEAVED:
         only = tuple(Pipeline(name, n) for n in (1, *numbers))
-        assert pipelines_of(replace(auto, schedule=name), two) == only
-    assert pipelines_of(replace(auto, chunks=3), two) == tuple(Pipeline(name, 3) for name in INTERLEAVED)
-    assert pipelines_of(replace(auto, chunks=1), two) == (Pipeline("1f1b"),)
+        assert allowed_pipelines(replace(auto, schedule=name), two) == only
+    assert allowed_pipelines(replace(auto, chunks=3), two) == tuple(Pipeline(name, 3) for name in INTERLEAVED)
+    assert allowed_pipelines(replace(auto, chunks=1), two) == (Pipeline("1f1b"),)
     # Pins name stages, and stages are others with another number of chunks.
-    assert pipelines_of(replace(auto, pins={"head": 1}), two) == (Pipeline("1f1b"),)
+    assert allowed_pipelines(replace(auto, pins={"head": 1}), two) == (Pipeline("1f1b"),)
 
 
 def test_what_is_the_same_under_both_is_considered_once() -> None:
@@ -88,7 +95,9 @@ def test_what_is_the_same_under_both_is_considered_once() -> None:
 
     def considered(microbatches: int, schedule: Any) -> set[str]:
         asked = Constraints(devices=2, batch=8, microbatches=microbatches, schedule=schedule, chunks=2)
-        return {p.pipeline.schedule for p in points_of(Setting(graph, FREE, model_of(graph), asked, cost), Mesh(2))}
+        return {
+            p.pipeline.schedule for p in enumerate_points(Setting(graph, FREE, model_of(graph), asked, cost), Mesh(2))
+        }
 
     assert considered(4, "auto") == {"interleaved", "interleaved-overlap"}
     assert considered(3, "auto") == {"interleaved"}

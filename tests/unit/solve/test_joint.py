@@ -13,7 +13,7 @@ from support.joint_problems import allowed, brute_force, memory, step_seconds
 
 from autopar.errors import UsageError
 from autopar.ir.hardware import Link
-from autopar.ir.strategies import ChoiceGraph
+from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import SolverName
 from autopar.solve.joint.problem import Assignment, JointProblem
 from autopar.solve.joint.solve import Joint, Unsolved, solve_joint
@@ -42,7 +42,7 @@ def problems(draw: st.DrawFn, rules: bool = True) -> JointProblem:
         boundary=tuple(Link(draw(st.integers(0, 3)) * 1e-3, 1e3) for _ in range(stages - 1)),
         ranks=RANKS,
         pins=pins,
-        together=together,
+        colocated=together,
         share_kinds=draw(st.booleans()),
         gap=0.0,
     )
@@ -65,12 +65,14 @@ def test_the_optimum_equals_brute_force(problem: JointProblem, solver: SolverNam
         assert solver == "CBC" or (found.infeasible and found.solver.status == "infeasible")
         return
     found = solved(problem, solver=solver)
-    assert found.picks in allowed(problem)
-    assert step_seconds(problem, found.picks, found.stage_of) == pytest.approx(expected, rel=1e-5)
-    assert found.objective_seconds == pytest.approx(step_seconds(problem, found.picks, found.stage_of), rel=1e-12)
+    assert found.strategy_index in allowed(problem)
+    assert step_seconds(problem, found.strategy_index, found.stage_of) == pytest.approx(expected, rel=1e-5)
+    assert found.objective_seconds == pytest.approx(
+        step_seconds(problem, found.strategy_index, found.stage_of), rel=1e-12
+    )
     assert found.bound_seconds == pytest.approx(expected, rel=1e-4)
     if problem.capacity_bytes is not None:
-        assert max(memory(problem, found.picks, found.stage_of)) <= problem.capacity_bytes
+        assert max(memory(problem, found.strategy_index, found.stage_of)) <= problem.capacity_bytes
 
 
 @given(problems())
@@ -78,7 +80,7 @@ def test_the_optimum_equals_brute_force(problem: JointProblem, solver: SolverNam
 def test_a_known_solution_does_not_change_the_optimum(problem: JointProblem) -> None:
     first = solve_joint(problem)
     if isinstance(first, Joint):
-        known = Assignment(first.picks, first.stage_of)
+        known = Assignment(first.strategy_index, first.stage_of)
         again = solved(problem, known)
         assert again.objective_seconds == pytest.approx(first.objective_seconds, rel=1e-5)
         assert again.bound_seconds == pytest.approx(first.objective_seconds, rel=1e-4)
@@ -100,7 +102,7 @@ def test_the_lower_bound_is_below_the_optimum(problem: JointProblem, solved_for:
 # -- a transformer -------------------------------------------------------------------------------------------------
 
 
-def vit_problem(graph: ChoiceGraph, stages: int, microbatches: int = 8, **rest: object) -> JointProblem:
+def vit_problem(graph: StrategyGraph, stages: int, microbatches: int = 8, **rest: object) -> JointProblem:
     defaults: dict[str, object] = {
         "capacity_bytes": None,
         "in_flight": tuple(min(microbatches, stages - s) for s in range(stages)),
@@ -116,20 +118,20 @@ def test_the_decomposition_is_certified_where_memory_does_not_bind() -> None:
     joint = solved(vit_problem(graph, 2))
     bound = lower_bound_seconds(graph, fastest, 2, 8)
     assert bound <= joint.objective_seconds <= 1.03 * bound
-    assert joint.picks == fastest.picks
+    assert joint.strategy_index == fastest.strategy_index
 
 
 def test_little_memory_shards_what_is_fastest_whole() -> None:
     """Replicated is fastest here; the capacity admits it on no stage."""
     graph = vit_choices(3, Machine(all_reduce=2e-3, gather=1e-3), tokens=False)
     free = solved(vit_problem(graph, 2))
-    assert set(free.picks) == {0}
-    needs = memory(vit_problem(graph, 2), free.picks, free.stage_of)
+    assert set(free.strategy_index) == {0}
+    needs = memory(vit_problem(graph, 2), free.strategy_index, free.stage_of)
     tight = vit_problem(graph, 2, capacity_bytes=int(0.75 * max(needs)), share_kinds=False)
     found = solved(tight)
-    assert max(memory(tight, found.picks, found.stage_of)) <= 0.75 * max(needs)
+    assert max(memory(tight, found.strategy_index, found.stage_of)) <= 0.75 * max(needs)
     assert found.objective_seconds > free.objective_seconds
-    assert any(found.picks) and found.solver.status == "optimal"
+    assert any(found.strategy_index) and found.solver.status == "optimal"
     hopeless = solve_joint(replace(tight, capacity_bytes=2**20))
     assert isinstance(hopeless, Unsolved) and hopeless.infeasible
 
@@ -140,7 +142,11 @@ def test_out_of_time_the_known_solution_stands_in_with_an_honest_gap() -> None:
     quarter = len(graph.groups) // 4
     known = Assignment((0,) * len(graph.groups), tuple(min(g // quarter, 3) for g in range(len(graph.groups))))
     found = solved(problem, known)
-    assert (found.picks, found.stage_of, found.solver.status) == (known.picks, known.stage_of, "time limit")
+    assert (found.strategy_index, found.stage_of, found.solver.status) == (
+        known.strategy_index,
+        known.stage_of,
+        "time limit",
+    )
     assert found.objective_seconds == pytest.approx(step_seconds(problem, *vars(known).values()))
     assert 0 < found.bound_seconds < found.objective_seconds
     nothing = solve_joint(problem)

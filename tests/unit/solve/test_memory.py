@@ -16,16 +16,16 @@ from support.models import resnet18, tiny_vit
 from torch import nn
 
 import autopar
-from autopar.api.program_cache import Programs
+from autopar.api.program_cache import ProgramCache
 from autopar.cost.hardware.load import load_hardware
 from autopar.ir.comm_sizes import aligned, exchange_bytes
-from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Flow, Group, Holding
+from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.grad_buckets import padded_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
 from autopar.runtime.comm.symmetric_p2p import count, reserved_bytes
 from autopar.runtime.params.flat_buckets import flat_buckets, replica_owners
-from autopar.sharding.buffer_sizes import board_bytes
+from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.memory import working_bytes
 from autopar.solve.cuts.problem import CutProblem
@@ -40,7 +40,7 @@ MIB = 2**20
 # -- formulas ------------------------------------------------------------------------------------------------------
 
 
-def chain(weights: tuple[Holding, ...], **options: Any) -> CutProblem:
+def chain(weights: tuple[ResidentTensor, ...], **options: Any) -> CutProblem:
     """Three groups that save 8, 4 and 2 MiB with working sets of 5, 6 and 1, on one stage."""
     sizes = ((8, 5), (4, 6), (2, 1))
     groups = tuple(
@@ -52,9 +52,11 @@ def chain(weights: tuple[Holding, ...], **options: Any) -> CutProblem:
                                 "boundary": ()} | options))  # fmt: skip
 
 
-def gradient(group: int, mib: int, **rest: int) -> Holding:
+def gradient(group: int, mib: int, **rest: int) -> ResidentTensor:
     size = mib * MIB
-    return Holding(f"w{group}", 4 * size, (group,), gradient_bytes=size, left_bytes=rest.pop("left", size), **rest)
+    return ResidentTensor(
+        f"w{group}", 4 * size, (group,), gradient_bytes=size, wgrad_bytes=rest.pop("left", size), **rest
+    )
 
 
 @pytest.mark.parametrize(
@@ -66,11 +68,11 @@ def gradient(group: int, mib: int, **rest: int) -> Holding:
         ((gradient(2, 3),), {"dp": 2}, 7),  # waits for its bucket
         ((gradient(2, 3, left=0),), {"dp": 2}, 4),  # was added to its sum at once
         ((gradient(2, 26), gradient(1, 3)), {"dp": 2}, 30),  # 26 are a bucket, moved before the next comes
-        ((gradient(0, 20, packed_bytes=20 * MIB),), {}, 26),  # 20 and their packed copy, when all 14 are gone
+        ((gradient(0, 20, flattened_grad_bytes=20 * MIB),), {}, 26),  # 20 and their packed copy, when all 14 are gone
     ],
 )
 def test_the_working_set_is_the_backward_s_fullest_moment(
-    weights: tuple[Holding, ...], options: dict[str, Any], mib: int
+    weights: tuple[ResidentTensor, ...], options: dict[str, Any], mib: int
 ) -> None:
     problem = chain(weights, **options)
     assert problem.has_buckets == ("dp" in options) and 25 * MIB == BUCKET_BYTES
@@ -83,7 +85,7 @@ def test_the_working_set_is_the_backward_s_fullest_moment(
 
 def test_what_is_received_and_saved_counts_once() -> None:
     groups = (*(Group(f"g{i}", (f"g{i}",), "", saved_bytes=10) for i in range(3)), Group("loss", (), ""))
-    flows = (Flow("a", 0, (1, 2), 8, True, (2,)), Flow("b", 1, (2,), 2, True))
+    flows = (TensorEdge("a", 0, (1, 2), 8, True, (2,)), TensorEdge("b", 1, (2,), 2, True))
     problem = CutProblem(CostGraph("m", 1, groups, flows), 3, 4, None, (3, 2, 1), (Link(0.0, 1.0),) * 2)
     # "a" is sent on from the first stage and passes the second; "b" is sent by the second; the third saves "a" itself.
     assert [c.held_bytes for c in stage_costs(problem, (0, 1, 2, 2))] == [10 + 8, 10 + 8 + 8 + 2, 10 - 8 + 8 + 2]
@@ -168,9 +170,9 @@ def test_boards_of_tensor_parallel_ranks_take_their_largest_collective() -> None
     torch.manual_seed(0)
     model, x = tiny_vit(2), torch.randn(64, 3, 32, 32)
     plan = on_gpus(model, x, tp=2, microbatches=2)
-    programs = Programs(model, plan, as_call(model, x).first(32))
+    programs = ProgramCache(model, plan, as_call(model, x).first(32))
     ops = [op for known in programs.known.values() for program in known.programs for op in program.ops]
-    assert buffers(plan, 0, x.nbytes) == max(taken for op in ops for taken in board_bytes(op, "tp", 2)) > 0
+    assert buffers(plan, 0, x.nbytes) == max(taken for op in ops for taken in symmetric_buffer_bytes(op, "tp", 2)) > 0
 
 
 @functools.cache

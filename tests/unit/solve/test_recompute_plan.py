@@ -21,7 +21,7 @@ from support.reference import Reference, assert_all_close
 
 import autopar
 from autopar.errors import InfeasibleError, UsageError
-from autopar.ir.cost_graph import CostGraph, Flow, Group
+from autopar.ir.cost_graph import CostGraph, Group, TensorEdge
 from autopar.ir.plan import Plan
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import stage_costs
@@ -37,7 +37,7 @@ def open_problems(draw: st.DrawFn) -> CutProblem:
     problem, number = draw(problems()), st.integers(0, 6)
     groups = tuple(replace(g, kept_bytes=draw(number), segment_bytes=draw(number)) for g in problem.cost.groups)
     limit = draw(st.integers(5, 80))
-    cost = replace(problem.cost, groups=groups, together=())
+    cost = replace(problem.cost, groups=groups, colocated=())
     return replace(problem, cost=cost, capacity_bytes=limit, recompute="auto")
 
 
@@ -49,7 +49,7 @@ def brute_force(problem: CutProblem) -> float | None:
         stage_of = (*stage, last)
         if (
             set(stage) != set(range(problem.stages))
-            or any(stage_of[f.producer] > stage_of[c] for f in cost.flows for c in f.consumers)
+            or any(stage_of[f.producer] > stage_of[c] for f in cost.edges for c in f.consumers)
             or any(stage_of[g] != s for g, s in problem.pins.items())
         ):
             continue
@@ -68,8 +68,8 @@ def with_flags(problem: CutProblem, stage_of: tuple[int, ...], flags: tuple[bool
         replace(g, saved_bytes=g.kept_bytes, transient_bytes=g.transient_bytes + g.segment_bytes)
         for g in problem.cost.groups
     )
-    flows = tuple(replace(flow, saved_by=()) for flow in problem.cost.flows)
-    again = replace(problem, cost=replace(problem.cost, groups=groups, flows=flows, saved=()))
+    flows = tuple(replace(flow, saved_by=()) for flow in problem.cost.edges)
+    again = replace(problem, cost=replace(problem.cost, groups=groups, edges=flows, saved=()))
     return [again if flag else problem for flag in flags]
 
 
@@ -98,7 +98,7 @@ def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
 
 def test_without_a_limit_nothing_recomputes() -> None:
     groups = (Group("a", ("a",), "a", 1.0, 2.0, saved_bytes=9), Group("loss", (), ""))
-    chain = CostGraph("chain", 1, groups, (Flow("v", 0, (1,), 1, True),))
+    chain = CostGraph("chain", 1, groups, (TensorEdge("v", 0, (1,), 1, True),))
     problem = CutProblem(chain, 1, 1, None, (1,), (), recompute="auto")
     assert [c.recomputed for c in stage_costs(problem, (0, 0))] == [False]
     assert [c.recomputed for c in stage_costs(replace(problem, capacity_bytes=9), (0, 0))] == [False]

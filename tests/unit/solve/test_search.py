@@ -65,7 +65,7 @@ def test_a_plan_survives_its_file_and_reproduces_the_assignment(
     try:
         plan = pipeline(lambda b: priced(graph, groups, times, b), graph, MACHINE, constraints)
     except InfeasibleError as error:
-        assert "can be cut into" in str(error) and len(groups) - bool(graph.together) < devices + 3
+        assert "can be cut into" in str(error) and len(groups) - bool(graph.colocated) < devices + 3
         return
     assert Plan.from_json(plan.to_json()) == plan
     stage_of = plan.stage_of(graph)

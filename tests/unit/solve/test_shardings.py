@@ -13,37 +13,41 @@ from support.choice_graphs import BOTH, Machine, choice_graphs, vit_choices
 from support.effort import examples
 
 from autopar.ir.layout import REPLICATED
-from autopar.ir.strategies import Choice, ChoiceGraph, Conversion
+from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph
 from autopar.solve.backend import SolverName
-from autopar.solve.shardings.cost import Prices
+from autopar.solve.shardings.cost import ObjectiveWeights
 from autopar.solve.shardings.program import edges, sharding_program
 from autopar.solve.shardings.solve import Shardings, pareto, solve_shardings
 
 
-def allowed(graph: ChoiceGraph) -> list[tuple[int, ...]]:
+def allowed(graph: StrategyGraph) -> list[tuple[int, ...]]:
     """Every choice of all groups where kinds are alike and shared weights are stored in one layout."""
     found = []
-    for picks in product(*(range(len(g.choices)) for g in graph.groups)):
+    for picks in product(*(range(len(g.strategies)) for g in graph.groups)):
         alike = len({(g.kind, k) for g, k in zip(graph.groups, picks)}) == len({g.kind for g in graph.groups})
-        stored = {(w, g.choices[k].stores[i]) for g, k in zip(graph.groups, picks) for i, w in enumerate(g.weights)}
+        stored = {
+            (w, g.strategies[k].weight_layouts[i]) for g, k in zip(graph.groups, picks) for i, w in enumerate(g.weights)
+        }
         if alike and len(stored) == len({w for w, _ in stored}):
             found.append(picks)
     return found
 
 
-def chosen_and_converted(graph: ChoiceGraph, picks: tuple[int, ...]) -> tuple[list[Choice], list[Conversion]]:
-    chosen = [g.choices[k] for g, k in zip(graph.groups, picks)]
-    made = {v: layout for g, c in zip(graph.groups, chosen) for v, layout in zip(g.makes, c.gives)}
-    read = {(v, layout) for g, c in zip(graph.groups, chosen) for v, layout in zip(g.reads, c.takes)}
-    return chosen, [graph.conversions[v, made[v], layout] for v, layout in read if made[v] != layout]
+def chosen_and_converted(
+    graph: StrategyGraph, picks: tuple[int, ...]
+) -> tuple[list[ShardingStrategy], list[ReshardingCost]]:
+    chosen = [g.strategies[k] for g, k in zip(graph.groups, picks)]
+    made = {v: layout for g, c in zip(graph.groups, chosen) for v, layout in zip(g.makes, c.output_layouts)}
+    read = {(v, layout) for g, c in zip(graph.groups, chosen) for v, layout in zip(g.reads, c.input_layouts)}
+    return chosen, [graph.resharding[v, made[v], layout] for v, layout in read if made[v] != layout]
 
 
-def microbatch_seconds(graph: ChoiceGraph, picks: tuple[int, ...]) -> float:
+def microbatch_seconds(graph: StrategyGraph, picks: tuple[int, ...]) -> float:
     chosen, converted = chosen_and_converted(graph, picks)
     return sum(c.forward_seconds + c.backward_seconds for c in (*chosen, *converted))
 
 
-def memory(graph: ChoiceGraph, picks: tuple[int, ...], in_flight: int) -> int:
+def memory(graph: StrategyGraph, picks: tuple[int, ...], in_flight: int) -> int:
     chosen, converted = chosen_and_converted(graph, picks)
     weights = sum(c.weight_bytes for c in chosen)
     return weights + in_flight * sum(c.saved_bytes for c in (*chosen, *converted))
@@ -55,40 +59,40 @@ def memory(graph: ChoiceGraph, picks: tuple[int, ...], in_flight: int) -> int:
 )  # fmt: skip
 @settings(max_examples=examples(150), deadline=None)
 def test_the_optimum_equals_brute_force(
-    graph: ChoiceGraph, microbatches: int, in_flight: int, price: float, solver: SolverName
+    graph: StrategyGraph, microbatches: int, in_flight: int, price: float, solver: SolverName
 ) -> None:
     found = solve_shardings(graph, microbatches, price, in_flight, solver, gap=0.0)
 
     def value(picks: tuple[int, ...]) -> float:
-        step = sum(g.choices[k].step_seconds for g, k in zip(graph.groups, picks))
+        step = sum(g.strategies[k].step_seconds for g, k in zip(graph.groups, picks))
         return microbatch_seconds(graph, picks) + step / microbatches + price * memory(graph, picks, in_flight)
 
     options = allowed(graph)
     best = min(map(value, options))
-    assert found.picks in options
-    assert value(found.picks) == pytest.approx(best, rel=1e-5)
-    assert found.objective_seconds == pytest.approx(value(found.picks), rel=1e-12)
+    assert found.strategy_index in options
+    assert value(found.strategy_index) == pytest.approx(best, rel=1e-5)
+    assert found.objective_seconds == pytest.approx(value(found.strategy_index), rel=1e-12)
     assert found.objective_bound_seconds == pytest.approx(best, rel=1e-5)
     least = min(microbatch_seconds(graph, picks) for picks in options)
     assert found.bound_seconds == pytest.approx(least, rel=1e-5)
-    assert found.seconds == pytest.approx(microbatch_seconds(graph, found.picks), rel=1e-12)
-    assert found.memory_bytes == memory(graph, found.picks, in_flight)
+    assert found.seconds == pytest.approx(microbatch_seconds(graph, found.strategy_index), rel=1e-12)
+    assert found.memory_bytes == memory(graph, found.strategy_index, in_flight)
 
 
 # -- a transformer -------------------------------------------------------------------------------------------------
 
 
-def labels(graph: ChoiceGraph, found: Shardings, block: int) -> dict[str, str]:
+def labels(graph: StrategyGraph, found: Shardings, block: int) -> dict[str, str]:
     """Name of the choice of every group of a block."""
-    pairs = zip(graph.groups, found.picks)
-    return {g.name.split(".")[2]: g.choices[k].name for g, k in pairs if g.name.startswith(f"blocks.{block}.")}
+    pairs = zip(graph.groups, found.strategy_index)
+    return {g.name.split(".")[2]: g.strategies[k].name for g, k in pairs if g.name.startswith(f"blocks.{block}.")}
 
 
-def all_reduces(graph: ChoiceGraph, found: Shardings) -> tuple[int, int]:
+def all_reduces(graph: StrategyGraph, found: Shardings) -> tuple[int, int]:
     """Number of all-reduces of the whole model, forward and backward."""
-    chosen = [g.choices[k] for g, k in zip(graph.groups, found.picks)]
-    made = {v: layout for g, c in zip(graph.groups, chosen) for v, layout in zip(g.makes, c.gives)}
-    read = {(v, layout) for g, c in zip(graph.groups, chosen) for v, layout in zip(g.reads, c.takes)}
+    chosen = [g.strategies[k] for g, k in zip(graph.groups, found.strategy_index)]
+    made = {v: layout for g, c in zip(graph.groups, chosen) for v, layout in zip(g.makes, c.output_layouts)}
+    read = {(v, layout) for g, c in zip(graph.groups, chosen) for v, layout in zip(g.reads, c.input_layouts)}
     forward = sum(c.name == "row" for c in chosen)
     return forward, sum(made[v] == REPLICATED and layout == BOTH for v, layout in read)
 
@@ -110,14 +114,15 @@ def test_without_token_splits_the_optimum_is_column_and_row() -> None:
 def test_dear_collectives_leave_everything_replicated() -> None:
     graph = vit_choices(4, Machine(all_reduce=3e-3), tokens=False)
     found = solve_shardings(graph, 8)
-    assert set(found.picks) == {0}
+    assert set(found.strategy_index) == {0}
     assert found.step_seconds == 0
 
 
-def with_whole_linears(graph: ChoiceGraph) -> ChoiceGraph:
+def with_whole_linears(graph: StrategyGraph) -> StrategyGraph:
     """The same without linears that are split by tokens."""
     kept = (
-        replace(g, choices=tuple(c for c in g.choices if c.name != "tokens" or "norm" in g.name)) for g in graph.groups
+        replace(g, strategies=tuple(c for c in g.strategies if c.name != "tokens" or "norm" in g.name))
+        for g in graph.groups
     )
     return replace(graph, groups=tuple(kept))
 
@@ -145,7 +150,10 @@ def test_with_many_microbatches_tokens_stay_split_and_are_exchanged_around_atten
 def test_the_program_does_not_grow_with_depth() -> None:
     """From 3 blocks on: the ends of a chain of blocks and its middle are all there is."""
     sizes = {
-        blocks: (len(edges(graph, Prices(8))), len(sharding_program(graph, Prices(8)).lp.variables()))
+        blocks: (
+            len(edges(graph, ObjectiveWeights(8))),
+            len(sharding_program(graph, ObjectiveWeights(8)).lp.variables()),
+        )
         for blocks in (3, 40)
         for graph in (vit_choices(blocks),)
     }
@@ -162,7 +170,7 @@ def test_a_model_whose_blocks_share_no_kind_has_the_same_optimum() -> None:
 
 def test_out_of_time_everything_is_replicated_with_an_honest_gap() -> None:
     found = solve_shardings(vit_choices(4), 8, time_limit_seconds=0.0)
-    assert (set(found.picks), found.solver.status) == ({0}, "time limit")
+    assert (set(found.strategy_index), found.solver.status) == ({0}, "time limit")
     assert 0 < found.bound_seconds < found.seconds
     assert found.solver.gap == pytest.approx(1 - found.objective_bound_seconds / found.objective_seconds)
     assert found.solver.gap > 0.1
@@ -170,7 +178,7 @@ def test_out_of_time_everything_is_replicated_with_an_honest_gap() -> None:
 
 @given(choice_graphs())
 @settings(max_examples=examples(60), deadline=None)
-def test_pareto_runs_from_the_fastest_to_the_least_memory(graph: ChoiceGraph) -> None:
+def test_pareto_runs_from_the_fastest_to_the_least_memory(graph: StrategyGraph) -> None:
     found = list(pareto(graph, 2, 2))
     assert found[0].objective_seconds == pytest.approx(solve_shardings(graph, 2, in_flight=2).objective_seconds)
     for faster, smaller in pairwise(found):

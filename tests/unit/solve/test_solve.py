@@ -15,7 +15,7 @@ from support.cut_problems import brute_force, cost_graphs, group, memory, proble
 from support.effort import examples
 
 from autopar.errors import InfeasibleError, UsageError
-from autopar.ir.cost_graph import CostGraph, Flow, Group, Holding
+from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
 from autopar.ir.plan import Balance
 from autopar.solve.backend import SolverName, default_solver, solve
@@ -59,7 +59,7 @@ def test_the_optimum_equals_brute_force(problem: CutProblem) -> None:
 @given(problems(), st.sampled_from(["params", "flops", "uniform"]))
 @settings(max_examples=examples(60), deadline=None)
 def test_other_balances_equal_brute_force(problem: CutProblem, balance: Balance) -> None:
-    cost = replace(problem.cost, together=())
+    cost = replace(problem.cost, colocated=())
     problem = replace(problem, cost=cost, pins={}, capacity_bytes=None, balance=balance)
     raw = [g.flops if balance == "flops" else 0.0 for g in cost.groups]
     for w in cost.weights:
@@ -75,7 +75,7 @@ def test_other_balances_equal_brute_force(problem: CutProblem, balance: Balance)
     values = []
     for stage in product(range(problem.stages), repeat=cost.loss):
         stage_of = (*stage, problem.stages - 1)
-        ordered = all(stage_of[f.producer] <= stage_of[c] for f in cost.flows for c in f.consumers)
+        ordered = all(stage_of[f.producer] <= stage_of[c] for f in cost.edges for c in f.consumers)
         if ordered and set(stage) == set(range(problem.stages)):
             largest = max(sum(r for r, at in zip(raw, stage_of) if at == s) for s in range(problem.stages))
             values.append(share * largest + 1e-3 * step_seconds(traffic, stage_of))
@@ -85,7 +85,7 @@ def test_other_balances_equal_brute_force(problem: CutProblem, balance: Balance)
 @given(problems())
 @settings(max_examples=examples(120), deadline=None)
 def test_pruned_and_whole_programs_have_one_optimum(problem: CutProblem) -> None:
-    problem = replace(problem, cost=replace(problem.cost, together=()), pins={})
+    problem = replace(problem, cost=replace(problem.cost, colocated=()), pins={})
     known = contiguous_cuts(problem)
     everywhere = Ranges(
         (0,) * problem.cost.loss + (problem.stages - 1,), (problem.stages - 1,) * (problem.cost.loss + 1)
@@ -105,7 +105,7 @@ def test_pruned_and_whole_programs_have_one_optimum(problem: CutProblem) -> None
 @given(problems())
 @settings(max_examples=examples(60), deadline=None)
 def test_least_memory_equals_brute_force(problem: CutProblem) -> None:
-    problem = replace(problem, cost=replace(problem.cost, together=()), pins={}, capacity_bytes=None)
+    problem = replace(problem, cost=replace(problem.cost, colocated=()), pins={}, capacity_bytes=None)
     solved = solve(memory_program(problem, stage_ranges(problem)), "HiGHS")
     cost = problem.cost
     assignments = ((*s, problem.stages - 1) for s in product(range(problem.stages), repeat=cost.loss))
@@ -113,7 +113,7 @@ def test_least_memory_equals_brute_force(problem: CutProblem) -> None:
         max(memory(problem, stage_of))
         for stage_of in assignments
         if set(stage_of[:-1]) == set(range(problem.stages))
-        and all(stage_of[f.producer] <= stage_of[c] for f in cost.flows for c in f.consumers)
+        and all(stage_of[f.producer] <= stage_of[c] for f in cost.edges for c in f.consumers)
     )
     assert solved.stage_of is not None
     assert max(memory(problem, solved.stage_of)) == least
@@ -123,7 +123,7 @@ def test_least_memory_equals_brute_force(problem: CutProblem) -> None:
 @settings(max_examples=examples(100), deadline=None)
 def test_contiguous_cuts_are_the_best_of_their_kind(cost: CostGraph, microbatches: int, boundaries: int) -> None:
     stages = min(boundaries + 1, cost.loss)
-    free = replace(cost, together=(), weights=tuple(replace(w, optimizer_seconds=0.0) for w in cost.weights))
+    free = replace(cost, colocated=(), weights=tuple(replace(w, optimizer_seconds=0.0) for w in cost.weights))
     problem = chain_problem(free, stages, microbatches)
     found = contiguous_cuts(problem)
     assert found is not None
@@ -140,7 +140,7 @@ def test_contiguous_cuts_trade_the_slowest_stage_for_traffic() -> None:
     """Cutting first balances best, last sends least, in the middle is fastest: 42, 51 and 41.5 ms."""
     times, sizes = (12, 2.5, 10.5, 1), (2000, 500, 1, 1)
     groups = tuple(Group(f"g{i}", (f"g{i}",), "", t * 1e-3) for i, t in enumerate(times))
-    flows = tuple(Flow(f"t{i}", i, (i + 1,), size, False) for i, size in enumerate(sizes))
+    flows = tuple(TensorEdge(f"t{i}", i, (i + 1,), size, False) for i, size in enumerate(sizes))
     cost = CostGraph("trade", 1, (*groups, Group("loss", (), "")), flows)
     problem = chain_problem(cost, 2, 2, boundary=(Link(0.0, 1e6),))
     found = contiguous_cuts(problem)
@@ -173,26 +173,29 @@ def vit_like(num_blocks: int) -> CostGraph:
     names = ("norm1", "qkv", "attend", "proj", "norm2", "fc1", "fc2")
     times = (0.15, 0.9, 0.6, 0.35, 0.15, 1.2, 1.15)
     groups = [group("patch_embed", 0.3, saved_bytes=50 * MIB)]
-    flows: list[Flow] = []
-    weights: list[Holding] = []
-    saved: list[Holding] = []
+    flows: list[TensorEdge] = []
+    weights: list[ResidentTensor] = []
+    saved: list[ResidentTensor] = []
     tensor, residual = 12 * MIB, 0
     for b in range(num_blocks):
         first = len(groups)
         for k, (name, time) in enumerate(zip(names, times)):
             groups.append(group(f"blocks.{b}.{name}", time, saved_bytes=30 * MIB, transient_bytes=40 * MIB, flops=time))
             if name != "attend":
-                weights.append(Holding(f"blocks.{b}.{name}.weight", 48 * MIB, (first + k,), 3 * MIB, 3e-5))
+                weights.append(ResidentTensor(f"blocks.{b}.{name}.weight", 48 * MIB, (first + k,), 3 * MIB, 3e-5))
         wide = {1: 3, 5: 4}
-        flows.append(Flow(f"x{b}", residual, (first, first + 3), tensor, True))
+        flows.append(TensorEdge(f"x{b}", residual, (first, first + 3), tensor, True))
         for k in range(6):
             readers = (first + 4, first + 6) if k == 3 else (first + k + 1,)
-            flows.append(Flow(f"t{b}.{k}", first + k, readers, wide.get(k, 1) * tensor, True))
-        saved.append(Holding(f"x{b}", tensor, (first, first + 3)))
+            flows.append(TensorEdge(f"t{b}.{k}", first + k, readers, wide.get(k, 1) * tensor, True))
+        saved.append(ResidentTensor(f"x{b}", tensor, (first, first + 3)))
         residual = first + 6
     head = len(groups)
     groups += [group("head", 0.05), Group("loss", (), "", 1e-5, 1e-5)]
-    flows += [Flow("tokens", residual, (head,), tensor, True), Flow("logits", head, (head + 1,), 64000, True)]
+    flows += [
+        TensorEdge("tokens", residual, (head,), tensor, True),
+        TensorEdge("logits", head, (head + 1,), 64000, True),
+    ]
     return CostGraph("vit", 16, tuple(groups), tuple(flows), tuple(weights), tuple(saved))
 
 
@@ -234,7 +237,7 @@ def test_a_slow_link_moves_the_cut_to_where_little_crosses() -> None:
     cost = CostGraph(
         "hourglass", 1,
         (group("a", 4), group("b", 4), group("c", 4), group("d", 5), Group("loss", (), "")),
-        tuple(Flow(n, i, (i + 1,), size, True) for i, (n, size) in enumerate(zip("abcd", (90, 60, 1, 1)))),
+        tuple(TensorEdge(n, i, (i + 1,), size, True) for i, (n, size) in enumerate(zip("abcd", (90, 60, 1, 1)))),
     )  # fmt: skip
     fast = solve_cuts(chain_problem(cost, 2, boundary=(Link(0.0, 1e9),)))
     slow = solve_cuts(chain_problem(cost, 2, boundary=(Link(0.0, 10e3),)))
@@ -245,7 +248,7 @@ def test_a_boundary_without_gradients_has_one_transfer() -> None:
     cost = CostGraph(
         "frozen", 1,
         (group("a", 1), group("b", 1), group("c", 1), group("d", 1), Group("loss", (), "")),
-        tuple(Flow(n, i, (i + 1,), 1, n != "c") for i, n in enumerate("abcd")),
+        tuple(TensorEdge(n, i, (i + 1,), 1, n != "c") for i, n in enumerate("abcd")),
     )  # fmt: skip
     cuts = solve_cuts(chain_problem(cost, 2, 1, boundary=(Link(5e-3, 1e9),)))
     assert cuts.stage_of == (0, 0, 0, 1, 1)
@@ -256,11 +259,11 @@ def test_a_boundary_without_gradients_has_one_transfer() -> None:
 def test_parallel_branches_may_leave_the_order_of_the_groups() -> None:
     groups = (group("stem", 0), group("left", 6), group("right", 1), group("left2", 6), group("join", 5))
     flows = (
-        Flow("s", 0, (1, 2), 1, True),
-        Flow("l", 1, (3,), 1, True),
-        Flow("r", 2, (4,), 1, True),
-        Flow("l2", 3, (4,), 1, True),
-        Flow("out", 4, (5,), 1, True),
+        TensorEdge("s", 0, (1, 2), 1, True),
+        TensorEdge("l", 1, (3,), 1, True),
+        TensorEdge("r", 2, (4,), 1, True),
+        TensorEdge("l2", 3, (4,), 1, True),
+        TensorEdge("out", 4, (5,), 1, True),
     )
     cost = CostGraph("branches", 1, (*groups, Group("loss", (), "")), flows)
     cuts = solve_cuts(chain_problem(cost, 3, boundary=(Link(0.0, 1e9),) * 2, pins={2: 2}))
@@ -275,9 +278,9 @@ def test_balances(balance: Balance, first_of_second: str) -> None:
     names = ("slow", "fast1", "fast2", "fast3")
     groups = tuple(group(n, t, flops=f) for n, t, f in zip(names, (4, 3, 3, 4), (1.0, 1.0, 1.0, 9.0)))
     groups = (group("stem", 0.1), *groups)
-    flows = tuple(Flow(f"t{i}", i, (i + 1,), 8, True) for i in range(5))
-    weights = tuple(Holding(f"w{i}", 4 * n, (i + 1,), n) for i, n in enumerate((10, 10, 10, 10)))
-    weights = (*weights, Holding("embedding", 4000, (0,), 1000))
+    flows = tuple(TensorEdge(f"t{i}", i, (i + 1,), 8, True) for i in range(5))
+    weights = tuple(ResidentTensor(f"w{i}", 4 * n, (i + 1,), n) for i, n in enumerate((10, 10, 10, 10)))
+    weights = (*weights, ResidentTensor("embedding", 4000, (0,), 1000))
     if balance == "uniform":
         weights = weights[:4]
     cost = CostGraph("lopsided", 1, (*groups, Group("loss", (), "")), flows, weights)
@@ -287,7 +290,7 @@ def test_balances(balance: Balance, first_of_second: str) -> None:
 
 
 def test_groups_that_share_state_stay_together_with_what_lies_between() -> None:
-    cost = replace(vit_like(1), together=((2, 4),))
+    cost = replace(vit_like(1), colocated=((2, 4),))
     cuts = solve_cuts(chain_problem(cost, 3))
     assert len({cuts.stage_of[g] for g in (2, 3, 4)}) == 1
     assert set(cuts.stage_of) == {0, 1, 2}
@@ -339,7 +342,7 @@ def test_pins_that_empty_a_stage() -> None:
 
 
 def test_pins_against_shared_state() -> None:
-    cost = replace(vit_like(1), together=((2, 4),))
+    cost = replace(vit_like(1), colocated=((2, 4),))
     assert message(chain_problem(cost, 2, pins={2: 0, 3: 1}), UsageError) == (
         "Pins contradict each other: blocks.0.qkv is pinned to stage 0 and blocks.0.attend to stage 1, but they update "
         "the same state and must share a stage. Pin both to one stage."

@@ -166,7 +166,7 @@ def test_stages_without_any_time_are_explained() -> None:
 def test_a_slow_stage_bounds() -> None:
     said = explained(by_hand([(1.0, 2.0), (3.0, 6.0), (1.0, 2.0)], microbatches=32))
     assert said.headline == "compute of stage 1 (blocks.1.first … blocks.1.last), 80.0 % over the mean; bubble 45 %"
-    even = next(h for h in said.helps if "even split" in h.text)
+    even = next(h for h in said.suggestions if "even split" in h.text)
     assert even.step_seconds == pytest.approx(34 * 5.0)  # (32 + 3 - 1) slots of the mean stage
 
 
@@ -177,8 +177,8 @@ def test_a_slow_link_bounds_and_is_named() -> None:
     )
     said = explained(slow)
     assert said.headline.startswith("transfers behind stage 1 (blocks.1.first … blocks.1.last), 97 % of its time")
-    assert said.helps[0].text == "free transfers between ranks 1 and 2, now 2.00 MiB in 100.0 ms a microbatch"
-    assert said.helps[0].step_seconds == pytest.approx(Pipeline.of(plan).seconds)
+    assert said.suggestions[0].text == "free transfers between ranks 1 and 2, now 2.00 MiB in 100.0 ms a microbatch"
+    assert said.suggestions[0].step_seconds == pytest.approx(Pipeline.of(plan).seconds)
 
 
 def test_few_microbatches_make_a_bubble_that_more_would_fill() -> None:
@@ -186,19 +186,21 @@ def test_few_microbatches_make_a_bubble_that_more_would_fill() -> None:
     said = explained(plan)
     assert said.headline.startswith("bubble of 4 stages with 2 microbatches; compute of stage 0")
     assert said.headline.endswith("bubble 60 %")  # 3 of 5 slots
-    assert [h.text for h in said.helps] == ["4 microbatches instead of 2, if a sample takes as long then"]
-    assert said.helps[0].step_seconds == pytest.approx((4 + 3) * 3.0 / 2)
-    assert explained(replace(plan, batch=2, microbatches=2)).helps == ()  # of one sample each
+    assert [h.text for h in said.suggestions] == ["4 microbatches instead of 2, if a sample takes as long then"]
+    assert said.suggestions[0].step_seconds == pytest.approx((4 + 3) * 3.0 / 2)
+    assert explained(replace(plan, batch=2, microbatches=2)).suggestions == ()  # of one sample each
 
 
 def test_what_the_planner_priced_outranks_a_guess() -> None:
     plan = by_hand([(1.0, 2.0)] * 4, microbatches=2)
     faster = explained(replace(plan, alternatives=(Alternative("4 microbatches", 11.0),)))
-    assert [(h.text, h.step_seconds) for h in faster.helps] == [
+    assert [(h.text, h.step_seconds) for h in faster.suggestions] == [
         ("4 microbatches instead of 2, as the planner priced it", 11.0)
     ]
     slower = explained(replace(plan, alternatives=(Alternative("4 microbatches", 20.0),)))
-    assert slower.helps == () and slower.notes == ("Smaller microbatches would not help: 4 microbatches take 20.0 s.",)
+    assert slower.suggestions == () and slower.notes == (
+        "Smaller microbatches would not help: 4 microbatches take 20.0 s.",
+    )
 
 
 def test_memory_that_is_nearly_full_is_said() -> None:
@@ -225,7 +227,7 @@ def test_collectives_reduction_optimizer_and_recomputation_bound() -> None:
     dp = replace(tp["prediction"], reduce_seconds=20.0)
     shared = replace(base, mesh=Mesh(1, 1, 2), stages=(replace(stage, ranks=(0, 1)),), prediction=dp)
     assert explained(shared).headline.startswith("reduction of gradients over 2 replicas; compute of stage 0")
-    assert [h.text for h in explained(shared).helps] == ["a reduction that backwards hide whole"]
+    assert [h.text for h in explained(shared).suggestions] == ["a reduction that backwards hide whole"]
     late = replace(
         base,
         stages=(replace(stage, optimizer_seconds=36.0),),
@@ -234,7 +236,7 @@ def test_collectives_reduction_optimizer_and_recomputation_bound() -> None:
     assert explained(late).headline.startswith("optimizer, 75 % of the step; compute of stage 0")
     again = explained(replace(base, stages=(replace(stage, recompute="all"),)))
     assert "recomputation 33 % of the step" in again.headline
-    assert [(h.text, h.step_seconds) for h in again.helps] == [("memory enough to keep all activations", 8.0)]
+    assert [(h.text, h.step_seconds) for h in again.suggestions] == [("memory enough to keep all activations", 8.0)]
 
 
 # -- why not -----------------------------------------------------------------------------------------------------------

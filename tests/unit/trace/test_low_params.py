@@ -49,7 +49,7 @@ def test_tied_weights_have_one_copy() -> None:
     assert parity.ok, parity.rows
     with autopar.parallelize(model, 1, x, optimizer=ADAMW, precision="bf16-params") as pm:
         pm.forward_backward(x, torch.randint(0, 32, (8,)))
-        copies = pm._ranks.rank.copies.copies  # type: ignore[union-attr]
+        copies = pm._ranks.rank.compute_params.copies  # type: ignore[union-attr]
         parameters = dict(model.named_parameters())  # each once, by its first name
         assert copies.keys() == parameters.keys()
         assert {name: (c.shape, c.dtype) for name, c in copies.items()} == {

@@ -17,9 +17,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autopar
 from autopar.api.precision import check_device
-from autopar.api.program_cache import Programs
+from autopar.api.program_cache import ProgramCache
 from autopar.cost.groups.cost_graph import price
-from autopar.cost.groups.weight_memory import ALONE, Sharing, bucket_share, held
+from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, bucket_share, weight_cost
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_stats import op_facts
 from autopar.errors import UsageError
@@ -209,7 +209,7 @@ def test_what_is_updated_in_place_is_cast_anew() -> None:
     graph = graph_of(model, x)
     casts = [op.name for op in graph.ops if op.target == "aten.to.dtype"]
     assert casts == ["mul.bf16", "mul.bf16_1"]
-    assert any("mul.bf16" in names for names in graph.together)
+    assert any("mul.bf16" in names for names in graph.colocated)
     with torch.autocast("cpu", torch.bfloat16), autopar.parallelize(model, 1, x, precision="bf16") as pm:
         assert torch.equal(pm(x), model(x))
 
@@ -405,11 +405,13 @@ def test_prices_of_mixed_precision() -> None:
     model, x = tiny_vit(2, embed_dim=192), torch.randn(8, 3, 32, 32)
     graphs = [graph_of(model, x, precision) for precision in ("fp32", "bf16")]
     hardware = load_hardware("h200-nvlink")
-    full, mixed = (held(g.weight["blocks.0.mlp.fc1.weight"], (0,), ALONE, hardware) for g in graphs)
+    full, mixed = (weight_cost(g.weight["blocks.0.mlp.fc1.weight"], (0,), UNSHARDED, hardware) for g in graphs)
     assert full.num_bytes == 192 * 768 * (4 + 4 + 8)  # value, gradient, two moments
     assert mixed.num_bytes == full.num_bytes + 192 * 768 * 2
     assert mixed.reduce_seconds == full.reduce_seconds  # the master's gradient travels
-    shared = [held(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(dp=4, zero1=True), hardware) for g in graphs]
+    shared = [
+        weight_cost(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(dp=4, zero1=True), hardware) for g in graphs
+    ]
     numel = 192 * 768
     scatter, gather = (bucket_share(kind, 4 * numel, hardware, 4) for kind in ("reduce-scatter", "all-gather"))
     assert [h.reduce_seconds for h in shared] == pytest.approx(
@@ -425,7 +427,7 @@ def test_prices_of_mixed_precision() -> None:
 def test_programs_of_both_modes_read_the_copies() -> None:
     model, x = UNet(), torch.randn(4, 3, 16, 16)
     plan = plan_by_hand(model, x, 2, ["middle.conv2d"], precision="bf16")
-    programs = Programs(model, plan, as_call(model, x))
+    programs = ProgramCache(model, plan, as_call(model, x))
     for variant in programs.known.values():
         sent = {edge.value.dtype for program in variant.programs for edge in program.sends}
         assert sent == {"bfloat16"}

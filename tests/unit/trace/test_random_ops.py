@@ -20,11 +20,11 @@ import autopar
 from autopar.codegen.emit import graph_module
 from autopar.codegen.split import split
 from autopar.ir.graph import Graph
-from autopar.ops.counter_rng import rows
-from autopar.sharding.propagate import unruled
+from autopar.ops.counter_rng import counter_rows
+from autopar.sharding.propagate import ops_without_rule
 from autopar.trace.call import as_call
 from autopar.trace.lower import lowered
-from autopar.trace.passes.counter_rng import DRAWS, draws
+from autopar.trace.passes.counter_rng import RNG_COUNTERS, is_random
 
 BATCH = 8
 CUTS = ([8], [4, 4], [5, 3], [1] * 8)
@@ -55,11 +55,11 @@ def run(model: nn.Module, x: Tensor, sizes: Sequence[int] = (BATCH,), step: int 
     """The model's output from microbatches of these sizes."""
     outputs = []
     weights = dict(model.named_parameters()) | dict(model.named_buffers())
-    for part, own in zip(x.split(sizes), rows(3, step, 0, len(x)).split(sizes)):
+    for part, own in zip(x.split(sizes), counter_rows(3, step, 0, len(x)).split(sizes)):
         graph = graph_of(model, part)
         (program,) = split(graph, dict.fromkeys((op.name for op in graph.ops), 0), 1)
         module = graph_module(program, weights | dict(graph.constants), torch.device("cpu"))
-        by_name = {graph.inputs[0].name: part, DRAWS: own}
+        by_name = {graph.inputs[0].name: part, RNG_COUNTERS: own}
         outputs.append(module(*(by_name[value.name] for value in program.inputs))[0])
     return torch.cat(outputs)
 
@@ -184,9 +184,9 @@ def test_numbers_do_not_depend_on_how_the_batch_is_cut(name: str) -> None:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nothing_random_is_left_and_everything_can_be_split(name: str) -> None:
     graph = graph_of(BODIES[name], X)
-    assert not any(draws(op) for op in graph.ops)
-    assert graph.inputs[-1].name == DRAWS and graph.inputs[-1].shape == (BATCH, 4)
-    assert unruled(graph) == ()
+    assert not any(is_random(op) for op in graph.ops)
+    assert graph.inputs[-1].name == RNG_COUNTERS and graph.inputs[-1].shape == (BATCH, 4)
+    assert ops_without_rule(graph) == ()
 
 
 def test_gradients_pass_what_was_kept() -> None:

@@ -97,7 +97,7 @@ def test_in_place_operations_become_out_of_place() -> None:
         "add = aten.add.Tensor(%relu, 1)",
         "add_1 = aten.add.Tensor(%add, %add)",
     ]
-    assert graph.together == ()
+    assert graph.colocated == ()
 
 
 def test_an_update_seen_through_a_view_stays_in_place_and_together() -> None:
@@ -113,7 +113,7 @@ def test_an_update_seen_through_a_view_stays_in_place_and_together() -> None:
         "mul = aten.mul_.Tensor(%slice, 2)",
         "sum = aten.sum.dim_IntList(%lin.linear, (1,))",
     ]
-    assert graph.together == (("lin.linear", "slice", "mul"),)
+    assert graph.colocated == (("lin.linear", "slice", "mul"),)
 
 
 def test_buffer_updates_are_declared_and_together() -> None:
@@ -121,7 +121,7 @@ def test_buffer_updates_are_declared_and_together() -> None:
     assert {op.name: op.mutates for op in graph.ops if op.mutates} == {
         "add": ("calls",), "mul": ("mean",), "add_1": ("mean",),
     }  # fmt: skip
-    assert ("mul", "add_1", "sub") in graph.together
+    assert ("mul", "add_1", "sub") in graph.colocated
     assert not any(op.mutates for op in trace(Updating(), (torch.randn(2, 8),), mode="eval").ops)
 
 
@@ -133,7 +133,7 @@ def test_batch_norm_statistics_are_declared_updates() -> None:
         ("1.add", ("1.num_batches_tracked",)),
         ("1.batch_norm", ("1.running_mean", "1.running_var")),
     ]
-    assert train.together == (("1.add", "1.batch_norm"),)
+    assert train.colocated == (("1.add", "1.batch_norm"),)
     assert [(op.name, op.mutates) for op in evaluation.ops] == [("0.conv2d", ()), ("1.batch_norm", ())]
     frozen = trace(
         nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, track_running_stats=False)), (torch.randn(2, 3, 5, 5),)

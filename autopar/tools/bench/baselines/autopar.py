@@ -8,11 +8,11 @@ import torch
 
 from autopar.api.parallelize import parallelize
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
-from autopar.tools.bench.assignment import Assignment, Seat, adamw_options, built_model, images_and_labels
+from autopar.tools.bench.assignment import Assignment, WorkerContext, adamw_options, built_model, images_and_labels
 from autopar.tools.bench.training import Ready, Share, mean_loss
 
 
-def planned(told: Assignment, seat: Seat) -> Ready:
+def planned(told: Assignment, seat: WorkerContext) -> Ready:
     """`parallelize` with a plan; this rank's part of the batch, and only what it reads of that."""
     model = built_model(told, seat).cpu()
     example = torch.empty(told.shape, device="meta")

@@ -10,14 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from autopar.api.batch import partition
-from autopar.tools.bench.assignment import Assignment, Seat, adamw_options, built_model, images_and_labels
+from autopar.tools.bench.assignment import Assignment, WorkerContext, adamw_options, built_model, images_and_labels
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import RECOMPILE_LIMIT, blocks, compile_blocks
 from autopar.tools.bench.training import Ready, Share, casting, mean_loss
 from autopar.trace.passes.bf16_params import KEEPS_STATISTICS
 
 
-def plain(told: Assignment, seat: Seat) -> Ready:
+def plain(told: Assignment, seat: WorkerContext) -> Ready:
     """One device, gradients accumulated over the plan's microbatches."""
     model = built_model(told, seat).to(seat.device)
     images, labels = images_and_labels(told, seat)
@@ -43,7 +43,7 @@ def plain(told: Assignment, seat: Seat) -> Ready:
     return Ready(step)
 
 
-def ddp(told: Assignment, seat: Seat) -> Ready:
+def ddp(told: Assignment, seat: WorkerContext) -> Ready:
     """Each replica its part of the batch at once, gradients summed while the backward runs."""
     model = built_model(told, seat).to(seat.device)
     how = told.settings["compile"]
@@ -74,7 +74,7 @@ def ddp(told: Assignment, seat: Seat) -> Ready:
     return Ready(step)
 
 
-def fsdp2(told: Assignment, seat: Seat) -> Ready:
+def fsdp2(told: Assignment, seat: WorkerContext) -> Ready:
     """Weights, gradients and the optimizer's state in equal parts on all ranks, gathered block by block.
 
     It takes no weights in channels_last; convolutions follow the format of the images all the same. Batch norm takes no

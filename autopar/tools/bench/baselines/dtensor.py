@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from autopar.tools.bench.assignment import Assignment, Seat, adamw_options, built_model, images_and_labels
+from autopar.tools.bench.assignment import Assignment, WorkerContext, adamw_options, built_model, images_and_labels
 from autopar.tools.bench.baselines.ddp_fsdp import refuse_float16, shard, share_of
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import blocks, compile_blocks
@@ -37,7 +37,7 @@ class LocalHeads(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def tensor_parallel(told: Assignment, seat: Seat) -> Ready:
+def tensor_parallel(told: Assignment, seat: WorkerContext) -> Ready:
     """Column splits of qkv and the MLP's first layer, row splits of the projections: an all-reduce after each pair."""
     refuse_float16(told, "DTensor")
     model = built_model(told, seat)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from autopar.api.model_source import ModelSource
-from autopar.tools.bench.assignment import Assignment, Seat, adamw_options, built_model, images_and_labels
+from autopar.tools.bench.assignment import Assignment, WorkerContext, adamw_options, built_model, images_and_labels
 from autopar.tools.bench.baselines.ddp_fsdp import refuse_float16
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import Calls, WithRope, compile_blocks, sequence
@@ -37,7 +37,7 @@ class Section(nn.Module):
         return x.to(self.low or x.dtype).contiguous()
 
 
-def pipelined(told: Assignment, seat: Seat) -> Ready:
+def pipelined(told: Assignment, seat: WorkerContext) -> Ready:
     """1F1B with a stage a rank, or interleaved 1F1B with several: stage s is on rank s % ranks."""
     refuse_float16(told, "torch.distributed.pipelining")
     chunks, size = told.settings["chunks"], told.settings["microbatch_size"]

@@ -29,7 +29,7 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Field:
+class BenchContext:
     """What variants depend on."""
 
     plan: Plan
@@ -42,7 +42,7 @@ class Field:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Baseline:
     """A row of the result.
 
     Args:
@@ -59,11 +59,11 @@ class Contestant:
     name: str
     title: str
     about: str
-    variants: Callable[[Field], Sequence[Variant]]
+    variants: Callable[[BenchContext], Sequence[Variant]]
     single: bool = False
     planned: bool = False
     sized: bool = False
-    usual: Callable[[Field], bool] = lambda field: True
+    by_default: Callable[[BenchContext], bool] = lambda field: True
     mixed: str = ""
 
     def about_in(self, precision: Precision) -> str:
@@ -71,22 +71,22 @@ class Contestant:
         return f"{self.about}, {self.mixed}" if self.mixed and precision in LOW_DTYPES else self.about
 
 
-def one_way(field: Field) -> Sequence[Variant]:
+def one_way(field: BenchContext) -> Sequence[Variant]:
     return [Variant("", {})]
 
 
-def plain_ways(field: Field) -> Sequence[Variant]:
+def plain_ways(field: BenchContext) -> Sequence[Variant]:
     settings = {"replicas": field.plan.mesh.dp, "microbatches": field.plan.microbatches}
     return [Variant("blocks compiled" if field.compile else "", settings)]
 
 
-def uniform_cuts(field: Field) -> Sequence[Variant]:
+def uniform_cuts(field: BenchContext) -> Sequence[Variant]:
     if field.plan.mesh.pp == 1:
         raise NotExpressible("the plan has one stage, so there is nothing to cut")
     return [Variant("", {})]
 
 
-def ddp_ways(field: Field) -> Sequence[Variant]:
+def ddp_ways(field: BenchContext) -> Sequence[Variant]:
     check_shares(field)
     if not field.compile:
         return [Variant("", {"compile": "none"})]
@@ -96,7 +96,7 @@ def ddp_ways(field: Field) -> Sequence[Variant]:
     ]
 
 
-def fsdp2_ways(field: Field) -> Sequence[Variant]:
+def fsdp2_ways(field: BenchContext) -> Sequence[Variant]:
     check_shares(field)
     blocks = "blocks compiled, " if field.compile else ""
     return [
@@ -105,18 +105,18 @@ def fsdp2_ways(field: Field) -> Sequence[Variant]:
     ]
 
 
-def check_shares(field: Field) -> None:
+def check_shares(field: BenchContext) -> None:
     if field.plan.batch % field.devices:
         raise NotExpressible(f"{field.devices} replicas cannot share a batch of {field.plan.batch} evenly")
 
 
-def pipelining_ways(chunks: int) -> Callable[[Field], Sequence[Variant]]:
+def pipelining_ways(chunks: int) -> Callable[[BenchContext], Sequence[Variant]]:
     """Variants of torch.distributed.pipelining: a microbatch size each.
 
     A size that was asked for and does not fit is a variant with a reason; the usual ones count where they fit.
     """
 
-    def ways(field: Field) -> Sequence[Variant]:
+    def ways(field: BenchContext) -> Sequence[Variant]:
         batch, pp = field.plan.batch, field.devices
         if pp == 1:
             raise NotExpressible("one device is no pipeline")
@@ -156,7 +156,7 @@ def misfit(sizes: Sequence[int], batch: int, pp: int, chunks: int) -> str:
     )
 
 
-def sharded_ways(field: Field) -> Sequence[Variant]:
+def sharded_ways(field: BenchContext) -> Sequence[Variant]:
     tp = tensor_ranks(field)
     if tp == 1:
         raise NotExpressible("one device shares no operation")
@@ -167,60 +167,60 @@ def sharded_ways(field: Field) -> Sequence[Variant]:
     return [Variant(f"{compiled}tp {tp}" + (f" × FSDP2 {rest}" if rest > 1 else ""), {})]
 
 
-def tensor_ranks(field: Field) -> int:
+def tensor_ranks(field: BenchContext) -> int:
     """Ranks of a tensor-parallel group: the plan's, or all."""
     return field.plan.mesh.tp if field.plan.mesh.tp > 1 else field.devices
 
 
-def several(field: Field) -> bool:
+def several(field: BenchContext) -> bool:
     return field.devices > 1
 
 
-CONTESTANTS: Mapping[str, Contestant] = {
+CONTESTANTS: Mapping[str, Baseline] = {
     c.name: c
     for c in (
-        Contestant(
+        Baseline(
             "plain", "plain PyTorch loop, one device",
             "the plan's microbatches with accumulated gradients", plain_ways, single=True, mixed="autocast",
         ),
-        Contestant("single", "autopar, one device", "the same microbatches", one_way, single=True, planned=True),
-        Contestant("autopar", "autopar", "the plan", one_way, planned=True),
-        Contestant(
+        Baseline("single", "autopar, one device", "the same microbatches", one_way, single=True, planned=True),
+        Baseline("autopar", "autopar", "the plan", one_way, planned=True),
+        Baseline(
             "uniform", "autopar, uniform cuts", "the plan's mesh and microbatches, stages of as many operations",
-            uniform_cuts, planned=True, usual=lambda field: field.plan.mesh.pp > 1,
+            uniform_cuts, planned=True, by_default=lambda field: field.plan.mesh.pp > 1,
         ),
-        Contestant(
-            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_ways, usual=several,
+        Baseline(
+            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_ways, by_default=several,
             mixed="autocast",
         ),
-        Contestant(
-            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_ways, usual=several,
+        Baseline(
+            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_ways, by_default=several,
             mixed="low-precision weights (autocast instead where there is batch norm), gradients summed in float32",
         ),
-        Contestant(
+        Baseline(
             "1f1b", "pipelining 1F1B", "torch.distributed.pipelining, equal numbers of blocks, its best microbatch",
-            pipelining_ways(1), sized=True, usual=several, mixed="autocast, low-precision transfers",
+            pipelining_ways(1), sized=True, by_default=several, mixed="autocast, low-precision transfers",
         ),
-        Contestant(
+        Baseline(
             "interleaved", "pipelining interleaved", f"the same, {INTERLEAVED_CHUNKS} stages a rank",
-            pipelining_ways(INTERLEAVED_CHUNKS), sized=True, usual=several,
+            pipelining_ways(INTERLEAVED_CHUNKS), sized=True, by_default=several,
         ),
-        Contestant(
+        Baseline(
             "dtensor", "DTensor", "parallelize_module: column and row splits of attention and MLP",
-            sharded_ways, usual=lambda field: field.plan.mesh.tp > 1,
+            sharded_ways, by_default=lambda field: field.plan.mesh.tp > 1,
         ),
     )
 }  # fmt: skip
 
 
-def chosen(only: Sequence[str], skip: Sequence[str], field: Field) -> list[Contestant]:
+def chosen(only: Sequence[str], skip: Sequence[str], field: BenchContext) -> list[Baseline]:
     """The contestants that take part, in order.
 
     Raises:
         UsageError: there are none, or none whose microbatches have the sizes that were asked for.
     """
     found = [
-        c for c in CONTESTANTS.values() if (c.name in only if only else c.usual(field)) and c.name not in skip
+        c for c in CONTESTANTS.values() if (c.name in only if only else c.by_default(field)) and c.name not in skip
     ]  # fmt: skip
     if not found:
         raise nothing_left(only, skip)
