@@ -1,7 +1,7 @@
 """Settings of the whole suite.
 
 - ``support/``: what several test modules share; no test module imports another.
-- ``unit/<room>/``: the rooms of the package, in this process.
+- ``unit/<room>/``: the rooms of the package; no ranks in other processes.
 - ``integration/``: real processes. ``cli/``: the command line. ``docs/``: README, examples, layers, this tree.
 - ``gpu/``: left out where there is no CUDA; ``pytest tests/gpu --collect-only`` lists them anywhere.
 """

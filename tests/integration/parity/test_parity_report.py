@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from support.cases import CASES, DTYPES
+from support.hardware import slow_compute
 from support.models import ManyOutputs, TwoInputs, tiny_vit
 from torch import nn
 
-from autopar.errors import UsageError
+from autopar.errors import UnknownOpWarning, UsageError
 from autopar.ir.plan import Precision
 from autopar.tools.parity.compare import compare, default_loss
 from autopar.tools.parity.difference import compared, difference
@@ -183,3 +185,24 @@ def test_processes_equal_autocast(name: str, mesh: tuple[int, int, int], precisi
     assert parity.ok, [row for row in parity.rows if not row.ok]
     if precision == "bf16" and mesh == (2, 1, 1):
         assert all(row.bitwise for row in parity.rows)
+
+
+class BestFour(nn.Module):
+    """An operation without a sharding rule between two that have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 16), nn.Linear(4, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x).topk(4).values)
+
+
+def test_an_operation_without_a_rule_is_replicated_with_one_warning(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    hardware = str(slow_compute(tmp_path))
+    with pytest.warns(UnknownOpWarning) as caught:
+        parity = compare(BestFour(), torch.randn(8, 8), devices=2, steps=1, tp=2, hardware=hardware)
+    unknown = [str(w.message) for w in caught if w.category is UnknownOpWarning]
+    assert len(unknown) == 1 and "no sharding rule for: aten.topk.default. Each of the 2 ranks" in unknown[0]
+    assert parity.ok and parity.plan.strategies

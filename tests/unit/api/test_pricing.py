@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.hardware import slow_compute
 from torch import nn
 
 import autopar
@@ -18,9 +16,7 @@ from autopar.api.planning.plan import example_call
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.hardware.load import load_hardware
-from autopar.errors import UnknownOpWarning
 from autopar.ir.plan import Plan
-from autopar.tools.parity.compare import compare
 from autopar.trace.trace import trace
 
 MEGATRON = {"attn.qkv.linear": "nx3", "attn.proj.linear": "k", "mlp.fc1.linear": "n", "mlp.fc2.linear": "k"}
@@ -85,27 +81,6 @@ def test_tokens_are_split_where_their_number_allows() -> None:
     found = autopar.plan(model, 4, batch_size=99, tp=4, hardware="h200-nvlink", microbatches=1)
     rows = {text for block in found.blocks for text in block.rows.values()}
     assert "tokens / 4" in rows, rows
-
-
-class BestFour(nn.Module):
-    """An operation without a sharding rule between two that have one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(4, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.first(x).topk(4).values)
-
-
-def test_an_operation_without_a_rule_is_replicated_with_one_warning(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    hardware = str(slow_compute(tmp_path))
-    with pytest.warns(UnknownOpWarning) as caught:
-        parity = compare(BestFour(), torch.randn(8, 8), devices=2, steps=1, tp=2, hardware=hardware)
-    unknown = [str(w.message) for w in caught if w.category is UnknownOpWarning]
-    assert len(unknown) == 1 and "no sharding rule for: aten.topk.default. Each of the 2 ranks" in unknown[0]
-    assert parity.ok and parity.plan.strategies
 
 
 @pytest.mark.parametrize(

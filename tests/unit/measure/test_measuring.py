@@ -5,9 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from timm.models.vision_transformer import VisionTransformer
+from support.measured import images, plan, vit
 from torch import nn
 
 import autopar
@@ -25,7 +22,7 @@ from autopar.api.planning.plan import example_call
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_cost import factors_of
 from autopar.cost.ops.op_stats import op_facts
-from autopar.errors import CacheWarning, MeasuringWarning, UsageError, WorkerError
+from autopar.errors import CacheWarning, MeasuringWarning, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import ExecutionMode, Link
 from autopar.measure.regions import region_times as making
@@ -42,23 +39,9 @@ CPU = load_hardware("cpu-generic")
 ONE = torch.device("cpu")
 
 
-def vit(**kwargs: Any) -> nn.Module:
-    return VisionTransformer(
-        img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=10, **kwargs
-    ).to("meta")  # fmt: skip
-
-
-def images(batch: int) -> torch.Tensor:
-    return torch.empty(batch, 3, 32, 32, device="meta")
-
-
 def traced(batch: int = 4, model: nn.Module | None = None) -> Graph:
     model = model or vit()
     return lowered(model, as_call(model, images(batch)), "train", "vit")
-
-
-def plan(**options: Any) -> autopar.Plan:
-    return autopar.plan(vit(), 2, images(16), **options)
 
 
 @pytest.fixture
@@ -292,48 +275,6 @@ def test_what_finds_no_room_is_priced_by_the_cost_model(folder: Path, monkeypatc
         found = plan(cost="measured", dp=2, microbatches=1)
     analytic = plan(cost="analytic", dp=2, microbatches=1)
     assert found.prediction.step_seconds == pytest.approx(analytic.prediction.step_seconds)
-
-
-def test_a_real_measurement_and_its_reuse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With processes: as many as devices, and none where everything is known."""
-    monkeypatch.setattr(making, "STEADY_SPREAD", 99.0)  # while other tests use the processors
-    first = plan(cost="measured", dp=2, microbatches=2)
-    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
-    assert first.hardware.cost == "measured" and len(files) >= 3
-    again = plan(cost="auto", dp=2, microbatches=2)
-    assert again.prediction == first.prediction
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")} == files
-
-
-def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "WORKER", "autopar.measure.regions.no_such_worker")
-    with pytest.raises(
-        WorkerError, match=r"The process that times VisionTransformer .* ended; it said last: .*no_such"
-    ):
-        plan(cost="measured", dp=2, microbatches=1)
-
-
-def test_killed_while_measuring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command is killed: its worker goes, and the next plan starts from what is whole."""
-    script = (
-        "import autopar, torch, autopar.measure.regions.region_times as keeping\nkeeping.STEADY_SPREAD = 99\n"
-        "from timm.models.vision_transformer import VisionTransformer as V\n"
-        "autopar.plan(V(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=10).to('meta'), 2,"
-        " torch.empty(16, 3, 32, 32, device='meta'), dp=2, microbatches=1, cost='measured')"
-    )
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    process = subprocess.Popen([sys.executable, "-c", script], env=os.environ | paths)
-    deadline = time.monotonic() + 120
-    while not list(folder.rglob("*.json")) and time.monotonic() < deadline:
-        assert process.poll() is None, "it ended before anything was measured"
-        time.sleep(0.05)
-    process.kill()
-    process.wait()
-    kept = set(folder.rglob("*.json"))
-    assert kept
-    monkeypatch.setattr(making, "STEADY_SPREAD", 99.0)
-    assert plan(cost="measured", dp=2, microbatches=1).hardware.cost == "measured"
-    assert kept <= set(folder.rglob("*.json"))
 
 
 # -- wrong requests --------------------------------------------------------------------------------------------------

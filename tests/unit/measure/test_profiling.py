@@ -16,7 +16,7 @@ from autopar.api.options import Options
 from autopar.cost.hardware.cost_file import UNITS
 from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hardware
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
-from autopar.errors import HardwareError, UsageError, WorkerError
+from autopar.errors import HardwareError, UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, Efficiency, ExecutionMode, Hardware, Launch, Link
 from autopar.measure.machine import clock
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
@@ -26,7 +26,6 @@ from autopar.measure.machine.collectives import parts_of
 from autopar.measure.machine.fit import fit
 from autopar.measure.machine.kept import keep, kept_points
 from autopar.measure.machine.kernels import BUILDERS, work_of
-from autopar.measure.machine.measure import measure
 from autopar.measure.machine.points import Part, Point, Setting
 from autopar.measure.machine.write_cost_model import Raw, cost_model_text, raw_points, refit
 from autopar.runtime.launch.devices import Machine
@@ -287,40 +286,6 @@ def test_group_sizes(devices: int, sizes: tuple[int, ...]) -> None:
 def test_names_of_cases_differ(device_type: str) -> None:
     names = [case.name for case in cases(device_type, 4)]
     assert len(set(names)) == len(names) > 100
-
-
-SMALL = (
-    Case("capacity"),
-    Case("launch", "plain"),
-    Case("matmul", "backward", "bfloat16", (4, 8, 8)),
-    Case("attention", "both ways", "float32", (1, 2, 8, 8)),
-    Case("convolution", "both ways", "float32", (1, 4, 4, 8, 3, 1, 2)),
-    Case("depthwise", "both ways", "float32", (1, 4, 4, 8, 3, 1, 4)),
-    Case("memory", "layer_norm", "float32", (1024,)),
-    Case("optimizer", "", "float32", (1024,)),
-    Case("point-to-point", "", "", (64,), 2),
-    *(Case(kind, "", "", (64,), 2) for kind in COLLECTIVES),
-    *(
-        Case("beside", f"{name} {way}", "bfloat16", (8, 4, 8), 2)
-        for name in OVERLAP_WINDOWS
-        for way in ("apart", "joined")
-    ),
-)
-
-
-def test_two_processes_measure_every_kind(tmp_path: Path) -> None:
-    setting, seen = Setting("toy", "cpu", "2.15", 1, 2, 2), []
-    measure(setting, SMALL, tmp_path / "m.part", (), lambda done, name: seen.append((done, name)))
-    kept = kept_points(tmp_path / "m.part", setting)
-    assert [p.name for p in kept.points] == [case.name for case in SMALL]
-    assert all(p.value > 0 for p in kept.points)
-    assert seen[-1] == (len(SMALL), "")
-
-
-def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
-    setting, broken = Setting("toy", "cpu", "2.15", 1, 1, 1), Case("matmul", "forward", "float31", (4, 8, 8))
-    with pytest.raises(WorkerError, match=r"Rank 0 failed while measuring .*float31.*m.part"):
-        measure(setting, (broken,), tmp_path / "m.part", (), lambda done, name: None)
 
 
 def test_kept_points(points: tuple[Point, ...], tmp_path: Path) -> None:
