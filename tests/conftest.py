@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--full", action="store_true", help="run everything: whole matrices, and all random examples that tests ask for"
     )
+    parser.addoption("--renew-plans", action="store_true", help="write the files of pinned_plans/ from today's plans")
 
 
 def pytest_configure(config: pytest.Config) -> None:
