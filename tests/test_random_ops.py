@@ -23,7 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ops.counter_rng import counter_rows
 from autopar.sharding.propagate import ops_without_rule
 from autopar.trace.call import as_call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 from autopar.trace.passes.counter_rng import RNG_COUNTERS, is_random
 
 BATCH = 8
@@ -44,7 +44,7 @@ class Body(nn.Module):
 
 @functools.cache
 def graph_at(model: nn.Module, shape: torch.Size, dtype: torch.dtype) -> Graph:
-    return lowered(model, as_call(model, torch.empty(shape, dtype=dtype)), "train", "body")
+    return lower_model(model, as_call(model, torch.empty(shape, dtype=dtype)), "train", "body")
 
 
 def graph_of(model: nn.Module, x: Tensor) -> Graph:

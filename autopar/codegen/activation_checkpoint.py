@@ -42,10 +42,10 @@ class Segment:
 def segments_of(program: Program) -> tuple[Segment, ...]:
     """The program's segments in order."""
     weights = {w.name for w in program.weights}
-    return divided(program.ops, program.segments, weights, program.results, "segment")
+    return cut_segments(program.ops, program.segments, weights, program.results, "segment")
 
 
-def divided(
+def cut_segments(
     ops: Sequence[Op], starts: Sequence[int], weights: Collection[str], results: Collection[str], name: str
 ) -> tuple[Segment, ...]:
     """Operations from the first of ``starts`` on in segments ``name_0``, ``name_1``, … that begin there.
@@ -66,7 +66,7 @@ def divided(
     return tuple(found)
 
 
-class Recomputed(nn.Module):
+class CheckpointedSegment(nn.Module):
     """Runs ``body`` and keeps its arguments alone for the backward, which runs it again.
 
     The second run is the same as the first: random operations draw the same numbers, tensors that the body updates in
@@ -76,7 +76,7 @@ class Recomputed(nn.Module):
     def __init__(self, body: fx.GraphModule, updated: Sequence[Tensor], draws: bool) -> None:
         super().__init__()
         self.body, self.is_random = body, draws
-        self.contexts = updated_once(updated) if updated else None
+        self.contexts = update_once(updated) if updated else None
 
     def forward(self, *args: Tensor) -> Any:
         if not torch.is_grad_enabled():
@@ -89,17 +89,17 @@ class Recomputed(nn.Module):
         )
 
 
-def updated_once(updated: Sequence[Tensor]) -> Contexts:
+def update_once(updated: Sequence[Tensor]) -> Contexts:
     """What makes, as a forward begins, the contexts of that forward and of its second run."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), as_before(updated, [tensor.clone() for tensor in updated])
+        return nullcontext(), with_earlier_values(updated, [tensor.clone() for tensor in updated])
 
     return contexts
 
 
 @contextmanager
-def as_before(updated: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[None]:
+def with_earlier_values(updated: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[None]:
     """Within, the tensors have the given values; afterwards those of now."""
     now = [tensor.clone() for tensor in updated]
     overwrite(updated, before)
@@ -115,7 +115,7 @@ def overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             tensor.copy_(value)
 
 
-def call(graph: fx.Graph, segment: Segment, nodes: dict[str, fx.Node], names: Mapping[str, str]) -> None:
+def call_segment(graph: fx.Graph, segment: Segment, nodes: dict[str, fx.Node], names: Mapping[str, str]) -> None:
     """Append the call of a segment, and a node for each value that leaves it."""
     inputs = tuple(nodes[name] for name in segment.reads)
     node = graph.create_node("call_module", segment.name, inputs, name=names[segment.name])
@@ -123,7 +123,7 @@ def call(graph: fx.Graph, segment: Segment, nodes: dict[str, fx.Node], names: Ma
         nodes[name] = graph.create_node("call_function", getitem, (node, k), name=names[name])
 
 
-def source_of(segment: Segment, module: fx.GraphModule) -> list[str]:
+def segment_source(segment: Segment, module: fx.GraphModule) -> list[str]:
     """The lines of a segment's code, under its name."""
     body = module.get_submodule(f"{segment.name}.body")
     assert isinstance(body, fx.GraphModule)

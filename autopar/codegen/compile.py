@@ -19,12 +19,12 @@ Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 # A kernel that makes a norm's gradients leaves partial sums of its weight's, each of a number of rows, for a second
 # kernel. By itself torch.compile has 788 for the 12,608 tokens of 64 images, whose sum takes 20 µs, five times in each
 # block of ViT-L; with 394 a step of 117 ms is 2 ms shorter (pp 2, 256 images, H200, torch 2.11).
-PARTIAL_SUMS = 400
+TARGET_PARTIAL_SUMS = 400
 SPLIT_SIZE = "triton.mix_order_reduction_split_size"  # one of torch._inductor.list_options() (2.11 to 2.15)
 
 # What has been compiled in this process, by code and arguments: stages, modes and, as their code names the axes,
 # models without tensor parallelism can share it.
-COMPILED: dict[str, Callable[..., Any]] = {}
+COMPILED_REGIONS: dict[str, Callable[..., Any]] = {}
 
 
 class CompiledRegion(nn.Module):
@@ -38,7 +38,7 @@ class CompiledRegion(nn.Module):
         return self.call(*self.weights, *args)
 
 
-def checkpointed(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
+def with_checkpoint(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
     """Keeps for the backward what enters ``body``, which the compiled backward runs again.
 
     It has code of its own: torch.compile counts how often one code was compiled, and gives up.
@@ -82,11 +82,11 @@ def compiled_region(
     taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held]
     taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
     key = f"{module.code}\n{taken}\n{recompute}"
-    if key not in COMPILED:
-        whole = checkpointed(module, region.is_random) if recompute else module
+    if key not in COMPILED_REGIONS:
+        whole = with_checkpoint(module, region.is_random) if recompute else module
         options = norm_options(region.ops) if any(weight.is_cuda for weight in held) else None
-        COMPILED[key] = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
-    return CompiledRegion(COMPILED[key], held)
+        COMPILED_REGIONS[key] = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
+    return CompiledRegion(COMPILED_REGIONS[key], held)
 
 
 def norm_options(ops: Iterable[Op]) -> dict[str, Any] | None:
@@ -97,7 +97,7 @@ def norm_options(ops: Iterable[Op]) -> dict[str, Any] | None:
     rows = max((prod(shape[:-1]) for shape in shapes), default=0)
     if rows == 0 or SPLIT_SIZE not in list_options():
         return None
-    return {SPLIT_SIZE: 2 ** min(max(round(log2(rows / PARTIAL_SUMS)), 4), 7)}
+    return {SPLIT_SIZE: 2 ** min(max(round(log2(rows / TARGET_PARTIAL_SUMS)), 4), 7)}
 
 
 def numbered(prefix: str, names: Iterable[str]) -> dict[str, str]:

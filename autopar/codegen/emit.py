@@ -12,11 +12,18 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.codegen.activation_checkpoint import Recomputed, Segment, call, divided, segments_of, source_of
+from autopar.codegen.activation_checkpoint import (
+    CheckpointedSegment,
+    Segment,
+    call_segment,
+    cut_segments,
+    segment_source,
+    segments_of,
+)
 from autopar.codegen.compile import compiled_region
-from autopar.codegen.fusions.async_tp import overlapped
-from autopar.codegen.fusions.patch_embed import with_patch_products
-from autopar.codegen.fusions.wgrad import Sums, accumulating, no_sums
+from autopar.codegen.fusions.async_tp import fuse_async_tp
+from autopar.codegen.fusions.patch_embed import use_patch_embed
+from autopar.codegen.fusions.wgrad import MainGradLookup, fuse_wgrad, no_main_grads
 from autopar.ir.graph import LocalDevice, Op, Ref
 from autopar.ir.names import unused_name
 from autopar.ir.program import Program
@@ -36,7 +43,7 @@ def graph_module(
     device: torch.device,
     axes: Mapping[str, str] = SAME_KEYS,
     waits: Mapping[str, Callable[[], None]] = NO_WAITS,
-    sums: Sums = no_sums,
+    sums: MainGradLookup = no_main_grads,
     compiled: bool = False,
 ) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
@@ -57,13 +64,13 @@ def graph_module(
     if program.output_boundaries and any(writes_into_value(op) for op in program.ops):
         compiled = False  # in one region weights that have no gradient would get zeros
     if compiled:
-        program = with_patch_products(program)
-        program, added = accumulating(program, sums)
+        program = use_patch_embed(program)
+        program, added = fuse_wgrad(program, sums)
         own |= added
     values = {v.name: v for v in program.values}
 
     def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
-        return function(ops, arguments, results, {}, device, axes, "Region")
+        return emit_module(ops, arguments, results, {}, device, axes, "Region")
 
     def body(
         ops: Sequence[Op],
@@ -75,31 +82,31 @@ def graph_module(
         waits: Mapping[str, Callable[[], None]] = NO_WAITS,
     ) -> fx.GraphModule:
         if not compiled:
-            return function(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
+            return emit_module(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
         wanted = {*results, *(read for s in segments for read in s.reads)}
         borders = [border for border in program.output_boundaries if border < len(ops)]
-        regions = divided(ops, region_starts(ops, borders), own, wanted, "region")
+        regions = cut_segments(ops, region_starts(ops, borders), own, wanted, "region")
         calls = {region.name: compiled_region(region, values, own, emit_region) for region in regions}
         held = own | dict(modules) | calls
-        return function((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
+        return emit_module((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
 
     starts = program.segments
     if compiled and starts:
         starts = tuple(sorted({*starts, *(border for border in program.output_boundaries if border > starts[0])}))
-    segments = divided(program.ops, starts, own, program.results, "segment")
+    segments = cut_segments(program.ops, starts, own, program.results, "segment")
     modules = {}
     for s in segments:
         if compiled:
             modules[s.name] = compiled_region(s, values, own, emit_region, recompute=True)
         else:
-            modules[s.name] = Recomputed(
+            modules[s.name] = CheckpointedSegment(
                 body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.is_random
             )
     once = program.ops[: starts[0]] if segments else program.ops
     return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
 
 
-def function(
+def emit_module(
     ops: Sequence[Op],
     arguments: Sequence[str],
     results: Sequence[str],
@@ -116,7 +123,7 @@ def function(
         held: weights and the segments' modules by name; those that are used become the module's own.
         waits: as in `graph_module`.
     """
-    ops = overlapped(ops, {*results, *(name for s in segments for name in s.reads)})
+    ops = fuse_async_tp(ops, {*results, *(name for s in segments for name in s.reads)})
     read = {name for op in ops for name in op.reads} | {*results} | {s.name for s in segments}
     own = {name: value for name, value in held.items() if name in read}
     graph = fx.Graph()
@@ -137,10 +144,10 @@ def function(
 
     for op in ops:
         wait(op.reads)
-        emit(graph, op, nodes, names, device, axes)
+        emit_op(graph, op, nodes, names, device, axes)
     for segment in segments:
         wait(name for op in segment.ops for name in op.reads)
-        call(graph, segment, nodes, names)
+        call_segment(graph, segment, nodes, names)
     wait(results)
     graph.output(tuple(nodes[name] for name in results))
     return fx.GraphModule(own, graph, class_name=class_name)
@@ -157,7 +164,7 @@ class Wait(nn.Module):
         self.ready()
 
 
-def emit(
+def emit_op(
     graph: fx.Graph,
     op: Op,
     nodes: dict[str, fx.Node],
@@ -218,5 +225,5 @@ def source(program: Program) -> str:
     lines += [f"# to stage {e.dst}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.sends]
     if program.segments:
         lines.append(f"# kept for the backward is what enters its {len(program.segments)} segments, which run again")
-    bodies = [line for segment in segments_of(program) for line in source_of(segment, module)]
+    bodies = [line for segment in segments_of(program) for line in segment_source(segment, module)]
     return "\n".join([*lines, module.code.strip(), *bodies])

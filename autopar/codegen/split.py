@@ -49,7 +49,7 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
             sends=tuple(e for e in edges if e.src == stage),
             outputs=graph.outputs if stage == last else (),
             out_spec=graph.out_spec if stage == last else None,
-            output_boundaries=borders_of([led[op.name] for op in ops[stage]]) if led else (),
+            output_boundaries=output_boundaries([led[op.name] for op in ops[stage]]) if led else (),
         )
         for stage in range(num_stages)
     )
@@ -67,7 +67,7 @@ def reachable_outputs(graph: Graph) -> Mapping[str, Set[str]]:
     return found
 
 
-def borders_of(led: Sequence[Set[str]]) -> tuple[int, ...]:
+def output_boundaries(led: Sequence[Set[str]]) -> tuple[int, ...]:
     """Where a run of operations that lead to the same outputs ends; those that lead to none belong to any."""
     borders: list[int] = []
     current: Set[str] = set()
@@ -78,7 +78,9 @@ def borders_of(led: Sequence[Set[str]]) -> tuple[int, ...]:
     return tuple(borders)
 
 
-def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
+def follow_plan(
+    graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, int]:
     """The stage of each operation of another trace of the same model: eval mode, or another input shape.
 
     Operations known to the reference keep their stage; a new one goes where its weights and inputs are, and so does one
@@ -102,7 +104,7 @@ def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tup
     return stage_of
 
 
-def holders(graphs: Iterable[tuple[Graph, tuple[Program, ...]]]) -> Mapping[str, tuple[int, ...]]:
+def weight_stages(graphs: Iterable[tuple[Graph, tuple[Program, ...]]]) -> Mapping[str, tuple[int, ...]]:
     """The stages that hold each weight: those whose programs read it, or the last one if none does.
 
     Raises:

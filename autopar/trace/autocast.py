@@ -23,12 +23,12 @@ from autopar.trace.fake import without_device
 
 COPY = torch.ops.aten._to_copy.default
 # With views, what leaves numbers as they are: a cast behind one might as well come before it.
-MOVES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
+COPIES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)  # autocast leaves float64 and complex numbers alone
 
 
 @dataclass(frozen=True)
-class Region:
+class AutocastRegion:
     """An autocast region of the model."""
 
     device_type: str
@@ -48,7 +48,7 @@ Casts = Mapping[fx.Node, Cast]
 
 
 @dataclass
-class Record:
+class DispatchRecord:
     """What one run of an operation did.
 
     ``kernels`` are the operations that computed, each with the dtypes that it met; ``casts`` those of operands, None
@@ -60,12 +60,12 @@ class Record:
     results: tuple[torch.dtype, ...] = ()
 
 
-class Recorder(TorchDispatchMode):
+class DispatchRecorder(TorchDispatchMode):
     """Writes down what is dispatched below autocast."""
 
     def __init__(self, operands: Mapping[fx.Node, Tensor]) -> None:
         super().__init__()
-        self.record = Record()
+        self.record = DispatchRecord()
         self.operands = operands
         # By identity. What is known is kept alive, so that no other tensor takes its place.
         self.known = {id(tensor): (node, tensor) for node, tensor in operands.items()}
@@ -78,7 +78,7 @@ class Recorder(TorchDispatchMode):
                 # Autocast keeps the casts of weights, not of their views, while the outermost region lasts.
                 shared = node is not None and args[0] is self.operands[node] and args[0].dtype == torch.float32
                 self.record.casts.append((node, Cast(made.dtype, shared)))
-        elif func.is_view or func in MOVES:
+        elif func.is_view or func in COPIES:
             if node is not None:
                 self.known |= {id(tensor): (node, tensor) for tensor in tensors_of(made)}
         elif func.namespace != "prim":  # questions, such as on which device
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         return made
 
 
-def casts_of(node: fx.Node, target: OpOverload, regions: Sequence[Region]) -> Casts | None:
+def casts_of(node: fx.Node, target: OpOverload, regions: Sequence[AutocastRegion]) -> Casts | None:
     """The casts with which an operation does without autocast what it does inside of regions.
 
     Where autocast asks for another arithmetic by the operation's own dtype argument (CUDA's ``sum``) there are none
@@ -104,20 +104,22 @@ def casts_of(node: fx.Node, target: OpOverload, regions: Sequence[Region]) -> Ca
     with contextlib.ExitStack() as stack:
         for region in regions:
             stack.enter_context(torch.autocast(region.device_type, region.dtype, region.enabled, cache_enabled=False))
-        inside = run(node, target, operands, {})
+        inside = record_run(node, target, operands, {})
     with contextlib.ExitStack() as stack:
         for device_type in {region.device_type for region in regions}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        return equivalent(node, target, operands, inside)
+        return equivalent_casts(node, target, operands, inside)
 
 
-def equivalent(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], inside: Record) -> Casts | None:
+def equivalent_casts(
+    node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], inside: DispatchRecord
+) -> Casts | None:
     """The casts with which an operation does what was recorded of it.
 
     The same kernels on the same dtypes are the best proof. Equal dtypes of the results have to do where autocast leads
     to other kernels; those of cuDNN take some of their operands without a cast to see.
     """
-    plain = attempt(node, target, operands, {})
+    plain = try_run(node, target, operands, {})
     own = plain.casts if plain is not None else []  # an operation may cast by itself
     new = [(n, cast) for n, cast in inside.casts if (n, cast) not in own]
     if plain is not None and not new and plain.results == inside.results:
@@ -126,29 +128,31 @@ def equivalent(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Ten
     seen = {n: cast for n, cast in reversed(new) if n is not None}
     castable = [n for n, t in operands.items() if {made, t.dtype} <= {*CASTABLE} and t.dtype != made]
     uniform = dict.fromkeys(castable, Cast(made)) if made and all(cast.dtype == made for _, cast in new) else {}
-    tried = [(casts, attempt(node, target, operands, casts)) for casts in (seen, uniform) if casts]
+    tried = [(casts, try_run(node, target, operands, casts)) for casts in (seen, uniform) if casts]
     fitting = [(casts, record) for casts, record in tried if record is not None and record.results == inside.results]
     proven = [casts for casts, record in fitting if record.kernels == inside.kernels]
     return next(iter(proven or [casts for casts, _ in reversed(fitting)]), None)
 
 
-def attempt(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], casts: Casts) -> Record | None:
+def try_run(
+    node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], casts: Casts
+) -> DispatchRecord | None:
     """What a run does; None where torch refuses the operands."""
     try:
         # Fake tensors print what they refuse, meta tensors do not.
         with contextlib.suppress(NotImplementedError):  # but know fewer operations
-            run(node, target, {n: without_device(t) for n, t in operands.items()}, casts)
-        return run(node, target, operands, casts)
+            record_run(node, target, {n: without_device(t) for n, t in operands.items()}, casts)
+        return record_run(node, target, operands, casts)
     except RuntimeError:
         return None
 
 
-def run(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], casts: Casts) -> Record:
+def record_run(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], casts: Casts) -> DispatchRecord:
     """What an operation does with operands, of which some are cast before."""
     with torch.no_grad():
         given = {n: t.to(casts[n].dtype) if n in casts else t for n, t in operands.items()}
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: given.get(n, n.meta.get("val")))
-        with Recorder(given) as recorder:
+        with DispatchRecorder(given) as recorder:
             made = target(*args, **kwargs)
     recorder.record.results = dtypes_of(made)
     return recorder.record

@@ -17,11 +17,11 @@ from torch.fx.node import map_arg
 from autopar.errors import TraceError
 from autopar.ir.graph import NO_AUTOCAST, LocalDevice, Op, Ref, Value, dtype_name, refs
 from autopar.ir.names import unused_name
-from autopar.trace.autocast import Region, casts_of
+from autopar.trace.autocast import AutocastRegion, casts_of
 from autopar.trace.frames import is_internal
 from autopar.trace.inplace import STATISTICS, aliased_arguments, missing_defaults, out_of_place, written_arguments
 
-FOREVER = 1 << 60
+AFTER_THE_END = 1 << 60
 CAST = torch.ops.aten.to.dtype
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n')
 # Checks of tensor properties that the trace has already proved; they compute nothing.
@@ -49,15 +49,15 @@ class Converter:
         self.values = {value.name: value for value in known.values()}
         self.weights = weights
         self.names = set(self.values)
-        self.held: set[str] = set()
-        self.newest: dict[str, str] = {}  # old name of an updated value -> the name of its latest version
+        self.read_outside: set[str] = set()
+        self.latest: dict[str, str] = {}  # old name of an updated value -> the name of its latest version
         self.root: dict[str, str] = {}
         self.aliases: dict[str, set[str]] = defaultdict(set)
         self.ops: list[Op] = []
         self.updated_until: dict[str, int] = {}
-        self.regions: tuple[Region, ...] = ()  # all autocast regions around, from the outermost
+        self.regions: tuple[AutocastRegion, ...] = ()  # all autocast regions around, from the outermost
         self.cast_weights: dict[tuple[str, torch.dtype], Ref] = {}  # those of the outermost region
-        self.tracked: dict[str, Ref] = {}  # a value detached for a no_grad region -> the value with its history
+        self.undetached: dict[str, Ref] = {}  # a value detached for a no_grad region -> the value with its history
 
     @property
     def autocast(self) -> str:
@@ -72,7 +72,7 @@ class Converter:
         """Convert all nodes; the output node's arguments, resolved."""
         nodes: list[fx.Node] = list(graph.nodes)
         last_use = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
-        last_use |= {used: FOREVER for node in nodes if node.op == "output" for used in node.all_input_nodes}
+        last_use |= {used: AFTER_THE_END for node in nodes if node.op == "output" for used in node.all_input_nodes}
         outputs: Any = ()
         for i, node in enumerate(nodes):
             if node.op == "output":
@@ -123,15 +123,17 @@ class Converter:
         if str(node.target) == "wrap_with_set_grad_enabled" and not node.args[0]:
             arguments = [self.detached(node, a) for a in arguments]
         self.result |= dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        outside = self.held, self.regions
-        self.held = self.held | {name for n, use in last_use.items() if use > position and (name := self.name_of(n))}
+        outside = self.read_outside, self.regions
+        self.read_outside = self.read_outside | {
+            name for n, use in last_use.items() if use > position and (name := self.name_of(n))
+        }
         if str(node.target) == "wrap_with_autocast":
             self.cast_weights = self.cast_weights if self.regions else {}
-            self.regions += (Region(*node.args[:3]),)  # type: ignore[arg-type]
+            self.regions += (AutocastRegion(*node.args[:3]),)  # type: ignore[arg-type]
         outputs = self.run(region.graph)
-        self.held, self.regions = outside
+        self.read_outside, self.regions = outside
         if isinstance(outputs, tuple):
-            return tuple(self.tracked.get(o.name, o) if isinstance(o, Ref) else o for o in outputs)
+            return tuple(self.undetached.get(o.name, o) if isinstance(o, Ref) else o for o in outputs)
         return outputs
 
     def detached(self, node: fx.Node, argument: Any) -> Any:
@@ -139,7 +141,7 @@ class Converter:
         if not isinstance(argument, Ref) or not self.values[argument.name].requires_grad:
             return argument
         result = self.record(node, torch.ops.aten.detach.default, (argument,), (), self.values[argument.name])
-        self.tracked[result.name] = argument
+        self.undetached[result.name] = argument
         return result
 
     # -- one operation -----------------------------------------------------------------------------------------
@@ -156,15 +158,15 @@ class Converter:
         functional = out_of_place(target)
         if len(written) == 1 and functional is not None and not self.read_elsewhere(written[0], last_use, position):
             result = self.functional(node, target, functional, args, kwargs)
-            self.newest[written[0]] = result.name
+            self.latest[written[0]] = result.name
             return result
         return self.update(node, target, args, kwargs, written)
 
     def functional(self, node: fx.Node, target: OpOverload, functional: OpOverload, args: tuple, kwargs: tuple) -> Ref:
         """Record an in-place operation's counterpart; what it makes has the dtype of what was updated."""
         val, missing = node.meta["val"], missing_defaults(target, functional, args, kwargs)
-        made = made_without_data(node, functional, dict(missing))
-        result = self.record(node, functional, args, kwargs + missing, replace(value_from("", val), dtype=made))
+        made = result_dtype(node, functional, dict(missing))
+        result = self.record(node, functional, args, kwargs + missing, replace(value_of("", val), dtype=made))
         if made == dtype_name(val.dtype):
             return result
         return self.record(node, CAST, (result, val.dtype), (), val)
@@ -202,7 +204,7 @@ class Converter:
         """Append an operation; what its users read."""
         name = self.fresh(node, target)
         outputs, result = values_of(name, val)
-        if self.tracks(args, kwargs) and target._schema.name not in UNTRACKED:
+        if self.records_gradient(args, kwargs) and target._schema.name not in UNTRACKED:
             outputs = tuple(replace(v, requires_grad=v.dtype in DIFFERENTIABLE) for v in outputs)
         statistics = tuple(self.root_of(s) for s in updated_statistics(target, args))
         self.append(node, name, target, args, kwargs, outputs, statistics)
@@ -217,12 +219,12 @@ class Converter:
         """Append an in-place operation; its users read the updated value under its old name."""
         roots = tuple(dict.fromkeys(self.root_of(w) for w in written))
         self.append(node, self.fresh(node, target), target, args, kwargs, (), roots)
-        if self.tracks(args, kwargs):
+        if self.records_gradient(args, kwargs):
             for name in {alias for root in roots for alias in (root, *self.aliases[root])} - self.weights:
                 self.values[name] = replace(self.values[name], requires_grad=True)
         return Ref(written[0])
 
-    def tracks(self, args: tuple, kwargs: tuple) -> bool:
+    def records_gradient(self, args: tuple, kwargs: tuple) -> bool:
         """Whether autograd records an operation with these arguments."""
         return any(self.values[name].requires_grad for name in refs((args, tuple(v for _, v in kwargs))))
 
@@ -239,7 +241,7 @@ class Converter:
         """Whether the memory behind ``written`` is a weight or is read later under another name."""
         root = self.root_of(written)
         others = ({root} | self.aliases[root]) - {written}
-        if root in self.weights or others & self.held or written in self.tracked:
+        if root in self.weights or others & self.read_outside or written in self.undetached:
             return True
         return any(use > position and self.name_of(n) in others for n, use in last_use.items())
 
@@ -263,8 +265,8 @@ class Converter:
         return argument
 
     def current(self, ref: Any) -> Any:
-        while isinstance(ref, Ref) and ref.name in self.newest:
-            ref = Ref(self.newest[ref.name])
+        while isinstance(ref, Ref) and ref.name in self.latest:
+            ref = Ref(self.latest[ref.name])
         return ref
 
     def name_of(self, node: fx.Node) -> str | None:
@@ -282,7 +284,7 @@ class Converter:
         self.names.add(unique)
         return unique
 
-    def finished(self) -> list[Op]:
+    def final_ops(self) -> list[Op]:
         """The operations, their values' gradients as known at the end."""
         return [replace(op, outputs=tuple(self.values[v.name] for v in op.outputs)) for op in self.ops]
 
@@ -323,7 +325,7 @@ def is_identity(target: OpOverload, args: tuple) -> bool:
     return target._schema.name.removesuffix("_") in DROPOUTS and (args[1] == 0 or not args[2])
 
 
-def made_without_data(node: fx.Node, target: OpOverload, more: dict[str, Any]) -> str:
+def result_dtype(node: fx.Node, target: OpOverload, more: dict[str, Any]) -> str:
     """The dtype of what an operator makes of a node's arguments, as fake tensors."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     with torch.no_grad():
@@ -338,16 +340,16 @@ def values_of(name: str, val: Any) -> tuple[tuple[Value, ...], Any]:
     """
     if isinstance(val, list | tuple):
         names = [f"{name}:{i}" if isinstance(v, torch.Tensor) else None for i, v in enumerate(val)]
-        values = tuple(value_from(n, v) for n, v in zip(names, val, strict=True) if n is not None)
+        values = tuple(value_of(n, v) for n, v in zip(names, val, strict=True) if n is not None)
         return values, tuple(Ref(n) if n is not None else None for n in names)
     if isinstance(val, torch.Tensor):
-        val = value_from(name, val)
+        val = value_of(name, val)
     if isinstance(val, Value):
         return (replace(val, name=name, requires_grad=False),), Ref(name)
     return (), None
 
 
-def value_from(name: str, tensor: torch.Tensor) -> Value:
+def value_of(name: str, tensor: torch.Tensor) -> Value:
     """Name, shape, dtype and strides of a tensor.
 
     What torch.export notes of ``requires_grad`` is lost once a graph holds a no_grad region, so it is not read.

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def copied(model: nn.Module, replaced: Mapping[int, Any] | None = None) -> nn.Module:
+def copy_model(model: nn.Module, replaced: Mapping[int, Any] | None = None) -> nn.Module:
     """A deep copy.
 
     What a module computes before each forward and keeps (``torch.nn.utils.weight_norm``) becomes a plain tensor in it;

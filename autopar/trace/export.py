@@ -15,8 +15,8 @@ from autopar.errors import TraceError
 from autopar.ir.graph import Mode
 from autopar.ir.pytree import leaves, tree_map
 from autopar.trace.fake import as_on_cpu
-from autopar.trace.frames import spot, user_frame
-from autopar.trace.hooks import REMEDY, Seen
+from autopar.trace.frames import frame_text, user_frame
+from autopar.trace.hooks import REMEDY, GradientWatch
 
 ADVICE = (
     "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
@@ -46,7 +46,7 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     try:
         if model.training != (mode == "train"):  # a model in training mode may keep parts of it in eval mode: frozen
             model.train(mode == "train")
-        with torch.enable_grad(), contextlib.redirect_stderr(said), Seen() as seen:
+        with torch.enable_grad(), contextlib.redirect_stderr(said), GradientWatch() as seen:
             program = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
@@ -95,6 +95,6 @@ def refusal(model: nn.Module, error: Exception, mode: Mode) -> str:
     """The message for a model that torch.export refused."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"Cannot trace {type(model).__name__} in {mode} mode{spot(user_frame(error))}. torch.export says: "
+        f"Cannot trace {type(model).__name__} in {mode} mode{frame_text(user_frame(error))}. torch.export says: "
         f"{type(error).__name__}: {reason} {ADVICE}"
     )

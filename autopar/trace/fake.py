@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.ir.pytree import tree_map
-from autopar.trace.copy_model import copied
+from autopar.trace.copy_model import copy_model
 
 
 def as_on_cpu(
@@ -30,12 +30,12 @@ def as_on_cpu(
 
     own: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers()) if is_lazy(t)}  # have no shape yet
     parameters = {id(p): nn.Parameter(fake(p), p.requires_grad) for p in model.parameters() if id(p) not in own}
-    with Copies(fake):
-        copy = copied(model, own | parameters)
+    with MetaDeepcopy(fake):
+        copy = copy_model(model, own | parameters)
     return copy, *tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
 
 
-def own_tensor(tensor: Tensor) -> Tensor:
+def without_claim(tensor: Tensor) -> Tensor:
     """The tensor; the meta tensor behind one that claimed to be on the CPU."""
     return without_device(tensor) if isinstance(tensor, FakeTensor) else tensor
 
@@ -45,7 +45,7 @@ def without_device(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-class Copies(TorchFunctionMode):
+class MetaDeepcopy(TorchFunctionMode):
     """Within ``with``, deepcopy has a meta tensor copied by a function: buffers, and what modules just hold."""
 
     def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:

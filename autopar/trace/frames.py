@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
-OWN_DIR = str(Path(__file__).absolute().parents[1]) + os.sep
+AUTOPAR_DIR = str(Path(__file__).absolute().parents[1]) + os.sep
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
@@ -30,11 +30,11 @@ def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummar
     return next((frame for frame in reversed(frames) if not is_internal(frame.filename)), None)
 
 
-def spot(frame: traceback.FrameSummary | None) -> str:
+def frame_text(frame: traceback.FrameSummary | None) -> str:
     """Where a frame is, to follow what happened there in a message."""
     return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`" if frame else ""
 
 
 def is_internal(filename: str) -> bool:
     """Whether a file belongs to torch, to autopar or to the interpreter, and so not to the user's model."""
-    return filename.startswith((TORCH_DIR, OWN_DIR, "<")) or filename in (contextlib.__file__, traceback.__file__)
+    return filename.startswith((TORCH_DIR, AUTOPAR_DIR, "<")) or filename in (contextlib.__file__, traceback.__file__)

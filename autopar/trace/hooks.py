@@ -11,14 +11,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
-from autopar.trace.frames import innermost, spot
+from autopar.trace.frames import frame_text, innermost
 
 REMEDY = (
     "Remove it (handle.remove()). To multiply a gradient by s, a number or a mask, have the forward compute "
     "x * s + (x * (1 - s)).detach() from x; to limit gradients or to update weights, pass clip_grad_norm=, "
     "clip_grad_value= or optimizer=."
 )
-REGISTERING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+REGISTER_HOOK = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
 def check_hooks(model: nn.Module) -> None:
@@ -46,10 +46,10 @@ def gradient_hooks(tensor: torch.Tensor) -> Mapping[str, Mapping[int, Callable[.
     torch has no public question for them; both attributes are what its own ``register_…`` fill and ``handle.remove()``
     empties. Tried with torch 2.11 and 2.15.
     """
-    return {"register_hook": tensor._backward_hooks, REGISTERING[1].__name__: tensor._post_accumulate_grad_hooks}
+    return {"register_hook": tensor._backward_hooks, REGISTER_HOOK[1].__name__: tensor._post_accumulate_grad_hooks}
 
 
-class Seen(TorchFunctionMode):
+class GradientWatch(TorchFunctionMode):
     """Within ``with``, gets what a forward does to the gradients of what it computes, and where.
 
     ``hooks``: it registers one. ``switches``: it turns gradients off inside of an autocast region, at whose borders
@@ -64,10 +64,10 @@ class Seen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in REGISTERING:
-            self.hooks.append(f"{func.__name__}{here()}")
+        if func in REGISTER_HOOK:
+            self.hooks.append(f"{func.__name__}{user_line()}")
         elif turns_gradients_off(func, args) and torch.is_grad_enabled() and in_autocast():
-            self.switches.append(here())
+            self.switches.append(user_line())
         return func(*args, **(kwargs or {}))
 
 
@@ -76,9 +76,9 @@ def turns_gradients_off(func: Callable[..., Any], args: tuple[Any, ...]) -> bool
     return getattr(func, "__name__", "") == "_set_grad_enabled" and not args[0]
 
 
-def here() -> str:
+def user_line() -> str:
     """The line of the user's that runs."""
-    return spot(innermost(traceback.extract_stack()))
+    return frame_text(innermost(traceback.extract_stack()))
 
 
 def in_autocast() -> bool:

@@ -11,19 +11,19 @@ from autopar.ops.registry import named_arguments
 from autopar.sharding.fuse_linear import Joined, joined
 
 
-def overlapped(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
+def fuse_async_tp(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
     """The same with operations of `autopar.ops.async_tp` for layers and collectives that are joined.
 
     Args:
         kept: values that others than these operations read too.
     """
     pairs = list(joined(ops, kept))
-    second = {(p.layer if p.first is p.collective else p.collective).name: one_operation(p) for p in pairs}
+    second = {(p.layer if p.first is p.collective else p.collective).name: fused_op(p) for p in pairs}
     first = {p.first.name for p in pairs}
     return [second.get(op.name, op) for op in ops if op.name not in first]
 
 
-def one_operation(pair: Joined) -> Op:
+def fused_op(pair: Joined) -> Op:
     """What makes the results of the later one of a layer and a collective."""
     given, collective = named_arguments(pair.layer), pair.collective
     behind = pair.first is pair.layer

@@ -9,7 +9,7 @@ from autopar.ir.cost_graph import Group
 from autopar.ir.graph import Graph, Op
 
 # An operation that takes this share of all seconds is worth a cut of its own even without weights or FLOPs.
-HEAVY = 0.005
+MIN_ANCHOR_SHARE = 0.005
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
     assigned: dict[str, int] = {}
     waiting: dict[str, Op] = {}
     anchors: list[Op] = []
-    fed = fed_by_inputs(graph)
-    heavy = HEAVY * sum(seconds.values())
-    for op in traced(graph):
+    fed = batch_dependent_names(graph)
+    heavy = MIN_ANCHOR_SHARE * sum(seconds.values())
+    for op in traced_ops(graph):
         pulled = tuple(waiting_sources(op, graph, waiting))
         sources = [assigned[p.name] for o in (op, *pulled) for p in producers(o, graph) if p.name in assigned]
         worth_a_cut = flops[op.name] > 0 or seconds[op.name] >= heavy or reads_weight(op, graph)
@@ -55,18 +55,19 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
     for op in waiting.values():
         assigned[op.name] = group_of_unread(op, graph, assigned)
     return tuple(
-        OpGroup(anchors[i] if anchors else ops[0], tuple(ops)) for i, ops in sorted(members_of(graph, assigned).items())
+        OpGroup(anchors[i] if anchors else ops[0], tuple(ops))
+        for i, ops in sorted(ops_by_group(graph, assigned).items())
     )
 
 
-def regrouped(graph: Graph, groups: Sequence[Group]) -> tuple[OpGroup, ...]:
+def group_sharded_ops(graph: Graph, groups: Sequence[Group]) -> tuple[OpGroup, ...]:
     """The operations of a sharded graph in the groups of the whole one."""
     op_of = {op.name: op for op in graph.ops}
     group_of = {name: i for i, group in enumerate(groups) for name in group.ops}
-    return tuple(OpGroup(op_of[groups[i].name], tuple(ops)) for i, ops in sorted(members_of(graph, group_of).items()))
+    return tuple(OpGroup(op_of[groups[i].name], tuple(ops)) for i, ops in sorted(ops_by_group(graph, group_of).items()))
 
 
-def members_of(graph: Graph, group_of: Mapping[str, int]) -> Mapping[int, list[Op]]:
+def ops_by_group(graph: Graph, group_of: Mapping[str, int]) -> Mapping[int, list[Op]]:
     """The operations of each group in execution order.
 
     What sharding has inserted joins its home, or the lowest group that reads it: a light operation can be in a lower
@@ -84,32 +85,32 @@ def members_of(graph: Graph, group_of: Mapping[str, int]) -> Mapping[int, list[O
     return members
 
 
-def traced(graph: Graph) -> Iterator[Op]:
+def traced_ops(graph: Graph) -> Iterator[Op]:
     """The operations that sharding has not inserted."""
     return (op for op in graph.ops if not op.home)
 
 
-def origins(op: Op, graph: Graph) -> Iterator[str]:
+def original_reads(op: Op, graph: Graph) -> Iterator[str]:
     """What an operation reads, before any conversion between layouts."""
     for name in op.reads:
         source = graph.producer.get(name)
         if source is not None and source.home:
-            yield from origins(source, graph)
+            yield from original_reads(source, graph)
         else:
             yield name
 
 
 def reads_weight(op: Op, graph: Graph) -> bool:
     """Whether a weight is among what an operation reads."""
-    return any(name in graph.weight for name in origins(op, graph))
+    return any(name in graph.weight for name in original_reads(op, graph))
 
 
 def producers(op: Op, graph: Graph) -> Iterator[Op]:
     """The operations behind what an operation reads."""
-    return (graph.producer[r] for r in origins(op, graph) if r in graph.producer)
+    return (graph.producer[r] for r in original_reads(op, graph) if r in graph.producer)
 
 
-def fed_by_inputs(graph: Graph) -> frozenset[str]:
+def batch_dependent_names(graph: Graph) -> frozenset[str]:
     """Names of the operations and values that depend on a graph input; they grow with the batch."""
     fed = {v.name for v in graph.inputs}
     for op in graph.ops:
@@ -133,5 +134,7 @@ def waiting_sources(op: Op, graph: Graph, waiting: Mapping[str, Op]) -> Iterator
 def group_of_unread(op: Op, graph: Graph, assigned: Mapping[str, int]) -> int:
     """Group of an operation that no group reads, such as a counter's update: its module's, else the last."""
     last = max(assigned.values(), default=0)
-    of_module = next((assigned[o.name] for o in traced(graph) if o.module == op.module and o.name in assigned), last)
+    of_module = next(
+        (assigned[o.name] for o in traced_ops(graph) if o.module == op.module and o.name in assigned), last
+    )
     return max([of_module, *(assigned[p.name] for p in producers(op, graph))])

@@ -31,7 +31,7 @@ UNSHARDED = Sharing()
 
 
 def weight_cost(
-    weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware, adds: bool = False
+    weight: Weight, groups: tuple[int, ...], sharing: Sharing, hardware: Hardware, fused_wgrad: bool = False
 ) -> ResidentTensor:
     """A weight with gradient and optimizer state, of which the replicas keep a part each under ZeRO-1.
 
@@ -46,7 +46,7 @@ def weight_cost(
     parts = sharing.tp if any(s.axis == TP for s in layout.splits) else 1
     trained = weight.kind == "parameter" and weight.requires_grad
     stored = weight.stored_bytes
-    exchanged = trained and sharing.dp > 1
+    traffic = replica_traffic_bytes(weight, sharing) if trained and sharing.dp > 1 else 0
     return ResidentTensor(
         name=weight.name,
         num_bytes=(weight_bytes(weight, sharing) if trained else weight.copy_bytes + stored)
@@ -55,9 +55,9 @@ def weight_cost(
         numel=weight.numel * parts if weight.kind == "parameter" else 0,
         optimizer_seconds=optimizer_seconds(weight, layout, sharing, hardware) if trained else 0.0,
         reduce_seconds=reduce_seconds(weight, sharing, hardware) if trained else 0.0,
-        contention_seconds=exchanged_bytes(weight, sharing) / hardware.replica_bytes_per_second if exchanged else 0.0,
+        contention_seconds=traffic / hardware.replica_bytes_per_second,
         gradient_bytes=stored if trained else 0,
-        wgrad_bytes=(weight.copy_bytes or stored) if trained and not adds else 0,
+        wgrad_bytes=(weight.copy_bytes or stored) if trained and not fused_wgrad else 0,
         copy_bytes=weight.copy_bytes,
         flattened_grad_bytes=stored if trained and TP in layout.partial_gradient else 0,
     )
@@ -101,7 +101,7 @@ def optimizer_seconds(weight: Weight, layout: Layout, sharing: Sharing, hardware
     if weight.copy_bytes:
         seconds += hardware.traffic_seconds(stored + weight.copy_bytes) / state_ranks(sharing)
     if TP in layout.partial_gradient:
-        seconds += bucket_share("all-reduce", stored, hardware, sharing.tp)
+        seconds += bucket_share_seconds("all-reduce", stored, hardware, sharing.tp)
     return seconds
 
 
@@ -111,16 +111,18 @@ def reduce_seconds(weight: Weight, sharing: Sharing, hardware: Hardware) -> floa
     """
     ranks, stride = sharing.dp, sharing.tp
     if not sharing.zero1:
-        return bucket_share("all-reduce", weight.stored_bytes, hardware, ranks, stride)
-    scatter = bucket_share("reduce-scatter", weight.stored_bytes, hardware, ranks, stride)
-    return scatter + bucket_share("all-gather", weight.num_bytes, hardware, ranks, stride)
+        return bucket_share_seconds("all-reduce", weight.stored_bytes, hardware, ranks, stride)
+    scatter = bucket_share_seconds("reduce-scatter", weight.stored_bytes, hardware, ranks, stride)
+    return scatter + bucket_share_seconds("all-gather", weight.num_bytes, hardware, ranks, stride)
 
 
-def exchanged_bytes(weight: Weight, sharing: Sharing) -> int:
+def replica_traffic_bytes(weight: Weight, sharing: Sharing) -> int:
     """What replicas sum of a weight and gather of it."""
     return weight.stored_bytes + (weight.num_bytes if sharing.zero1 else weight.stored_bytes)
 
 
-def bucket_share(kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int, stride: int = 1) -> float:
+def bucket_share_seconds(
+    kind: CollectiveKind, num_bytes: float, hardware: Hardware, ranks: int, stride: int = 1
+) -> float:
     """A tensor's share of the time of full buckets: its bytes over the bandwidth, and of the latency its part."""
     return hardware.collective_seconds(kind, BUCKET_BYTES, ranks, stride) * num_bytes / BUCKET_BYTES

@@ -15,13 +15,13 @@ def is_collective(op: Op) -> bool:
     return bool(op.home)
 
 
-def total(parts: Iterable[ReshardingCost]) -> ReshardingCost:
+def sum_costs(parts: Iterable[ReshardingCost]) -> ReshardingCost:
     """The sum of conversions."""
     listed = list(parts)
     return ReshardingCost(sum(c.forward_seconds for c in listed), sum(c.backward_seconds for c in listed))
 
 
-def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> ReshardingCost:
+def reshard_step_cost(step: Step, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> ReshardingCost:
     """Time of one step: what it communicates between neighbours, or the copy that it makes.
 
     What a collective copies before and after communicating is not counted.
@@ -42,6 +42,6 @@ def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware
     return ReshardingCost(forward, backward)
 
 
-def whole_bytes(step: Step, source_bytes: float, made_bytes: float, ranks: int) -> float:
+def full_tensor_bytes(step: Step, source_bytes: float, made_bytes: float, ranks: int) -> float:
     """Size of the whole tensor that a step takes a rank's part of, or leaves a rank's part of, or both."""
     return source_bytes * ranks if step.name == "all_to_all" else max(source_bytes, made_bytes)

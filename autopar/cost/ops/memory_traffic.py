@@ -20,12 +20,12 @@ ACROSS_SAMPLES = ("aten.batch_norm.default", "aten.instance_norm.default", "aten
 ALONG_ROWS = ("aten.layer_norm.default", "aten.rms_norm.default")
 
 
-def forward_bytes(op: Op, num_bytes: Callable[[str], float]) -> float:
+def forward_reread_bytes(op: Op, num_bytes: Callable[[str], float]) -> float:
     """What a forward reads again, byte: a norm what its statistics were taken of."""
-    return num_bytes(op.reads[0]) if has_statistics(op) else 0.0
+    return num_bytes(op.reads[0]) if computes_statistics(op) else 0.0
 
 
-def has_statistics(op: Op) -> bool:
+def computes_statistics(op: Op) -> bool:
     """Whether it normalises by statistics of a whole channel or group, taken now."""
     if op.target not in ACROSS_SAMPLES:
         return False
@@ -33,7 +33,7 @@ def has_statistics(op: Op) -> bool:
     return bool(given.get("training", True) and given.get("use_input_stats", True))
 
 
-def backward_bytes(op: Op, facts: OpStats, sums: bool, num_bytes: Callable[[str], float], on_gpu: bool) -> float:
+def backward_reread_bytes(op: Op, stats: OpStats, sums: bool, num_bytes: Callable[[str], float], on_gpu: bool) -> float:
     """What a backward reads again, byte.
 
     Args:
@@ -45,13 +45,13 @@ def backward_bytes(op: Op, facts: OpStats, sums: bool, num_bytes: Callable[[str]
     arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
     if op.target in ALONG_ROWS:
         return arriving + num_bytes(op.reads[0]) if sums and on_gpu else 0.0
-    if has_statistics(op):
-        return arriving + num_bytes(op.reads[0]) if facts.gradients else 0.0
+    if computes_statistics(op):
+        return arriving + num_bytes(op.reads[0]) if stats.gradients else 0.0
     return arriving if sums else 0.0
 
 
-def summed_bytes(
-    op: Op, facts: OpStats, graph: Graph, added: frozenset[str], num_bytes: Callable[[str], float]
+def grad_accumulation_bytes(
+    op: Op, stats: OpStats, graph: Graph, fused: frozenset[str], num_bytes: Callable[[str], float]
 ) -> float:
     """What adding a microbatch's gradients of weights to the step's sums reads and writes, byte.
 
@@ -61,16 +61,16 @@ def summed_bytes(
         low-precision copies gradients stay where they come, so that one microbatch adds nothing.
     """
     moved = 0.0
-    for name in (op.reads[i] for i in facts.gradients):
+    for name in (op.reads[i] for i in stats.gradients):
         weight = graph.weight.get(name)
         if weight is not None and len(weight.shape) > 1:
             elements = num_bytes(name) / DTYPE_BYTES[weight.dtype]
-            read = 0 if name in added else DTYPE_BYTES[weight.dtype]
+            read = 0 if name in fused else DTYPE_BYTES[weight.dtype]
             moved += elements * (2 * DTYPE_BYTES[weight.stored_dtype] + read)
     return moved
 
 
-def added_to(graph: Graph, hardware: Hardware) -> frozenset[str]:
+def fused_wgrad_weights(graph: Graph, hardware: Hardware) -> frozenset[str]:
     """Weights to whose gradients compiled linear layers add: those that nothing else reads.
 
     Error: layers that are one operation with a collective do not, and those that do write no gradient of their own.

@@ -49,13 +49,13 @@ class OpStats:
 
 
 @dataclass(frozen=True)
-class Facts:
+class GraphStats:
     """The facts of every operation of one graph, by name."""
 
     ops: Mapping[str, OpStats]
 
 
-def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
+def graph_stats(graph: Graph, device_type: str = "cpu") -> GraphStats:
     """The facts of every operation of a graph, as such a device runs it.
 
     Strides and requires_grad are followed from operation to operation instead of read from the trace. Real attention
@@ -72,26 +72,26 @@ def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
         read = tuple(operands[name] for name in op.reads)
         alike = signature(op, read)
         if alike not in known:
-            known[alike] = facts_of(op, read, device_type)
+            known[alike] = op_stats(op, read, device_type)
         ops[op.name] = known[alike]
         operands |= {value.name: made for value, made in zip(op.outputs, known[alike].outputs)}
-    return Facts(ops)
+    return GraphStats(ops)
 
 
-def storage_of(graph: Graph, facts: Facts) -> Mapping[str, str]:
+def storage_names(graph: Graph, stats: GraphStats) -> Mapping[str, str]:
     """The value, input or weight whose memory each view lies in."""
     root: dict[str, str] = {}
     for op in graph.ops:
-        for output, operand in facts.ops[op.name].aliases:
+        for output, operand in stats.ops[op.name].aliases:
             source = op.reads[operand]
             root[op.outputs[output].name] = root.get(source, source)
     return root
 
 
-def facts_of(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
+def op_stats(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
     """The facts of one operation; raises TraceError where torch cannot run it on meta tensors."""
     if op.target == ATTENTION and has_fused_kernel(op, read, device_type):
-        return attention_facts(op, read, device_type)
+        return attention_stats(op, read, device_type)
     try:
         return run_on_meta(op, read)
     except RuntimeError as error:  # NotImplementedError is one
@@ -123,15 +123,15 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
     assert in_place or len(results) == len(op.outputs), f"{op.name} returned {len(results)} tensors"
     gradients, backward_flops = run_backward(results, leaves)
     operand_memory, result_memory, kept_memory = map(storages, (tensors, results, kept))
-    aliases = [(j, i) for j, m in enumerate(result_memory) for i in positions(operand_memory, [m])[:1]]
-    saved_results = positions(result_memory, kept_memory)
+    aliases = [(j, i) for j, m in enumerate(result_memory) for i in indices_in(operand_memory, [m])[:1]]
+    saved_results = indices_in(result_memory, kept_memory)
     fresh = {id(m): m.nbytes() for m in kept_memory if not is_among(m, [*operand_memory, *result_memory])}
     return OpStats(
         forward_flops=forward.get_total_flops(),
         backward_flops=backward_flops,
         moves_data=in_place or len(aliases) < len(results),
         gradients=gradients,
-        saved_operands=positions(operand_memory, kept_memory),
+        saved_operands=indices_in(operand_memory, kept_memory),
         saved_outputs=tuple(j for j in saved_results if not is_among(result_memory[j], operand_memory)),
         saved_bytes=sum(fresh.values()),
         aliases=() if in_place else tuple(aliases),
@@ -192,7 +192,7 @@ def is_among(memory: torch.UntypedStorage, others: Sequence[torch.UntypedStorage
     return any(memory is other for other in others)
 
 
-def positions(memories: Sequence[torch.UntypedStorage], others: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
+def indices_in(memories: Sequence[torch.UntypedStorage], others: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
     """Positions of the storages that are among others."""
     return tuple(i for i, memory in enumerate(memories) if is_among(memory, others))
 
@@ -206,19 +206,19 @@ def has_fused_kernel(op: Op, read: tuple[Operand, ...], device_type: str) -> boo
     It falls back to separate operations, which the meta run shows truly, for three-dimensional queries and dropout, on
     CPU for a mask that needs a gradient, and on a GPU for float64.
     """
-    mask = mask_number(op)
+    mask = mask_index(op)
     if (read[0].dtype == "float64") if device_type == "cuda" else (mask is not None and read[mask].requires_grad):
         return False
     return len(read[0].shape) == 4 and not named_arguments(op)["dropout_p"]
 
 
-def mask_number(op: Op) -> int | None:
+def mask_index(op: Op) -> int | None:
     """Which operand of an attention is its mask."""
     mask = named_arguments(op)["attn_mask"]
     return op.reads.index(mask.name) if isinstance(mask, Ref) else None
 
 
-def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
+def attention_stats(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
     """Facts of flash-like attention.
 
     Meta tensors take the path of separate operations, which saves the whole attention matrix, while the kernels of
@@ -233,7 +233,7 @@ def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpSt
     flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     trained = any(o.requires_grad for o in read)
     shape = (*query.shape[:-1], value.shape[-1])
-    mask = mask_number(op)
+    mask = mask_index(op)
     copied = 0 if mask is None or device_type == "cpu" else copied_mask_bytes(read[mask], query)
     saved = tuple(i for i in range(len(read)) if i != mask or not copied)
     return OpStats(

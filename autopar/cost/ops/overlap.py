@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost.ops.op_cost import OpCost, Pricing
-from autopar.cost.ops.op_stats import Facts
+from autopar.cost.ops.op_stats import GraphStats
 from autopar.ir.graph import Op, refs
 from autopar.ir.strategies import ReshardingCost
 from autopar.sharding.fuse_linear import joined
@@ -39,7 +39,7 @@ def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> M
     found = dict(costs)
     for pair in joined(pricing.graph.ops, frozenset(refs(pricing.graph.outputs))):
         moved = costs[pair.collective.name]
-        layer = products_of(pair.layer, costs[pair.layer.name], pricing.facts)
+        layer = gemm_seconds(pair.layer, costs[pair.layer.name], pricing.stats)
         left = exposed_seconds(
             pair.operator, layer, ReshardingCost(moved.forward_seconds, moved.backward_seconds), pricing
         )
@@ -49,10 +49,12 @@ def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> M
     return found
 
 
-def products_of(layer: Op, cost: OpCost, facts: Facts) -> ReshardingCost:
+def gemm_seconds(layer: Op, cost: OpCost, facts: GraphStats) -> ReshardingCost:
     """Seconds of a layer's product forward, and of its two backward: none where there is one, which hides nothing."""
     trains_both = {0, 1} <= {*facts.ops[layer.name].gradients}  # of what it reads and of its weight
-    return ReshardingCost(cost.forward_seconds, cost.backward_seconds - cost.passes_seconds if trains_both else 0.0)
+    return ReshardingCost(
+        cost.forward_seconds, cost.backward_seconds - cost.extra_traffic_seconds if trains_both else 0.0
+    )
 
 
 def exposed_seconds(operator: str, layer: ReshardingCost, moved: ReshardingCost, pricing: Pricing) -> ReshardingCost:
@@ -63,8 +65,8 @@ def exposed_seconds(operator: str, layer: ReshardingCost, moved: ReshardingCost,
         layer: as `products_of` says.
         moved: the collective's.
     """
-    beside, share = OVERLAP_WINDOWS[operator](pricing.ranks), pricing.hardware.overlap_efficiency
+    window, efficiency = OVERLAP_WINDOWS[operator](pricing.ranks), pricing.hardware.overlap_efficiency
     return ReshardingCost(
-        moved.forward_seconds - share * min(moved.forward_seconds, beside.forward * layer.forward_seconds),
-        moved.backward_seconds - share * min(moved.backward_seconds, beside.backward * layer.backward_seconds),
+        moved.forward_seconds - efficiency * min(moved.forward_seconds, window.forward * layer.forward_seconds),
+        moved.backward_seconds - efficiency * min(moved.backward_seconds, window.backward * layer.backward_seconds),
     )

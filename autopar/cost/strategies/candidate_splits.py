@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.cost.strategies.rule_cache import RuleBook
+from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout
 from autopar.sharding.batch_dim import sample_dims
@@ -28,13 +28,13 @@ class CandidateSplits:
     producible: Mapping[str, tuple[Layout, ...]]
     samples: Mapping[str, Layout]
 
-    def known(self, name: str) -> tuple:
+    def of_value(self, name: str) -> tuple:
         """All that is known of a value."""
         return self.consumable.get(name, ()), self.producible.get(name, ()), self.samples.get(name)
 
 
 @dataclass
-class Collected:
+class SplitCollector:
     """Splits found so far, in order of appearance and without those that cannot be kept at another batch size."""
 
     graph: Graph
@@ -49,7 +49,7 @@ class Collected:
                 if len(known) < MAX_SPLITS:
                     known[layout] = None
 
-    def of(self, name: str) -> tuple[Layout, ...]:
+    def splits_of(self, name: str) -> tuple[Layout, ...]:
         """The splits of a value so far."""
         return tuple(self.splits.get(name, ()))
 
@@ -58,7 +58,7 @@ class Collected:
         return {name: tuple(layouts) for name, layouts in self.splits.items()}
 
 
-def digits(book: RuleBook, batch_divides: bool) -> CandidateSplits:
+def candidate_splits(book: RuleCache, batch_divides: bool) -> CandidateSplits:
     """The splits that matter, from one walk backwards and one forwards over the graph.
 
     Operations with FLOPs say what they could use and make; rules of the others carry it on. So the rows of a fused
@@ -68,27 +68,27 @@ def digits(book: RuleBook, batch_divides: bool) -> CandidateSplits:
         batch_divides: whether samples can be split, in operations that multiply no weights.
     """
     samples = sample_dims(book.graph, book.rule)
-    wanted, offered = Collected(book.graph, samples, {}), Collected(book.graph, samples, {})
+    consumable, producible = SplitCollector(book.graph, samples, {}), SplitCollector(book.graph, samples, {})
 
     def usable(op: Op, carried: Iterable[Strategy | None]) -> Iterator[Strategy]:
-        own = book.all(op) if book.facts.ops[op.name].forward_flops else ()
+        own = book.contiguous_strategies(op) if book.stats.ops[op.name].forward_flops else ()
         for found in (*own, *carried):
-            if found is not None and allowed(found.operands, op, book, samples, batch_divides):
+            if found is not None and may_read(found.operands, op, book, samples, batch_divides):
                 yield found
 
     for op in reversed(book.graph.ops):
-        made = (book.making(op, j, layout) for j, v in enumerate(op.outputs) for layout in wanted.of(v.name))
+        made = (book.making(op, j, layout) for j, v in enumerate(op.outputs) for layout in consumable.splits_of(v.name))
         for found in usable(op, made):
-            wanted.add(op.reads, found.operands)
+            consumable.add(op.reads, found.operands)
     for op in book.graph.ops:
-        read = (book.reading(op, i, layout) for i, name in enumerate(op.reads) for layout in offered.of(name))
+        read = (book.reading(op, i, layout) for i, name in enumerate(op.reads) for layout in producible.splits_of(name))
         for found in usable(op, read):
-            offered.add((v.name for v in op.outputs), found.outputs)
-    return CandidateSplits(wanted.table, offered.table, samples)
+            producible.add((v.name for v in op.outputs), found.outputs)
+    return CandidateSplits(consumable.table, producible.table, samples)
 
 
-def allowed(
-    operands: Iterable[Layout], op: Op, book: RuleBook, samples: Mapping[str, Layout], batch_divides: bool
+def may_read(
+    operands: Iterable[Layout], op: Op, book: RuleCache, samples: Mapping[str, Layout], batch_divides: bool
 ) -> bool:
     """Whether an operation may read its operands so: samples are split only where no weight is multiplied."""
     if batch_divides and not book.multiplies_weights(op):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 
-from autopar.cost.groups.grouping import origins
-from autopar.cost.ops.collective_cost import is_collective, step_seconds, whole_bytes
+from autopar.cost.groups.grouping import original_reads
+from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, reshard_step_cost
 from autopar.cost.ops.op_cost import Pricing
-from autopar.cost.ops.op_stats import Facts
-from autopar.cost.strategies.rule_cache import RuleBook
+from autopar.cost.ops.op_stats import GraphStats
+from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import Layout, pattern_of
@@ -25,7 +25,7 @@ CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
 # -- what cannot be split ------------------------------------------------------------------------------------------
 
 
-def limits(graph: Graph, facts: Facts, ranks: int) -> tuple[str, ...]:
+def sharding_limits(graph: Graph, stats: GraphStats, ranks: int) -> tuple[str, ...]:
     """What keeps operations from being split over so many ranks, such as ``attention has 3 heads`` or ``197 tokens``.
 
     Sizes that the ranks do not divide are listed, each once, in order of appearance; samples are left to the caller.
@@ -33,18 +33,18 @@ def limits(graph: Graph, facts: Facts, ranks: int) -> tuple[str, ...]:
     Args:
         facts: of this graph, from `op_facts`.
     """
-    book = RuleBook(graph, facts, ranks)
+    book = RuleCache(graph, stats, ranks)
     samples = sample_dims(graph, book.rule)
     found: dict[str, None] = {}
     for op in graph.ops:
-        rule = book.rule(op) if facts.ops[op.name].forward_flops > 0 else None
+        rule = book.rule(op) if stats.ops[op.name].forward_flops > 0 else None
         for letter in rule.free if rule is not None else ():
             if rule is not None and rule.sizes[letter] > 1 and rule.sizes[letter] % ranks:
-                found |= dict.fromkeys(limit(op, rule, letter, book, samples))
+                found |= dict.fromkeys(size_limit(op, rule, letter, book, samples))
     return tuple(found)
 
 
-def limit(op: Op, rule: Rule, letter: str, book: RuleBook, samples: Mapping[str, Layout]) -> Iterator[str]:
+def size_limit(op: Op, rule: Rule, letter: str, book: RuleCache, samples: Mapping[str, Layout]) -> Iterator[str]:
     """What to say of a letter whose size the ranks do not divide."""
     size, where = rule.sizes[letter], pattern_of(op.module or op.name)
     fed = [i for i, name in enumerate(op.reads) if name in book.batch_dependent and has(rule.operands[i], letter)]
@@ -64,9 +64,9 @@ def limit(op: Op, rule: Rule, letter: str, book: RuleBook, samples: Mapping[str,
             yield f"attention has {size} heads" if word == "heads" else f"{size} {word}"
 
 
-def dim_word(op: Op, dim: int, rank: int, book: RuleBook) -> str:
+def dim_word(op: Op, dim: int, rank: int, book: RuleCache) -> str:
     """What a dim of activations holds, as far as its place tells."""
-    if book.facts.ops[op.name].forward_flops and not book.multiplies_weights(op):
+    if book.stats.ops[op.name].forward_flops and not book.multiplies_weights(op):
         return "heads" if dim == 1 and rank == 4 else "tokens"
     channels = 1 if any(word in op.target for word in CHANNELS_FIRST) else rank - 1
     if dim == channels:
@@ -77,9 +77,9 @@ def dim_word(op: Op, dim: int, rank: int, book: RuleBook) -> str:
 # -- what is split --------------------------------------------------------------------------------------------------
 
 
-def blocks(
+def block_shardings(
     graph: Graph,
-    facts: Facts,
+    facts: GraphStats,
     local: Graph,
     storage: Mapping[str, Layout],
     hardware: Hardware,
@@ -98,7 +98,7 @@ def blocks(
         storage: layouts of its weights.
         batch: samples per microbatch.
     """
-    book = RuleBook(graph, facts, ranks)
+    book = RuleCache(graph, facts, ranks)
     pricing = Pricing(local, facts, hardware, batch, ranks)
     parts = {op.name: op for op in local.ops}
     ways = [(op.home, step_of(op)) for op in local.ops if op.home]
@@ -108,9 +108,9 @@ def blocks(
     block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
     for op in graph.ops:
         block = block_of[op.name]
-        text = row(op, parts, storage, book, samples, reduced.get(op.name))
+        text = describe_op(op, parts, storage, book, samples, reduced.get(op.name))
         if text:
-            rows.setdefault(block, {}).setdefault(place_in(block, op, graph), text)
+            rows.setdefault(block, {}).setdefault(name_in_block(block, op, graph), text)
     sent: dict[str, list[Collective]] = {}
     for op in local.ops:
         if is_collective(op):
@@ -121,26 +121,27 @@ def blocks(
             key = (pattern_of(block), tuple(rows.get(block, {}).items()), tuple(sent.get(block, ())))
             alike.setdefault(key, []).append(block)
     return tuple(
-        BlockSharding(common(names), len(names), dict(listed), sends) for (_, listed, sends), names in alike.items()
+        BlockSharding(merge_names(names), len(names), dict(listed), sends)
+        for (_, listed, sends), names in alike.items()
     )
 
 
-def row(
+def describe_op(
     op: Op,
     parts: Mapping[str, Op],
     storage: Mapping[str, Layout],
-    book: RuleBook,
+    book: RuleCache,
     samples: Mapping[str, Layout],
     reduced: str | None,
 ) -> str:
     """What happens to an operation; nothing if it is replicated, or light. ``parts`` are a rank's, by name."""
-    weights = [name for name in origins(op, book.graph) if name in book.graph.weight]
-    if not weights and not book.facts.ops[op.name].forward_flops:
+    weights = [name for name in original_reads(op, book.graph) if name in book.graph.weight]
+    if not weights and not book.stats.ops[op.name].forward_flops:
         return ""
     after = f" → {reduced}" if reduced else ""
     for name in weights:
         layout, matrix = storage[name], len(book.graph.weight[name].shape) > 1
-        if matrix and layout.splits and book.facts.ops[op.name].forward_flops:
+        if matrix and layout.splits and book.stats.ops[op.name].forward_flops:
             return f"{weight_word(op, layout, parts, book)} / {book.ranks}{after}"
     for value, local in zip(op.outputs, parts[op.name].outputs, strict=True):
         word = split_word(op, value, local, samples, book)
@@ -149,20 +150,20 @@ def row(
     return f"summed / {book.ranks}{after}" if reduced else ""
 
 
-def weight_word(op: Op, layout: Layout, parts: Mapping[str, Op], book: RuleBook) -> str:
+def weight_word(op: Op, layout: Layout, parts: Mapping[str, Op], book: RuleCache) -> str:
     """Which part of a weight a rank holds."""
     (split,) = layout.splits
     if "conv" in op.target:
         return {0: "output channels", 1: "input channels"}.get(split.dim, f"dim {split.dim}")
     sides = {0: "rows", 1: "columns"}
     side = sides.get(split.dim, f"dim {split.dim}")
-    attention = attention_behind(op, book)
+    attention = next_attention(op, book)
     if split.dim == 0 and attention is not None and heads_split(attention, parts[attention.name]):
         return f"{side} by head"
     return f"{side} in {split.outer} parts" if split.outer > 1 else side
 
 
-def attention_behind(op: Op, book: RuleBook) -> Op | None:
+def next_attention(op: Op, book: RuleCache) -> Op | None:
     """The next operation with FLOPs behind one, if it multiplies activations with each other."""
     waiting, seen = deque(book.readers[op.name]), {op.name}
     while waiting:
@@ -170,7 +171,7 @@ def attention_behind(op: Op, book: RuleBook) -> Op | None:
         if reader.name in seen:
             continue
         seen.add(reader.name)
-        if book.facts.ops[reader.name].forward_flops:
+        if book.stats.ops[reader.name].forward_flops:
             return None if book.multiplies_weights(reader) else reader
         waiting.extend(book.readers[reader.name])
     return None
@@ -182,7 +183,7 @@ def heads_split(op: Op, part: Op) -> bool:
     return len(whole) == 4 and whole[1] != own[1]
 
 
-def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout], book: RuleBook) -> str:
+def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout], book: RuleCache) -> str:
     """What a dim holds of which the ranks have a part each; nothing where there is none."""
     dim = next((d for d, (whole, own) in enumerate(zip(value.shape, local.shape)) if whole != own), None)
     if dim is None:
@@ -197,8 +198,8 @@ def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
     """What an inserted operation sends, in each direction."""
     step, made = step_of(op), op.outputs[0]
     assert step is not None, f"{op.name}: {op.target} sends nothing"
-    num_bytes = whole_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
-    seconds = step_seconds(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)
+    num_bytes = full_tensor_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
+    seconds = reshard_step_cost(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)
     where = pattern_of(op.home)
     if step.forward:
         yield Collective(where, step.forward, "forward", round(num_bytes), seconds.forward_seconds)
@@ -212,24 +213,24 @@ def blocks_of(graph: Graph) -> Iterator[str]:
     inner = {tuple(path[:n]) for path in paths for n in range(1, len(path))}
     for op, path in zip(graph.ops, paths):
         ends = [n for n in range(1, len(path) + 1) if path[n - 1].isdigit() and tuple(path[:n]) in inner]
-        yield ".".join(path[: ends[-1]] if ends else path) or own_name("", op, graph)
+        yield ".".join(path[: ends[-1]] if ends else path) or name_outside_modules("", op, graph)
 
 
-def place_in(block: str, op: Op, graph: Graph) -> str:
+def name_in_block(block: str, op: Op, graph: Graph) -> str:
     """What to call an operation's place in its block: its module there, or its own name where it lies in none."""
     inside = op.module.removeprefix(block).lstrip(".")
     last = op.module.rpartition(".")[2]
     # A module of its own that is not a number, such as a norm outside of any block, is called as it is.
-    return inside or (last if last and not last.isdigit() else own_name(block, op, graph))
+    return inside or (last if last and not last.isdigit() else name_outside_modules(block, op, graph))
 
 
-def own_name(block: str, op: Op, graph: Graph) -> str:
+def name_outside_modules(block: str, op: Op, graph: Graph) -> str:
     """The weight that an operation outside of any module of its own applies, such as ``pos_embed``; else its name."""
     weights = (name for name in op.reads if name in graph.weight and name.rpartition(".")[2] not in ("weight", "bias"))
     return next(weights, op.name).removeprefix(f"{block}.")
 
 
-def common(names: Sequence[str]) -> str:
+def merge_names(names: Sequence[str]) -> str:
     """The names as one: ``*`` where their numbers differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(words[0] if len(set(words)) == 1 else "*" for words in columns)

@@ -9,21 +9,21 @@ from dataclasses import dataclass, replace
 from autopar.cost.groups.cost_graph import LOSS
 from autopar.cost.groups.grouping import OpGroup, group_ops
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
-from autopar.cost.ops.collective_cost import step_seconds, total
-from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, Pricing, op_costs, part_cost
-from autopar.cost.ops.op_stats import Facts
-from autopar.cost.ops.overlap import exposed_seconds, products_of
-from autopar.cost.strategies.candidate_splits import digits
-from autopar.cost.strategies.group_cost import Costing, Owners, owners, saved_by
+from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
+from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, Pricing, local_op_cost, op_costs
+from autopar.cost.ops.op_stats import GraphStats
+from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
+from autopar.cost.strategies.candidate_splits import candidate_splits
+from autopar.cost.strategies.group_cost import GroupCosting, Owners, owners, saved_by
 from autopar.cost.strategies.propagate import (
     GroupBoundary,
     PropagationContext,
-    candidates,
-    follow,
+    anchor_strategies,
     keeps_state,
-    targets,
+    propagate_anchor,
+    reduction_targets,
 )
-from autopar.cost.strategies.rule_cache import RuleBook
+from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
@@ -35,16 +35,16 @@ MAX_STRATEGIES = 8
 
 
 @dataclass(frozen=True)
-class Kind:
+class EquivalentGroups:
     """Groups that are the same but for names: the choices of one of them, and the number that they share."""
 
     number: int
     members: OpGroup
-    choices: tuple[ShardingStrategy, ...]
+    strategies: tuple[ShardingStrategy, ...]
 
 
-def choice_graph(
-    graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int, factors: Factors = NO_FACTORS
+def strategy_graph(
+    graph: Graph, stats: GraphStats, hardware: Hardware, batch: int, ranks: int, factors: Factors = NO_FACTORS
 ) -> StrategyGraph:
     """The choices of every group of a whole training graph on the ranks of a tensor-parallel axis.
 
@@ -61,30 +61,30 @@ def choice_graph(
         HardwareError: the machine has no peak for a dtype the model computes in.
     Error: against `price` of the graph that `shard_graph` makes of a choice: see `autopar.cost.strategies.group_cost`.
     """
-    pricing = Pricing(graph, facts, hardware, batch, ranks)
+    pricing = Pricing(graph, stats, hardware, batch, ranks)
     costs = op_costs(pricing)
     seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
     groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
     divides = batch % ranks == 0 and graph.batch % ranks == 0
-    book = RuleBook(graph, facts, ranks)
-    setting = PropagationContext(book, digits(book, divides), divides, factors)
+    book = RuleCache(graph, stats, ranks)
+    setting = PropagationContext(book, candidate_splits(book, divides), divides, factors)
     owned = owners(groups, pricing)
-    sides = interfaces(groups, graph)
-    kinds: dict[tuple, Kind] = {}
+    sides = group_boundaries(groups, graph)
+    kinds: dict[tuple, EquivalentGroups] = {}
     numbers: dict[tuple, int] = {}
     listed: list[StrategyGroup] = []
     for number, (members, side) in enumerate(zip(groups, sides)):
-        key = signature(number, members, side, setting, pricing, owned)
+        key = group_signature(number, members, side, setting, pricing, owned)
         if key not in kinds:
-            found = choices_of(number, members, side, setting, pricing, owned)
+            found = group_strategies(number, members, side, setting, pricing, owned)
             alike = (*key[:3], without_names(found, members))
-            kinds[key] = Kind(numbers.setdefault(alike, len(numbers)), members, found)
+            kinds[key] = EquivalentGroups(numbers.setdefault(alike, len(numbers)), members, found)
         kind = kinds[key]
-        renamed = tuple(rename(kind.choices, kind.members, members))
+        renamed = tuple(rename(kind.strategies, kind.members, members))
         listed.append(StrategyGroup(members.anchor.name, kind.number, side.reads, side.makes, side.weights, renamed))
     listed.append(loss_group(graph, len(numbers)))
     made = {name: round(pricing.num_bytes(name)) for side in sides for name in side.makes}
-    return StrategyGraph(tuple(listed), made, conversions(listed, groups, owned, pricing, setting))
+    return StrategyGraph(tuple(listed), made, resharding_costs(listed, groups, owned, pricing, setting))
 
 
 def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
@@ -113,7 +113,7 @@ def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardwa
     return replace(choices, groups=tuple(groups))
 
 
-def interfaces(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoundary, ...]:
+def group_boundaries(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoundary, ...]:
     """What each group reads and makes for others, in order of execution."""
     group_of = {op.name: i for i, members in enumerate(groups) for op in members.ops}
     outside = set(refs(graph.outputs))
@@ -147,7 +147,7 @@ def loss_group(graph: Graph, kind: int) -> StrategyGroup:
     return StrategyGroup(LOSS, kind, reads, (), weights, (only,))
 
 
-def conversions(
+def resharding_costs(
     groups: Sequence[StrategyGroup],
     members: Sequence[OpGroup],
     owned: Owners,
@@ -158,7 +158,7 @@ def conversions(
 
     Error: a copy counts as saved if some reader that saves may read in its layout, whether or not that one does.
     """
-    book, layers = setting.book, dict(lone_layers(pricing, setting.factors))
+    book, layers = setting.book, dict(sole_reader_layers(pricing, setting.factors))
     kept = saved_copies(groups, members, owned, pricing)
     gives: dict[str, set[Layout]] = {}
     known: dict[tuple, ReshardingCost] = {}
@@ -174,7 +174,7 @@ def conversions(
                     saved = round(num_bytes / (pricing.ranks if read.splits else 1)) if copied else 0
                     key = (made, read, num_bytes, trained, layer, saved)
                     if key not in known:
-                        seconds = conversion(made, read, num_bytes, trained, layer, pricing)
+                        seconds = resharding_cost(made, read, num_bytes, trained, layer, pricing)
                         known[key] = replace(seconds, saved_bytes=saved)
                     found[name, made, read] = known[key]
         for i, name in enumerate(group.makes):
@@ -192,13 +192,13 @@ def saved_copies(
     for group, own in zip(groups, members):  # the loss behind them saves nothing
         roots = {root for op in own.ops for root, _ in saved_by(op, pricing)}
         for i, name in enumerate(group.reads):
-            root = pricing.root.get(name, name)
+            root = pricing.storage.get(name, name)
             if root in roots and owned.saved[root] <= maker[name]:
                 found.update((name, choice.input_layouts[i]) for choice in group.strategies)
     return frozenset(found)
 
 
-def conversion(
+def resharding_cost(
     made: Layout, read: Layout, num_bytes: float, trained: bool, layer: ReshardingCost | None, pricing: Pricing
 ) -> ReshardingCost:
     """Time to bring a tensor from one layout into another and its gradient back.
@@ -209,14 +209,14 @@ def conversion(
         layer: the products of a linear layer that alone reads it, if one does.
     """
     *first, last = steps(made, read, TP, pricing.ranks)
-    parts = [step_seconds(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
+    parts = [reshard_step_cost(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
     operator = before_layer(last, trained)
     if operator is not None and layer is not None:
         parts[-1] = exposed_seconds(operator, layer, parts[-1], pricing)
-    return total(parts)
+    return sum_costs(parts)
 
 
-def lone_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, ReshardingCost]]:
+def sole_reader_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, ReshardingCost]]:
     """Values that a linear layer alone reads, and its products if it is split by its outputs, as in those of
     `autopar.sharding.fuse_linear`."""
     graph = pricing.graph
@@ -228,28 +228,28 @@ def lone_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, Resha
             def num_bytes(name: str, whole: str = whole) -> float:
                 return pricing.num_bytes(name) / (1 if name == whole else pricing.ranks)
 
-            cost = part_cost(op, pricing, num_bytes, pricing.ranks).times(factors.get(op.name, UNMEASURED))
-            yield whole, products_of(op, cost, pricing.facts)
+            cost = local_op_cost(op, pricing, num_bytes, pricing.ranks).scaled_by(factors.get(op.name, UNMEASURED))
+            yield whole, gemm_seconds(op, cost, pricing.stats)
 
 
 # -- choices of one group ------------------------------------------------------------------------------------------
 
 
-def choices_of(
+def group_strategies(
     number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
 ) -> tuple[ShardingStrategy, ...]:
     """The choices of a group, the replicated one first; those that another one is better than in every way are gone."""
     found: list[ShardingStrategy] = []
-    for strategy in candidates(members, setting):
-        for target in targets(members, strategy, setting):
-            run = follow(members, strategy, target, setting)
+    for strategy in anchor_strategies(members, setting):
+        for target in reduction_targets(members, strategy, setting):
+            run = propagate_anchor(members, strategy, target, setting)
             if keeps_state(members, run, setting.book):
-                found.extend(Costing(number, members, side, run, setting, pricing, owned).choices())
-    kept = [c for i, c in enumerate(found) if i == 0 or not any(better(o, c, j < i) for j, o in enumerate(found))]
+                found.extend(GroupCosting(number, members, side, run, setting, pricing, owned).strategies())
+    kept = [c for i, c in enumerate(found) if i == 0 or not any(dominates(o, c, j < i) for j, o in enumerate(found))]
     return (kept[0], *sorted(kept[1:], key=lambda c: c.seconds)[: MAX_STRATEGIES - 1])
 
 
-def better(other: ShardingStrategy, choice: ShardingStrategy, earlier: bool) -> bool:
+def dominates(other: ShardingStrategy, choice: ShardingStrategy, earlier: bool) -> bool:
     """Whether another choice fits the same surroundings and is at least as good in every way."""
     if other is choice or (other.input_layouts, other.output_layouts, other.weight_layouts) != (
         choice.input_layouts,
@@ -257,11 +257,11 @@ def better(other: ShardingStrategy, choice: ShardingStrategy, earlier: bool) -> 
         choice.weight_layouts,
     ):
         return False
-    ours, theirs = sizes(choice), sizes(other)
+    ours, theirs = objectives(choice), objectives(other)
     return all(b <= a for a, b in zip(ours, theirs)) and (ours != theirs or earlier)
 
 
-def sizes(choice: ShardingStrategy) -> tuple[float, ...]:
+def objectives(choice: ShardingStrategy) -> tuple[float, ...]:
     """What is better small."""
     return choice.seconds, choice.step_seconds, choice.saved_bytes, choice.weight_bytes
 
@@ -269,11 +269,11 @@ def sizes(choice: ShardingStrategy) -> tuple[float, ...]:
 # -- kinds -----------------------------------------------------------------------------------------------------------
 
 
-def signature(
+def group_signature(
     number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
 ) -> tuple:
     """Equal for groups that have the same choices: names are replaced by where they come from."""
-    book, known = setting.book, setting.digits.known
+    book, known = setting.book, setting.splits.of_value
     place = {v.name: (i, j) for i, op in enumerate(members.ops) for j, v in enumerate(op.outputs)}
     place |= {name: ("read", i) for i, name in enumerate(side.reads)}
     place |= {name: ("weight", i, name in owned.shared) for i, name in enumerate(side.weights)}

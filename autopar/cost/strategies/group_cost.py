@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
-from autopar.cost.ops.collective_cost import step_seconds, total
-from autopar.cost.ops.op_cost import UNMEASURED, OpCost, Pricing, part_cost
-from autopar.cost.ops.overlap import exposed_seconds, products_of
+from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
+from autopar.cost.ops.op_cost import UNMEASURED, OpCost, Pricing, local_op_cost
+from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.graph import Op
@@ -69,20 +69,20 @@ def owners(groups: Sequence[OpGroup], pricing: Pricing) -> Owners:
 
 def saved_by(op: Op, pricing: Pricing) -> Iterator[tuple[str, str]]:
     """(storage, tensor) of each activation that an operation saves for its backward."""
-    for name in pricing.facts.ops[op.name].saved_names(op):
-        root = pricing.root.get(name, name)
+    for name in pricing.stats.ops[op.name].saved_names(op):
+        root = pricing.storage.get(name, name)
         if root not in pricing.graph.weight:
             yield root, name
 
 
 @dataclass(frozen=True)
-class Costing:
+class GroupCosting:
     """One run of one group while its cost is summed up."""
 
     number: int
     members: OpGroup
-    side: GroupBoundary
-    run: GroupSharding
+    boundary: GroupBoundary
+    sharding: GroupSharding
     setting: PropagationContext
     pricing: Pricing
     owned: Owners
@@ -91,18 +91,18 @@ class Costing:
     def ranks(self) -> int:
         return self.setting.book.ranks
 
-    def choices(self) -> Iterator[ShardingStrategy]:
+    def strategies(self) -> Iterator[ShardingStrategy]:
         """The run as a choice; as two, if it reads a weight that other groups read too, and may read otherwise."""
-        natural = {name: self.run.weight_layout(name, self.setting.book) for name in self.side.weights}
+        natural = {name: self.sharding.weight_layout(name, self.setting.book) for name in self.boundary.weights}
         whole = {name: REPLICATED if name in self.owned.shared else layout for name, layout in natural.items()}
         for stored in (natural,) if whole == natural else (natural, whole):
-            yield self.choice(stored)
+            yield self.strategy(stored)
 
-    def choice(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
+    def strategy(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
         """The choice that keeps the weights so."""
         costs = [self.op_cost(op) for op in self.members.ops]
-        inside = total(self.conversions(stored))
-        holdings = [self.holding(name, stored[name]) for name in self.side.weights if self.pays_for(name)]
+        inside = sum_costs(self.reshardings(stored))
+        holdings = [self.weight_cost(name, stored[name]) for name in self.boundary.weights if self.pays_for(name)]
         return ShardingStrategy(
             name=self.name,
             labels=tuple(self.labels()),
@@ -111,43 +111,45 @@ class Costing:
             step_seconds=sum(h.optimizer_seconds for h in holdings),
             saved_bytes=self.saved_bytes(),
             weight_bytes=sum(h.num_bytes for h in holdings),
-            input_layouts=tuple(map(self.run.input_layout, self.side.reads)),
-            output_layouts=tuple(self.run.output_layout(name, self.members.anchor) for name in self.side.makes),
-            weight_layouts=tuple(stored[name] for name in self.side.weights),
+            input_layouts=tuple(map(self.sharding.input_layout, self.boundary.reads)),
+            output_layouts=tuple(
+                self.sharding.output_layout(name, self.members.anchor) for name in self.boundary.makes
+            ),
+            weight_layouts=tuple(stored[name] for name in self.boundary.weights),
         )
 
     @property
     def name(self) -> str:
         """The anchor's label, and what its sum is reduced to."""
-        chosen = self.run.strategies[self.members.anchor.name]
+        chosen = self.sharding.strategies[self.members.anchor.name]
         if not chosen.label:
             return str(REPLICATED)
-        return f"{chosen.label} → {self.run.target}" if any(x.partial for x in chosen.outputs) else chosen.label
+        return f"{chosen.label} → {self.sharding.target}" if any(x.partial for x in chosen.outputs) else chosen.label
 
     def labels(self) -> Iterator[tuple[str, str]]:
         """The strategy of every operation that is split, and of those that would be if nothing were said of them."""
         for op in self.members.ops:
-            label = self.run.strategies[op.name].label
+            label = self.sharding.strategies[op.name].label
             if label or (self.setting.book.rule(op) is not None and any(map(self.may_be_split, op.reads))):
                 yield op.name, label
 
     def may_be_split(self, name: str) -> bool:
         """Whether a value is made split in the group, or by another group, or held so for another one."""
-        return name in self.side.reads or name in self.owned.shared or bool(self.made(name).splits)
+        return name in self.boundary.reads or name in self.owned.shared or bool(self.made(name).splits)
 
     def made(self, name: str) -> Layout:
         """The layout of a value where it is made; inputs are replicated."""
-        return self.run.made.get(name, REPLICATED)
+        return self.sharding.made.get(name, REPLICATED)
 
     def op_cost(self, op: Op) -> OpCost:
         """Cost of a rank's part of an operation."""
-        layouts = self.run.around(op)
-        cost = part_cost(op, self.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
-        return cost.times(self.setting.factors.get(op.name, UNMEASURED))
+        layouts = self.sharding.around(op)
+        cost = local_op_cost(op, self.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
+        return cost.scaled_by(self.setting.factors.get(op.name, UNMEASURED))
 
     def parts(self, op: Op) -> int:
         """How many ranks divide an operation's work."""
-        return self.ranks if self.run.strategies[op.name].label else 1
+        return self.ranks if self.sharding.strategies[op.name].label else 1
 
     def local_bytes(self, name: str, layout: Layout) -> float:
         """Size of a rank's part of a value or weight."""
@@ -158,8 +160,8 @@ class Costing:
         own = 0.0
         parts: dict[tuple[str, bool], float] = {}
         for op in self.members.ops:
-            layouts = self.run.around(op)
-            own += self.pricing.scaled(self.pricing.facts.ops[op.name].saved_bytes, op.name) / self.parts(op)
+            layouts = self.sharding.around(op)
+            own += self.pricing.scaled(self.pricing.stats.ops[op.name].saved_bytes, op.name) / self.parts(op)
             for root, name in saved_by(op, self.pricing):
                 if self.owned.saved[root] == self.number:
                     parts[root, bool(layouts[name].splits)] = self.local_bytes(root, layouts[name])
@@ -169,26 +171,26 @@ class Costing:
         """Whether the group is the first one that reads a weight."""
         return self.owned.weight[name] == self.number
 
-    def holding(self, name: str, layout: Layout) -> ResidentTensor:
+    def weight_cost(self, name: str, layout: Layout) -> ResidentTensor:
         """What keeping a weight costs a rank."""
         sharing = Sharing(self.ranks, storage={name: layout})
         return sharded_weight_cost(self.pricing.graph.weight[name], (self.number,), sharing, self.pricing.hardware)
 
-    def conversions(self, stored: Mapping[str, Layout]) -> Iterator[ReshardingCost]:
+    def reshardings(self, stored: Mapping[str, Layout]) -> Iterator[ReshardingCost]:
         """Those of what the group makes, of weights and inputs, and of what it reads in a second layout."""
         wanted: dict[str, list[Layout]] = {}
-        for name, layout in self.run.read:
+        for name, layout in self.sharding.read:
             wanted.setdefault(name, []).append(layout)
-        for name in self.side.makes:
-            wanted.setdefault(name, []).append(self.run.output_layout(name, self.members.anchor))
+        for name in self.boundary.makes:
+            wanted.setdefault(name, []).append(self.sharding.output_layout(name, self.members.anchor))
         for name, layouts in wanted.items():
             source = stored.get(name, self.made(name))
-            if name in self.side.reads:
-                first = self.run.input_layout(name)
+            if name in self.boundary.reads:
+                first = self.sharding.input_layout(name)
                 source, layouts = first if first.splits else REPLICATED, layouts[1:]
-            yield from self.converted(name, source, layouts)
+            yield from self.reshard_once(name, source, layouts)
 
-    def converted(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
+    def reshard_once(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
         """Each step once that leads from one layout into those wanted."""
         taken: dict[Layout, Step] = {}
         for layout in wanted:
@@ -197,13 +199,13 @@ class Costing:
                 taken.setdefault(layout if step is way[-1] else REPLICATED, step)
         trained, num_bytes = name in self.setting.book.trained, self.pricing.num_bytes(name)
         for step in taken.values():
-            seconds = step_seconds(step, num_bytes, trained, self.pricing.hardware, self.ranks)
-            yield self.beside_layer(name, step, seconds) if len(taken) == 1 else seconds
+            seconds = reshard_step_cost(step, num_bytes, trained, self.pricing.hardware, self.ranks)
+            yield self.exposed_after_layer(name, step, seconds) if len(taken) == 1 else seconds
 
-    def beside_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
+    def exposed_after_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
         """What is left of a step that alone reads a value, beside the linear layer that makes it."""
         op = next((op for op in self.members.ops if any(v.name == name for v in op.outputs)), None)
         operator = behind_layer(step)
         if operator is None or op is None or not is_layer(op):
             return seconds
-        return exposed_seconds(operator, products_of(op, self.op_cost(op), self.pricing.facts), seconds, self.pricing)
+        return exposed_seconds(operator, gemm_seconds(op, self.op_cost(op), self.pricing.stats), seconds, self.pricing)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost.groups.grouping import fed_by_inputs
-from autopar.cost.ops.op_stats import ATTENTION, Facts
+from autopar.cost.groups.grouping import batch_dependent_names
+from autopar.cost.ops.op_stats import ATTENTION, GraphStats
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout
 from autopar.sharding.lookup import rule_of
@@ -16,23 +16,23 @@ from autopar.sharding.rule import Rule, Strategy, by_operand, by_output, strateg
 
 
 @dataclass(frozen=True)
-class RuleBook:
+class RuleCache:
     """What can be split in a graph on ``ranks`` ranks.
 
     Operations with the same facts are the same but for names, so that their rules and strategies are too.
     """
 
     graph: Graph
-    facts: Facts
+    stats: GraphStats
     ranks: int
     rules: dict[int, Rule | None] = field(default_factory=dict, repr=False)
-    found: dict[tuple, Strategy | None] = field(default_factory=dict, repr=False)
-    listed: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
+    by_layout: dict[tuple, Strategy | None] = field(default_factory=dict, repr=False)
+    contiguous: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def batch_dependent(self) -> frozenset[str]:
         """Operations and values that depend on a graph input."""
-        return fed_by_inputs(self.graph)
+        return batch_dependent_names(self.graph)
 
     @cached_property
     def always_replicated(self) -> frozenset[str]:
@@ -56,7 +56,7 @@ class RuleBook:
 
     def key(self, op: Op) -> int:
         """The same for operations that differ in names alone."""
-        return id(self.facts.ops[op.name])
+        return id(self.stats.ops[op.name])
 
     def rule(self, op: Op) -> Rule | None:
         """An operation's rule; None where it is always replicated."""
@@ -67,35 +67,35 @@ class RuleBook:
             self.rules[key] = rule_of(op, self.graph.shapes.__getitem__)
         return self.rules[key]
 
-    def all(self, op: Op) -> tuple[Strategy, ...]:
+    def contiguous_strategies(self, op: Op) -> tuple[Strategy, ...]:
         """The strategies that split a letter contiguously."""
         rule, key = self.rule(op), self.key(op)
         if rule is None:
             return ()
-        if key not in self.listed:
-            self.listed[key] = strategies(rule, self.ranks, {})[1:]
-        return self.listed[key]
+        if key not in self.contiguous:
+            self.contiguous[key] = strategies(rule, self.ranks, {})[1:]
+        return self.contiguous[key]
 
     def reading(self, op: Op, number: int, layout: Layout) -> Strategy | None:
         """The strategy that reads an operand so."""
-        return self.looked_up("reads", op, number, layout)
+        return self.look_up("reads", op, number, layout)
 
     def making(self, op: Op, number: int, layout: Layout) -> Strategy | None:
         """The strategy that makes an output so."""
-        return self.looked_up("makes", op, number, layout)
+        return self.look_up("makes", op, number, layout)
 
-    def looked_up(self, side: str, op: Op, number: int, layout: Layout) -> Strategy | None:
+    def look_up(self, side: str, op: Op, number: int, layout: Layout) -> Strategy | None:
         """The strategy with this layout of an operand or output."""
         rule = self.rule(op)
         if rule is None:
             return None
         key = (side, self.key(op), number, layout)
-        if key not in self.found:
+        if key not in self.by_layout:
             find = by_operand if side == "reads" else by_output
-            self.found[key] = find(rule, number, layout, self.ranks)
-        return self.found[key]
+            self.by_layout[key] = find(rule, number, layout, self.ranks)
+        return self.by_layout[key]
 
     def multiplies_weights(self, op: Op) -> bool:
         """Whether an operation is a product of activations with a weight, which splitting samples leaves to dp."""
-        flops = self.facts.ops[op.name].forward_flops
+        flops = self.stats.ops[op.name].forward_flops
         return flops > 0 and op.target != ATTENTION and not self.batch_dependent.issuperset(op.reads)

@@ -24,7 +24,7 @@ VIEWS = (
 )  # fmt: skip
 
 
-def autocast(graph: Graph, low: str) -> Graph:
+def apply_autocast(graph: Graph, low: str) -> Graph:
     """The graph that computes what the model computes under ``torch.autocast`` with a low precision.
 
     A parameter that every reader wants in the low precision is read so: its dtype is the low one, its master's the
@@ -39,10 +39,10 @@ def autocast(graph: Graph, low: str) -> Graph:
     Raises:
         TraceError: an operation cannot be run on meta tensors even as it was traced.
     """
-    return Rewriter(graph, low).run()
+    return AutocastRewriter(graph, low).run()
 
 
-def cast_weights(graph: Graph, low: str) -> frozenset[str]:
+def low_precision_weights(graph: Graph, low: str) -> frozenset[str]:
     """Names of the parameters that nobody reads but in the low precision."""
     wanted: defaultdict[str, set[str]] = defaultdict(set)
     for name in refs(graph.outputs):
@@ -63,21 +63,21 @@ def cast_weights(graph: Graph, low: str) -> frozenset[str]:
     return frozenset(w.name for w in parameters if wanted[w.name] == {low})
 
 
-class Rewriter:
+class AutocastRewriter:
     """Walks the operations in order and keeps what dtype everything has by then."""
 
     def __init__(self, graph: Graph, low: str) -> None:
         self.graph, self.low = graph, low
-        self.weights = tuple(self.weight(w, cast_weights(graph, low)) for w in graph.weights)
-        self.now = {value.name: value for value in graph.inputs}
-        self.now |= {w.name: w.value for w in self.weights}
-        self.traced = {name: value.dtype for name, value in graph.readable.items()}
-        self.names = {*self.traced, *(op.name for op in graph.ops)}
+        self.weights = tuple(self.weight(w, low_precision_weights(graph, low)) for w in graph.weights)
+        self.current = {value.name: value for value in graph.inputs}
+        self.current |= {w.name: w.value for w in self.weights}
+        self.traced_dtype = {name: value.dtype for name, value in graph.readable.items()}
+        self.names = {*self.traced_dtype, *(op.name for op in graph.ops)}
         self.updated = frozenset(updated_in_place(graph))
-        self.known: dict[tuple[str, str, str], str] = {}  # (value, dtype, its only reader or none) -> the cast value
+        self.casts: dict[tuple[str, str, str], str] = {}  # (value, dtype, its only reader or none) -> the cast value
         self.before: defaultdict[str, list[Op]] = defaultdict(list)
         self.after: defaultdict[str, list[Op]] = defaultdict(list)
-        self.results: dict[str, tuple[str, ...] | None] = {}
+        self.dtypes_by_signature: dict[str, tuple[str, ...] | None] = {}
 
     def weight(self, weight: Weight, cast: frozenset[str]) -> Weight:
         return replace(weight, dtype=self.low, master=weight.dtype) if weight.name in cast else weight
@@ -99,10 +99,10 @@ class Rewriter:
         new = self.reading(op, self.wanted(op))
         if treatment_of(op) == "float32 inside" and self.dtype(op.reads[0]) in CASTABLE[1:]:
             new = float32_inside(new)
-        made = self.made(new)
+        made = self.result_dtypes(new)
         if made is None:
             new = self.reading(op, self.fallback(op))
-            made = self.made(new)
+            made = self.result_dtypes(new)
         if made is None:
             raise TraceError(
                 f"Cannot find what {op.name} ({op.target}) makes in {SHORT[self.low]} at "
@@ -110,11 +110,11 @@ class Rewriter:
                 'it, use other operations, or leave precision at "fp32".'
             )
         outputs = tuple(replace(value, dtype=dtype) for value, dtype in zip(op.outputs, made, strict=True))
-        self.now |= {value.name: value for value in outputs}
+        self.current |= {value.name: value for value in outputs}
         return replace(new, outputs=outputs)
 
     def dtype(self, name: str) -> str:
-        return self.now[name].dtype
+        return self.current[name].dtype
 
     def wanted(self, op: Op) -> Mapping[str, str]:
         """The dtype that each input is to be cast to."""
@@ -131,7 +131,7 @@ class Rewriter:
     def fallback(self, op: Op) -> Mapping[str, str]:
         """What to cast the inputs to where torch refuses them: as traced, or like what is updated in place."""
         castable = [name for name in op.reads if self.dtype(name) in CASTABLE]
-        return {name: self.traced[name] if op.outputs else self.dtype(op.reads[0]) for name in castable}
+        return {name: self.traced_dtype[name] if op.outputs else self.dtype(op.reads[0]) for name in castable}
 
     def reading(self, op: Op, wanted: Mapping[str, str]) -> Op:
         """The operation reading its inputs in other dtypes."""
@@ -143,11 +143,11 @@ class Rewriter:
 
         What is updated in place is cast anew for every reader.
         """
-        source = self.now[name]
+        source = self.current[name]
         if source.dtype == dtype:
             return name
         key = (name, dtype, reader.name if name in self.updated else "")
-        if key not in self.known:
+        if key not in self.casts:
             made_by = None if name in self.updated else self.graph.producer.get(name)
             home = made_by or reader
             unique = unused_name(f"{name}.{SHORT.get(dtype, dtype)}", self.names)
@@ -157,19 +157,19 @@ class Rewriter:
                 (tensor,) = results_without_data(op, (source,))
             value = Value(unique, source.shape, dtype, tensor.stride(), source.requires_grad)
             (self.after if made_by else self.before)[home.name].append(replace(op, outputs=(value,)))
-            self.now[unique] = value
-            self.known[key] = unique
-        return self.known[key]
+            self.current[unique] = value
+            self.casts[key] = unique
+        return self.casts[key]
 
-    def made(self, op: Op) -> tuple[str, ...] | None:
+    def result_dtypes(self, op: Op) -> tuple[str, ...] | None:
         """The dtypes of an operation's results; None where torch refuses its operands."""
-        read = tuple(self.now[name] for name in op.reads)
-        if all(self.traced.get(value.name) == value.dtype for value in read):
+        read = tuple(self.current[name] for name in op.reads)
+        if all(self.traced_dtype.get(value.name) == value.dtype for value in read):
             return tuple(value.dtype for value in op.outputs)
         signature = repr((op.target, slotted_arguments(op), [(v.shape, v.dtype, v.stride) for v in read]))
-        if signature not in self.results:
-            self.results[signature] = result_dtypes(op, read)
-        return self.results[signature]
+        if signature not in self.dtypes_by_signature:
+            self.dtypes_by_signature[signature] = dtypes_on_meta(op, read)
+        return self.dtypes_by_signature[signature]
 
 
 def updated_in_place(graph: Graph) -> Iterator[str]:
@@ -194,7 +194,7 @@ def float32_inside(op: Op) -> Op:
     return replace(op, kwargs=(*kwargs, ("dtype", torch.float32)))
 
 
-def result_dtypes(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
+def dtypes_on_meta(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
     """The dtypes of what an operation makes, none for what it updates; None where torch refuses its operands."""
     try:
         with torch.no_grad():

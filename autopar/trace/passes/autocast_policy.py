@@ -16,7 +16,7 @@ from autopar.ir.graph import NO_AUTOCAST, Op
 # operation's own dtype argument; widest: to the widest among them; as given: nothing is cast.
 Treatment = Literal["low", "float32", "float32 inside", "widest", "as given"]
 
-LOW = (
+LOW_PRECISION = (
     "_convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv "
     "addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
     "convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear "
@@ -48,7 +48,7 @@ WITHOUT_KERNELS = (
 )
 
 POLICY: Mapping[str, Treatment] = {
-    **dict.fromkeys(f"{LOW} {COMPOSED_LOW}".split(), "low"),
+    **dict.fromkeys(f"{LOW_PRECISION} {COMPOSED_LOW}".split(), "low"),
     **dict.fromkeys(f"{FLOAT32} {COMPOSED_FLOAT32} {WITHOUT_KERNELS}".split(), "float32"),
     **dict.fromkeys(FLOAT32_INSIDE.split(), "float32 inside"),
     **dict.fromkeys(WIDEST.split(), "widest"),

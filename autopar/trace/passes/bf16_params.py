@@ -12,7 +12,7 @@ from torch import nn
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph, Op, Ref, dtype_name, renamed
 from autopar.ir.names import unused_name
-from autopar.trace.copy_model import copied
+from autopar.trace.copy_model import copy_model
 
 CAST = "aten.to.dtype"
 # Operations of aten whose operands must have one dtype.
@@ -40,10 +40,10 @@ def with_low_params(model: nn.Module, low: torch.dtype) -> nn.Module:
     copies: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, dtype=low), p.requires_grad) for p in params_to_lower(model).values()
     }
-    return copied(model, copies)
+    return copy_model(model, copies)
 
 
-def lowered_leaf(leaf: Any, low: torch.dtype) -> Any:
+def cast_leaf(leaf: Any, low: torch.dtype) -> Any:
     """A float32 tensor in the low precision; anything else as it is."""
     return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
 

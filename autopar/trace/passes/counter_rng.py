@@ -18,7 +18,7 @@ from autopar.ops.registry import named_arguments, operator
 from autopar.sharding.batch_dim import sample_dims
 from autopar.sharding.lookup import rule_of
 from autopar.trace.passes.rewrite import Expansion
-from autopar.trace.trace import live
+from autopar.trace.trace import live_ops
 
 RNG_COUNTERS = "autopar.draws"  # name of the input
 NEGATIVE_SATURATION = 1.7580993408473766  # of SELU, which alpha dropout sets elements to
@@ -31,7 +31,7 @@ class NoFormError(Exception):
 
 
 @dataclass(frozen=True)
-class Samples:
+class SamplePlace:
     """The dim of a tensor that is (outer, samples, rest); a negative one for a tensor that belongs to no sample."""
 
     dim: int = -1
@@ -39,13 +39,13 @@ class Samples:
 
 
 @dataclass
-class Drawing:
+class RandomCall:
     """One random operation, the operations that are to stand for it, and where the samples lie in its result."""
 
     into: Expansion
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     result: Value
-    samples: Samples
+    samples: SamplePlace
 
     def uniform(self, shape: tuple[int, ...]) -> Ref:
         """Numbers of [0, 1) in float32, each sample's its own.
@@ -68,7 +68,7 @@ class Drawing:
     @property
     def operand(self) -> Any:
         """The first argument, whatever it is called."""
-        return next(iter(self.given.values()))
+        return next(iter(self.arguments.values()))
 
     def shape(self, x: Ref) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -90,22 +90,22 @@ class Drawing:
 # -- what each operation draws ---------------------------------------------------------------------------------------
 
 
-def dropout(d: Drawing) -> Ref:
+def dropout(d: RandomCall) -> Ref:
     """x or 0, scaled to the same mean; the backward needs the mask alone, of one byte per element."""
-    return dropped(d, d.operand, d.given["p"], d.shape(d.operand))
+    return drop_by_mask(d, d.operand, d.arguments["p"], d.shape(d.operand))
 
 
-def feature_dropout(d: Drawing) -> Ref:
+def feature_dropout(d: RandomCall) -> Ref:
     """The same for whole channels."""
-    return dropped(d, d.operand, d.given["p"], channels(d.shape(d.operand)))
+    return drop_by_mask(d, d.operand, d.arguments["p"], channels(d.shape(d.operand)))
 
 
-def dropped(d: Drawing, x: Ref, p: float, mask: tuple[int, ...]) -> Ref:
+def drop_by_mask(d: RandomCall, x: Ref, p: float, mask: tuple[int, ...]) -> Ref:
     """x where kept by a mask of this shape."""
-    return d.add("mul.Scalar", d.add("mul.Tensor", x, kept(d, p, mask)), 1 / (1 - p) if p < 1 else 0.0)
+    return d.add("mul.Scalar", d.add("mul.Tensor", x, keep_mask(d, p, mask)), 1 / (1 - p) if p < 1 else 0.0)
 
 
-def kept(d: Drawing, p: float, shape: tuple[int, ...]) -> Ref:
+def keep_mask(d: RandomCall, p: float, shape: tuple[int, ...]) -> Ref:
     """True with a probability of 1 - p."""
     return d.add("ge.Scalar", d.uniform(shape), p)
 
@@ -115,34 +115,34 @@ def channels(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:2], *[1] * len(shape[2:]))
 
 
-def alpha_dropout(d: Drawing) -> Ref:
+def alpha_dropout(d: RandomCall) -> Ref:
     """x or what SELU saturates at, scaled to the same mean and variance. Source: Klambauer et al. 2017, section 3."""
     return alpha_dropped(d, d.shape(d.operand))
 
 
-def feature_alpha_dropout(d: Drawing) -> Ref:
+def feature_alpha_dropout(d: RandomCall) -> Ref:
     """The same for whole channels."""
     return alpha_dropped(d, channels(d.shape(d.operand)))
 
 
-def alpha_dropped(d: Drawing, mask: tuple[int, ...]) -> Ref:
+def alpha_dropped(d: RandomCall, mask: tuple[int, ...]) -> Ref:
     """x where kept by a mask of this shape."""
-    p, alpha = d.given["p"], NEGATIVE_SATURATION
+    p, alpha = d.arguments["p"], NEGATIVE_SATURATION
     scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p)) if p < 1 else 0.0
-    x = d.add("where.ScalarOther", kept(d, p, mask), d.operand, -alpha)
+    x = d.add("where.ScalarOther", keep_mask(d, p, mask), d.operand, -alpha)
     return d.scaled(x, scale, scale * alpha * p)
 
 
-def bernoulli(d: Drawing) -> Ref:
+def bernoulli(d: RandomCall) -> Ref:
     """1 with a probability that is a number, a tensor, or the operand itself."""
-    p = d.given.get("p", d.operand)
+    p = d.arguments.get("p", d.operand)
     target = "lt.Tensor" if isinstance(p, Ref) else "lt.Scalar"
     return d.cast(d.add(target, d.uniform(d.result.shape), p))
 
 
-def rand(d: Drawing) -> Ref:
+def rand(d: RandomCall) -> Ref:
     """Numbers of [from, to), rounded down to the result's dtype, so that ``to`` is not among them."""
-    low, high = d.given.get("from", 0.0), d.given.get("to", 1.0)
+    low, high = d.arguments.get("from", 0.0), d.arguments.get("to", 1.0)
     x = d.uniform(d.result.shape)
     bits = {"float16": 11, "bfloat16": 8}.get(d.result.dtype)
     if bits is not None:
@@ -150,37 +150,37 @@ def rand(d: Drawing) -> Ref:
     return d.scaled(x, high - low, low)
 
 
-def randn(d: Drawing) -> Ref:
+def randn(d: RandomCall) -> Ref:
     """Normal numbers: the inverse of their distribution at the middles of 2**24 equal parts of (0, 1)."""
     middle = d.add("add.Scalar", d.add("mul.Scalar", d.uniform(d.result.shape), 2.0), 2.0**-24 - 1)
-    mean, std = d.given.get("mean", 0.0), d.given.get("std", 1.0)
+    mean, std = d.arguments.get("mean", 0.0), d.arguments.get("std", 1.0)
     return d.scaled(d.add("mul.Scalar", d.add("erfinv.default", middle), math.sqrt(2)), std, mean)
 
 
-def randint(d: Drawing) -> Ref:
+def randint(d: RandomCall) -> Ref:
     """Integers of [low, high)."""
-    low, high = d.given.get("low", 0), d.given["high"]
+    low, high = d.arguments.get("low", 0), d.arguments["high"]
     if high - low > MAX_CHOICES:
         raise NoFormError
     wide = d.add("to.dtype", d.uniform(d.result.shape), torch.float64)  # a float32 could round up to high
     return d.scaled(d.add("floor.default", d.add("mul.Scalar", wide, high - low)), 1.0, low)
 
 
-def exponential(d: Drawing) -> Ref:
+def exponential(d: RandomCall) -> Ref:
     """Exponential numbers, none of them zero: their logarithm is what Gumbel noise is made of."""
-    return d.cast(exponentials(d, d.result.shape, d.given.get("lambd", 1.0)))
+    return d.cast(exponentials(d, d.result.shape, d.arguments.get("lambd", 1.0)))
 
 
-def exponentials(d: Drawing, shape: tuple[int, ...], rate: float) -> Ref:
+def exponentials(d: RandomCall, shape: tuple[int, ...], rate: float) -> Ref:
     """The same of any shape, in float32."""
     log = d.add("log1p.default", d.add("neg.default", d.uniform(shape)))
     return d.add("mul.Scalar", d.add("clamp_min.default", d.add("neg.default", log), 2.0**-25), 1 / rate)
 
 
-def multinomial(d: Drawing) -> Ref:
+def multinomial(d: RandomCall) -> Ref:
     """Indices by weight: those of the largest ratios of weights and exponential numbers, as torch does it."""
-    weights, count = d.operand, d.given["num_samples"]
-    if count > 1 and d.given.get("replacement", False):
+    weights, count = d.operand, d.arguments["num_samples"]
+    if count > 1 and d.arguments.get("replacement", False):
         raise NoFormError
     ratios = d.add("div.Tensor", weights, exponentials(d, d.shape(weights), 1.0))
     if count == 1:
@@ -188,30 +188,35 @@ def multinomial(d: Drawing) -> Ref:
     return d.add("slice.Tensor", d.add("argsort.default", ratios, -1, True), -1, 0, count)
 
 
-def randperm(d: Drawing) -> Ref:
+def randperm(d: RandomCall) -> Ref:
     """A permutation, the same for all samples; there is none that orders the samples of a batch whatever its cuts."""
     if d.samples.dim >= 0:
         raise NoFormError
     return d.cast(d.add("argsort.default", d.uniform(d.result.shape)))
 
 
-def rrelu(d: Drawing) -> Ref:
+def rrelu(d: RandomCall) -> Ref:
     """x, or x with a slope that is drawn where it is negative."""
-    x, low, high = d.operand, d.given["lower"], d.given["upper"]
+    x, low, high = d.operand, d.arguments["lower"], d.arguments["upper"]
     slope = d.scaled(d.uniform(d.result.shape), high - low, low)
     return d.add("where.self", d.add("gt.Scalar", x, 0), x, d.add("mul.Tensor", x, slope))
 
 
-def attention(d: Drawing) -> Ref:
+def attention(d: RandomCall) -> Ref:
     """Attention in separate operations, as torch itself runs it where its weights are dropped on CPU."""
-    query, key, value, mask = d.given["query"], d.given["key"], d.given["value"], d.given.get("attn_mask")
-    if d.given.get("enable_gqa"):
+    query, key, value, mask = (
+        d.arguments["query"],
+        d.arguments["key"],
+        d.arguments["value"],
+        d.arguments.get("attn_mask"),
+    )
+    if d.arguments.get("enable_gqa"):
         times = d.shape(query)[-3] // d.shape(key)[-3]
         key, value = (d.add("repeat_interleave.self_int", x, times, -3) for x in (key, value))
-    scale = d.given.get("scale") or 1 / math.sqrt(d.shape(query)[-1])
+    scale = d.arguments.get("scale") or 1 / math.sqrt(d.shape(query)[-1])
     scores = d.add("matmul.default", d.add("mul.Scalar", query, scale), d.add("transpose.int", key, -2, -1))
     shape = d.shape(scores)
-    if d.given.get("is_causal"):
+    if d.arguments.get("is_causal"):
         ones = d.into.add("aten.ones.default", shape[-2:], dtype=torch.bool, device=LocalDevice())
         scores = d.add("masked_fill.Scalar", scores, d.add("triu.default", ones, 1), -math.inf)
     elif mask is not None and d.into.value(mask).dtype == "bool":
@@ -222,10 +227,10 @@ def attention(d: Drawing) -> Ref:
         scores = d.add("to.dtype", scores, torch.float32)
     # A query that may look at nothing gets zeros, not NaN.
     weights = d.add("softmax.int" if mask is None else "_safe_softmax.default", scores, -1)
-    return d.add("matmul.default", d.cast(dropped(d, weights, d.given["dropout_p"], shape)), value)
+    return d.add("matmul.default", d.cast(drop_by_mask(d, weights, d.arguments["dropout_p"], shape)), value)
 
 
-FORMS: Mapping[str, Callable[[Drawing], Ref]] = {
+FORMS: Mapping[str, Callable[[RandomCall], Ref]] = {
     "dropout": dropout,
     "feature_dropout": feature_dropout,
     "alpha_dropout": alpha_dropout,
@@ -259,7 +264,7 @@ def is_random(op: Op) -> bool:
     return not (any(given.get(n) == 0 for n in PROBABILITIES) or any(given.get(n) is False for n in FLAGS))
 
 
-def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
+def use_counter_rng(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
     """The graph with its random operations written as functions of counters, which are a further input.
 
     Operations keep their names and come after those that were put before them, so that a plan can name them. What has
@@ -275,13 +280,13 @@ def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
     rows = Value(RNG_COUNTERS, (graph.batch, 4), "int64", (4, 1))
     known = {**graph.readable, RNG_COUNTERS: rows}
     taken = known.keys() | {op.name for op in graph.ops}
-    old, where = {op.name: op for op in graph.ops}, placements(graph, random, larger)
+    old, where = {op.name: op for op in graph.ops}, sample_places(graph, random, larger)
     put: dict[str, tuple[Op, ...]] = {}
     for op in random:
         samples = where[op.name]
-        put[op.name] = written_out(op, samples, known, taken) if samples is not None else (op,)
+        put[op.name] = expand_random_op(op, samples, known, taken) if samples is not None else (op,)
         taken |= {new.name for new in put[op.name]}
-    ops = live([new for op in graph.ops for new in put.get(op.name, (op,))], graph.outputs)
+    ops = live_ops([new for op in graph.ops for new in put.get(op.name, (op,))], graph.outputs)
     left = {op.name for op in ops}
     groups = ([new.name for name in names for new in put.get(name, (old[name],))] for names in graph.colocated)
     together = (tuple(name for name in names if name in left) for names in groups)
@@ -293,14 +298,14 @@ def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
     )
 
 
-def written_out(op: Op, samples: Samples, known: Mapping[str, Value], taken: Set[str]) -> tuple[Op, ...]:
+def expand_random_op(op: Op, samples: SamplePlace, known: Mapping[str, Value], taken: Set[str]) -> tuple[Op, ...]:
     """The operations that stand for a random one, the last of which has its name; itself where it has no form."""
     form = FORMS.get(op.target.split(".")[1].rstrip("_"))
     into = Expansion(op, known, taken)
     try:
         if form is None:
             raise NoFormError
-        result = form(Drawing(into, named_arguments(op), result_of(op, known), samples))
+        result = form(RandomCall(into, named_arguments(op), result_of(op, known), samples))
     except NoFormError:
         return (op,)
     *others, last = into.ops
@@ -317,19 +322,21 @@ def result_of(op: Op, known: Mapping[str, Value]) -> Value:
     return op.outputs[0] if op.outputs else known[op.args[0].name]
 
 
-def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | None]) -> Mapping[str, Samples | None]:
+def sample_places(
+    graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | None]
+) -> Mapping[str, SamplePlace | None]:
     """Where the samples lie in the result of each random operation, None where nothing tells; see `counter_based`."""
     known = graph.readable
     followed = sample_dims(graph, lambda op: rule_of(op, graph.shapes.__getitem__))
-    found: dict[str, Samples | None] = {}
+    found: dict[str, SamplePlace | None] = {}
     unknown: dict[str, tuple[int, ...]] = {}
     for op in random:
         value = result_of(op, known)
         if value.name in followed:
             (split,) = followed[value.name].splits
-            found[op.name] = Samples(split.dim, split.outer)
+            found[op.name] = SamplePlace(split.dim, split.outer)
         elif graph.batch > 1 and all(size % graph.batch for size in value.shape):
-            found[op.name] = Samples()
+            found[op.name] = SamplePlace()
         else:
             unknown[op.name] = value.shape
     other = larger() if unknown else None
@@ -337,12 +344,12 @@ def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | 
     made = {
         op.name: result_of(op, sizes).shape for op in (other.ops if other is not None else ()) if op.name in unknown
     }
-    return found | {name: grown(shape, made.get(name, ())) for name, shape in unknown.items()}
+    return found | {name: place_by_size(shape, made.get(name, ())) for name, shape in unknown.items()}
 
 
-def grown(shape: tuple[int, ...], other: tuple[int, ...]) -> Samples | None:
+def place_by_size(shape: tuple[int, ...], other: tuple[int, ...]) -> SamplePlace | None:
     """Where the samples lie in a tensor that has these shapes at two batch sizes; None where that is not one dim."""
     dims = [dim for dim, (size, more) in enumerate(zip(shape, other)) if size != more]
     if len(shape) != len(other) or len(dims) > 1:
         return None
-    return Samples(dims[0]) if dims else Samples()
+    return SamplePlace(dims[0]) if dims else SamplePlace()
