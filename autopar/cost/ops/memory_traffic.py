@@ -1,7 +1,7 @@
-"""What operations read and write beyond each operand, result and gradient once.
+"""Memory traffic beyond reading each operand and writing each result and gradient once.
 
-A sum over samples is known when all of them have been read: what needs it, or is summed along other dims than a kernel
-goes, takes a pass of its own over the same memory.
+A sum over samples is complete only after all samples have been read. An operation that needs such a sum reads the same
+memory in a second pass, and so does one that sums along other dims than its kernel iterates over.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from autopar.ir.hardware import Hardware
 from autopar.ops.registry import named_arguments
 from autopar.sharding.fuse_linear import is_layer
 
-# Normalised over more than fits beside a kernel: statistics first, then values. The backward likewise.
+# Statistics cover more elements than one thread block holds: one pass for statistics, a second one for values. The
+# backward likewise.
 ACROSS_SAMPLES = ("aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default")
 ALONG_ROWS = ("aten.layer_norm.default", "aten.rms_norm.default")
 
 
 def forward_reread_bytes(op: Op, num_bytes: Callable[[str], float]) -> float:
-    """What a forward reads again, byte: a norm what its statistics were taken of."""
+    """Bytes that a forward reads a second time: the input of a norm that computes statistics first."""
     return num_bytes(op.reads[0]) if computes_statistics(op) else 0.0
 
 
 def computes_statistics(op: Op) -> bool:
-    """Whether it normalises by statistics of a whole channel or group, taken now."""
+    """Whether an operation computes the statistics of whole channels or groups, then normalises by them."""
     if op.target not in ACROSS_SAMPLES:
         return False
     given = named_arguments(op)
@@ -34,13 +35,15 @@ def computes_statistics(op: Op) -> bool:
 
 
 def backward_reread_bytes(op: Op, stats: OpStats, sums: bool, num_bytes: Callable[[str], float], on_gpu: bool) -> float:
-    """What a backward reads again, byte.
+    """Bytes that a backward reads a second time.
 
     Args:
-        sums: whether some gradient is a sum over samples that no product of matrices makes, as a bias has.
-        on_gpu: where a kernel of a layer norm goes along rows; on CPU each thread also sums what its rows give.
-    Source: PyTorch's layer_norm_kernel.cu, batch_norm_kernel.cpp and Normalization.cuh; torch.compile, too, sums along
-        other dims in kernels of their own.
+        num_bytes: bytes of a value or weight on this rank, by name.
+        sums: whether a gradient is a sum over samples that no GEMM computes, such as a bias's.
+        on_gpu: on a GPU a layer norm's kernel iterates along rows, so that sums over rows take a second pass. On CPU
+            each thread also adds its rows' contributions.
+    Source: PyTorch's layer_norm_kernel.cu, batch_norm_kernel.cpp and Normalization.cuh. torch.compile also sums along
+        other dims in separate kernels.
     """
     arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
     if op.target in ALONG_ROWS:
@@ -53,12 +56,13 @@ def backward_reread_bytes(op: Op, stats: OpStats, sums: bool, num_bytes: Callabl
 def grad_accumulation_bytes(
     op: Op, stats: OpStats, graph: Graph, fused: frozenset[str], num_bytes: Callable[[str], float]
 ) -> float:
-    """What adding a microbatch's gradients of weights to the step's sums reads and writes, byte.
+    """Bytes read and written to accumulate a microbatch's weight gradients into the main gradients.
 
     Args:
-        added: weights whose sums the product itself adds to.
-    Error: those of vectors are left out. A step's first microbatch reads no sums, and without replicas, stages or
-        low-precision copies gradients stay where they come, so that one microbatch adds nothing.
+        fused: weights whose wgrad GEMM accumulates into the main gradient.
+        num_bytes: bytes of a value or weight on this rank, by name.
+    Error: gradients of vectors are left out. Too high for a step's first microbatch, which reads no main gradient, and
+        for plans with one microbatch and without replicas, stages and low-precision copies, which accumulate nothing.
     """
     moved = 0.0
     for name in (op.reads[i] for i in stats.gradients):
@@ -71,9 +75,10 @@ def grad_accumulation_bytes(
 
 
 def fused_wgrad_weights(graph: Graph, hardware: Hardware) -> frozenset[str]:
-    """Weights to whose gradients compiled linear layers add: those that nothing else reads.
+    """Weights whose compiled linear layer accumulates into the main gradient: weights with a single reader.
 
-    Error: layers that are one operation with a collective do not, and those that do write no gradient of their own.
+    Error: layers that are fused with a collective do not accumulate, but are counted here. Layers that do accumulate
+        write no separate weight gradient, which is counted nevertheless.
     """
     if not hardware.execution_mode.compiled:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Seconds and bytes of single operations on one machine at one batch size, priced or measured."""
+"""Seconds and bytes of single operations on one machine at one batch size: analytic, scaled by measurements if any."""
 
 from __future__ import annotations
 
@@ -23,30 +23,31 @@ from autopar.ops.registry import named_arguments
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.sharding.reshard import step_of
 
-# A complex product is a few real ones of this precision.
+# A complex multiplication is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
 
 @dataclass(frozen=True)
 class Factor:
-    """What an operation takes, measured with those that it was compiled with, as a multiple of its price."""
+    """Measured over analytic seconds of the compiled region that an operation is part of."""
 
     forward: float = 1.0
     backward: float = 1.0
 
 
 UNMEASURED = Factor()
-Factors = Mapping[str, Factor]  # by operation
+Factors = Mapping[str, Factor]  # by the operation's name
 NO_FACTORS: Factors = MappingProxyType({})
-MeasuredRegions = Iterable[tuple[tuple[str, ...], float, float]]
+MeasuredRegions = Iterable[tuple[tuple[str, ...], float, float]]  # names of operations; forward, backward seconds
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """One operation at the priced batch: seconds, forward FLOPs, and the bytes that it needs while it runs beyond what
-    has been saved until then; a collective's count whole.
+    """Cost of one operation at the priced batch size, on one rank.
 
-    ``passes_seconds`` of the backward go into what is read again, and into adding to sums of gradients.
+    ``flops`` are the forward's. ``transient_bytes`` are alive while the operation runs and are not among the tensors
+    that are saved by then; a collective's input and output both count. ``extra_traffic_seconds`` are part of
+    ``backward_seconds``: second passes over memory and the accumulation into main gradients.
     """
 
     forward_seconds: float
@@ -57,7 +58,7 @@ class OpCost:
     extra_traffic_seconds: float = 0.0
 
     def scaled_by(self, factor: Factor) -> OpCost:
-        """What a measurement makes of it."""
+        """The cost with its seconds multiplied by a measured factor."""
         return replace(
             self,
             forward_seconds=self.forward_seconds * factor.forward,
@@ -68,7 +69,14 @@ class OpCost:
 
 @dataclass(frozen=True)
 class Pricing:
-    """What is being priced; sizes at that batch are asked from here."""
+    """A graph to be priced: on which machine, at which batch size, over how many ranks.
+
+    Args:
+        graph: a traced model's graph, or the local graph that each rank runs after sharding.
+        stats: statistics of ``graph`` at its traced batch size.
+        batch: samples per microbatch, of all ranks of a tensor-parallel group together.
+        ranks: size of the tensor-parallel group.
+    """
 
     graph: Graph
     stats: GraphStats
@@ -78,10 +86,11 @@ class Pricing:
 
     @cached_property
     def batch_dependent(self) -> frozenset[str]:
+        """Names of the operations and values that depend on a graph input."""
         return batch_dependent_names(self.graph)
 
     def scaled(self, amount: float, name: str) -> float:
-        """An amount of a value or an operation: it grows with the batch if it depends on a graph input."""
+        """Amount of a value or operation at the priced batch: proportional to the batch if it depends on an input."""
         return amount * self.batch / self.graph.batch if name in self.batch_dependent else amount
 
     def num_bytes(self, name: str) -> int:
@@ -92,16 +101,17 @@ class Pricing:
 
     @cached_property
     def fused_wgrad_weights(self) -> frozenset[str]:
-        """Weights to whose gradients linear layers add in the product that makes them."""
+        """Weights whose wgrad GEMM accumulates into the main gradient."""
         return fused_wgrad_weights(self.graph, self.hardware)
 
     @cached_property
     def storage(self) -> Mapping[str, str]:
+        """Name of the value, input or weight whose memory each view shares."""
         return storage_names(self.graph, self.stats)
 
     @cached_property
     def saved_until(self) -> Mapping[str, frozenset[str]]:
-        """Of what each operation reads and makes: what it or an earlier one saves for the backward."""
+        """For each operation: its operands and outputs that it, or an earlier operation, saves for the backward."""
         saved, found = set[str](), dict[str, frozenset[str]]()
         for op in self.graph.ops:
             saved.update(self.storage.get(name, name) for name in self.stats.ops[op.name].saved_names(op))
@@ -111,7 +121,7 @@ class Pricing:
 
 
 def op_kind(op: Op, graph: Graph, flops: float) -> Kind:
-    """Which efficiency curve an operation follows."""
+    """Efficiency curve of an operation, as in a cost model's ``[efficiency]``."""
     if op.target == ATTENTION:
         return "attention"
     if flops <= 0:
@@ -122,7 +132,7 @@ def op_kind(op: Op, graph: Graph, flops: float) -> Kind:
 
 
 def is_depthwise(op: Op, graph: Graph) -> bool:
-    """Whether a convolution has one channel in each of its groups."""
+    """Whether each group of a convolution has one input channel."""
     arguments = named_arguments(op)
     weight = arguments["weight"]
     assert isinstance(weight, Ref), f"{op.name}: a convolution with a constant"
@@ -131,14 +141,14 @@ def is_depthwise(op: Op, graph: Graph) -> bool:
 
 
 def num_backward_kernels(kind: Kind, stats: OpStats) -> int:
-    """How many equal kernels a backward is: a product for each gradient; attention has one kernel for all of its."""
+    """Number of equal kernels in a backward: one GEMM per gradient; attention has one kernel for all gradients."""
     if kind in ("attention", "memory"):
         return 1
     return max(1, round(stats.backward_flops / stats.forward_flops))
 
 
 def sums_over_samples(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
-    """Whether some gradient of an operation is a sum over samples that none of its products makes."""
+    """Whether a gradient of an operation is a sum over samples that no GEMM computes, such as a bias's."""
     gradients = pricing.stats.ops[op.name].gradients
     if op.name not in pricing.batch_dependent or kind == "attention":
         return False
@@ -148,7 +158,7 @@ def sums_over_samples(op: Op, pricing: Pricing, kind: Kind, products: int) -> bo
 
 
 def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
-    """The cost of every operation by name; those that differ in names alone are priced once."""
+    """Cost of every operation by name. Operations that differ in names alone are priced once."""
     graph, fed, by_key = pricing.graph, pricing.batch_dependent, dict[tuple, OpCost]()
     stored = {weight.name: weight.stored_dtype for weight in graph.weights}
     costs: dict[str, OpCost] = {}
@@ -158,7 +168,7 @@ def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
             (stored.get(name), name in fed, name in pricing.fused_wgrad_weights, name in saved) for name in op.reads
         )
         outputs = tuple((v.requires_grad, v.name in saved) for v in op.outputs)
-        # Equal operations have one object for their facts.
+        # Equal operations share one OpStats object.
         key = (id(pricing.stats.ops[op.name]), op.name in fed, sources, outputs)
         if key not in by_key:
             by_key[key] = op_cost(op, pricing)
@@ -167,16 +177,20 @@ def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
 
 
 def op_cost(op: Op, pricing: Pricing) -> OpCost:
-    """Seconds of one operation; 0 for views, whose backward may still copy (a slice's fills a whole tensor)."""
+    """Cost of one operation. A view's forward takes 0 s; its backward may copy (a slice's fills a whole tensor)."""
     return collective_cost(op, pricing) if is_collective(op) else local_op_cost(op, pricing, pricing.num_bytes)
 
 
 def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: int = 1) -> OpCost:
-    """Seconds of a rank's part of an operation, by the cost model alone.
+    """Analytic cost of a rank's part of an operation: a roofline over its FLOPs and memory traffic.
+
+    ``saved`` are bytes that the backward reads, ``unsaved`` bytes of operands and outputs that nothing saves, and
+    ``extra_traffic`` seconds of second passes over memory and of gradient accumulation.
 
     Args:
-        num_bytes: what a rank has of a value or weight.
-        parts: how many ranks divide its arithmetic.
+        num_bytes: bytes of a value or weight on this rank, by name.
+        parts: number of ranks that divide the operation's FLOPs.
+    Error: `Hardware.error`, relative.
     """
     stats = pricing.stats.ops[op.name]
     flops = pricing.scaled(stats.forward_flops, op.name) / parts
@@ -214,10 +228,11 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
 def measured_factors(
     graph: Graph, facts: GraphStats, hardware: Hardware, batch: int, ranks: int, measured: MeasuredRegions
 ) -> Factors:
-    """How the operations of a graph that were measured compare with their prices; collectives stay as they are priced.
+    """Measured over analytic seconds of each operation that was measured; collectives keep their analytic price.
 
     Args:
-        measured: operations that were run together, and their forward and backward seconds.
+        ranks: size of the tensor-parallel group.
+        measured: names of the operations of one compiled region, with its forward and backward seconds.
     """
     costs = op_costs(Pricing(graph, facts, hardware, batch, ranks))
     moved = {op.name for op in graph.ops if is_collective(op)}
@@ -231,7 +246,7 @@ def measured_factors(
 
 
 def collective_cost(op: Op, pricing: Pricing) -> OpCost:
-    """Seconds of an operation that sharding has inserted; backward only where a gradient comes back."""
+    """Cost of an operation that sharding inserted; its backward is 0 s if its output has no gradient."""
     input_bytes, output_bytes = pricing.num_bytes(op.reads[0]), pricing.num_bytes(op.outputs[0].name)
     step, trained = step_of(op), pricing.stats.ops[op.name].outputs[0].requires_grad
     assert step is not None, f"{op.name}: {op.target} has no price"
@@ -248,7 +263,7 @@ def collective_cost(op: Op, pricing: Pricing) -> OpCost:
 
 
 def compute_dtype(op: Op, graph: Graph) -> str:
-    """The precision that an operation computes in: that of its first output or, writing in place, first operand."""
+    """Dtype that an operation computes in: its first output's; for an in-place operation, its first operand's."""
     if op.outputs:
         dtype = op.outputs[0].dtype
     else:
