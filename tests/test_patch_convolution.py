@@ -15,7 +15,7 @@ from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
 from autopar.trace.trace import weight_tensors
 
-PRODUCT = "autopar.ops.patch_embed.default"
+PRODUCT = "autopar.patch_convolution.default"
 
 
 def programs_of(model: nn.Module, x: torch.Tensor) -> tuple[Program, Program, dict[str, torch.Tensor]]:

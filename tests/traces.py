@@ -62,7 +62,7 @@ def key(model: nn.Module, called: Any) -> str | None:
     file = io.BytesIO()
     try:
         Structure(file, (*model.parameters(), *model.buffers(), *leaves(called))).dump((model, called))
-    except (pickle.PicklingError, TypeError):
+    except (pickle.PicklingError, TypeError, RuntimeError):  # the last of parametrized modules
         return None
     return hashlib.sha256(file.getvalue()).hexdigest()
 

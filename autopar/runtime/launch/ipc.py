@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from multiprocessing.connection import Connection
+from types import CodeType
 from typing import Any
 
 import cloudpickle
@@ -62,7 +63,25 @@ class WorkerChannel:
         self.receiving.close()
 
 
-class Pickler(cloudpickle.Pickler):
+class CodePickler(cloudpickle.Pickler):
+    """Pickles functions with the file that they come from.
+
+    cloudpickle leaves it out since 3.1.3, and a worker's traceback would not show the user's line.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if not isinstance(obj, CodeType):
+            return super().reducer_override(obj)
+        _, fields = self.dispatch_table[CodeType](obj)
+        return code_of_file, (obj.co_filename, fields)
+
+
+def code_of_file(filename: str, fields: tuple) -> CodeType:
+    """A code object of a file, from the arguments of its constructor."""
+    return CodeType(*fields).replace(co_filename=filename)
+
+
+class Pickler(CodePickler):
     """Takes every tensor out of a message, wherever it is; each travels once, and of a slice only the slice."""
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -90,6 +109,13 @@ class Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: int) -> torch.Tensor:
         return self.tensors[pid]
+
+
+def pickled(thing: Any) -> bytes:
+    """A thing with its tensors and the user's functions, for `pickle.loads`. Raises whatever pickling does."""
+    file = io.BytesIO()
+    CodePickler(file).dump(thing)
+    return file.getvalue()
 
 
 def serialize(message: Any) -> tuple[bytes, list[torch.Tensor]]:

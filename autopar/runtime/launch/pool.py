@@ -18,12 +18,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
-from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable
+from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start
@@ -275,7 +274,7 @@ def pickled_spec(spec: RankSpec) -> bytes:
         UsageError: one of them cannot be pickled.
     """
     try:
-        return cloudpickle.dumps(spec)
+        return pickled(spec)
     except Exception as error:
         raise cannot_send("parallelize", spec, "", error) from error
 
