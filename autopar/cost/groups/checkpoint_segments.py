@@ -1,4 +1,7 @@
-"""Where the segments of a model begin whose backward runs its forward again, and what they keep."""
+"""Activation checkpointing: where segments begin, and the bytes that groups keep and recompute.
+
+A segment is a run of operations whose backward runs their forward again. It keeps the tensors that enter it.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +21,15 @@ from autopar.ir.hardware import Hardware
 
 Matrix = NDArray[np.int64]
 
-# Beginnings that are looked at; of more, every second (third, …) one. ViT-L/16 has 175, DenseNet-201 has 205.
+# Candidate starts that are considered; of more, every second (third, …) one. ViT-L/16 has 175, DenseNet-201 has 205.
 MAX_POSITIONS = 400
-# How far above the least memory the choice may be, relative.
+# How far the memory of the chosen segments may exceed the minimum, relative.
 MAX_EXCESS = 0.005
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A storage: the positions of the operations that make it (-1: an input), read it last, and save it first."""
+    """Lifetime of a storage: indices of the operations that make it (-1 for an input), read it last, save it first."""
 
     num_bytes: int
     made_at: int
@@ -36,7 +39,7 @@ class Lifetime:
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Segments that begin at ``starts``, the bytes that stay between them and those of the largest one."""
+    """Segments that begin at ``starts``, the bytes kept at their boundaries, and the bytes of the largest segment."""
 
     starts: tuple[int, ...]
     boundary_bytes: int
@@ -48,18 +51,18 @@ class Segmentation:
 
 
 def segment_starts(graph: Graph, stats: GraphStats) -> tuple[int, ...]:
-    """Positions of the operations that each begin a segment, for least memory: what enters segments, and the largest.
+    """Indices of the operations that each begin a segment, for least memory.
 
-    A segment keeps what it reads from before; while it runs again, everything comes back that its operations save. The
-    first stage of a 1F1B pipeline has as many microbatches in flight as there are stages, so it keeps what one
-    microbatch keeps on all of them: hence kept bytes of the whole model + saved bytes of the largest segment. So the
-    choice depends on the graph and its facts alone, and all ranks that run the same graph choose alike.
+    Memory is the boundary bytes of the whole model plus the saved bytes of the largest segment. A segment keeps the
+    tensors that enter it. While it runs again, all tensors that its operations save are allocated. The first stage of
+    a 1F1B pipeline has as many microbatches in flight as there are stages, so that it keeps as much as one microbatch
+    keeps on all stages. The result depends on the graph and its statistics alone: all ranks find the same segments.
 
-    Segments begin where few bytes are alive: where neither neighbouring position has fewer. Operations that update the
-    same memory in place share a segment; those up to the last one that writes into an input belong to none.
+    Segments begin where few bytes are alive: at local minima. Operations that update the same memory in place share a
+    segment. Operations up to the last one that writes into an input belong to no segment.
 
-    Error: at most `TOLERANCE` above the least for these positions. With gpipe, or fewer microbatches than stages, kept
-    bytes weigh more or less than they do here, and somewhat larger or smaller segments would be better.
+    Error: at most `MAX_EXCESS` above the minimum for these candidates. With gpipe, or fewer microbatches than stages,
+        boundary bytes weigh more or less, and somewhat larger or smaller segments would be better.
     """
     alive = lifetimes(graph, stats)
     places = candidate_starts(graph, stats, alive)
@@ -72,12 +75,14 @@ def segment_starts(graph: Graph, stats: GraphStats) -> tuple[int, ...]:
 def with_segments(
     cost: CostGraph, graph: Graph, stats: GraphStats, starts: Sequence[int], hardware: Hardware
 ) -> CostGraph:
-    """The cost graph with what each group keeps, and what its segment has saved when the group's backward runs: what
-    the operations up to the group's last one save, since later ones let go of theirs first.
+    """The cost graph with ``kept_bytes`` and ``segment_bytes`` of each group.
 
-    Bytes that stay count for the group that reads them first in another segment than the one that makes them.
-    Error: high where a cut coincides with the beginning of a segment, whose tensor then counts as kept and as received;
-    and where it divides a segment, which counts as a whole on both stages.
+    ``kept_bytes`` are kept until the backward. A tensor that crosses segments counts for the group that first reads it
+    outside the segment that makes it. ``segment_bytes`` are allocated while the group's backward runs: tensors saved by
+    its segment's operations up to the group's last one, since later operations free theirs first.
+
+    Error: too high where a cut coincides with a segment's start, whose tensor counts as kept and as received. Also too
+        high where a cut divides a segment, which counts whole on both stages.
     """
     pricing = Pricing(graph, stats, hardware, cost.batch)
     segment = np.searchsorted(starts, range(len(graph.ops)), side="right").tolist()  # 0: before the first
@@ -116,15 +121,15 @@ def with_segments(
 
 
 def segment_at(position: int, segment: Sequence[int]) -> int:
-    """The segment of a position; an input is in none, not even in what comes before the first."""
+    """Segment of an operation's index; -1 for an input, 0 for operations before the first segment."""
     return segment[position] if position >= 0 else -1
 
 
-# -- what there is to choose from ----------------------------------------------------------------------------------
+# -- candidate starts and the bytes between them -------------------------------------------------------------------
 
 
 def lifetimes(graph: Graph, stats: GraphStats) -> Mapping[str, Lifetime]:
-    """The storage behind every input and every value, by the name of the first value in it; not that of weights."""
+    """Lifetime of each storage by the name of the first value in it: inputs and values, without weights."""
     root = storage_names(graph, stats)
     made = {value.name: -1 for value in graph.inputs}
     made |= {v.name: i for i, op in enumerate(graph.ops) for v in op.outputs if v.name not in root}
@@ -140,7 +145,7 @@ def lifetimes(graph: Graph, stats: GraphStats) -> Mapping[str, Lifetime]:
 
 
 def candidate_starts(graph: Graph, stats: GraphStats, alive: Mapping[str, Lifetime]) -> list[int]:
-    """Where a segment may begin, in order: the first one must, and the last one is the end."""
+    """Indices at which a segment may begin, in order. One must begin at the first index; the last is the graph's end."""
     size, place = len(graph.ops), {op.name: i for i, op in enumerate(graph.ops)}
     first = first_start(graph, stats)
     steps = np.zeros(size + 2, dtype=np.int64)
@@ -165,7 +170,7 @@ def candidate_starts(graph: Graph, stats: GraphStats, alive: Mapping[str, Lifeti
 
 
 def first_start(graph: Graph, stats: GraphStats) -> int:
-    """Behind the last operation that writes into an input: running it again would write twice."""
+    """Index after the last operation that writes into an input, which a second run would write twice."""
     root, inputs = storage_names(graph, stats), {value.name for value in graph.inputs}
     written = (
         i + 1
@@ -178,13 +183,29 @@ def first_start(graph: Graph, stats: GraphStats) -> int:
 def interval_bytes(
     graph: Graph, stats: GraphStats, alive: Mapping[str, Lifetime], starts: Sequence[int]
 ) -> tuple[Matrix, Matrix]:
-    """Of a segment from place k to place j, as elements [j, k]: bytes that it makes and that are read behind it, and
-    bytes that come back while it runs again."""
+    """Bytes of every possible segment, as two matrices [end, start], both counted in candidate starts.
+
+    Element [j, k] is about the segment of the operations from ``starts[k]`` to before ``starts[j]``. The first matrix
+    holds the bytes that the segment makes and later operations read: boundary bytes. The second one holds the bytes
+    that its operations save, which are allocated while it runs again.
+
+    A storage counts for all segments that begin up to its maker and end within a range. These are a rectangle:
+
+    ::
+
+              k = 0      begins = number of starts up to ``made``
+          j     +-----------+  <- first end at or after ``low``   : +bytes at its left corner, -bytes at its right one
+          |     |  + bytes  |
+          v     +-----------+  <- first end at or after ``high``  : -bytes at its left corner, +bytes at its right one
+
+    Adding the four corners and then taking cumulative sums over both axes adds the bytes to each element of the
+    rectangle. That takes O(storages + starts²) steps instead of O(storages · starts²).
+    """
     size = len(starts)
     kept, saved = (np.zeros((size + 1, size + 1), dtype=np.int64) for _ in range(2))
 
     def add(corners: Matrix, num_bytes: int, made: int, low: int, high: int) -> None:
-        """For segments that begin up to ``made`` and end at a place from ``low`` to below ``high``."""
+        """Add the corners for segments that begin at or before ``made`` and end in [``low``, ``high``)."""
         begins = bisect_right(starts, made)
         for end, sign in ((bisect_left(starts, low), 1), (bisect_left(starts, high), -1)):
             corners[end, 0] += sign * num_bytes
@@ -202,18 +223,22 @@ def interval_bytes(
     return tuple(m.cumsum(axis=0).cumsum(axis=1)[:size, :size] for m in (kept, saved))  # pyright: ignore
 
 
-# -- the choice ----------------------------------------------------------------------------------------------------
+# -- the choice of segments ----------------------------------------------------------------------------------------
 
 
 def choose_segments(kept: Matrix, saved: Matrix) -> Segmentation:
-    """The segments of least memory; matrices as `interval_bytes` gives them, starts counted in places.
+    """The segments of least memory, with ``starts`` as indices of candidate starts.
 
-    What is kept falls as the limit on the largest segment rises. Between two limits nothing is better than the kept
-    bytes of the upper with the largest segment of the lower one, so most limits need no look.
+    Args:
+        kept: boundary bytes [end, start], from `interval_bytes`.
+        saved: saved bytes [end, start], from `interval_bytes`.
+
+    Boundary bytes fall as the limit on the largest segment rises. No limit between two others is better than the upper
+    one's boundary bytes plus the lower limit. This bound rules out most limits.
     """
     finest = max(int(saved[j, i]) for i, j in pairwise(range(len(saved))))
     best = whole = min_boundary_bytes(kept, saved, int(saved[-1, 0]))
-    unexplored = [(finest, whole)]  # limits from the first number to below the second's largest segment
+    unexplored = [(finest, whole)]  # limits from the first entry to below the second entry's largest segment
     while unexplored:
         low, high = unexplored.pop()
         if low >= high.largest_bytes or high.boundary_bytes + low >= (1 - MAX_EXCESS) * best.num_bytes:
@@ -226,7 +251,10 @@ def choose_segments(kept: Matrix, saved: Matrix) -> Segmentation:
 
 
 def min_boundary_bytes(kept: Matrix, saved: Matrix, limit: int) -> Segmentation:
-    """The segments of at most ``limit`` bytes that keep least; of equals those with the smallest largest segment."""
+    """Segments of at most ``limit`` bytes each with the fewest boundary bytes, by a dynamic programme over ends.
+
+    Ties go to the smallest largest segment.
+    """
     size = len(kept)
     total, largest, came = (np.zeros(size, dtype=np.int64) for _ in range(3))
     for j in range(1, size):

@@ -1,4 +1,4 @@
-"""From facts to a cost graph: seconds and bytes of every group on one machine at one microbatch size."""
+"""The cost graph of a model: seconds and bytes of every group on one machine at one microbatch size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
 
 LOSS = "loss"
-CUDNN_WORKSPACE_FACTOR = 2  # of cuDNN's convolutions, as a multiple of what they read and make
+CUDNN_WORKSPACE_FACTOR = 2  # workspace of a cuDNN convolution over the bytes of its input and output
 
 
 def price(
@@ -29,22 +29,22 @@ def price(
     groups: tuple[Group, ...] | None = None,
     factors: Factors = NO_FACTORS,
 ) -> CostGraph:
-    """The cost graph of a traced model, or of what each rank runs of a sharded one, at one microbatch size.
+    """The cost graph of a traced model, or of the local graph that each rank of a sharded model runs.
 
-    FLOPs and activation bytes are linear in the batch, weight bytes are not. A storage that is saved for the backward
-    counts for the groups that save it, each storage once, whoever made it.
+    FLOPs and activation bytes are proportional to the batch; weight bytes are not. A storage that is saved for the
+    backward counts once, for the groups that save it, regardless of the group that makes it.
 
     Args:
-        facts: of this graph, from `op_facts`.
+        stats: statistics of this graph, from `graph_stats`.
         batch: samples per microbatch, of all ranks of a tensor-parallel group together.
-        sharing: what the ranks that hold the same weights have divided among them.
-        groups: of the whole graph, to be kept in the sharded one; found anew where none are given.
-        factors: of operations that were measured. They do not change groups.
+        sharing: how the ranks of a stage share its weights.
+        groups: groups of the unsharded graph, for a local graph; by default the operations are grouped here.
+        factors: measured factors by operation. They do not change the groups.
     Raises:
-        HardwareError: the machine has no peak for a dtype the model computes in.
+        HardwareError: the machine has no peak for a dtype that the model computes in.
     Error: ``hardware.error`` for seconds. Saved bytes equal what torch 2.15 saves on CPU to 0.1 % for most timm
-        families. Of those compared, an LSTM (Sequencer) keeps 2.5 times as much, and a model whose own in-place
-        activation was traced into one that is not in place keeps less (TResNet, 16 %). GPU kernels may add workspaces.
+        families. Of the models compared, an LSTM (Sequencer) keeps 2.5 times as much. TResNet keeps 16 % less: its
+        in-place activation is traced as one that is not in place. GPU kernels may add workspaces.
     """
     pricing = Pricing(graph, stats, hardware, batch, sharing.tp)
     costs = op_costs(pricing)
@@ -73,8 +73,12 @@ def price(
 
 
 def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> CostGraph:
-    """The same graph as its replicas, and whether they share the optimizer's state, are in ``sharing``: only weights
-    cost something else."""
+    """The cost graph with the costs of its weights for other replicas, or with ZeRO-1 switched on or off.
+
+    Args:
+        graph: the graph that was priced, for the weights' shapes.
+        sharing: the new numbers of replicas and shards.
+    """
     weights = tuple(
         weight_cost(graph.weight[w.name], w.groups, sharing, hardware, w.gradient_bytes > w.wgrad_bytes == 0)
         for w in cost.weights
@@ -86,7 +90,7 @@ def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardwar
 
 
 def sum_group(members: OpGroup, costs: list[OpCost], saved_bytes: int) -> Group:
-    """The sum of a group's operations; its working set is that of the largest, since they run one by one."""
+    """A group with the summed costs of its operations. Transient bytes are a maximum: operations run one by one."""
     collectives = [cost for op, cost in zip(members.ops, costs, strict=True) if is_collective(op)]
     return Group(
         name=members.anchor.name,
@@ -104,11 +108,10 @@ def sum_group(members: OpGroup, costs: list[OpCost], saved_bytes: int) -> Group:
 
 
 def with_workspace(group: Group, members: OpGroup, pricing: Pricing) -> Group:
-    """A group as GPUs run it: cuDNN tries its convolutions with workspaces in the first steps.
+    """The group with the workspace that cuDNN allocates when it tries algorithms in the first steps on a GPU.
 
-    Error: fitted to ResNet-50 alone, 256 images in bf16 on an H200 (`docs/benchmarks/h200-x2-resnet50-dp2.json`), which
-        took 1.13 GiB beyond what is accounted for otherwise, 1.96 times what the largest of its convolutions reads and
-        makes.
+    Error: fitted to ResNet-50 alone, 256 images in bf16 on an H200 (`docs/benchmarks/h200-x2-resnet50-dp2.json`). Its
+        peak was 1.13 GiB above the other terms: 1.96 times the input and output bytes of its largest convolution.
     """
     convolutions = [op for op in members.ops if "conv" in op.target]
     around = [(*(n for n in op.reads if n not in pricing.graph.weight), op.outputs[0].name) for op in convolutions]
@@ -116,11 +119,11 @@ def with_workspace(group: Group, members: OpGroup, pricing: Pricing) -> Group:
     return replace(group, workspace_bytes=CUDNN_WORKSPACE_FACTOR * most)
 
 
-# -- what flows and what stays ---------------------------------------------------------------------------------------
+# -- edges, weights and saved activations ----------------------------------------------------------------------------
 
 
 def reading_groups(graph: Graph, group_of: Mapping[str, int], loss: int) -> Mapping[str, set[int]]:
-    """Groups that read each value or weight; the loss reads the model's outputs."""
+    """Numbers of the groups that read each value or weight; the loss reads the model's outputs."""
     reading: defaultdict[str, set[int]] = defaultdict(set)
     for op in graph.ops:
         for name in (*op.reads, *op.mutates):
@@ -133,7 +136,7 @@ def reading_groups(graph: Graph, group_of: Mapping[str, int], loss: int) -> Mapp
 def tensor_edges(
     pricing: Pricing, group_of: Mapping[str, int], saving: Mapping[str, set[int]], loss: int
 ) -> Iterable[TensorEdge]:
-    """Values that another group reads than the one that makes them. Graph inputs are handed to whoever needs them."""
+    """An edge for each value that crosses groups. Graph inputs have none: every stage receives those that it needs."""
     reading, seen = reading_groups(pricing.graph, group_of, loss), set[str]()
     for op in pricing.graph.ops:
         here = group_of[op.name]
@@ -149,7 +152,7 @@ def tensor_edges(
 
 
 def weight_costs(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[ResidentTensor]:
-    """Weights with gradient and optimizer state. One that no operation reads is held by no group and left out."""
+    """Cost of each weight with its gradient and optimizer state. Weights that no operation reads are left out."""
     reading = reading_groups(pricing.graph, group_of, loss=-1)
     for weight in pricing.graph.weights:
         groups = tuple(sorted(reading[weight.name] - {-1}))
@@ -158,7 +161,7 @@ def weight_costs(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing
 
 
 def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping[int, int], tuple[ResidentTensor, ...]]:
-    """Bytes that only one group saves, by group; and storages that several groups save."""
+    """Bytes that a single group saves, by group number; and the storages that several groups save."""
     by_group: defaultdict[int, int] = defaultdict(int)
     for op in pricing.graph.ops:
         by_group[group_of[op.name]] += round(pricing.scaled(pricing.stats.ops[op.name].saved_bytes, op.name))
@@ -175,7 +178,7 @@ def saved_memory(pricing: Pricing, group_of: Mapping[str, int]) -> tuple[Mapping
 
 
 def saving_groups(pricing: Pricing, group_of: Mapping[str, int]) -> Mapping[str, set[int]]:
-    """The groups that save each storage of an activation for their backward."""
+    """Numbers of the groups that save each activation storage for their backward."""
     found: defaultdict[str, set[int]] = defaultdict(set)
     for op in pricing.graph.ops:
         facts = pricing.stats.ops[op.name]

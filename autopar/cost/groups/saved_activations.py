@@ -1,4 +1,7 @@
-"""What compiled regions keep for their backward: of what they fuse, what it is made of where that is less."""
+"""Activations that torch.compile saves: a fused value is replaced by its inputs where these are smaller.
+
+A model of the min-cut partitioner in torch.compile, which decides per region what to save and what to recompute.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from autopar.ir.graph import Graph, Op, refs
 from autopar.ops.regions import region_starts
 from autopar.ops.registry import operator
 
-# Beside the operations that torch tags as pointwise: these move elements, or scale rows by sums of them.
+# Besides the operations that torch tags as pointwise: these move elements, or scale rows by sums of them.
 DATA_MOVEMENT = frozenset(
     f"aten.{name}" for name in ("contiguous.default", "index.Tensor", "pad.default", "roll.default")
 )
@@ -24,20 +27,19 @@ SOFTMAX = frozenset(("aten.softmax.int", "aten.log_softmax.int"))
 FUSIBLE = DATA_MOVEMENT | NORMS | SOFTMAX | {"aten.to.dtype"}
 ROW_BYTES = 8  # the largest element of a softmax's row and its sum, in float32
 
-# Tensors, each with an operation that reads it and the number of its operand there.
+# Tensors by name, each with an operation that reads it and the index of the operand there.
 Sources = dict[str, tuple[str, int]]
 
 
 def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
-    """The facts of a graph whose regions torch.compile makes kernels of.
+    """Statistics of a graph whose regions are compiled: ``saved_*`` follow the partitioner instead of eager autograd.
 
-    What fused kernels alone make and read is not written to memory in the forward, unless it is kept. Where what it is
-    made of takes fewer bytes, torch keeps that and makes it again in the backward: attention's float32 probabilities
-    from scores in bfloat16, a float32 sum of residuals from its new summand.
+    A tensor that only fused kernels write and read reaches memory only if it is saved. If its sources take fewer bytes,
+    torch saves the sources and recomputes the tensor in the backward. Examples are attention's float32 probabilities,
+    recomputed from bfloat16 scores, and a float32 residual sum, recomputed from its new summand.
 
-    Error: torch looks for the minimum cut between a region's forward and backward, with penalties for long chains; here
-    one tensor after the other is compared with what it is made of.
-
+    Error: torch finds the minimum cut between a region's forward and backward, with penalties for long chains. This
+        model compares one tensor after the other with its sources.
     Source: min_cut_rematerialization_partition in torch's torch/_functorch/partitioners.py.
     """
     partitioner = PartitionerModel(graph, stats)
@@ -56,7 +58,7 @@ def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
             for reader, operand in sources.values():
                 also_saved[reader].add(operand)
 
-    changed = dict[tuple, OpStats]()  # operations alike go on sharing theirs
+    changed = dict[tuple, OpStats]()  # equal operations keep sharing one object
 
     def exchanged(op: Op) -> OpStats:
         own = stats.ops[op.name]
@@ -74,8 +76,11 @@ def compiled_stats(graph: Graph, stats: GraphStats) -> GraphStats:
 
 
 class PartitionerModel:
-    """Which tensors of a graph are written to memory, and what the others are made of. Tensors go by the name of the
-    first value in their memory, and ``maker`` has the position of the operation that makes each."""
+    """Which tensors of a graph are written to memory in the forward, and from which sources the others are computed.
+
+    A tensor has the name of the first value in its memory. ``producer_index`` is the index of the operation that makes
+    it, by name; ``written`` are the tensors that reach memory whether or not they are saved.
+    """
 
     def __init__(self, graph: Graph, stats: GraphStats) -> None:
         self.graph, self.stats, self.storage = graph, stats, storage_names(graph, stats)
@@ -92,11 +97,14 @@ class PartitionerModel:
             self.written |= {name for name in read if alone or region[self.producer_index[name]] != region[i]}
 
     def tensor(self, name: str) -> str:
+        """Name of the tensor whose memory a value shares."""
         return self.storage.get(name, name)
 
     def sources(self, name: str, kept: Collection[str], known: dict[str, Sources]) -> Sources:
-        """What to keep beside ``kept`` so that fused operations can make a tensor again: the fewest bytes along each
-        way to its written sources; ``known`` has the tensors that were looked at."""
+        """Tensors to save besides ``kept`` from which fused operations recompute a tensor.
+
+        Along each path to a written source, the smallest tensor is taken. ``known`` memoises tensors already visited.
+        """
         op, found = self.graph.ops[self.producer_index[name]], Sources()
         for operand, read in enumerate(op.reads):
             source = self.tensor(read)
@@ -110,16 +118,17 @@ class PartitionerModel:
         return found
 
     def num_bytes(self, names: Iterable[str]) -> int:
+        """Total size of some values, byte."""
         return sum(self.graph.values[name].num_bytes for name in names)
 
     def row_bytes(self, name: str) -> int:
-        """What is kept of a tensor's rows beside its sources, if it is a softmax."""
+        """Bytes of row maxima and row sums that recomputing a tensor needs: 0 unless it is a softmax."""
         op = self.graph.ops[self.producer_index[name]]
         return ROW_BYTES * prod(op.outputs[0].shape[:-1]) if op.target in SOFTMAX else 0
 
 
 def is_fusible(op: Op) -> bool:
-    """Whether an operation becomes part of a kernel with others, and costs little to run again."""
+    """Whether torch.compile fuses an operation into a kernel with others, so that it is cheap to recompute."""
     if not op.outputs or op.mutates:
         return False
     return op.target in FUSIBLE or torch.Tag.pointwise in operator(op.target).tags
