@@ -145,7 +145,7 @@ def lifetimes(graph: Graph, stats: GraphStats) -> Mapping[str, Lifetime]:
 
 
 def candidate_starts(graph: Graph, stats: GraphStats, alive: Mapping[str, Lifetime]) -> list[int]:
-    """Indices at which a segment may begin, in order. One must begin at the first index; the last is the graph's end."""
+    """Indices at which a segment may begin, in order. One must begin at the first; the last is the graph's end."""
     size, place = len(graph.ops), {op.name: i for i, op in enumerate(graph.ops)}
     first = first_start(graph, stats)
     steps = np.zeros(size + 2, dtype=np.int64)

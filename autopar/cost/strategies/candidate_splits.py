@@ -1,4 +1,4 @@
-"""Which splits of each value the operations around it can use, and which dim its samples are in."""
+"""Splits of each value that operations before it can make and operations after it can use; the dim of its samples."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from autopar.ir.layout import Layout
 from autopar.sharding.batch_dim import sample_dims
 from autopar.sharding.rule import Strategy
 
-MAX_SPLITS = 12  # splits of one value that are followed; a dim that many reshapes take apart could have more
+MAX_SPLITS = 12  # splits of one value that are propagated; a dim that many reshapes divide could have more
 
 
 @dataclass(frozen=True)
 class CandidateSplits:
-    """Splits by value or weight.
+    """Candidate splits of each value or weight, by name.
 
     Args:
-        wanted: those with which an operation behind it can be split.
-        offered: those that operations before it can make.
-        samples: the one along the samples, whether or not the number of ranks divides them; for values that have them.
+        consumable: splits with which a later operation can run split.
+        producible: splits that an earlier operation can make.
+        samples: the split along the samples, whether or not the number of ranks divides them; absent without samples.
     """
 
     consumable: Mapping[str, tuple[Layout, ...]]
@@ -29,20 +29,20 @@ class CandidateSplits:
     samples: Mapping[str, Layout]
 
     def of_value(self, name: str) -> tuple:
-        """All that is known of a value."""
+        """The three entries of one value."""
         return self.consumable.get(name, ()), self.producible.get(name, ()), self.samples.get(name)
 
 
 @dataclass
 class SplitCollector:
-    """Splits found so far, in order of appearance and without those that cannot be kept at another batch size."""
+    """Splits collected so far, in order of appearance, without splits that would differ at another batch size."""
 
     graph: Graph
     samples: Mapping[str, Layout]
     splits: dict[str, dict[Layout, None]]
 
     def add(self, names: Iterable[str], layouts: Iterable[Layout]) -> None:
-        """Note the split ones among the layouts of some values."""
+        """Add the layouts that are splits; one layout for each name."""
         for name, layout in zip(names, layouts):
             if layout.splits and not depends_on_batch(layout, self.samples.get(name), self.graph.batch):
                 known = self.splits.setdefault(name, {})
@@ -50,19 +50,20 @@ class SplitCollector:
                     known[layout] = None
 
     def splits_of(self, name: str) -> tuple[Layout, ...]:
-        """The splits of a value so far."""
+        """Splits of a value collected so far."""
         return tuple(self.splits.get(name, ()))
 
     @property
     def table(self) -> Mapping[str, tuple[Layout, ...]]:
+        """Splits by value."""
         return {name: tuple(layouts) for name, layouts in self.splits.items()}
 
 
 def candidate_splits(book: RuleCache, batch_divides: bool) -> CandidateSplits:
-    """The splits that matter, from one walk backwards and one forwards over the graph.
+    """Candidate splits of all values, from one pass backwards and one forwards over the graph.
 
-    Operations with FLOPs say what they could use and make; rules of the others carry it on. So the rows of a fused
-    query, key and value weight get to know that they are heads inside three parts.
+    Operations with FLOPs contribute splits that they can use or make; the rules of other operations propagate them. So
+    the rows of a fused query-key-value weight get the split "heads within three parts".
 
     Args:
         batch_divides: whether samples can be split, in operations that multiply no weights.
@@ -90,14 +91,14 @@ def candidate_splits(book: RuleCache, batch_divides: bool) -> CandidateSplits:
 def may_read(
     operands: Iterable[Layout], op: Op, book: RuleCache, samples: Mapping[str, Layout], batch_divides: bool
 ) -> bool:
-    """Whether an operation may read its operands so: samples are split only where no weight is multiplied."""
+    """Whether an operation may read operands in these layouts: samples are split only if no weight is multiplied."""
     if batch_divides and not book.multiplies_weights(op):
         return True
     return not any(layout.splits and layout == samples.get(name) for name, layout in zip(op.reads, operands))
 
 
 def depends_on_batch(layout: Layout, samples: Layout | None, batch: int) -> bool:
-    """Whether a split counts parts inside the samples in the same dim: at another batch it would be another split."""
+    """Whether a split lies within the samples of the same dim, so that it would be another split at another batch."""
     if samples is None or batch == 1:
         return False
     (split,), (sample,) = layout.splits, samples.splits

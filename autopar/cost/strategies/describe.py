@@ -1,4 +1,4 @@
-"""Shardings in words: what keeps a model from being split, and what happens in each of its blocks."""
+"""Shardings in words: sizes that the ranks do not divide, and how each block of a model is sharded."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
 
 
 def sharding_limits(graph: Graph, stats: GraphStats, ranks: int) -> tuple[str, ...]:
-    """What keeps operations from being split over so many ranks, such as ``attention has 3 heads`` or ``197 tokens``.
+    """Sizes that the ranks do not divide, in words: ``attention has 3 heads``, ``197 tokens``.
 
-    Sizes that the ranks do not divide are listed, each once, in order of appearance; samples are left to the caller.
+    Each is listed once, in order of appearance. Sample dims are left out; the caller checks the batch.
 
     Args:
-        facts: of this graph, from `op_facts`.
+        stats: statistics of this graph, from `graph_stats`.
     """
     book = RuleCache(graph, stats, ranks)
     samples = sample_dims(graph, book.rule)
@@ -45,14 +45,14 @@ def sharding_limits(graph: Graph, stats: GraphStats, ranks: int) -> tuple[str, .
 
 
 def size_limit(op: Op, rule: Rule, letter: str, book: RuleCache, samples: Mapping[str, Layout]) -> Iterator[str]:
-    """What to say of a letter whose size the ranks do not divide."""
+    """The words for one letter of a rule whose size the ranks do not divide."""
     size, where = rule.sizes[letter], pattern_of(op.module or op.name)
     fed = [i for i, name in enumerate(op.reads) if name in book.batch_dependent and has(rule.operands[i], letter)]
     weights = [
         i for i, name in enumerate(op.reads) if name not in book.batch_dependent and has(rule.operands[i], letter)
     ]
     if any(op.reads[i] not in book.graph.producer for i in fed):
-        return  # the colours of an image
+        return  # a graph input, such as the channels of an image
     if weights and book.multiplies_weights(op):
         yield f"{where} has {size} {'input' if fed else 'output'} {'channels' if 'conv' in op.target else 'features'}"
     elif fed:
@@ -65,7 +65,7 @@ def size_limit(op: Op, rule: Rule, letter: str, book: RuleCache, samples: Mappin
 
 
 def dim_word(op: Op, dim: int, rank: int, book: RuleCache) -> str:
-    """What a dim of activations holds, as far as its place tells."""
+    """Word for a dim of an activation, guessed from its position: heads, tokens, channels, pixels."""
     if book.stats.ops[op.name].forward_flops and not book.multiplies_weights(op):
         return "heads" if dim == 1 and rank == 4 else "tokens"
     channels = 1 if any(word in op.target for word in CHANNELS_FIRST) else rank - 1
@@ -88,13 +88,13 @@ def block_shardings(
 ) -> tuple[BlockSharding, ...]:
     """How each block of a model is sharded; blocks with the same rows and collectives are one entry.
 
-    A block is what a module path names up to its last number that has modules inside; modules outside of any are blocks
-    of their own. What is replicated is left out.
+    The block of an operation is its module path up to the last number that has modules inside, such as ``blocks.3``.
+    A module outside such blocks is a block by itself. Replicated operations are left out.
 
     Args:
-        graph: the whole graph.
-        facts: of the whole graph.
-        local: what `shard_graph` made of it.
+        graph: the unsharded graph.
+        stats: statistics of the unsharded graph.
+        local: the local graph that `shard_graph` made of it.
         storage: layouts of its weights.
         batch: samples per microbatch.
     """
@@ -134,7 +134,12 @@ def describe_op(
     samples: Mapping[str, Layout],
     reduced: str | None,
 ) -> str:
-    """What happens to an operation; nothing if it is replicated, or light. ``parts`` are a rank's, by name."""
+    """Words for an operation's sharding, such as ``rows / 2 → all-reduce``; empty if it is replicated or has no FLOPs.
+
+    Args:
+        parts: the operations of a rank's local graph, by name.
+        reduced: the collective that sums its output, if there is one.
+    """
     weights = [name for name in original_reads(op, book.graph) if name in book.graph.weight]
     if not weights and not book.stats.ops[op.name].forward_flops:
         return ""
@@ -151,7 +156,7 @@ def describe_op(
 
 
 def weight_word(op: Op, layout: Layout, parts: Mapping[str, Op], book: RuleCache) -> str:
-    """Which part of a weight a rank holds."""
+    """Words for the shard of a weight: ``rows``, ``columns``, ``rows by head``, ``output channels``."""
     (split,) = layout.splits
     if "conv" in op.target:
         return {0: "output channels", 1: "input channels"}.get(split.dim, f"dim {split.dim}")
@@ -164,7 +169,7 @@ def weight_word(op: Op, layout: Layout, parts: Mapping[str, Op], book: RuleCache
 
 
 def next_attention(op: Op, book: RuleCache) -> Op | None:
-    """The next operation with FLOPs behind one, if it multiplies activations with each other."""
+    """The next operation with FLOPs after ``op``, if it multiplies activations with each other."""
     waiting, seen = deque(book.readers[op.name]), {op.name}
     while waiting:
         reader = waiting.popleft()
@@ -178,13 +183,13 @@ def next_attention(op: Op, book: RuleCache) -> Op | None:
 
 
 def heads_split(op: Op, part: Op) -> bool:
-    """Whether a rank has some of the heads of an attention: dim 1 of 4."""
+    """Whether the heads of an attention, dim 1 of 4, are split."""
     whole, own = op.outputs[0].shape, part.outputs[0].shape
     return len(whole) == 4 and whole[1] != own[1]
 
 
 def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout], book: RuleCache) -> str:
-    """What a dim holds of which the ranks have a part each; nothing where there is none."""
+    """Word for the dim along which a value is split over the ranks; empty if it is not split."""
     dim = next((d for d, (whole, own) in enumerate(zip(value.shape, local.shape)) if whole != own), None)
     if dim is None:
         return ""
@@ -195,7 +200,7 @@ def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout]
 
 
 def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
-    """What an inserted operation sends, in each direction."""
+    """The collectives of an inserted operation: forward, backward, or both."""
     step, made = step_of(op), op.outputs[0]
     assert step is not None, f"{op.name}: {op.target} sends nothing"
     num_bytes = full_tensor_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
@@ -208,7 +213,7 @@ def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
 
 
 def blocks_of(graph: Graph) -> Iterator[str]:
-    """The block that each operation is part of: what is repeated, else a module, else the operation's own name."""
+    """Name of each operation's block: its innermost repeated module, else its module, else the operation's name."""
     paths = [op.module.split(".") if op.module else [] for op in graph.ops]
     inner = {tuple(path[:n]) for path in paths for n in range(1, len(path))}
     for op, path in zip(graph.ops, paths):
@@ -217,20 +222,20 @@ def blocks_of(graph: Graph) -> Iterator[str]:
 
 
 def name_in_block(block: str, op: Op, graph: Graph) -> str:
-    """What to call an operation's place in its block: its module there, or its own name where it lies in none."""
+    """Name of an operation within its block: its module there, or its own name if it lies directly in the block."""
     inside = op.module.removeprefix(block).lstrip(".")
     last = op.module.rpartition(".")[2]
-    # A module of its own that is not a number, such as a norm outside of any block, is called as it is.
+    # A module that is a block by itself and not a number, such as a norm outside of all blocks, keeps its name.
     return inside or (last if last and not last.isdigit() else name_outside_modules(block, op, graph))
 
 
 def name_outside_modules(block: str, op: Op, graph: Graph) -> str:
-    """The weight that an operation outside of any module of its own applies, such as ``pos_embed``; else its name."""
+    """Name of the weight that an operation applies, such as ``pos_embed``; of the operation if there is none."""
     weights = (name for name in op.reads if name in graph.weight and name.rpartition(".")[2] not in ("weight", "bias"))
     return next(weights, op.name).removeprefix(f"{block}.")
 
 
 def merge_names(names: Sequence[str]) -> str:
-    """The names as one: ``*`` where their numbers differ."""
+    """Several names as one pattern, with ``*`` where their numbers differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(words[0] if len(set(words)) == 1 else "*" for words in columns)

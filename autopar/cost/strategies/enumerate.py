@@ -1,4 +1,4 @@
-"""From a whole graph to the ways in which each of its groups can be sharded, and what they cost."""
+"""The strategy graph of a model: the sharding strategies of each group, and what each of them costs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MAX_STRATEGIES = 8
 
 @dataclass(frozen=True)
 class EquivalentGroups:
-    """Groups that are the same but for names: the choices of one of them, and the number that they share."""
+    """Groups that are equal but for names: one of them, its strategies, and the ``kind`` number that all share."""
 
     number: int
     members: OpGroup
@@ -46,20 +46,20 @@ class EquivalentGroups:
 def strategy_graph(
     graph: Graph, stats: GraphStats, hardware: Hardware, batch: int, ranks: int, factors: Factors = NO_FACTORS
 ) -> StrategyGraph:
-    """The choices of every group of a whole training graph on the ranks of a tensor-parallel axis.
+    """Sharding strategies of every group of an unsharded training graph on the ranks of a tensor-parallel axis.
 
-    The groups are those of `price`. A choice is a strategy of the group's anchor, which the other operations follow,
-    and, where a sum comes out, the layout that it is reduced to. Groups whose anchors stand at the same place of a
-    repeated block, and whose operations, shapes and surroundings are equal, are of one kind.
+    The groups are the same as `price` makes. A strategy splits the group's anchor, and the other operations follow it.
+    If the anchor's output is partial, a strategy also says to which layout it is reduced. Groups are of one kind if
+    their anchors stand at the same place of a repeated block, and their operations, shapes and neighbours are equal.
 
     Args:
-        facts: of this graph, from `op_facts`.
+        stats: statistics of this graph, from `graph_stats`.
         batch: samples per microbatch, of all ranks of the axis together.
         ranks: at least 2.
-        factors: as in `price`; of groups that are alike but for their names, those of the first.
+        factors: as in `price`; equivalent groups get the factors of the first of them.
     Raises:
-        HardwareError: the machine has no peak for a dtype the model computes in.
-    Error: against `price` of the graph that `shard_graph` makes of a choice: see `autopar.cost.strategies.group_cost`.
+        HardwareError: the machine has no peak for a dtype that the model computes in.
+    Error: compared with `price` of the local graph of a sharding; see `autopar.cost.strategies.group_cost`.
     """
     pricing = Pricing(graph, stats, hardware, batch, ranks)
     costs = op_costs(pricing)
@@ -88,12 +88,14 @@ def strategy_graph(
 
 
 def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
-    """The same choices with weights as `price` takes them for these replicas: ``step_seconds`` with the reduction of
-    their gradients, and ``weight_bytes``.
+    """The strategy graph with the weights' costs for data-parallel replicas, as `price` counts them.
+
+    ``step_seconds`` then include the gradients' all-reduce, and ``weight_bytes`` follow ZeRO-1.
 
     Args:
-        graph: the whole graph that the choices are of.
-        sharing: its storage is not asked for, as each choice has its own.
+        choices: a strategy graph without replicas.
+        graph: the unsharded graph.
+        sharing: numbers of ranks; its ``storage`` is not read, since each strategy says how it stores weights.
     """
     if sharing.dp == 1:
         return choices
@@ -114,7 +116,7 @@ def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardwa
 
 
 def group_boundaries(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoundary, ...]:
-    """What each group reads and makes for others, in order of execution."""
+    """Boundary of each group: values read from and made for other groups, and weights, in order of execution."""
     group_of = {op.name: i for i, members in enumerate(groups) for op in members.ops}
     outside = set(refs(graph.outputs))
     for op in graph.ops:
@@ -137,7 +139,7 @@ def group_boundaries(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoun
 
 
 def loss_group(graph: Graph, kind: int) -> StrategyGroup:
-    """The loss, which reads the model's outputs whole."""
+    """The loss, a group with one strategy: it reads the model's outputs replicated."""
     names = tuple(dict.fromkeys(refs(graph.outputs)))
     reads = tuple(n for n in names if n in graph.producer)
     weights = tuple(n for n in names if n in graph.weight)
@@ -154,9 +156,10 @@ def resharding_costs(
     pricing: Pricing,
     setting: PropagationContext,
 ) -> Mapping[tuple[str, Layout, Layout], ReshardingCost]:
-    """Every conversion between two layouts that can occur.
+    """Cost of every resharding that can occur, by (value, layout that is made, layout that is read).
 
-    Error: a copy counts as saved if some reader that saves may read in its layout, whether or not that one does.
+    Error: over-counts. A resharded copy counts as saved for backward if any strategy of any saving consumer reads that
+        layout.
     """
     book, layers = setting.book, dict(sole_reader_layers(pricing, setting.factors))
     kept = saved_copies(groups, members, owned, pricing)
@@ -185,11 +188,13 @@ def resharding_costs(
 def saved_copies(
     groups: Sequence[StrategyGroup], members: Sequence[OpGroup], owned: Owners, pricing: Pricing
 ) -> frozenset[tuple[str, Layout]]:
-    """Values that the group that makes them saves, or an earlier one, and the layouts in which readers may save them
-    again."""
+    """(value, layout) of copies that a consumer may save besides the original.
+
+    The original is saved by the group that makes the value, or by an earlier group.
+    """
     maker = {name: number for number, group in enumerate(groups) for name in group.makes}
     found: set[tuple[str, Layout]] = set()
-    for group, own in zip(groups, members):  # the loss behind them saves nothing
+    for group, own in zip(groups, members):  # the loss, last of ``groups``, saves nothing
         roots = {root for op in own.ops for root, _ in saved_by(op, pricing)}
         for i, name in enumerate(group.reads):
             root = pricing.storage.get(name, name)
@@ -201,12 +206,12 @@ def saved_copies(
 def resharding_cost(
     made: Layout, read: Layout, num_bytes: float, trained: bool, layer: ReshardingCost | None, pricing: Pricing
 ) -> ReshardingCost:
-    """Time to bring a tensor from one layout into another and its gradient back.
+    """Seconds to bring a tensor from one layout into another, and its gradient back.
 
     Args:
-        num_bytes: of the whole tensor.
-        trained: whether a gradient comes back.
-        layer: the products of a linear layer that alone reads it, if one does.
+        num_bytes: size of the unsharded tensor, byte.
+        trained: whether the tensor has a gradient.
+        layer: GEMM seconds of the linear layer that alone reads it, if there is one; the last step overlaps with it.
     """
     *first, last = steps(made, read, TP, pricing.ranks)
     parts = [reshard_step_cost(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
@@ -217,8 +222,10 @@ def resharding_cost(
 
 
 def sole_reader_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, ReshardingCost]]:
-    """Values that a linear layer alone reads, and its products if it is split by its outputs, as in those of
-    `autopar.sharding.fuse_linear`."""
+    """(value, GEMM seconds) for each value whose only reader is a linear layer.
+
+    The layer is taken as column-parallel, since `autopar.sharding.fuse_linear` fuses collectives before such layers.
+    """
     graph = pricing.graph
     readers = Counter([*(name for op in graph.ops for name in op.reads), *refs(graph.outputs)])
     for op in graph.ops:
@@ -232,13 +239,13 @@ def sole_reader_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str
             yield whole, gemm_seconds(op, cost, pricing.stats)
 
 
-# -- choices of one group ------------------------------------------------------------------------------------------
+# -- strategies of one group ---------------------------------------------------------------------------------------
 
 
 def group_strategies(
     number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
 ) -> tuple[ShardingStrategy, ...]:
-    """The choices of a group, the replicated one first; those that another one is better than in every way are gone."""
+    """Strategies of a group, the replicated one first, then by seconds, without dominated ones."""
     found: list[ShardingStrategy] = []
     for strategy in anchor_strategies(members, setting):
         for target in reduction_targets(members, strategy, setting):
@@ -250,7 +257,10 @@ def group_strategies(
 
 
 def dominates(other: ShardingStrategy, choice: ShardingStrategy, earlier: bool) -> bool:
-    """Whether another choice fits the same surroundings and is at least as good in every way."""
+    """Whether another strategy has the same layouts and is no worse in any objective.
+
+    Of two equal strategies, the earlier one dominates.
+    """
     if other is choice or (other.input_layouts, other.output_layouts, other.weight_layouts) != (
         choice.input_layouts,
         choice.output_layouts,
@@ -262,17 +272,17 @@ def dominates(other: ShardingStrategy, choice: ShardingStrategy, earlier: bool) 
 
 
 def objectives(choice: ShardingStrategy) -> tuple[float, ...]:
-    """What is better small."""
+    """Costs by which strategies are compared; smaller is better."""
     return choice.seconds, choice.step_seconds, choice.saved_bytes, choice.weight_bytes
 
 
-# -- kinds -----------------------------------------------------------------------------------------------------------
+# -- equivalent groups -----------------------------------------------------------------------------------------------
 
 
 def group_signature(
     number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
 ) -> tuple:
-    """Equal for groups that have the same choices: names are replaced by where they come from."""
+    """A key that is equal for groups with the same strategies: names are replaced by where the values come from."""
     book, known = setting.book, setting.splits.of_value
     place = {v.name: (i, j) for i, op in enumerate(members.ops) for j, v in enumerate(op.outputs)}
     place |= {name: ("read", i) for i, name in enumerate(side.reads)}
@@ -301,13 +311,13 @@ def group_signature(
 
 
 def without_names(choices: tuple[ShardingStrategy, ...], members: OpGroup) -> tuple[ShardingStrategy, ...]:
-    """The choices with positions for names."""
+    """The strategies with an operation's index in place of its name."""
     place = {op.name: str(i) for i, op in enumerate(members.ops)}
     return tuple(replace(c, labels=tuple((place[name], label) for name, label in c.labels)) for c in choices)
 
 
 def rename(choices: tuple[ShardingStrategy, ...], source: OpGroup, target: OpGroup) -> Iterator[ShardingStrategy]:
-    """The choices of one group for another one of its kind."""
+    """The strategies of one group with the names of another group of its kind."""
     if source is target:
         yield from choices
         return

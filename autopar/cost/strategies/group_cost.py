@@ -1,11 +1,11 @@
-"""What a rank spends on one way of running a group: seconds and bytes of its parts, and conversions inside the group.
+"""Cost on one rank of one sharding of a group: seconds and bytes of its operations, and resharding inside the group.
 
-Error: against `price` of the graph that `shard_graph` makes of the same choices, on ViT, Swin, ConvNeXt, ResNet-18 and
-Mixer with 2 and 4 ranks (tests/test_choices.py). Seconds of assignments that no change of one kind improves agree to
-0.1 %; those of arbitrary ones to 6 %, because a sum that is wanted in several layouts is reduced once for each in the
-graph and once, then gathered, here. Weights and what they cost once a step agree exactly. Saved bytes agree to 3 %, and
-for arbitrary assignments to 7 %: a tensor that several groups save counts for the first of them, in the layout in
-which it saves that; copies in other layouts count where that group makes the tensor or comes before the one that does.
+Error: compared with `price` of the local graph that `shard_graph` makes of the same strategies, on ViT, Swin, ConvNeXt,
+ResNet-18 and Mixer with 2 and 4 ranks (tests/test_choices.py). Seconds agree to 0.1 % for shardings that no change of
+one kind improves. For arbitrary shardings they agree to 6 %: a partial value that is read in several layouts is reduced
+once per layout in the graph, but reduced once and then gathered here. Weights and their seconds per step agree exactly.
+Saved bytes agree to 3 %, and for arbitrary shardings to 7 %. A tensor that several groups save counts for the first of
+them, in its layout. Copies in other layouts count if that group makes the tensor or precedes the group that does.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from autopar.sharding.reshard import Step, steps
 
 @dataclass(frozen=True)
 class Owners:
-    """Which group pays for what several groups hold.
+    """The group that is charged for a weight or a storage that several groups use.
 
     Args:
-        weight: number of the first group that reads a weight.
-        saved: number of the first group that saves a storage.
+        weight: number of the first group that reads each weight.
+        saved: number of the first group that saves each storage.
         shared: weights that several groups read.
     """
 
@@ -42,7 +42,7 @@ class Owners:
     shared: frozenset[str]
 
     def signature(self, number: int, members: OpGroup, pricing: Pricing) -> tuple:
-        """Equal for groups that pay for the same of their weights and storages."""
+        """A key that is equal for groups that are charged for the same ones of their weights and storages."""
         saved = [root for op in members.ops for root, _ in saved_by(op, pricing)]
         place = {root: i for i, root in enumerate(dict.fromkeys(saved))}
         weights = [name for op in members.ops for name in op.reads if name in self.weight]
@@ -53,7 +53,7 @@ class Owners:
 
 
 def owners(groups: Sequence[OpGroup], pricing: Pricing) -> Owners:
-    """The first reader of each weight and the first saver of each storage."""
+    """Owners of all weights and storages: the first group that reads, or saves, each."""
     weight: dict[str, int] = {}
     saved: dict[str, int] = {}
     shared: set[str] = set()
@@ -77,7 +77,15 @@ def saved_by(op: Op, pricing: Pricing) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class GroupCosting:
-    """One run of one group while its cost is summed up."""
+    """The cost of one sharding of one group.
+
+    Args:
+        number: the group's number.
+        boundary: values and weights that enter and leave the group.
+        sharding: layouts of all its operations.
+        pricing: of the unsharded graph.
+        owned: groups that are charged for shared weights and storages.
+    """
 
     number: int
     members: OpGroup
@@ -92,14 +100,17 @@ class GroupCosting:
         return self.setting.book.ranks
 
     def strategies(self) -> Iterator[ShardingStrategy]:
-        """The run as a choice; as two, if it reads a weight that other groups read too, and may read otherwise."""
+        """The sharding as a strategy; as two, if it splits a weight that other groups read too.
+
+        The second one stores such weights replicated, so that groups can agree on a layout.
+        """
         natural = {name: self.sharding.weight_layout(name, self.setting.book) for name in self.boundary.weights}
         whole = {name: REPLICATED if name in self.owned.shared else layout for name, layout in natural.items()}
         for stored in (natural,) if whole == natural else (natural, whole):
             yield self.strategy(stored)
 
     def strategy(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
-        """The choice that keeps the weights so."""
+        """The strategy that stores the weights in these layouts."""
         costs = [self.op_cost(op) for op in self.members.ops]
         inside = sum_costs(self.reshardings(stored))
         holdings = [self.weight_cost(name, stored[name]) for name in self.boundary.weights if self.pays_for(name)]
@@ -120,43 +131,43 @@ class GroupCosting:
 
     @property
     def name(self) -> str:
-        """The anchor's label, and what its sum is reduced to."""
+        """The anchor's label, and the layout to which its partial output is reduced."""
         chosen = self.sharding.strategies[self.members.anchor.name]
         if not chosen.label:
             return str(REPLICATED)
         return f"{chosen.label} → {self.sharding.target}" if any(x.partial for x in chosen.outputs) else chosen.label
 
     def labels(self) -> Iterator[tuple[str, str]]:
-        """The strategy of every operation that is split, and of those that would be if nothing were said of them."""
+        """(operation, label) of split operations, and of operations that would be split if they had no label."""
         for op in self.members.ops:
             label = self.sharding.strategies[op.name].label
             if label or (self.setting.book.rule(op) is not None and any(map(self.may_be_split, op.reads))):
                 yield op.name, label
 
     def may_be_split(self, name: str) -> bool:
-        """Whether a value is made split in the group, or by another group, or held so for another one."""
+        """Whether a value may be split: made so in the group, read from another group, or a shared weight."""
         return name in self.boundary.reads or name in self.owned.shared or bool(self.made(name).splits)
 
     def made(self, name: str) -> Layout:
-        """The layout of a value where it is made; inputs are replicated."""
+        """The layout in which a value is made; graph inputs are replicated."""
         return self.sharding.made.get(name, REPLICATED)
 
     def op_cost(self, op: Op) -> OpCost:
-        """Cost of a rank's part of an operation."""
+        """Cost of a rank's part of an operation, scaled by its measured factor."""
         layouts = self.sharding.around(op)
         cost = local_op_cost(op, self.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
         return cost.scaled_by(self.setting.factors.get(op.name, UNMEASURED))
 
     def parts(self, op: Op) -> int:
-        """How many ranks divide an operation's work."""
+        """Number of ranks that divide an operation's FLOPs."""
         return self.ranks if self.sharding.strategies[op.name].label else 1
 
     def local_bytes(self, name: str, layout: Layout) -> float:
-        """Size of a rank's part of a value or weight."""
+        """Size of a rank's part of a value or weight, byte."""
         return self.pricing.num_bytes(name) / (self.ranks if layout.splits else 1)
 
     def saved_bytes(self) -> int:
-        """Bytes that the group pays for: each storage once in every layout."""
+        """Saved bytes that the group is charged for: each storage once, split and unsplit copies counted separately."""
         own = 0.0
         parts: dict[tuple[str, bool], float] = {}
         for op in self.members.ops:
@@ -168,16 +179,16 @@ class GroupCosting:
         return round(own + sum(parts.values()))
 
     def pays_for(self, name: str) -> bool:
-        """Whether the group is the first one that reads a weight."""
+        """Whether the group is charged for a weight: it is the first to read it."""
         return self.owned.weight[name] == self.number
 
     def weight_cost(self, name: str, layout: Layout) -> ResidentTensor:
-        """What keeping a weight costs a rank."""
+        """Cost of a weight on one rank in this layout."""
         sharing = Sharing(self.ranks, storage={name: layout})
         return sharded_weight_cost(self.pricing.graph.weight[name], (self.number,), sharing, self.pricing.hardware)
 
     def reshardings(self, stored: Mapping[str, Layout]) -> Iterator[ReshardingCost]:
-        """Those of what the group makes, of weights and inputs, and of what it reads in a second layout."""
+        """Resharding inside the group: of its values and weights, and of values that it reads in a second layout."""
         wanted: dict[str, list[Layout]] = {}
         for name, layout in self.sharding.read:
             wanted.setdefault(name, []).append(layout)
@@ -191,7 +202,7 @@ class GroupCosting:
             yield from self.reshard_once(name, source, layouts)
 
     def reshard_once(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
-        """Each step once that leads from one layout into those wanted."""
+        """Cost of each resharding step from one layout into several; steps that these have in common count once."""
         taken: dict[Layout, Step] = {}
         for layout in wanted:
             way = steps(made, layout, TP, self.ranks)
@@ -203,7 +214,7 @@ class GroupCosting:
             yield self.exposed_after_layer(name, step, seconds) if len(taken) == 1 else seconds
 
     def exposed_after_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
-        """What is left of a step that alone reads a value, beside the linear layer that makes it."""
+        """Exposed seconds of a step that is the only reader of a value: it overlaps with the layer that makes it."""
         op = next((op for op in self.members.ops if any(v.name == name for v in op.outputs)), None)
         operator = behind_layer(step)
         if operator is None or op is None or not is_layer(op):

@@ -1,4 +1,4 @@
-"""How the operations of one group follow the strategy of its anchor."""
+"""Propagation within a group: how its operations are sharded, given the strategy of its anchor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.sharding.rule import Strategy, letter_and_parts
 
 
 class ReadLayout(NamedTuple):
-    """A value or weight in the layout in which it is read."""
+    """A value or weight, and a layout in which it is read."""
 
     name: str
     layout: Layout
@@ -25,7 +25,8 @@ class ReadLayout(NamedTuple):
 
 @dataclass(frozen=True)
 class PropagationContext:
-    """What following is done by, and how operations compare with their prices."""
+    """What propagation needs besides the group: rules, candidate splits, whether samples may be split; and measured
+    factors by operation."""
 
     book: RuleCache
     splits: CandidateSplits
@@ -33,7 +34,7 @@ class PropagationContext:
     factors: Factors = field(default_factory=dict)
 
     def allows(self, op: Op, found: Strategy | None) -> bool:
-        """Whether an operation may run so, with a label that means the same at another batch size."""
+        """Whether an operation may run with a strategy, and its label means the same at another batch size."""
         if found is None or not may_read(found.operands, op, self.book, self.splits.samples, self.batch_divides):
             return False
         names = (*op.reads, *(value.name for value in op.outputs))
@@ -44,7 +45,7 @@ class PropagationContext:
 
 @dataclass(frozen=True)
 class GroupBoundary:
-    """What enters and leaves a group: values of other groups, values for other groups, weights."""
+    """Names at the boundary of a group: values read from other groups, values made for other groups, weights."""
 
     reads: tuple[str, ...]
     makes: tuple[str, ...]
@@ -53,13 +54,13 @@ class GroupBoundary:
 
 @dataclass(frozen=True)
 class GroupSharding:
-    """One way to run a group.
+    """One sharding of a group.
 
     Args:
-        target: what a sum that the anchor leaves is reduced to before it is read.
-        strategies: of every operation, operands as in ``Op.reads``.
-        made: layout of every value that the group makes.
-        read: every layout in which something is read, each once.
+        target: layout to which a partial output of the anchor is reduced before it is read.
+        strategies: strategy of every operation by name, with operands as in ``Op.reads``.
+        made: layout in which the group makes each of its values.
+        read: every (name, layout) in which the group reads a value or weight, without duplicates.
     """
 
     target: Layout
@@ -68,7 +69,7 @@ class GroupSharding:
     read: tuple[ReadLayout, ...]
 
     def around(self, op: Op) -> Mapping[str, Layout]:
-        """The layouts of what an operation reads and makes."""
+        """Layouts of an operation's operands and outputs, by name."""
         found = self.strategies[op.name]
         made = zip((value.name for value in op.outputs), found.outputs, strict=True)
         return dict(zip(op.reads, found.operands, strict=True)) | dict(made)
@@ -84,20 +85,24 @@ class GroupSharding:
         )
 
     def input_layout(self, name: str) -> Layout:
-        """The layout in which a value enters the group; the first, where it is read in several."""
+        """The layout in which a value enters the group; the first of them, if the group reads it in several."""
         return self.layouts(name)[0]
 
     def weight_layout(self, name: str, book: RuleCache) -> Layout:
-        """The layout in which a weight is kept for this group's readers."""
+        """The layout in which a weight is stored for its readers in this group."""
         return REPLICATED if book.graph.weight[name].kind == "constant" else kept(set(self.layouts(name)))
 
 
 def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context: PropagationContext) -> GroupSharding:
-    """The group with its anchor under a strategy.
+    """The sharding of a group whose anchor has a strategy.
 
-    Operations that depend on weights and constants alone make what their reader wants where their rule can. Any other
-    goes with its first split operand, or is replicated; values of other groups are read as the strategy wants them. A
-    sum is reduced before it is read: the anchor's to ``target``, any other to a replicated tensor.
+    An operation that depends only on weights and constants follows its reader's layout if its rule allows. Any other
+    operation follows its first split operand, or is replicated. A partial value is reduced before it is read: the
+    anchor's output to ``target``, any other to a replicated tensor.
+
+    Args:
+        chosen: strategy of the anchor.
+        target: layout to which a partial output of the anchor is reduced.
     """
     free = input_free_ops(members, context.book)
     strategies: dict[str, Strategy] = {}
@@ -124,12 +129,12 @@ def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context
 
 
 def reduced_layout(layout: Layout, target: Layout) -> Layout:
-    """The layout in which a value is read where it is made: a sum becomes its target."""
+    """The layout after reduction: ``target`` for a partial value, else its own layout."""
     return target if layout.partial else layout
 
 
 def input_free_ops(members: OpGroup, book: RuleCache) -> frozenset[str]:
-    """Names of the operations, but the anchor, that read neither another group's values nor what the anchor makes."""
+    """Names of the operations that depend on neither the anchor nor another group's values."""
     free: set[str] = set()
     for op in members.ops:
         sources = (book.graph.producer.get(name) for name in op.reads)
@@ -139,7 +144,7 @@ def input_free_ops(members: OpGroup, book: RuleCache) -> frozenset[str]:
 
 
 def follow_operand(op: Op, known: Mapping[str, Layout], context: PropagationContext) -> Strategy:
-    """The strategy that reads the first split operand as it is."""
+    """The strategy that reads the first split operand in its layout; replicated if there is none."""
     for number, name in enumerate(op.reads):
         if known.get(name, REPLICATED).splits:
             found = context.book.reading(op, number, known[name])
@@ -150,7 +155,7 @@ def follow_operand(op: Op, known: Mapping[str, Layout], context: PropagationCont
 def follow_reader(
     ops: Sequence[Op], op: Op, strategies: Mapping[str, Strategy], context: PropagationContext
 ) -> Strategy:
-    """The strategy that makes an output as its first reader in the group wants it."""
+    """The strategy that makes an output in the layout of its first reader in the group; replicated if there is none."""
     for number, value in enumerate(op.outputs):
         for reader in ops:
             if value.name in reader.reads and reader.name in strategies:
@@ -161,14 +166,14 @@ def follow_reader(
 
 
 def in_gradients(op: Op, found: Strategy, book: RuleCache) -> Strategy:
-    """The strategy with nothing partial in a gradient that does not exist."""
+    """The strategy without partial gradients for operands that have no gradient."""
     pairs = zip(op.reads, found.operands, strict=True)
     operands = tuple(in_gradient(layout, name in book.trained) for name, layout in pairs)
     return Strategy(found.label, operands, found.outputs)
 
 
 def keeps_state(members: OpGroup, sharding: GroupSharding, book: RuleCache) -> bool:
-    """Whether weights that are updated in place are read as they are stored."""
+    """Whether weights that are updated in place are read in the layout in which they are stored."""
     return all(
         sharding.layouts(name) == (sharding.weight_layout(name, book),)
         for op in members.ops
@@ -178,9 +183,9 @@ def keeps_state(members: OpGroup, sharding: GroupSharding, book: RuleCache) -> b
 
 
 def anchor_strategies(members: OpGroup, context: PropagationContext) -> Iterable[Strategy]:
-    """The strategies of the anchor that are worth trying, the replicated one first.
+    """Strategies of the anchor to try, the replicated one first.
 
-    A letter is split contiguously unless readers can use it otherwise only.
+    If readers can use some split of a letter, only such splits of it are tried; else all are, contiguous ones included.
     """
     op, book = members.anchor, context.book
     yield replicated(op)
@@ -205,13 +210,13 @@ def anchor_strategies(members: OpGroup, context: PropagationContext) -> Iterable
 
 
 def sample_split(name: str, context: PropagationContext) -> tuple[Layout, ...]:
-    """The split of a value's samples, where they can be split."""
+    """The split along a value's samples; empty if samples cannot be split."""
     found = context.splits.samples.get(name) if context.batch_divides else None
     return () if found is None else (found,)
 
 
 def is_consumable(op: Op, strategy: Strategy, context: PropagationContext) -> bool:
-    """Whether readers of an operation can use what it makes under a strategy."""
+    """Whether readers can use an output of an operation in the layout that a strategy gives it."""
     return any(
         layout.partial or layout in consumable_splits(value.name, context)
         for value, layout in zip(op.outputs, strategy.outputs)
@@ -219,12 +224,12 @@ def is_consumable(op: Op, strategy: Strategy, context: PropagationContext) -> bo
 
 
 def consumable_splits(name: str, context: PropagationContext) -> tuple[Layout, ...]:
-    """The splits of a value that operations behind it can use."""
+    """Splits of a value that later operations can use."""
     return (*context.splits.consumable.get(name, ()), *sample_split(name, context))
 
 
 def reduction_targets(members: OpGroup, chosen: Strategy, context: PropagationContext) -> tuple[Layout, ...]:
-    """What a sum that the anchor leaves can be reduced to; the replicated tensor alone where it leaves none."""
+    """Layouts to which a partial output of the anchor can be reduced; replicated alone if no output is partial."""
     op, found = members.anchor, {REPLICATED: None}
     for value, layout in zip(op.outputs, chosen.outputs):
         if layout.partial:

@@ -1,4 +1,4 @@
-"""The rules of one graph's operations, each distinct operation looked up once."""
+"""Sharding rules of a graph's operations; each distinct operation is looked up once."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from autopar.sharding.rule import Rule, Strategy, by_operand, by_output, strateg
 
 @dataclass(frozen=True)
 class RuleCache:
-    """What can be split in a graph on ``ranks`` ranks.
+    """Rules and strategies of a graph's operations on ``ranks`` ranks.
 
-    Operations with the same facts are the same but for names, so that their rules and strategies are too.
+    Operations that share an `OpStats` object differ in names alone, so that they have the same rules and strategies.
     """
 
     graph: Graph
@@ -36,17 +36,17 @@ class RuleCache:
 
     @cached_property
     def always_replicated(self) -> frozenset[str]:
-        """Operations that are replicated whatever their rule says."""
+        """Operations that are replicated regardless of their rule: they touch memory that is updated in place."""
         return updated_in_place(self.graph)
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Values and weights that get a gradient."""
+        """Values and weights that have a gradient."""
         return frozenset(x.name for x in (*self.graph.values.values(), *self.graph.weights) if x.requires_grad)
 
     @cached_property
     def readers(self) -> Mapping[str, list[Op]]:
-        """The operations that read what each operation makes."""
+        """The operations that read each operation's outputs, by its name."""
         found: dict[str, list[Op]] = {op.name: [] for op in self.graph.ops}
         for op in self.graph.ops:
             for name in op.reads:
@@ -55,11 +55,11 @@ class RuleCache:
         return found
 
     def key(self, op: Op) -> int:
-        """The same for operations that differ in names alone."""
+        """A key that is equal for operations that differ in names alone."""
         return id(self.stats.ops[op.name])
 
     def rule(self, op: Op) -> Rule | None:
-        """An operation's rule; None where it is always replicated."""
+        """An operation's rule; None if it has none or is always replicated."""
         if op.name in self.always_replicated:
             return None
         key = self.key(op)
@@ -68,7 +68,7 @@ class RuleCache:
         return self.rules[key]
 
     def contiguous_strategies(self, op: Op) -> tuple[Strategy, ...]:
-        """The strategies that split a letter contiguously."""
+        """Strategies that split one letter of the rule contiguously."""
         rule, key = self.rule(op), self.key(op)
         if rule is None:
             return ()
@@ -77,15 +77,15 @@ class RuleCache:
         return self.contiguous[key]
 
     def reading(self, op: Op, number: int, layout: Layout) -> Strategy | None:
-        """The strategy that reads an operand so."""
+        """The strategy that reads operand ``number`` in a layout; None if the rule has none."""
         return self.look_up("reads", op, number, layout)
 
     def making(self, op: Op, number: int, layout: Layout) -> Strategy | None:
-        """The strategy that makes an output so."""
+        """The strategy that makes output ``number`` in a layout; None if the rule has none."""
         return self.look_up("makes", op, number, layout)
 
     def look_up(self, side: str, op: Op, number: int, layout: Layout) -> Strategy | None:
-        """The strategy with this layout of an operand or output."""
+        """The strategy with this layout of an operand ("reads") or an output ("makes")."""
         rule = self.rule(op)
         if rule is None:
             return None
@@ -96,6 +96,7 @@ class RuleCache:
         return self.by_layout[key]
 
     def multiplies_weights(self, op: Op) -> bool:
-        """Whether an operation is a product of activations with a weight, which splitting samples leaves to dp."""
+        """Whether an operation multiplies activations with a weight. Data parallelism splits the samples of those."""
+
         flops = self.stats.ops[op.name].forward_flops
         return flops > 0 and op.target != ATTENTION and not self.batch_dependent.issuperset(op.reads)
