@@ -1,4 +1,4 @@
-"""From a program to a runnable, printable ``fx.GraphModule``."""
+"""Code generation: from a program to a runnable, printable ``fx.GraphModule``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from autopar.ir.program import Program
 from autopar.ops.regions import region_starts, writes_into_value
 from autopar.ops.registry import operator
 
-# What the code of an fx.GraphModule means by these names an argument must not hide.
+# Names that the code of an fx.GraphModule uses; arguments must not shadow them.
 RESERVED = ("self", "torch", "device", "inf", "nan")
 SAME_KEYS: Mapping[str, str] = MappingProxyType({})
 NO_MODULES: Mapping[str, nn.Module] = MappingProxyType({})
@@ -48,21 +48,20 @@ def graph_module(
 ) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
 
-    Where the stage recomputes, each segment is a module in it.
+    If the stage recomputes, each checkpointed segment is a submodule.
 
     Args:
-        weights: at least the program's own, by name; used as they are, so several modules can share them.
-        device: replaces every device that tracing baked in.
-        axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`; its name where it is not
-            listed.
-        waits: for weights that may still be under way, what waits for them. Several can share one; it is called before
-            the first operation (or region, or segment) that reads one of them.
-        sums: gives those of weights' gradients, to which compiled linear layers add.
-        compiled: have torch.compile make kernels of the operations, region by region, at the first call.
+        weights: at least the program's weights, by name; not copied, so that several modules can share them.
+        device: replaces every device in the trace.
+        axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`; by default the axis's name.
+        waits: for each weight that may still be gathered (ZeRO-1 prefetch), a function that waits for it. Several
+            weights can share one. It is called before the first operation, region or segment that reads one of them.
+        sums: returns the main gradient of a weight, into which its compiled linear layer accumulates, or None.
+        compiled: compile the operations with torch.compile, region by region, at the first call.
     """
     own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
     if program.output_boundaries and any(writes_into_value(op) for op in program.ops):
-        compiled = False  # in one region weights that have no gradient would get zeros
+        compiled = False  # a single region would give zero gradients to weights that have none
     if compiled:
         program = use_patch_embed(program)
         program, added = fuse_wgrad(program, sums)
@@ -117,10 +116,10 @@ def emit_module(
     segments: Sequence[Segment] = (),
     waits: Mapping[str, Callable[[], None]] = NO_WAITS,
 ) -> fx.GraphModule:
-    """A module from arguments to a tuple of results, by name, that runs operations and then segments.
+    """A module that takes arguments, runs operations and then segments, and returns a tuple of results, all by name.
 
     Args:
-        held: weights and the segments' modules by name; those that are used become the module's own.
+        held: weights and the segments' modules by name; those that are used become attributes of the module.
         waits: as in `graph_module`.
     """
     ops = fuse_async_tp(ops, {*results, *(name for s in segments for name in s.reads)})
@@ -154,7 +153,7 @@ def emit_module(
 
 
 class Wait(nn.Module):
-    """Waits for weights that are under way."""
+    """Waits until weights have been gathered."""
 
     def __init__(self, ready: Callable[[], None]) -> None:
         super().__init__()
@@ -172,7 +171,7 @@ def emit_op(
     device: torch.device,
     axes: Mapping[str, str],
 ) -> None:
-    """Append one operation's node, and a node per output where it has several."""
+    """Append one operation's node to ``graph``, and a node for each output if it has several."""
     collective = op.target.startswith("autopar.")
 
     def localised(argument: Any) -> Any:
@@ -198,7 +197,7 @@ def emit_op(
 
 
 def identifiers(names: Iterable[str]) -> Mapping[str, str]:
-    """A Python name for each value, numbered where two would be equal."""
+    """A Python identifier for each value, with a number if two would be equal."""
     result: dict[str, str] = {}
     taken: set[str] = set(RESERVED)
     for name in dict.fromkeys(names):
@@ -208,13 +207,13 @@ def identifiers(names: Iterable[str]) -> Mapping[str, str]:
 
 
 def identifier(name: str) -> str:
-    """A Python name for a value: ``blocks_0_attn_qkv_linear``."""
+    """A Python identifier for a value, such as ``blocks_0_attn_qkv_linear``."""
     plain = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"_{plain}" if plain[0].isdigit() or keyword.iskeyword(plain) else plain
 
 
 def source(program: Program) -> str:
-    """The program as readable Python, with what it holds, receives and sends on top."""
+    """The program as readable Python; comments on top list its parameters, inputs, and values received and sent."""
     meta = {w.name: torch.empty(w.shape, dtype=getattr(torch, w.dtype), device="meta") for w in program.weights}
     module = graph_module(program, meta, torch.device("cpu"))
     params = sum(w.numel for w in program.weights if w.kind == "parameter")

@@ -1,4 +1,4 @@
-"""Where a product of matrices (`autopar.ops.patch_embed`) takes a convolution's place."""
+"""Patch embedding: one GEMM (`autopar.ops.patch_embed`) replaces a convolution whose stride is its kernel."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ CHANNEL_ALIGNMENT = 8  # channels
 
 
 def use_patch_embed(program: Program) -> Program:
-    """The same program with a product of matrices for each convolution of patches of few channels, or of one place."""
+    """The program with a GEMM for each convolution of patches with few channels, and of single-position inputs."""
     shapes = {v.name: v.shape for v in program.values} | {w.name: w.shape for w in program.weights}
     return replace(program, ops=tuple(as_product(op, shapes) for op in program.ops))
 
 
 def as_product(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
-    """The operation, or what takes its place."""
+    """The GEMM that replaces a convolution; the operation itself if none does."""
     if op.target not in FORMATS:
         return op
     given, made = named_arguments(op), op.outputs[0]

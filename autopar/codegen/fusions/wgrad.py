@@ -1,4 +1,4 @@
-"""Which linear layers add their weight's gradient to its sum."""
+"""Wgrad accumulation fusion: which linear layers accumulate into the main gradient in their wgrad GEMM."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from autopar.ops.regions import writes_into_value
 from autopar.ops.registry import differentiable_inputs, named_arguments, operand_of, signature
 from autopar.sharding.fuse_linear import is_layer
 
-MainGradLookup = Callable[[str], Tensor | None]  # by a weight's name
+MainGradLookup = Callable[[str], Tensor | None]  # the main gradient of a weight, by the weight's name
 
 
 def no_main_grads(name: str) -> None:
-    """There is none."""
+    """The lookup that finds no main gradient."""
 
 
 def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping[str, Tensor]]:
-    """The program with `autopar.ops.wgrad_accumulation` where it is possible, and the sums that it reads then, by name.
+    """The program with fused linear layers (`ops.wgrad_accumulation`), and the main gradients it reads, by name.
 
-    That is where nothing else reads the weight, whose gradient has no other part then, the gradient of what the layer
-    reads is wanted, and there is such a product. Layers beside collectives stay: they overlap with these instead.
+    A layer is fused if nothing else reads its weight, its input needs a gradient, and its main gradient is a contiguous
+    matrix of a dtype that the GEMM supports. Layers that `fuse_async_tp` fuses with a collective are left.
     """
     if program.mode != "train":
         return program, {}
@@ -67,11 +67,12 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
 
 
 def with_needed_gradient(program: Program) -> Set[str]:
-    """The values whose gradient that of something received or of a weight depends on.
+    """The values whose gradient is needed for the gradient of a received value or of a weight.
 
-    A compiler leaves out what makes the gradient of any other value, and with it what is added there.
+    torch.compile eliminates the computation of any other gradient, and with it the accumulation into a main gradient.
     """
-    if any(writes_into_value(op) for op in program.ops):  # who else reads that memory is not looked at
+    if any(writes_into_value(op) for op in program.ops):  # other readers of that memory are not tracked
+
         return set()
     like = {value.name: operand_of(value) for value in (*program.values, *(w.value for w in program.weights))}
     begins = (*(edge.value for edge in program.receives), *program.weights)
