@@ -49,15 +49,15 @@ def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: 
 
 @contextmanager
 def explain_uneven_inputs(model: nn.Module, call: Call) -> Iterator[None]:
-    """Within ``with``, a model that torch.export refuses on tensors that begin with different sizes is told so.
+    """Within ``with``, a TraceError of torch.export also names the inputs' first sizes if these differ.
 
-    A model may take such inputs (what does not begin with the batch goes whole to each microbatch); but one that fails
-    on them likely fails because of them.
+    A model may take such inputs: those that do not begin with the batch go whole to each microbatch. But if the trace
+    fails, they are the likely cause.
 
     Args:
-        call: at the global batch.
+        call: the call at the global batch.
     Raises:
-        TraceError: the one from within, and the sizes.
+        TraceError: the error from within, with the shapes.
     """
     try:
         yield
@@ -76,7 +76,8 @@ def explain_uneven_inputs(model: nn.Module, call: Call) -> Iterator[None]:
 
 
 def trace_at_batch(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph | None:
-    """The trace at another batch size; None for a model that takes no other."""
+    """The trace at another batch size; None if the model cannot be traced there."""
+
 
     def resized(leaf: Any) -> Any:
         if not is_batched(leaf, call.batch):

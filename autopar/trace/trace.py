@@ -1,4 +1,4 @@
-"""The first stage: an unmodified model and example inputs become an `ir.Graph` of ATen operations."""
+"""The trace: an unmodified model and example inputs become an `ir.graph.Graph` of ATen operations."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def trace(
         model: on any device, the meta device included; parameters and buffers keep their names.
         args: positional inputs at the microbatch shape; nested structures of tensors and constants.
         kwargs: keyword inputs likewise.
-        mode: train leaves submodules as they are if the model is in training mode, so that frozen ones stay frozen.
-        name: what to call the model; its class name if empty.
+        mode: "train" keeps submodules that a training model has in eval mode, so that frozen ones stay frozen.
+        name: name of the model in messages; by default its class name.
 
     Raises:
         TraceError: torch.export refuses the model, or its graph holds something that cannot be split.
@@ -92,13 +92,13 @@ def trace(
 
 
 def weight_tensors(model: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
-    """The tensors behind ``graph.weights``, by canonical name: the model's own, not copies."""
+    """The model's tensors of ``graph.weights``, by canonical name; not copies."""
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     return {w.name: graph.constants[w.name] if w.kind == "constant" else own[w.name] for w in graph.weights}
 
 
 def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each name of a parameter or buffer, all names of the same tensor, in the model's order."""
+    """All names of the same tensor, in the model's order, for each name of a parameter or buffer."""
     by_tensor: dict[int, list[str]] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
@@ -109,7 +109,7 @@ def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def weight_of(
     kind: InputKind, target: str, val: torch.Tensor, known_as: Mapping[str, tuple[str, ...]], model: nn.Module
 ) -> Weight:
-    """The weight behind a placeholder, under the first of its names."""
+    """The weight of a placeholder, under the first of its names."""
     dtype, order = dtype_name(val.dtype), value_of(target, val).memory_order
     order = () if order == tuple(range(val.ndim)) else order
     if kind is InputKind.CONSTANT_TENSOR or target not in known_as:
@@ -122,7 +122,7 @@ def weight_of(
 
 
 def is_persistent(model: nn.Module, name: str) -> bool:
-    """Whether a buffer is part of the state dict. torch has no public question for it; the set is stable since 1.6."""
+    """Whether a buffer is part of the state dict. torch has no public way to ask; the set is stable since 1.6."""
     owner, _, attribute = name.rpartition(".")
     return attribute not in model.get_submodule(owner)._non_persistent_buffers_set
 
