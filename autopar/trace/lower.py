@@ -78,7 +78,6 @@ def explain_uneven_inputs(model: nn.Module, call: Call) -> Iterator[None]:
 def trace_at_batch(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph | None:
     """The trace at another batch size; None if the model cannot be traced there."""
 
-
     def resized(leaf: Any) -> Any:
         if not is_batched(leaf, call.batch):
             return leaf

@@ -21,7 +21,6 @@ from autopar.trace.passes.rewrite import Expansion
 from autopar.trace.trace import live_ops
 
 RNG_COUNTERS = "autopar.draws"  # name of the input
-NEGATIVE_SATURATION = 1.7580993408473766  # of SELU, which alpha dropout sets elements to
 MAX_CHOICES = 1 << 16  # of an integer drawn from 24 bits: none is likelier than another by more than 0.4 %
 PROBABILITIES, FLAGS = ("p", "dropout_p", "dropout"), ("train", "training")
 
@@ -115,24 +114,6 @@ def channels(shape: tuple[int, ...]) -> tuple[int, ...]:
     return (*shape[:2], *[1] * len(shape[2:]))
 
 
-def alpha_dropout(d: RandomCall) -> Ref:
-    """x or what SELU saturates at, scaled to the same mean and variance. Source: Klambauer et al. 2017, section 3."""
-    return alpha_dropped(d, d.shape(d.operand))
-
-
-def feature_alpha_dropout(d: RandomCall) -> Ref:
-    """The same for whole channels."""
-    return alpha_dropped(d, channels(d.shape(d.operand)))
-
-
-def alpha_dropped(d: RandomCall, mask: tuple[int, ...]) -> Ref:
-    """x where kept by a mask of this shape."""
-    p, alpha = d.arguments["p"], NEGATIVE_SATURATION
-    scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p)) if p < 1 else 0.0
-    x = d.add("where.ScalarOther", keep_mask(d, p, mask), d.operand, -alpha)
-    return d.scaled(x, scale, scale * alpha * p)
-
-
 def bernoulli(d: RandomCall) -> Ref:
     """1 with a probability that is a number, a tensor, or the operand itself."""
     p = d.arguments.get("p", d.operand)
@@ -167,25 +148,10 @@ def randint(d: RandomCall) -> Ref:
 
 
 def exponential(d: RandomCall) -> Ref:
-    """Exponential numbers, none of them zero: their logarithm is what Gumbel noise is made of."""
-    return d.cast(exponentials(d, d.result.shape, d.arguments.get("lambd", 1.0)))
-
-
-def exponentials(d: RandomCall, shape: tuple[int, ...], rate: float) -> Ref:
-    """The same of any shape, in float32."""
-    log = d.add("log1p.default", d.add("neg.default", d.uniform(shape)))
-    return d.add("mul.Scalar", d.add("clamp_min.default", d.add("neg.default", log), 2.0**-25), 1 / rate)
-
-
-def multinomial(d: RandomCall) -> Ref:
-    """Indices by weight: those of the largest ratios of weights and exponential numbers, as torch does it."""
-    weights, count = d.operand, d.arguments["num_samples"]
-    if count > 1 and d.arguments.get("replacement", False):
-        raise NoFormError
-    ratios = d.add("div.Tensor", weights, exponentials(d, d.shape(weights), 1.0))
-    if count == 1:
-        return d.add("argmax.default", ratios, -1, True)
-    return d.add("slice.Tensor", d.add("argsort.default", ratios, -1, True), -1, 0, count)
+    """Exponential numbers above 0: Gumbel noise takes their logarithm."""
+    log = d.add("log1p.default", d.add("neg.default", d.uniform(d.result.shape)))
+    positive = d.add("clamp_min.default", d.add("neg.default", log), 2.0**-25)
+    return d.cast(d.add("mul.Scalar", positive, 1 / d.arguments.get("lambd", 1.0)))
 
 
 def randperm(d: RandomCall) -> Ref:
@@ -193,13 +159,6 @@ def randperm(d: RandomCall) -> Ref:
     if d.samples.dim >= 0:
         raise NoFormError
     return d.cast(d.add("argsort.default", d.uniform(d.result.shape)))
-
-
-def rrelu(d: RandomCall) -> Ref:
-    """x, or x with a slope that is drawn where it is negative."""
-    x, low, high = d.operand, d.arguments["lower"], d.arguments["upper"]
-    slope = d.scaled(d.uniform(d.result.shape), high - low, low)
-    return d.add("where.self", d.add("gt.Scalar", x, 0), x, d.add("mul.Tensor", x, slope))
 
 
 def attention(d: RandomCall) -> Ref:
@@ -230,11 +189,10 @@ def attention(d: RandomCall) -> Ref:
     return d.add("matmul.default", d.cast(drop_by_mask(d, weights, d.arguments["dropout_p"], shape)), value)
 
 
+# The random operations that models of timm, torchvision and Hugging Face draw with while they train.
 FORMS: Mapping[str, Callable[[RandomCall], Ref]] = {
     "dropout": dropout,
     "feature_dropout": feature_dropout,
-    "alpha_dropout": alpha_dropout,
-    "feature_alpha_dropout": feature_alpha_dropout,
     "bernoulli": bernoulli,
     "rand": rand,
     "rand_like": rand,
@@ -246,9 +204,7 @@ FORMS: Mapping[str, Callable[[RandomCall], Ref]] = {
     "randint": randint,
     "randint_like": randint,
     "exponential": exponential,
-    "multinomial": multinomial,
     "randperm": randperm,
-    "rrelu": rrelu,
     "scaled_dot_product_attention": attention,
 }
 
