@@ -1,7 +1,9 @@
-"""Random operations written as functions of counters: what they draw then does not depend on the plan.
+"""Counter-based random numbers: random operations draw the same numbers under every plan.
 
-Each becomes ordinary operations around ``autopar.uniform`` (`autopar.ops.counter_rng`), which reads one further input
-of the graph. What has no such form stays as it is and draws from the generator of the rank that runs it.
+Each random operation becomes ordinary operations around ``autopar.uniform`` (`autopar.ops.counter_rng`). That operator
+computes numbers from (seed, update, operation, sample, element) and reads the counters of the samples from a further
+input of the graph. An operation without such a form is left. It draws from the generator of the rank that runs it, and
+`autopar.PlanDependentRandomWarning` names it.
 """
 
 from __future__ import annotations
@@ -20,18 +22,18 @@ from autopar.sharding.lookup import rule_of
 from autopar.trace.passes.rewrite import Expansion
 from autopar.trace.trace import live_ops
 
-RNG_COUNTERS = "autopar.draws"  # name of the input
-MAX_CHOICES = 1 << 16  # of an integer drawn from 24 bits: none is likelier than another by more than 0.4 %
+RNG_COUNTERS = "autopar.draws"  # name of the input with the counters, [samples, 4] of int64
+MAX_CHOICES = 1 << 16  # integers to draw from 24 random bits: their probabilities differ by at most 0.4 %
 PROBABILITIES, FLAGS = ("p", "dropout_p", "dropout"), ("train", "training")
 
 
 class NoFormError(Exception):
-    """A call has no plan-invariant form."""
+    """A random operation has no plan-invariant form with these arguments."""
 
 
 @dataclass(frozen=True)
 class SamplePlace:
-    """The dim of a tensor that is (outer, samples, rest); a negative one for a tensor that belongs to no sample."""
+    """Place of the samples in a tensor: dim ``dim`` has size outer · samples · rest. Negative: it has no sample dim."""
 
     dim: int = -1
     outer: int = 1
@@ -39,7 +41,7 @@ class SamplePlace:
 
 @dataclass
 class RandomCall:
-    """One random operation, the operations that are to stand for it, and where the samples lie in its result."""
+    """One random operation while it is rewritten: its replacements, arguments, result, and the place of its samples."""
 
     into: Expansion
     arguments: Mapping[str, Any]
@@ -47,10 +49,12 @@ class RandomCall:
     samples: SamplePlace
 
     def uniform(self, shape: tuple[int, ...]) -> Ref:
-        """Numbers of [0, 1) in float32, each sample's its own.
+        """Add uniform float32 numbers in [0, 1), different ones for each sample.
 
         Args:
-            shape: of the same samples as the result, in the same dim.
+            shape: shape to draw, with the same samples as the result in the same dim.
+        Raises:
+            NoFormError: the samples are elsewhere in this shape, or the result is complex.
         """
         dim = self.samples.dim
         elsewhere = dim >= 0 and (dim >= len(shape) or shape[dim] != self.result.shape[dim])
@@ -61,12 +65,12 @@ class RandomCall:
         return self.into.append(name, "autopar.uniform.default", args, {})
 
     def add(self, target: str, *args: Any) -> Ref:
-        """An ATen operation."""
+        """Add an ATen operation with one output."""
         return self.into.add(f"aten.{target}", *args)
 
     @property
     def operand(self) -> Any:
-        """The first argument, whatever it is called."""
+        """The first argument, whose name differs between operations."""
         return next(iter(self.arguments.values()))
 
     def shape(self, x: Ref) -> tuple[int, ...]:
@@ -74,55 +78,55 @@ class RandomCall:
         return self.into.value(x).shape
 
     def cast(self, x: Ref) -> Ref:
-        """A tensor in the dtype of the result."""
+        """A tensor cast to the dtype of the result."""
         dtype = self.result.dtype
         return x if self.into.value(x).dtype == dtype else self.add("to.dtype", x, getattr(torch, dtype))
 
     def scaled(self, x: Ref, factor: Any, summand: Any) -> Ref:
-        """x * factor + summand, numbers or tensors, in the dtype of the result."""
+        """x · factor + summand in the dtype of the result; factor and summand are numbers or tensors."""
         for target, other, idle in (("mul", factor, 1.0), ("add", summand, 0.0)):
             if other != idle:
                 x = self.add(f"{target}.{'Tensor' if isinstance(other, Ref) else 'Scalar'}", x, other)
         return self.cast(x)
 
 
-# -- what each operation draws ---------------------------------------------------------------------------------------
+# -- the form of each operation --------------------------------------------------------------------------------------
 
 
 def dropout(d: RandomCall) -> Ref:
-    """x or 0, scaled to the same mean; the backward needs the mask alone, of one byte per element."""
+    """x or 0, scaled to keep the mean. The backward saves only the mask, one byte per element."""
     return drop_by_mask(d, d.operand, d.arguments["p"], d.shape(d.operand))
 
 
 def feature_dropout(d: RandomCall) -> Ref:
-    """The same for whole channels."""
+    """As `dropout`, but drops whole channels."""
     return drop_by_mask(d, d.operand, d.arguments["p"], channels(d.shape(d.operand)))
 
 
 def drop_by_mask(d: RandomCall, x: Ref, p: float, mask: tuple[int, ...]) -> Ref:
-    """x where kept by a mask of this shape."""
+    """x where a mask of this shape keeps it, else 0; scaled by 1 / (1 - p)."""
     return d.add("mul.Scalar", d.add("mul.Tensor", x, keep_mask(d, p, mask)), 1 / (1 - p) if p < 1 else 0.0)
 
 
 def keep_mask(d: RandomCall, p: float, shape: tuple[int, ...]) -> Ref:
-    """True with a probability of 1 - p."""
+    """A mask that is True with probability 1 - p."""
     return d.add("ge.Scalar", d.uniform(shape), p)
 
 
 def channels(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """One element for each channel of each sample."""
+    """The shape of a mask with one element for each channel of each sample."""
     return (*shape[:2], *[1] * len(shape[2:]))
 
 
 def bernoulli(d: RandomCall) -> Ref:
-    """1 with a probability that is a number, a tensor, or the operand itself."""
+    """1 with probability p, else 0; p is a number, a tensor, or the operand itself."""
     p = d.arguments.get("p", d.operand)
     target = "lt.Tensor" if isinstance(p, Ref) else "lt.Scalar"
     return d.cast(d.add(target, d.uniform(d.result.shape), p))
 
 
 def rand(d: RandomCall) -> Ref:
-    """Numbers of [from, to), rounded down to the result's dtype, so that ``to`` is not among them."""
+    """Uniform numbers in [from, to), rounded down to the result's dtype, which excludes ``to``."""
     low, high = d.arguments.get("from", 0.0), d.arguments.get("to", 1.0)
     x = d.uniform(d.result.shape)
     bits = {"float16": 11, "bfloat16": 8}.get(d.result.dtype)
@@ -132,14 +136,14 @@ def rand(d: RandomCall) -> Ref:
 
 
 def randn(d: RandomCall) -> Ref:
-    """Normal numbers: the inverse of their distribution at the middles of 2**24 equal parts of (0, 1)."""
+    """Normal numbers: the inverse normal distribution at the midpoints of 2**24 equal parts of (0, 1)."""
     middle = d.add("add.Scalar", d.add("mul.Scalar", d.uniform(d.result.shape), 2.0), 2.0**-24 - 1)
     mean, std = d.arguments.get("mean", 0.0), d.arguments.get("std", 1.0)
     return d.scaled(d.add("mul.Scalar", d.add("erfinv.default", middle), math.sqrt(2)), std, mean)
 
 
 def randint(d: RandomCall) -> Ref:
-    """Integers of [low, high)."""
+    """Integers in [low, high)."""
     low, high = d.arguments.get("low", 0), d.arguments["high"]
     if high - low > MAX_CHOICES:
         raise NoFormError
@@ -155,14 +159,14 @@ def exponential(d: RandomCall) -> Ref:
 
 
 def randperm(d: RandomCall) -> Ref:
-    """A permutation, the same for all samples; there is none that orders the samples of a batch whatever its cuts."""
+    """A permutation that all samples share. A permutation of the samples themselves has no plan-invariant form."""
     if d.samples.dim >= 0:
         raise NoFormError
     return d.cast(d.add("argsort.default", d.uniform(d.result.shape)))
 
 
 def attention(d: RandomCall) -> Ref:
-    """Attention in separate operations, as torch itself runs it where its weights are dropped on CPU."""
+    """Attention with dropout in separate operations, as torch itself computes it on CPU."""
     query, key, value, mask = (
         d.arguments["query"],
         d.arguments["key"],
@@ -182,9 +186,9 @@ def attention(d: RandomCall) -> Ref:
         scores = d.add("masked_fill.Scalar", scores, d.add("logical_not.default", mask), -math.inf)
     elif mask is not None:
         scores = d.add("add.Tensor", scores, mask)
-    if d.into.value(scores).dtype in ("float16", "bfloat16"):  # kernels, too, normalise in float32
+    if d.into.value(scores).dtype in ("float16", "bfloat16"):  # as torch's kernels do
         scores = d.add("to.dtype", scores, torch.float32)
-    # A query that may look at nothing gets zeros, not NaN.
+    # A query whose mask hides all keys gets zeros instead of NaN.
     weights = d.add("softmax.int" if mask is None else "_safe_softmax.default", scores, -1)
     return d.add("matmul.default", d.cast(drop_by_mask(d, weights, d.arguments["dropout_p"], shape)), value)
 
@@ -213,7 +217,7 @@ FORMS: Mapping[str, Callable[[RandomCall], Ref]] = {
 
 
 def is_random(op: Op) -> bool:
-    """Whether an operation draws random numbers from a generator with these arguments."""
+    """Whether an operation, with its arguments, draws random numbers from a generator."""
     if torch.Tag.nondeterministic_seeded not in operator(op.target).tags:
         return False
     given = named_arguments(op)
@@ -221,14 +225,14 @@ def is_random(op: Op) -> bool:
 
 
 def use_counter_rng(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
-    """The graph with its random operations written as functions of counters, which are a further input.
+    """The graph with its random operations as functions of counters, which are a further input.
 
-    Operations keep their names and come after those that were put before them, so that a plan can name them. What has
-    no such form is left; `draws` tells.
+    The last replacement of an operation has its name, so that plans can refer to it. An operation without a form is
+    left; `is_random` finds it.
 
     Args:
-        larger: the same model's graph at another batch size, if it has one; asked for only where nothing else tells
-            which dim of something drawn are the samples: ``torch.rand(b, n)`` reads no tensor.
+        larger: traces the model at another batch size; None if the model takes no other. It is called only for results
+            whose sample dim is unknown otherwise, as ``torch.rand(b, n)``, which reads no tensor.
     """
     random = [op for op in graph.ops if is_random(op)]
     if not random:
@@ -255,7 +259,7 @@ def use_counter_rng(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
 
 
 def expand_random_op(op: Op, samples: SamplePlace, known: Mapping[str, Value], taken: Set[str]) -> tuple[Op, ...]:
-    """The operations that stand for a random one, the last of which has its name; itself where it has no form."""
+    """The operations that replace a random one, the last of which has its name; the operation itself without a form."""
     form = FORMS.get(op.target.split(".")[1].rstrip("_"))
     into = Expansion(op, known, taken)
     try:
@@ -269,19 +273,24 @@ def expand_random_op(op: Op, samples: SamplePlace, known: Mapping[str, Value], t
     if not op.outputs:
         copy = Op(op.name, "aten.copy_.default", (op.args[0], result), (), (), op.module, op.source, op.mutates)
         return (*others, last, copy)
-    args = tuple(op.name if argument == last.name else argument for argument in last.args)  # its own name, if it draws
+    # The operator uniform has the operation's name as an argument.
+    args = tuple(op.name if argument == last.name else argument for argument in last.args)
     return (*others, replace(last, name=op.name, args=args, outputs=(replace(last.outputs[0], name=op.name),)))
 
 
 def result_of(op: Op, known: Mapping[str, Value]) -> Value:
-    """What a random operation makes, or fills in place."""
+    """The value that a random operation returns or fills in place."""
     return op.outputs[0] if op.outputs else known[op.args[0].name]
 
 
 def sample_places(
     graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | None]
 ) -> Mapping[str, SamplePlace | None]:
-    """Where the samples lie in the result of each random operation, None where nothing tells; see `counter_based`."""
+    """Place of the samples in the result of each random operation, by its name; None if it cannot be found.
+
+    Args:
+        larger: as in `use_counter_rng`.
+    """
     known = graph.readable
     followed = sample_dims(graph, lambda op: rule_of(op, graph.shapes.__getitem__))
     found: dict[str, SamplePlace | None] = {}
@@ -304,7 +313,7 @@ def sample_places(
 
 
 def place_by_size(shape: tuple[int, ...], other: tuple[int, ...]) -> SamplePlace | None:
-    """Where the samples lie in a tensor that has these shapes at two batch sizes; None where that is not one dim."""
+    """Place of the samples in a tensor with these shapes at two batch sizes; None if more than one dim differs."""
     dims = [dim for dim, (size, more) in enumerate(zip(shape, other)) if size != more]
     if len(shape) != len(other) or len(dims) > 1:
         return None
