@@ -72,7 +72,6 @@ def with_needed_gradient(program: Program) -> Set[str]:
     torch.compile eliminates the computation of any other gradient, and with it the accumulation into a main gradient.
     """
     if any(writes_into_value(op) for op in program.ops):  # other readers of that memory are not tracked
-
         return set()
     like = {value.name: operand_of(value) for value in (*program.values, *(w.value for w in program.weights))}
     begins = (*(edge.value for edge in program.receives), *program.weights)
