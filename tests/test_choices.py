@@ -16,6 +16,7 @@ from zoo import Tied, Updating, tiny_vit
 
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
+from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import GraphStats, graph_stats
 from autopar.cost.strategies.describe import block_shardings, blocks_of, name_in_block, sharding_limits
 from autopar.cost.strategies.enumerate import strategy_graph, with_replicas
@@ -153,7 +154,8 @@ class Case:
 
 def case_of(traced: Graph, ranks: int, batch: int = BATCH, hardware: Hardware = FAST) -> Case:
     facts = graph_stats(traced)
-    choices, whole = strategy_graph(traced, facts, hardware, batch, ranks), price(traced, facts, hardware, batch)
+    choices = strategy_graph(Pricing(traced, facts, hardware, batch, ranks))
+    whole = price(traced, facts, hardware, batch)
     return Case(traced, facts, choices, whole, ranks, hardware)
 
 
@@ -401,7 +403,7 @@ def test_the_column_and_row_split_is_among_the_choices(ranks: int):
     vit = case("vit", ranks)
     split = vit.named(MEGATRON)
     check_cost(split, seconds_error=1e-6, saved_error=1e-6)
-    (block,) = block_shardings(vit.graph, vit.facts, split.local, split.storage, FAST, BATCH, ranks)
+    (block,) = block_shardings(Pricing(vit.graph, vit.facts, FAST, BATCH, ranks), split.local, split.storage)
     assert (block.name, block.count) == ("blocks.*", 3)
     assert block.rows == {
         "attn.qkv": f"rows by head / {ranks}",
@@ -425,7 +427,7 @@ def test_the_column_and_row_split_is_among_the_choices(ranks: int):
 def test_blocks_say_what_is_split():
     vit = case("vit without class token")
     split = vit.named({"norm1.layer_norm": "d1", "fc1.linear": "d1", "fc2.linear": "d1", "norm2.layer_norm": "d0"})
-    found = block_shardings(vit.graph, vit.facts, split.local, split.storage, FAST, BATCH, 2)
+    found = block_shardings(Pricing(vit.graph, vit.facts, FAST, BATCH, 2), split.local, split.storage)
     assert [(b.name, b.count) for b in found if b.rows] == [("blocks.0", 1), ("blocks.1", 1)]
     for block in found[:2]:
         assert block.rows == {

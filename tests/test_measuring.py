@@ -23,7 +23,7 @@ from autopar.api.model_source import ModelSource
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply
 from autopar.api.planning.plan import example_call
 from autopar.cost.hardware.load import load_hardware
-from autopar.cost.ops.op_cost import measured_factors
+from autopar.cost.ops.op_cost import Pricing, measured_factors
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError, WorkerError
 from autopar.ir.graph import Graph
@@ -151,7 +151,7 @@ def test_factors_make_prices_what_was_measured() -> None:
     assert [group.ops for group in after.groups] == [group.ops for group in before.groups]
     assert sum(g.forward_seconds for g in after.groups) == pytest.approx(0.5 * 5)
     assert sum(g.backward_seconds for g in after.groups) == pytest.approx(0.25 * 5)
-    assert measured_factors(graph, facts, CPU, 4, 1, measured).keys() == {op.name for op in graph.ops}
+    assert measured_factors(Pricing(graph, facts, CPU, 4), measured).keys() == {op.name for op in graph.ops}
     costs.clear_measurements()
     assert costs.whole(4) == before
 

@@ -12,7 +12,7 @@ from autopar.cost.groups.checkpoint_segments import segment_starts, with_segment
 from autopar.cost.groups.cost_graph import price, with_weight_sharing
 from autopar.cost.groups.saved_activations import compiled_stats
 from autopar.cost.groups.weight_memory import Sharing
-from autopar.cost.ops.op_cost import NO_FACTORS, Factors, MeasuredRegions, measured_factors
+from autopar.cost.ops.op_cost import NO_FACTORS, Factors, MeasuredRegions, Pricing, measured_factors
 from autopar.cost.ops.op_stats import GraphStats, graph_stats
 from autopar.cost.strategies.describe import block_shardings, sharding_limits
 from autopar.cost.strategies.enumerate import strategy_graph
@@ -125,9 +125,11 @@ class PlanCosts:
     def choices(self, tp: int, size: int) -> StrategyGraph:
         """All shardings over ``tp`` ranks."""
         factors = self.factors_near(MeasuredConfig(tp, size))
-        return self.memoized(
-            ("choices", tp, size), strategy_graph, self.graph, self.facts, self.hardware, size, tp, factors
-        )
+        return self.memoized(("choices", tp, size), strategy_graph, self.pricing(tp, size), factors)
+
+    def pricing(self, tp: int, size: int) -> Pricing:
+        """The unsharded graph, to be priced for ``tp`` ranks and a microbatch of ``size`` samples."""
+        return Pricing(self.graph, self.facts, self.hardware, size, tp)
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
@@ -144,9 +146,7 @@ class PlanCosts:
     def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """The same in words."""
         own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
-        return self.memoized(
-            key, block_shardings, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp
-        )
+        return self.memoized(key, block_shardings, self.pricing(tp, size), own.graph, own.storage)
 
     def applied(self, labels: Mapping[str, str], tp: int) -> Sharded:
         """The graph that each rank runs under the labels."""
@@ -176,7 +176,8 @@ class PlanCosts:
         """Price by a measurement from now on."""
         tp, size = configuration.tp, configuration.size
         own = self.measured(dict(configuration.labels), tp)
-        self.factors[configuration] = measured_factors(own.graph, own.facts, self.hardware, size, tp, times)
+        pricing = Pricing(own.graph, own.facts, self.hardware, size, tp)
+        self.factors[configuration] = measured_factors(pricing, times)
         self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
 
     def clear_measurements(self) -> None:

@@ -80,8 +80,7 @@ def with_weight_sharing(cost: CostGraph, graph: Graph, sharing: Sharing, hardwar
         sharing: the new numbers of replicas and shards.
     """
     weights = tuple(
-        weight_cost(graph.weight[w.name], w.groups, sharing, hardware, w.gradient_bytes > w.wgrad_bytes == 0)
-        for w in cost.weights
+        weight_cost(graph.weight[w.name], w.groups, sharing, hardware, w.has_fused_wgrad) for w in cost.weights
     )
     return replace(cost, weights=weights)
 
@@ -181,8 +180,7 @@ def saving_groups(pricing: Pricing, group_of: Mapping[str, int]) -> Mapping[str,
     """Numbers of the groups that save each activation storage for their backward."""
     found: defaultdict[str, set[int]] = defaultdict(set)
     for op in pricing.graph.ops:
-        facts = pricing.stats.ops[op.name]
-        for name in facts.saved_names(op):
+        for name in pricing.stats.ops[op.name].saved_names(op):
             storage = pricing.storage.get(name, name)
             if storage not in pricing.graph.weight:
                 found[storage].add(group_of[op.name])

@@ -225,23 +225,21 @@ def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], p
     return OpCost(forward, backward + extra_traffic, flops, working_set, extra_traffic_seconds=extra_traffic)
 
 
-def measured_factors(
-    graph: Graph, facts: GraphStats, hardware: Hardware, batch: int, ranks: int, measured: MeasuredRegions
-) -> Factors:
+def measured_factors(pricing: Pricing, measured: MeasuredRegions) -> Factors:
     """Measured over analytic seconds of each operation that was measured; collectives keep their analytic price.
 
     Args:
-        ranks: size of the tensor-parallel group.
+        pricing: of the graph that was measured.
         measured: names of the operations of one compiled region, with its forward and backward seconds.
     """
-    costs = op_costs(Pricing(graph, facts, hardware, batch, ranks))
-    moved = {op.name for op in graph.ops if is_collective(op)}
+    costs = op_costs(pricing)
+    collectives = {op.name for op in pricing.graph.ops if is_collective(op)}
     factors: dict[str, Factor] = {}
     for names, forward, backward in measured:
-        own = [name for name in names if name not in moved]
-        priced = [sum(costs[n].forward_seconds for n in own), sum(costs[n].backward_seconds for n in own)]
-        found = Factor(*(seconds / price if price else 1.0 for seconds, price in zip((forward, backward), priced)))
-        factors |= dict.fromkeys(own, found)
+        region = [name for name in names if name not in collectives]
+        priced = [sum(costs[n].forward_seconds for n in region), sum(costs[n].backward_seconds for n in region)]
+        factor = Factor(*(seconds / price if price else 1.0 for seconds, price in zip((forward, backward), priced)))
+        factors |= dict.fromkeys(region, factor)
     return factors
 
 

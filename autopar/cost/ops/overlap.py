@@ -37,22 +37,22 @@ def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> M
     Args:
         pricing: of the local graph that each rank runs.
     """
-    found = dict(costs)
+    exposed = dict(costs)
     for pair in joined(pricing.graph.ops, frozenset(refs(pricing.graph.outputs))):
         moved = costs[pair.collective.name]
         layer = gemm_seconds(pair.layer, costs[pair.layer.name], pricing.stats)
-        left = exposed_seconds(
+        seconds = exposed_seconds(
             pair.operator, layer, ReshardingCost(moved.forward_seconds, moved.backward_seconds), pricing
         )
-        found[pair.collective.name] = replace(
-            moved, forward_seconds=left.forward_seconds, backward_seconds=left.backward_seconds
+        exposed[pair.collective.name] = replace(
+            moved, forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds
         )
-    return found
+    return exposed
 
 
-def gemm_seconds(layer: Op, cost: OpCost, facts: GraphStats) -> ReshardingCost:
+def gemm_seconds(layer: Op, cost: OpCost, stats: GraphStats) -> ReshardingCost:
     """Seconds of a layer's forward GEMM and of its two backward GEMMs; a single backward GEMM hides nothing: 0 s."""
-    trains_both = {0, 1} <= {*facts.ops[layer.name].gradients}  # input and weight
+    trains_both = {0, 1} <= {*stats.ops[layer.name].gradients}  # input and weight
     return ReshardingCost(
         cost.forward_seconds, cost.backward_seconds - cost.extra_traffic_seconds if trains_both else 0.0
     )

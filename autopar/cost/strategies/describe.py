@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from autopar.cost.groups.grouping import original_reads
 from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, reshard_step_cost
@@ -11,7 +12,6 @@ from autopar.cost.ops.op_cost import Pricing
 from autopar.cost.ops.op_stats import GraphStats
 from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, Op, Value
-from autopar.ir.hardware import Hardware
 from autopar.ir.layout import Layout, pattern_of
 from autopar.ir.plan import BlockSharding, Collective
 from autopar.sharding.batch_dim import sample_dims
@@ -77,29 +77,19 @@ def dim_word(op: Op, dim: int, rank: int, book: RuleCache) -> str:
 # -- what is split --------------------------------------------------------------------------------------------------
 
 
-def block_shardings(
-    graph: Graph,
-    facts: GraphStats,
-    local: Graph,
-    storage: Mapping[str, Layout],
-    hardware: Hardware,
-    batch: int,
-    ranks: int,
-) -> tuple[BlockSharding, ...]:
+def block_shardings(pricing: Pricing, local: Graph, storage: Mapping[str, Layout]) -> tuple[BlockSharding, ...]:
     """How each block of a model is sharded; blocks with the same rows and collectives are one entry.
 
     The block of an operation is its module path up to the last number that has modules inside, such as ``blocks.3``.
     A module outside such blocks is a block by itself. Replicated operations are left out.
 
     Args:
-        graph: the unsharded graph.
-        stats: statistics of the unsharded graph.
+        pricing: of the unsharded graph.
         local: the local graph that `shard_graph` made of it.
         storage: layouts of its weights.
-        batch: samples per microbatch.
     """
-    book = RuleCache(graph, facts, ranks)
-    pricing = Pricing(local, facts, hardware, batch, ranks)
+    graph, local_pricing = pricing.graph, replace(pricing, graph=local)
+    book = RuleCache(graph, pricing.stats, pricing.ranks)
     parts = {op.name: op for op in local.ops}
     ways = [(op.home, step_of(op)) for op in local.ops if op.home]
     reduced = {home: REDUCTIONS[step.name] for home, step in ways if step is not None and step.name in REDUCTIONS}
@@ -114,7 +104,7 @@ def block_shardings(
     sent: dict[str, list[Collective]] = {}
     for op in local.ops:
         if is_collective(op):
-            sent.setdefault(block_of[op.home], []).extend(collectives(op, pricing))
+            sent.setdefault(block_of[op.home], []).extend(collectives(op, local_pricing))
     alike: dict[tuple, list[str]] = {}
     for block in dict.fromkeys(block_of.values()):
         if block in rows or sent.get(block):

@@ -11,10 +11,9 @@ from autopar.cost.groups.grouping import OpGroup, group_ops
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
 from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
 from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, Pricing, local_op_cost, op_costs
-from autopar.cost.ops.op_stats import GraphStats
 from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.candidate_splits import candidate_splits
-from autopar.cost.strategies.group_cost import GroupCosting, Owners, owners, saved_by
+from autopar.cost.strategies.group_cost import GroupContext, GroupCosting, Owners, owners, saved_by
 from autopar.cost.strategies.propagate import (
     GroupBoundary,
     PropagationContext,
@@ -26,7 +25,7 @@ from autopar.cost.strategies.propagate import (
 from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
-from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
+from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.sharding.fuse_linear import before_layer, is_layer
 from autopar.sharding.reshard import steps
@@ -43,9 +42,7 @@ class EquivalentGroups:
     strategies: tuple[ShardingStrategy, ...]
 
 
-def strategy_graph(
-    graph: Graph, stats: GraphStats, hardware: Hardware, batch: int, ranks: int, factors: Factors = NO_FACTORS
-) -> StrategyGraph:
+def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyGraph:
     """Sharding strategies of every group of an unsharded training graph on the ranks of a tensor-parallel axis.
 
     The groups are the same as `price` makes. A strategy splits the group's anchor, and the other operations follow it.
@@ -53,38 +50,39 @@ def strategy_graph(
     their anchors stand at the same place of a repeated block, and their operations, shapes and neighbours are equal.
 
     Args:
-        stats: statistics of this graph, from `graph_stats`.
-        batch: samples per microbatch, of all ranks of the axis together.
-        ranks: at least 2.
+        pricing: of the unsharded graph, on at least 2 ranks.
         factors: as in `price`; equivalent groups get the factors of the first of them.
     Raises:
         HardwareError: the machine has no peak for a dtype that the model computes in.
     Error: compared with `price` of the local graph of a sharding; see `autopar.cost.strategies.group_cost`.
     """
-    pricing = Pricing(graph, stats, hardware, batch, ranks)
+    graph = pricing.graph
     costs = op_costs(pricing)
     seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
     groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
-    divides = batch % ranks == 0 and graph.batch % ranks == 0
-    book = RuleCache(graph, stats, ranks)
-    setting = PropagationContext(book, candidate_splits(book, divides), divides, factors)
+    batch_divides = pricing.batch % pricing.ranks == 0 and graph.batch % pricing.ranks == 0
+    book = RuleCache(graph, pricing.stats, pricing.ranks)
+    context = PropagationContext(book, candidate_splits(book, batch_divides), batch_divides, factors)
     owned = owners(groups, pricing)
-    sides = group_boundaries(groups, graph)
+    boundaries = group_boundaries(groups, graph)
     kinds: dict[tuple, EquivalentGroups] = {}
     numbers: dict[tuple, int] = {}
-    listed: list[StrategyGroup] = []
-    for number, (members, side) in enumerate(zip(groups, sides)):
-        key = group_signature(number, members, side, setting, pricing, owned)
+    strategies: list[StrategyGroup] = []
+    for number, (members, boundary) in enumerate(zip(groups, boundaries)):
+        group = GroupContext(number, members, boundary, context, pricing, owned)
+        key = group.signature()
         if key not in kinds:
-            found = group_strategies(number, members, side, setting, pricing, owned)
+            found = group_strategies(group)
             alike = (*key[:3], without_names(found, members))
             kinds[key] = EquivalentGroups(numbers.setdefault(alike, len(numbers)), members, found)
         kind = kinds[key]
         renamed = tuple(rename(kind.strategies, kind.members, members))
-        listed.append(StrategyGroup(members.anchor.name, kind.number, side.reads, side.makes, side.weights, renamed))
-    listed.append(loss_group(graph, len(numbers)))
-    made = {name: round(pricing.num_bytes(name)) for side in sides for name in side.makes}
-    return StrategyGraph(tuple(listed), made, resharding_costs(listed, groups, owned, pricing, setting))
+        strategies.append(
+            StrategyGroup(members.anchor.name, kind.number, boundary.reads, boundary.makes, boundary.weights, renamed)
+        )
+    strategies.append(loss_group(graph, len(numbers)))
+    value_bytes = {name: round(pricing.num_bytes(name)) for boundary in boundaries for name in boundary.makes}
+    return StrategyGraph(tuple(strategies), value_bytes, resharding_costs(strategies, groups, owned, pricing, context))
 
 
 def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
@@ -154,14 +152,14 @@ def resharding_costs(
     members: Sequence[OpGroup],
     owned: Owners,
     pricing: Pricing,
-    setting: PropagationContext,
+    context: PropagationContext,
 ) -> Mapping[tuple[str, Layout, Layout], ReshardingCost]:
     """Cost of every resharding that can occur, by (value, layout that is made, layout that is read).
 
     Error: over-counts. A resharded copy counts as saved for backward if any strategy of any saving consumer reads that
         layout.
     """
-    book, layers = setting.book, dict(sole_reader_layers(pricing, setting.factors))
+    book, layers = context.book, dict(sole_reader_layers(pricing, context.factors))
     kept = saved_copies(groups, members, owned, pricing)
     gives: dict[str, set[Layout]] = {}
     known: dict[tuple, ReshardingCost] = {}
@@ -242,16 +240,15 @@ def sole_reader_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str
 # -- strategies of one group ---------------------------------------------------------------------------------------
 
 
-def group_strategies(
-    number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
-) -> tuple[ShardingStrategy, ...]:
+def group_strategies(group: GroupContext) -> tuple[ShardingStrategy, ...]:
     """Strategies of a group, the replicated one first, then by seconds, without dominated ones."""
+    members, context = group.members, group.context
     found: list[ShardingStrategy] = []
-    for strategy in anchor_strategies(members, setting):
-        for target in reduction_targets(members, strategy, setting):
-            run = propagate_anchor(members, strategy, target, setting)
-            if keeps_state(members, run, setting.book):
-                found.extend(GroupCosting(number, members, side, run, setting, pricing, owned).strategies())
+    for strategy in anchor_strategies(members, context):
+        for target in reduction_targets(members, strategy, context):
+            sharding = propagate_anchor(members, strategy, target, context)
+            if keeps_state(members, sharding, context.book):
+                found.extend(GroupCosting(group, sharding).strategies())
     kept = [c for i, c in enumerate(found) if i == 0 or not any(dominates(o, c, j < i) for j, o in enumerate(found))]
     return (kept[0], *sorted(kept[1:], key=lambda c: c.seconds)[: MAX_STRATEGIES - 1])
 
@@ -277,37 +274,6 @@ def objectives(choice: ShardingStrategy) -> tuple[float, ...]:
 
 
 # -- equivalent groups -----------------------------------------------------------------------------------------------
-
-
-def group_signature(
-    number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
-) -> tuple:
-    """A key that is equal for groups with the same strategies: names are replaced by where the values come from."""
-    book, known = setting.book, setting.splits.of_value
-    place = {v.name: (i, j) for i, op in enumerate(members.ops) for j, v in enumerate(op.outputs)}
-    place |= {name: ("read", i) for i, name in enumerate(side.reads)}
-    place |= {name: ("weight", i, name in owned.shared) for i, name in enumerate(side.weights)}
-    ops = tuple(
-        (
-            book.key(op),
-            op is members.anchor,
-            op.name in book.batch_dependent,
-            op.name in book.always_replicated,
-            tuple(place.get(name, ("input",)) for name in op.reads),
-            tuple(place.get(name, ("input",)) for name in op.mutates),
-        )
-        for op in members.ops
-    )
-    names = [*side.reads, *side.weights, *(v.name for op in members.ops for v in op.outputs)]
-    around = tuple(known(name) for name in names)
-    return (
-        pattern_of(members.anchor.name),
-        ops,
-        tuple(place[name] for name in side.makes),
-        around,
-        owned.signature(number, members, pricing),
-        tuple(book.graph.weight[name].kind for name in side.weights),
-    )
 
 
 def without_names(choices: tuple[ShardingStrategy, ...], members: OpGroup) -> tuple[ShardingStrategy, ...]:

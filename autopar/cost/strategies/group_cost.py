@@ -21,7 +21,7 @@ from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.graph import Op
-from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy
 from autopar.sharding.fuse_linear import behind_layer, is_layer
 from autopar.sharding.reshard import Step, steps
@@ -76,44 +76,80 @@ def saved_by(op: Op, pricing: Pricing) -> Iterator[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class GroupCosting:
-    """The cost of one sharding of one group.
+class GroupContext:
+    """One group, and what its strategies are found from and priced by.
 
     Args:
         number: the group's number.
         boundary: values and weights that enter and leave the group.
-        sharding: layouts of all its operations.
+        context: rules and candidate splits of the graph.
         pricing: of the unsharded graph.
-        owned: groups that are charged for shared weights and storages.
+        owners: groups that are charged for shared weights and storages.
     """
 
     number: int
     members: OpGroup
     boundary: GroupBoundary
-    sharding: GroupSharding
-    setting: PropagationContext
+    context: PropagationContext
     pricing: Pricing
-    owned: Owners
+    owners: Owners
+
+    def signature(self) -> tuple:
+        """A key that is equal for groups with the same strategies: names are replaced by where the values come from."""
+        members, boundary, book, owners = self.members, self.boundary, self.context.book, self.owners
+        place = {v.name: (i, j) for i, op in enumerate(members.ops) for j, v in enumerate(op.outputs)}
+        place |= {name: ("read", i) for i, name in enumerate(boundary.reads)}
+        place |= {name: ("weight", i, name in owners.shared) for i, name in enumerate(boundary.weights)}
+        ops = tuple(
+            (
+                book.key(op),
+                op is members.anchor,
+                op.name in book.batch_dependent,
+                op.name in book.always_replicated,
+                tuple(place.get(name, ("input",)) for name in op.reads),
+                tuple(place.get(name, ("input",)) for name in op.mutates),
+            )
+            for op in members.ops
+        )
+        names = [*boundary.reads, *boundary.weights, *(v.name for op in members.ops for v in op.outputs)]
+        return (
+            pattern_of(members.anchor.name),
+            ops,
+            tuple(place[name] for name in boundary.makes),
+            tuple(self.context.splits.of_value(name) for name in names),
+            owners.signature(self.number, members, self.pricing),
+            tuple(book.graph.weight[name].kind for name in boundary.weights),
+        )
+
+
+@dataclass(frozen=True)
+class GroupCosting:
+    """The cost of one sharding of one group."""
+
+    group: GroupContext
+    sharding: GroupSharding
 
     @property
     def ranks(self) -> int:
-        return self.setting.book.ranks
+        return self.group.context.book.ranks
 
     def strategies(self) -> Iterator[ShardingStrategy]:
         """The sharding as a strategy; as two, if it splits a weight that other groups read too.
 
         The second one stores such weights replicated, so that groups can agree on a layout.
         """
-        natural = {name: self.sharding.weight_layout(name, self.setting.book) for name in self.boundary.weights}
-        whole = {name: REPLICATED if name in self.owned.shared else layout for name, layout in natural.items()}
+        natural = {
+            name: self.sharding.weight_layout(name, self.group.context.book) for name in self.group.boundary.weights
+        }
+        whole = {name: REPLICATED if name in self.group.owners.shared else layout for name, layout in natural.items()}
         for stored in (natural,) if whole == natural else (natural, whole):
             yield self.strategy(stored)
 
     def strategy(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
         """The strategy that stores the weights in these layouts."""
-        costs = [self.op_cost(op) for op in self.members.ops]
+        costs = [self.op_cost(op) for op in self.group.members.ops]
         inside = sum_costs(self.reshardings(stored))
-        holdings = [self.weight_cost(name, stored[name]) for name in self.boundary.weights if self.pays_for(name)]
+        holdings = [self.weight_cost(name, stored[name]) for name in self.group.boundary.weights if self.pays_for(name)]
         return ShardingStrategy(
             name=self.name,
             labels=tuple(self.labels()),
@@ -122,31 +158,31 @@ class GroupCosting:
             step_seconds=sum(h.optimizer_seconds for h in holdings),
             saved_bytes=self.saved_bytes(),
             weight_bytes=sum(h.num_bytes for h in holdings),
-            input_layouts=tuple(map(self.sharding.input_layout, self.boundary.reads)),
+            input_layouts=tuple(map(self.sharding.input_layout, self.group.boundary.reads)),
             output_layouts=tuple(
-                self.sharding.output_layout(name, self.members.anchor) for name in self.boundary.makes
+                self.sharding.output_layout(name, self.group.members.anchor) for name in self.group.boundary.makes
             ),
-            weight_layouts=tuple(stored[name] for name in self.boundary.weights),
+            weight_layouts=tuple(stored[name] for name in self.group.boundary.weights),
         )
 
     @property
     def name(self) -> str:
         """The anchor's label, and the layout to which its partial output is reduced."""
-        chosen = self.sharding.strategies[self.members.anchor.name]
+        chosen = self.sharding.strategies[self.group.members.anchor.name]
         if not chosen.label:
             return str(REPLICATED)
         return f"{chosen.label} → {self.sharding.target}" if any(x.partial for x in chosen.outputs) else chosen.label
 
     def labels(self) -> Iterator[tuple[str, str]]:
         """(operation, label) of split operations, and of operations that would be split if they had no label."""
-        for op in self.members.ops:
+        for op in self.group.members.ops:
             label = self.sharding.strategies[op.name].label
-            if label or (self.setting.book.rule(op) is not None and any(map(self.may_be_split, op.reads))):
+            if label or (self.group.context.book.rule(op) is not None and any(map(self.may_be_split, op.reads))):
                 yield op.name, label
 
     def may_be_split(self, name: str) -> bool:
         """Whether a value may be split: made so in the group, read from another group, or a shared weight."""
-        return name in self.boundary.reads or name in self.owned.shared or bool(self.made(name).splits)
+        return name in self.group.boundary.reads or name in self.group.owners.shared or bool(self.made(name).splits)
 
     def made(self, name: str) -> Layout:
         """The layout in which a value is made; graph inputs are replicated."""
@@ -155,8 +191,8 @@ class GroupCosting:
     def op_cost(self, op: Op) -> OpCost:
         """Cost of a rank's part of an operation, scaled by its measured factor."""
         layouts = self.sharding.around(op)
-        cost = local_op_cost(op, self.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
-        return cost.scaled_by(self.setting.factors.get(op.name, UNMEASURED))
+        cost = local_op_cost(op, self.group.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
+        return cost.scaled_by(self.group.context.factors.get(op.name, UNMEASURED))
 
     def parts(self, op: Op) -> int:
         """Number of ranks that divide an operation's FLOPs."""
@@ -164,39 +200,43 @@ class GroupCosting:
 
     def local_bytes(self, name: str, layout: Layout) -> float:
         """Size of a rank's part of a value or weight, byte."""
-        return self.pricing.num_bytes(name) / (self.ranks if layout.splits else 1)
+        return self.group.pricing.num_bytes(name) / (self.ranks if layout.splits else 1)
 
     def saved_bytes(self) -> int:
         """Saved bytes that the group is charged for: each storage once, split and unsplit copies counted separately."""
         own = 0.0
         parts: dict[tuple[str, bool], float] = {}
-        for op in self.members.ops:
+        for op in self.group.members.ops:
             layouts = self.sharding.around(op)
-            own += self.pricing.scaled(self.pricing.stats.ops[op.name].saved_bytes, op.name) / self.parts(op)
-            for root, name in saved_by(op, self.pricing):
-                if self.owned.saved[root] == self.number:
+            own += self.group.pricing.scaled(self.group.pricing.stats.ops[op.name].saved_bytes, op.name) / self.parts(
+                op
+            )
+            for root, name in saved_by(op, self.group.pricing):
+                if self.group.owners.saved[root] == self.group.number:
                     parts[root, bool(layouts[name].splits)] = self.local_bytes(root, layouts[name])
         return round(own + sum(parts.values()))
 
     def pays_for(self, name: str) -> bool:
         """Whether the group is charged for a weight: it is the first to read it."""
-        return self.owned.weight[name] == self.number
+        return self.group.owners.weight[name] == self.group.number
 
     def weight_cost(self, name: str, layout: Layout) -> ResidentTensor:
         """Cost of a weight on one rank in this layout."""
         sharing = Sharing(self.ranks, storage={name: layout})
-        return sharded_weight_cost(self.pricing.graph.weight[name], (self.number,), sharing, self.pricing.hardware)
+        return sharded_weight_cost(
+            self.group.pricing.graph.weight[name], (self.group.number,), sharing, self.group.pricing.hardware
+        )
 
     def reshardings(self, stored: Mapping[str, Layout]) -> Iterator[ReshardingCost]:
         """Resharding inside the group: of its values and weights, and of values that it reads in a second layout."""
         wanted: dict[str, list[Layout]] = {}
         for name, layout in self.sharding.read:
             wanted.setdefault(name, []).append(layout)
-        for name in self.boundary.makes:
-            wanted.setdefault(name, []).append(self.sharding.output_layout(name, self.members.anchor))
+        for name in self.group.boundary.makes:
+            wanted.setdefault(name, []).append(self.sharding.output_layout(name, self.group.members.anchor))
         for name, layouts in wanted.items():
             source = stored.get(name, self.made(name))
-            if name in self.boundary.reads:
+            if name in self.group.boundary.reads:
                 first = self.sharding.input_layout(name)
                 source, layouts = first if first.splits else REPLICATED, layouts[1:]
             yield from self.reshard_once(name, source, layouts)
@@ -208,15 +248,17 @@ class GroupCosting:
             way = steps(made, layout, TP, self.ranks)
             for step in way:
                 taken.setdefault(layout if step is way[-1] else REPLICATED, step)
-        trained, num_bytes = name in self.setting.book.trained, self.pricing.num_bytes(name)
+        trained, num_bytes = name in self.group.context.book.trained, self.group.pricing.num_bytes(name)
         for step in taken.values():
-            seconds = reshard_step_cost(step, num_bytes, trained, self.pricing.hardware, self.ranks)
+            seconds = reshard_step_cost(step, num_bytes, trained, self.group.pricing.hardware, self.ranks)
             yield self.exposed_after_layer(name, step, seconds) if len(taken) == 1 else seconds
 
     def exposed_after_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
         """Exposed seconds of a step that is the only reader of a value: it overlaps with the layer that makes it."""
-        op = next((op for op in self.members.ops if any(v.name == name for v in op.outputs)), None)
+        op = next((op for op in self.group.members.ops if any(v.name == name for v in op.outputs)), None)
         operator = behind_layer(step)
         if operator is None or op is None or not is_layer(op):
             return seconds
-        return exposed_seconds(operator, gemm_seconds(op, self.op_cost(op), self.pricing.stats), seconds, self.pricing)
+        return exposed_seconds(
+            operator, gemm_seconds(op, self.op_cost(op), self.group.pricing.stats), seconds, self.group.pricing
+        )
