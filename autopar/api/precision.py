@@ -7,7 +7,7 @@ import torch
 from autopar.errors import UsageError
 from autopar.ir.plan import Precision
 from autopar.runtime.launch.devices import Machine
-from autopar.trace.passes.precision import LOW
+from autopar.trace.passes.precision import LOW_DTYPE
 
 
 def check_device(precision: Precision, machine: Machine) -> None:
@@ -16,7 +16,7 @@ def check_device(precision: Precision, machine: Machine) -> None:
     Raises:
         UsageError: bf16 on GPUs before compute capability 8.0.
     """
-    if LOW.get(precision) != "bfloat16" or machine.device_type != "cuda":
+    if LOW_DTYPE.get(precision) != "bfloat16" or machine.device_type != "cuda":
         return
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return

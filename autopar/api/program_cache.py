@@ -12,7 +12,7 @@ from torch import nn
 from autopar.api.batch import batched_outputs, check_call
 from autopar.api.plan_check import check_strategies, storage_of
 from autopar.api.recompute import recomputing
-from autopar.codegen.split import follow, holders, split
+from autopar.codegen.split import follow_plan, split, weight_stages
 from autopar.errors import TraceError, UsageError
 from autopar.ir.graph import Graph, Mode
 from autopar.ir.layout import REPLICATED, TP, look_up
@@ -22,7 +22,7 @@ from autopar.ir.pytree import unflatten
 from autopar.sharding.shard_graph import shard_graph
 from autopar.trace.call import Call, bind
 from autopar.trace.export import ADVICE
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ class ProgramCache:
         check_strategies(plan, graph)
         self.known: dict[tuple, Specialization] = {}
         train = self.split(graph, self.train_stage_of)
-        trained_on = holders([(graph, train)])
+        trained_on = weight_stages([(graph, train)])
         evaluated = self.trace(microbatch, "eval")
-        evaluation = self.split(evaluated, follow(evaluated, self.train_stage_of, trained_on))
-        self.holders = holders([(graph, train), (evaluated, evaluation)])
+        evaluation = self.split(evaluated, follow_plan(evaluated, self.train_stage_of, trained_on))
+        self.holders = weight_stages([(graph, train), (evaluated, evaluation)])
         self.example = graph
         self.add("train", microbatch, graph, train)
         self.add("eval", microbatch, evaluated, evaluation)
@@ -92,7 +92,7 @@ class ProgramCache:
         now = {module: module.training for module in self.modes}
         try:
             set_modes(self.modes)
-            return lowered(self.model, microbatch, mode, self.plan.model.name, self.plan.precision)
+            return lower_model(self.model, microbatch, mode, self.plan.model.name, self.plan.precision)
         finally:
             set_modes(now)
 
@@ -118,7 +118,7 @@ class ProgramCache:
                 f"{self.plan.model.name} does not take inputs of shape {shapes(microbatch.leaves)} (one microbatch); "
                 f"it was planned for {shapes(self.example.inputs)}. {str(error).removesuffix(ADVICE).rstrip()}"
             ) from error
-        programs = self.split(graph, follow(graph, self.train_stage_of, self.holders))
+        programs = self.split(graph, follow_plan(graph, self.train_stage_of, self.holders))
         for program in programs:
             missing = [
                 w.name for w in program.weights if w.kind != "constant" and program.stage not in self.holders[w.name]

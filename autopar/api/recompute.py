@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.cost.groups.checkpoint_segments import segments
-from autopar.cost.ops.op_stats import op_facts
+from autopar.cost.groups.checkpoint_segments import segment_starts
+from autopar.cost.ops.op_stats import graph_stats
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.program import Program
@@ -20,7 +20,7 @@ def recomputing(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[
     recomputes = any(stage.recompute == "all" for stage in plan.stages)
     if not recomputes or graph.mode == "eval":  # only a backward needs segments
         return tuple(programs)
-    begins = segments(graph, op_facts(graph, plan.hardware.device_type))
+    begins = segment_starts(graph, graph_stats(graph, plan.hardware.device_type))
     place = {op.name: i for i, op in enumerate(graph.ops)}
     return tuple(
         replace(program, segments=own_segments([place[op.name] for op in program.ops], begins))

@@ -1,4 +1,4 @@
-"""Segments of a program, and one as a module of its own whose backward runs its forward again."""
+"""Activation checkpointing: segments of a program, and the module whose backward runs a segment's forward again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Contexts = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManage
 
 @dataclass(frozen=True)
 class Segment:
-    """Operations that run together as a module; ``reads`` and ``makes`` are the values that enter and leave it."""
+    """Operations that run together as one module; ``reads`` and ``makes`` are the values that enter and leave it."""
 
     name: str
     ops: tuple[Op, ...]
@@ -30,29 +30,30 @@ class Segment:
 
     @property
     def mutates(self) -> tuple[str, ...]:
-        """The weights that it updates in place, each once."""
+        """Weights that the segment updates in place, each once."""
         return tuple(dict.fromkeys(name for op in self.ops for name in op.mutates))
 
     @property
     def is_random(self) -> bool:
-        """Whether it may draw from torch's random generators."""
+        """Whether an operation may draw from torch's random generators."""
         return any(torch.Tag.nondeterministic_seeded in operator(op.target).tags for op in self.ops)
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
-    """The program's segments in order."""
+    """The checkpointed segments of a program, in order."""
     weights = {w.name for w in program.weights}
-    return divided(program.ops, program.segments, weights, program.results, "segment")
+    return cut_segments(program.ops, program.segments, weights, program.results, "segment")
 
 
-def divided(
+def cut_segments(
     ops: Sequence[Op], starts: Sequence[int], weights: Collection[str], results: Collection[str], name: str
 ) -> tuple[Segment, ...]:
-    """Operations from the first of ``starts`` on in segments ``name_0``, ``name_1``, … that begin there.
+    """Segments ``name_0``, ``name_1``, … of a run of operations, one from each of ``starts`` to the next.
 
     Args:
-        weights: names that enter no segment.
-        results: names that are wanted behind the last one.
+        starts: indices in ``ops``; operations before the first one are in no segment.
+        weights: names that are no inputs of a segment.
+        results: names that are read after the last segment.
     """
     ends = (*starts[1:], len(ops))
     found = []
@@ -66,46 +67,50 @@ def divided(
     return tuple(found)
 
 
-class Recomputed(nn.Module):
-    """Runs ``body`` and keeps its arguments alone for the backward, which runs it again.
+class CheckpointedSegment(nn.Module):
+    """Runs ``body`` and saves only its arguments; the backward runs ``body`` again.
 
-    The second run is the same as the first: random operations draw the same numbers, tensors that the body updates in
-    place are as they were, and afterwards as if it had run once.
+    The second run repeats the first: random operations draw the same numbers, and tensors that it updates in place
+    have their earlier values. Afterwards these tensors have the values of a single run.
+
+    Args:
+        updated: tensors that the body updates in place.
+        draws: whether the body draws random numbers.
     """
 
     def __init__(self, body: fx.GraphModule, updated: Sequence[Tensor], draws: bool) -> None:
         super().__init__()
         self.body, self.is_random = body, draws
-        self.contexts = updated_once(updated) if updated else None
+        self.contexts = update_once(updated) if updated else None
 
     def forward(self, *args: Tensor) -> Any:
         if not torch.is_grad_enabled():
             return self.body(*args)
         if self.contexts is None or torch.compiler.is_compiling():
-            # A compiler makes the updates outputs of the first run, and takes no contexts of this kind.
+            # torch.compile turns the updates into outputs of the first run, and does not support context_fn.
             return checkpoint(self.body, *args, use_reentrant=False, preserve_rng_state=self.is_random)
         return checkpoint(
             self.body, *args, use_reentrant=False, preserve_rng_state=self.is_random, context_fn=self.contexts
         )
 
 
-def updated_once(updated: Sequence[Tensor]) -> Contexts:
-    """What makes, as a forward begins, the contexts of that forward and of its second run."""
+def update_once(updated: Sequence[Tensor]) -> Contexts:
+    """The ``context_fn`` of a checkpoint: called at the start of a forward, returns contexts of both its runs."""
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), as_before(updated, [tensor.clone() for tensor in updated])
+        return nullcontext(), with_earlier_values(updated, [tensor.clone() for tensor in updated])
 
     return contexts
 
 
 @contextmanager
-def as_before(updated: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[None]:
-    """Within, the tensors have the given values; afterwards those of now."""
+def with_earlier_values(updated: Sequence[Tensor], before: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which the tensors have their values of ``before``; on exit they get their present values back."""
     now = [tensor.clone() for tensor in updated]
     overwrite(updated, before)
     try:
         yield
-    finally:  # the second run ends by an exception as soon as it has made what was missing
+    finally:  # torch ends the second run with an exception once it has all saved tensors
         overwrite(updated, now)
 
 
@@ -115,16 +120,16 @@ def overwrite(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> None:
             tensor.copy_(value)
 
 
-def call(graph: fx.Graph, segment: Segment, nodes: dict[str, fx.Node], names: Mapping[str, str]) -> None:
-    """Append the call of a segment, and a node for each value that leaves it."""
+def call_segment(graph: fx.Graph, segment: Segment, nodes: dict[str, fx.Node], names: Mapping[str, str]) -> None:
+    """Append the call of a segment's module to ``graph``, and a node for each value that leaves it."""
     inputs = tuple(nodes[name] for name in segment.reads)
     node = graph.create_node("call_module", segment.name, inputs, name=names[segment.name])
     for k, name in enumerate(segment.makes):
         nodes[name] = graph.create_node("call_function", getitem, (node, k), name=names[name])
 
 
-def source_of(segment: Segment, module: fx.GraphModule) -> list[str]:
-    """The lines of a segment's code, under its name."""
+def segment_source(segment: Segment, module: fx.GraphModule) -> list[str]:
+    """Lines of a segment's generated code, as a function with the segment's name."""
     body = module.get_submodule(f"{segment.name}.body")
     assert isinstance(body, fx.GraphModule)
     return ["", *body.code.strip().replace("def forward(", f"def {segment.name}(", 1).splitlines()]

@@ -1,4 +1,4 @@
-"""Regions under torch.compile: those that differ in names alone, such as the blocks of a transformer, share one."""
+"""Compiled regions: regions that differ in names alone, such as transformer blocks, share one compilation."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from autopar.ir.graph import Op, Value, renamed
 
 Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 
-# A kernel that makes a norm's gradients leaves partial sums of its weight's, each of a number of rows, for a second
-# kernel. By itself torch.compile has 788 for the 12,608 tokens of 64 images, whose sum takes 20 µs, five times in each
-# block of ViT-L; with 394 a step of 117 ms is 2 ms shorter (pp 2, 256 images, H200, torch 2.11).
-PARTIAL_SUMS = 400
+# A norm's backward kernel writes partial sums of the weight's gradient, each over some rows; a second kernel adds
+# them. torch.compile's default is 788 partial sums for the 12,608 tokens of 64 images. Adding them takes 20 µs, five
+# times per block of ViT-L. With 394, a step of 117 ms is 2 ms shorter (pp 2, 256 images, H200, torch 2.11).
+TARGET_PARTIAL_SUMS = 400
 SPLIT_SIZE = "triton.mix_order_reduction_split_size"  # one of torch._inductor.list_options() (2.11 to 2.15)
 
-# What has been compiled in this process, by code and arguments: stages, modes and, as their code names the axes,
-# models without tensor parallelism can share it.
-COMPILED: dict[str, Callable[..., Any]] = {}
+# Compiled functions of this process, by code and arguments. Stages and modes share them. Models share them too, without
+# tensor parallelism: with it, the code contains the keys of mesh axes.
+COMPILED_REGIONS: dict[str, Callable[..., Any]] = {}
 
 
 class CompiledRegion(nn.Module):
-    """Calls what a region was compiled to, with the weights that it has here."""
+    """Calls a compiled function, which equal regions share, with the weights of one region."""
 
     def __init__(self, call: Callable[..., Any], weights: Sequence[Tensor]) -> None:
         super().__init__()
@@ -38,10 +38,11 @@ class CompiledRegion(nn.Module):
         return self.call(*self.weights, *args)
 
 
-def checkpointed(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
-    """Keeps for the backward what enters ``body``, which the compiled backward runs again.
+def with_checkpoint(body: fx.GraphModule, draws: bool) -> fx.GraphModule:
+    """A module that checkpoints ``body``: saves its arguments, and the compiled backward runs it again.
 
-    It has code of its own: torch.compile counts how often one code was compiled, and gives up.
+    The module has generated code: torch.compile counts compilations per code object and stops at a limit, which a
+    shared Python function would reach.
     """
     graph = fx.Graph()
     arguments = [graph.placeholder(node.name) for node in body.graph.find_nodes(op="placeholder")]
@@ -58,15 +59,16 @@ def compiled_region(
     emit: Emit,
     recompute: bool = False,
 ) -> CompiledRegion:
-    """A region that torch.compile makes kernels of at its first call, unless an equal one has been compiled.
+    """A region that torch.compile compiles at its first call, unless an equal region has been compiled.
 
-    Equal are operations, constants, and the shapes, dtypes and strides of what is read. Blocks that draw random numbers
-    differ: each draws its own.
+    Equal regions have equal operations and constants, and equal shapes, dtypes and strides of all values and weights
+    that enter. Blocks that draw random numbers differ: the code holds each operation's random stream.
 
     Args:
-        values: what operations read that are not weights.
-        emit: makes a module of operations, arguments and results.
-        recompute: keep for the backward what enters the region alone.
+        values: the values that operations read, by name; weights are not among them.
+        weights: tensors of the weights by name.
+        emit: makes a module from operations, names of arguments, and names of results.
+        recompute: checkpoint the region: save only its inputs.
     """
     own = tuple(dict.fromkeys(name for op in region.ops for name in op.reads if name in weights))
     names = numbered("w", own) | numbered("x", region.reads)
@@ -82,22 +84,22 @@ def compiled_region(
     taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held]
     taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
     key = f"{module.code}\n{taken}\n{recompute}"
-    if key not in COMPILED:
-        whole = checkpointed(module, region.is_random) if recompute else module
+    if key not in COMPILED_REGIONS:
+        whole = with_checkpoint(module, region.is_random) if recompute else module
         options = norm_options(region.ops) if any(weight.is_cuda for weight in held) else None
-        COMPILED[key] = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
-    return CompiledRegion(COMPILED[key], held)
+        COMPILED_REGIONS[key] = torch.compile(whole, fullgraph=True, dynamic=False, options=options)
+    return CompiledRegion(COMPILED_REGIONS[key], held)
 
 
 def norm_options(ops: Iterable[Op]) -> dict[str, Any] | None:
-    """What torch.compile is told about the norms among some operations."""
+    """Options for torch.compile that fit the norms of a region; None without norms, or if torch lacks the option."""
     from torch._inductor import list_options
 
     shapes = [op.outputs[0].shape for op in ops if op.target in ("aten.layer_norm.default", "aten.rms_norm.default")]
     rows = max((prod(shape[:-1]) for shape in shapes), default=0)
     if rows == 0 or SPLIT_SIZE not in list_options():
         return None
-    return {SPLIT_SIZE: 2 ** min(max(round(log2(rows / PARTIAL_SUMS)), 4), 7)}
+    return {SPLIT_SIZE: 2 ** min(max(round(log2(rows / TARGET_PARTIAL_SUMS)), 4), 7)}
 
 
 def numbered(prefix: str, names: Iterable[str]) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""From a program to a runnable, printable ``fx.GraphModule``."""
+"""Code generation: from a program to a runnable, printable ``fx.GraphModule``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,25 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from autopar.codegen.activation_checkpoint import Recomputed, Segment, call, divided, segments_of, source_of
+from autopar.codegen.activation_checkpoint import (
+    CheckpointedSegment,
+    Segment,
+    call_segment,
+    cut_segments,
+    segment_source,
+    segments_of,
+)
 from autopar.codegen.compile import compiled_region
-from autopar.codegen.fusions.async_tp import overlapped
-from autopar.codegen.fusions.patch_embed import with_patch_products
-from autopar.codegen.fusions.wgrad import Sums, accumulating, no_sums
+from autopar.codegen.fusions.async_tp import fuse_async_tp
+from autopar.codegen.fusions.patch_embed import use_patch_embed
+from autopar.codegen.fusions.wgrad import MainGradLookup, fuse_wgrad, no_main_grads
 from autopar.ir.graph import LocalDevice, Op, Ref
 from autopar.ir.names import unused_name
 from autopar.ir.program import Program
 from autopar.ops.regions import region_starts, writes_into_value
 from autopar.ops.registry import operator
 
-# What the code of an fx.GraphModule means by these names an argument must not hide.
+# Names that the code of an fx.GraphModule uses; arguments must not shadow them.
 RESERVED = ("self", "torch", "device", "inf", "nan")
 SAME_KEYS: Mapping[str, str] = MappingProxyType({})
 NO_MODULES: Mapping[str, nn.Module] = MappingProxyType({})
@@ -36,34 +43,33 @@ def graph_module(
     device: torch.device,
     axes: Mapping[str, str] = SAME_KEYS,
     waits: Mapping[str, Callable[[], None]] = NO_WAITS,
-    sums: Sums = no_sums,
+    sums: MainGradLookup = no_main_grads,
     compiled: bool = False,
 ) -> fx.GraphModule:
     """A module that computes one stage: takes ``program.arguments``, returns a tuple of ``program.results``.
 
-    Where the stage recomputes, each segment is a module in it.
+    If the stage recomputes, each checkpointed segment is a submodule.
 
     Args:
-        weights: at least the program's own, by name; used as they are, so several modules can share them.
-        device: replaces every device that tracing baked in.
-        axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`; its name where it is not
-            listed.
-        waits: for weights that may still be under way, what waits for them. Several can share one; it is called before
-            the first operation (or region, or segment) that reads one of them.
-        sums: gives those of weights' gradients, to which compiled linear layers add.
-        compiled: have torch.compile make kernels of the operations, region by region, at the first call.
+        weights: at least the program's weights, by name; not copied, so that several modules can share them.
+        device: replaces every device in the trace.
+        axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`; by default the axis's name.
+        waits: for each weight that may still be gathered (ZeRO-1 prefetch), a function that waits for it. Several
+            weights can share one. It is called before the first operation, region or segment that reads one of them.
+        sums: returns the main gradient of a weight, into which its compiled linear layer accumulates, or None.
+        compiled: compile the operations with torch.compile, region by region, at the first call.
     """
     own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
     if program.output_boundaries and any(writes_into_value(op) for op in program.ops):
-        compiled = False  # in one region weights that have no gradient would get zeros
+        compiled = False  # a single region would give zero gradients to weights that have none
     if compiled:
-        program = with_patch_products(program)
-        program, added = accumulating(program, sums)
+        program = use_patch_embed(program)
+        program, added = fuse_wgrad(program, sums)
         own |= added
     values = {v.name: v for v in program.values}
 
     def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
-        return function(ops, arguments, results, {}, device, axes, "Region")
+        return emit_module(ops, arguments, results, {}, device, axes, "Region")
 
     def body(
         ops: Sequence[Op],
@@ -75,31 +81,31 @@ def graph_module(
         waits: Mapping[str, Callable[[], None]] = NO_WAITS,
     ) -> fx.GraphModule:
         if not compiled:
-            return function(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
+            return emit_module(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
         wanted = {*results, *(read for s in segments for read in s.reads)}
         borders = [border for border in program.output_boundaries if border < len(ops)]
-        regions = divided(ops, region_starts(ops, borders), own, wanted, "region")
+        regions = cut_segments(ops, region_starts(ops, borders), own, wanted, "region")
         calls = {region.name: compiled_region(region, values, own, emit_region) for region in regions}
         held = own | dict(modules) | calls
-        return function((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
+        return emit_module((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
 
     starts = program.segments
     if compiled and starts:
         starts = tuple(sorted({*starts, *(border for border in program.output_boundaries if border > starts[0])}))
-    segments = divided(program.ops, starts, own, program.results, "segment")
+    segments = cut_segments(program.ops, starts, own, program.results, "segment")
     modules = {}
     for s in segments:
         if compiled:
             modules[s.name] = compiled_region(s, values, own, emit_region, recompute=True)
         else:
-            modules[s.name] = Recomputed(
+            modules[s.name] = CheckpointedSegment(
                 body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.is_random
             )
     once = program.ops[: starts[0]] if segments else program.ops
     return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
 
 
-def function(
+def emit_module(
     ops: Sequence[Op],
     arguments: Sequence[str],
     results: Sequence[str],
@@ -110,13 +116,13 @@ def function(
     segments: Sequence[Segment] = (),
     waits: Mapping[str, Callable[[], None]] = NO_WAITS,
 ) -> fx.GraphModule:
-    """A module from arguments to a tuple of results, by name, that runs operations and then segments.
+    """A module that takes arguments, runs operations and then segments, and returns a tuple of results, all by name.
 
     Args:
-        held: weights and the segments' modules by name; those that are used become the module's own.
+        held: weights and the segments' modules by name; those that are used become attributes of the module.
         waits: as in `graph_module`.
     """
-    ops = overlapped(ops, {*results, *(name for s in segments for name in s.reads)})
+    ops = fuse_async_tp(ops, {*results, *(name for s in segments for name in s.reads)})
     read = {name for op in ops for name in op.reads} | {*results} | {s.name for s in segments}
     own = {name: value for name, value in held.items() if name in read}
     graph = fx.Graph()
@@ -137,17 +143,17 @@ def function(
 
     for op in ops:
         wait(op.reads)
-        emit(graph, op, nodes, names, device, axes)
+        emit_op(graph, op, nodes, names, device, axes)
     for segment in segments:
         wait(name for op in segment.ops for name in op.reads)
-        call(graph, segment, nodes, names)
+        call_segment(graph, segment, nodes, names)
     wait(results)
     graph.output(tuple(nodes[name] for name in results))
     return fx.GraphModule(own, graph, class_name=class_name)
 
 
 class Wait(nn.Module):
-    """Waits for weights that are under way."""
+    """Waits until weights have been gathered."""
 
     def __init__(self, ready: Callable[[], None]) -> None:
         super().__init__()
@@ -157,7 +163,7 @@ class Wait(nn.Module):
         self.ready()
 
 
-def emit(
+def emit_op(
     graph: fx.Graph,
     op: Op,
     nodes: dict[str, fx.Node],
@@ -165,7 +171,7 @@ def emit(
     device: torch.device,
     axes: Mapping[str, str],
 ) -> None:
-    """Append one operation's node, and a node per output where it has several."""
+    """Append one operation's node to ``graph``, and a node for each output if it has several."""
     collective = op.target.startswith("autopar.")
 
     def localised(argument: Any) -> Any:
@@ -191,7 +197,7 @@ def emit(
 
 
 def identifiers(names: Iterable[str]) -> Mapping[str, str]:
-    """A Python name for each value, numbered where two would be equal."""
+    """A Python identifier for each value, with a number if two would be equal."""
     result: dict[str, str] = {}
     taken: set[str] = set(RESERVED)
     for name in dict.fromkeys(names):
@@ -201,13 +207,13 @@ def identifiers(names: Iterable[str]) -> Mapping[str, str]:
 
 
 def identifier(name: str) -> str:
-    """A Python name for a value: ``blocks_0_attn_qkv_linear``."""
+    """A Python identifier for a value, such as ``blocks_0_attn_qkv_linear``."""
     plain = re.sub(r"\W", "_", name, flags=re.ASCII)
     return f"_{plain}" if plain[0].isdigit() or keyword.iskeyword(plain) else plain
 
 
 def source(program: Program) -> str:
-    """The program as readable Python, with what it holds, receives and sends on top."""
+    """The program as readable Python; comments on top list its parameters, inputs, and values received and sent."""
     meta = {w.name: torch.empty(w.shape, dtype=getattr(torch, w.dtype), device="meta") for w in program.weights}
     module = graph_module(program, meta, torch.device("cpu"))
     params = sum(w.numel for w in program.weights if w.kind == "parameter")
@@ -218,5 +224,5 @@ def source(program: Program) -> str:
     lines += [f"# to stage {e.dst}: {e.value.name}: {e.value.dtype}{list(e.value.shape)}" for e in program.sends]
     if program.segments:
         lines.append(f"# kept for the backward is what enters its {len(program.segments)} segments, which run again")
-    bodies = [line for segment in segments_of(program) for line in source_of(segment, module)]
+    bodies = [line for segment in segments_of(program) for line in segment_source(segment, module)]
     return "\n".join([*lines, module.code.strip(), *bodies])

@@ -1,4 +1,8 @@
-"""From a graph and the stage of each operation to one program per stage."""
+"""Pipeline split: from a graph and the stage of each operation to one program per stage.
+
+A tensor goes directly from the stage that makes it to each stage that reads it. Each stage receives the model inputs
+that it reads. The last stage gathers the model's outputs.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +16,9 @@ from autopar.ir.program import Edge, Program
 def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[Program, ...]:
     """One program per stage.
 
-    A tensor travels straight from the stage that makes it to each stage that reads it; model inputs are handed to the
-    stages that read them; the model's outputs are gathered on the last stage.
-
     Args:
-        stage_of: stage of every traced operation in ``graph``, never lower than that of an operation it reads from;
-            an operation that sharding inserted goes to its home's.
+        stage_of: stage of every traced operation in ``graph``, at least the stage of each operation that it reads from.
+            An operation that sharding inserted runs on the stage of its home.
     """
     last = num_stages - 1
     stage_of = {op.name: stage_of[op.home or op.name] for op in graph.ops}
@@ -49,14 +50,14 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
             sends=tuple(e for e in edges if e.src == stage),
             outputs=graph.outputs if stage == last else (),
             out_spec=graph.out_spec if stage == last else None,
-            output_boundaries=borders_of([led[op.name] for op in ops[stage]]) if led else (),
+            output_boundaries=output_boundaries([led[op.name] for op in ops[stage]]) if led else (),
         )
         for stage in range(num_stages)
     )
 
 
 def reachable_outputs(graph: Graph) -> Mapping[str, Set[str]]:
-    """The model's outputs to which each operation brings gradients from."""
+    """For each operation, the model outputs whose gradient reaches it."""
     led: dict[str, Set[str]] = {name: {name} for name in refs(graph.outputs)}
     found: dict[str, Set[str]] = {}
     for op in reversed(graph.ops):
@@ -67,8 +68,12 @@ def reachable_outputs(graph: Graph) -> Mapping[str, Set[str]]:
     return found
 
 
-def borders_of(led: Sequence[Set[str]]) -> tuple[int, ...]:
-    """Where a run of operations that lead to the same outputs ends; those that lead to none belong to any."""
+def output_boundaries(led: Sequence[Set[str]]) -> tuple[int, ...]:
+    """Indices where a run of operations that reach the same outputs ends; operations that reach none fit any run.
+
+    Args:
+        led: outputs that each operation reaches, from `reachable_outputs`.
+    """
     borders: list[int] = []
     current: Set[str] = set()
     for position, outputs in enumerate(led):
@@ -78,16 +83,18 @@ def borders_of(led: Sequence[Set[str]]) -> tuple[int, ...]:
     return tuple(borders)
 
 
-def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
+def follow_plan(
+    graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tuple[int, ...]]
+) -> Mapping[str, int]:
     """The stage of each operation of another trace of the same model: eval mode, or another input shape.
 
-    Operations known to the reference keep their stage; a new one goes where its weights and inputs are, and so does one
-    whose weights are not there (numbered names such as ``add_1`` can mean another operation in another mode). No
-    operation is put before one that it reads from.
+    An operation with a name of the planned graph keeps that stage, if the stage holds its weights. A numbered name such
+    as ``add_1`` can be another operation in another mode. Any other operation goes where its weights and inputs are. No
+    operation goes before one that it reads from.
 
     Args:
         reference: stage of each operation of the planned training graph.
-        held_on: stages of each weight there.
+        held_on: stages that hold each weight in the plan.
     """
     stage_of: dict[str, int] = {}
     pinned = {name: min(reference[n] for n in names if n in reference) for names in graph.colocated
@@ -102,11 +109,13 @@ def follow(graph: Graph, reference: Mapping[str, int], held_on: Mapping[str, tup
     return stage_of
 
 
-def holders(graphs: Iterable[tuple[Graph, tuple[Program, ...]]]) -> Mapping[str, tuple[int, ...]]:
-    """The stages that hold each weight: those whose programs read it, or the last one if none does.
+def weight_stages(graphs: Iterable[tuple[Graph, tuple[Program, ...]]]) -> Mapping[str, tuple[int, ...]]:
+    """The stages that hold each weight: all stages whose programs read it, else the last one.
 
+    Args:
+        graphs: each trace of the model with its programs.
     Raises:
-        TraceError: a weight that training updates in place is read on a second stage, where it would go stale.
+        TraceError: a weight that training updates in place is read on a second stage, whose copy would be stale.
     """
     stages: dict[str, set[int]] = {}
     mutated: dict[str, Weight] = {}

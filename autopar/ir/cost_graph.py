@@ -100,6 +100,11 @@ class ResidentTensor:
     copy_bytes: int = 0
     flattened_grad_bytes: int = 0
 
+    @property
+    def has_fused_wgrad(self) -> bool:
+        """Whether the wgrad GEMM accumulates into the main gradient, so that there is no temporary gradient."""
+        return self.gradient_bytes > 0 and self.wgrad_bytes == 0
+
 
 @dataclass(frozen=True)
 class CostGraph:

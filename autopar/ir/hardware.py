@@ -100,7 +100,7 @@ class Hardware:
     ``collective``. ``error`` is the band of every time predicted from the numbers, relative, and ``measured_error``
     that of plans whose operations were timed: what plans that were run were off at most (``[calibration]``), or else
     the largest error among all numbers. ``reserve_bytes`` of a device's memory are taken by libraries for every rank,
-    such as workspaces of matrix products. What travels beside compute makes a step longer nevertheless (``[beside]``):
+    such as workspaces of matrix products. What travels beside compute makes a step longer nevertheless (``[overlap]``):
     what replicas sum and gather by a second for each ``replica_bytes_per_second``, and collectives beside the products
     of linear layers by all but a ``overlap_efficiency``.
     """

@@ -17,8 +17,8 @@ MIN_REGION_OPS = 8  # operations of a region between others
 def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int, ...]:
     """Positions of the operations that each begin a region, 0 first: runs of one numbered module, such as ``blocks.3``.
 
-    A module counts from `MIN_REGION_OPS` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the innermost.
-    Fewer operations in between join what comes before them.
+    A module counts from `MIN_REGION_OPS` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the
+    innermost. Fewer operations in between join what comes before them.
     Operations that write into a value keep everything in one region: who else reads that memory is not looked at.
 
     Args:

@@ -1,8 +1,8 @@
-"""Autocast regions as explicit casts, so that the graph gives the same numbers without any autocast around it.
+"""Autocast regions of a model as explicit casts, so that the graph computes the same numbers without autocast.
 
-No list of operations says what autocast does with which: every operation of a region runs once more on the trace's
-fake tensors, and what reaches torch's kernels is written down. So devices may differ, and compositions are cast
-wherever an operation inside of them is.
+There is no table of what autocast does to which operation. Every operation of a region runs once more on the trace's
+fake tensors, and a dispatch mode records what reaches torch's kernels. So devices may differ, and a composite operation
+is cast wherever autocast casts an operation inside it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autopar.ir.pytree import leaves
 from autopar.trace.fake import without_device
 
 COPY = torch.ops.aten._to_copy.default
-# With views, what leaves numbers as they are: a cast behind one might as well come before it.
-MOVES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
+# Operations that, like views, do not change numbers: a cast after one of them can also come before it.
+COPIES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 CASTABLE = (torch.float32, torch.bfloat16, torch.float16)  # autocast leaves float64 and complex numbers alone
 
 
 @dataclass(frozen=True)
-class Region:
-    """An autocast region of the model."""
+class AutocastRegion:
+    """An autocast region of the model: the arguments of ``torch.autocast``."""
 
     device_type: str
     dtype: torch.dtype
@@ -38,7 +38,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Cast:
-    """What an operand is cast to; ``shared`` where a weight's is made once for all its readers in a region."""
+    """Cast of an operand to ``dtype``. ``shared``: a weight's cast, which all its readers in a region share."""
 
     dtype: torch.dtype
     shared: bool = False
@@ -48,11 +48,11 @@ Casts = Mapping[fx.Node, Cast]
 
 
 @dataclass
-class Record:
-    """What one run of an operation did.
+class DispatchRecord:
+    """Record of one run of an operation.
 
-    ``kernels`` are the operations that computed, each with the dtypes that it met; ``casts`` those of operands, None
-    standing for what was made on the way.
+    ``kernels`` are the operations that reached torch's kernels, each with the dtypes of its arguments. ``casts`` are
+    the casts that happened, each with the operand, or None for an intermediate tensor. ``results`` are output dtypes.
     """
 
     kernels: list[tuple[str, tuple[torch.dtype, ...]]] = field(default_factory=list)
@@ -60,14 +60,14 @@ class Record:
     results: tuple[torch.dtype, ...] = ()
 
 
-class Recorder(TorchDispatchMode):
-    """Writes down what is dispatched below autocast."""
+class DispatchRecorder(TorchDispatchMode):
+    """Records what is dispatched below autocast."""
 
     def __init__(self, operands: Mapping[fx.Node, Tensor]) -> None:
         super().__init__()
-        self.record = Record()
+        self.record = DispatchRecord()
         self.operands = operands
-        # By identity. What is known is kept alive, so that no other tensor takes its place.
+        # Keyed by id(). The tensors are kept alive, so that no other tensor gets the same id.
         self.known = {id(tensor): (node, tensor) for node, tensor in operands.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,25 +78,25 @@ class Recorder(TorchDispatchMode):
                 # Autocast keeps the casts of weights, not of their views, while the outermost region lasts.
                 shared = node is not None and args[0] is self.operands[node] and args[0].dtype == torch.float32
                 self.record.casts.append((node, Cast(made.dtype, shared)))
-        elif func.is_view or func in MOVES:
+        elif func.is_view or func in COPIES:
             if node is not None:
                 self.known |= {id(tensor): (node, tensor) for tensor in tensors_of(made)}
-        elif func.namespace != "prim":  # questions, such as on which device
+        elif func.namespace != "prim":  # prim operations only ask, for example for a tensor's device
             self.record.kernels.append((func._schema.name, dtypes_of((args, kwargs))))
         return made
 
 
-def casts_of(node: fx.Node, target: OpOverload, regions: Sequence[Region]) -> Casts | None:
-    """The casts with which an operation does without autocast what it does inside of regions.
+def casts_of(node: fx.Node, target: OpOverload, regions: Sequence[AutocastRegion]) -> Casts | None:
+    """The casts of operands with which an operation computes without autocast what it computes inside the regions.
 
-    Where autocast asks for another arithmetic by the operation's own dtype argument (CUDA's ``sum``) there are none
-    to see: its inputs are cast to what comes out.
+    For some operations autocast sets their dtype argument instead of casting operands (CUDA's ``sum``). No cast is
+    recorded then, and the operands are cast to the dtype of the result.
 
     Args:
-        node: of the exported graph.
-        regions: from the outermost.
+        node: the operation's node in the exported graph.
+        regions: all autocast regions around it, from the outermost.
     Returns:
-        None where no casts of inputs do that.
+        The cast of each operand; None if no casts of operands have that effect.
     """
     operands = {n: n.meta["val"] for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)}
     if target._schema.is_mutable or not any(t.dtype in CASTABLE for t in operands.values()):
@@ -104,20 +104,22 @@ def casts_of(node: fx.Node, target: OpOverload, regions: Sequence[Region]) -> Ca
     with contextlib.ExitStack() as stack:
         for region in regions:
             stack.enter_context(torch.autocast(region.device_type, region.dtype, region.enabled, cache_enabled=False))
-        inside = run(node, target, operands, {})
+        inside = record_run(node, target, operands, {})
     with contextlib.ExitStack() as stack:
         for device_type in {region.device_type for region in regions}:
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        return equivalent(node, target, operands, inside)
+        return equivalent_casts(node, target, operands, inside)
 
 
-def equivalent(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], inside: Record) -> Casts | None:
-    """The casts with which an operation does what was recorded of it.
+def equivalent_casts(
+    node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], inside: DispatchRecord
+) -> Casts | None:
+    """The casts of operands with which a run without autocast matches the record of a run inside the regions.
 
-    The same kernels on the same dtypes are the best proof. Equal dtypes of the results have to do where autocast leads
-    to other kernels; those of cuDNN take some of their operands without a cast to see.
+    Casts that lead to the same kernels on the same dtypes are preferred. Otherwise casts that lead to equal result
+    dtypes are taken: autocast may select other kernels, and cuDNN's cast some operands internally.
     """
-    plain = attempt(node, target, operands, {})
+    plain = try_run(node, target, operands, {})
     own = plain.casts if plain is not None else []  # an operation may cast by itself
     new = [(n, cast) for n, cast in inside.casts if (n, cast) not in own]
     if plain is not None and not new and plain.results == inside.results:
@@ -126,37 +128,41 @@ def equivalent(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Ten
     seen = {n: cast for n, cast in reversed(new) if n is not None}
     castable = [n for n, t in operands.items() if {made, t.dtype} <= {*CASTABLE} and t.dtype != made]
     uniform = dict.fromkeys(castable, Cast(made)) if made and all(cast.dtype == made for _, cast in new) else {}
-    tried = [(casts, attempt(node, target, operands, casts)) for casts in (seen, uniform) if casts]
+    tried = [(casts, try_run(node, target, operands, casts)) for casts in (seen, uniform) if casts]
     fitting = [(casts, record) for casts, record in tried if record is not None and record.results == inside.results]
     proven = [casts for casts, record in fitting if record.kernels == inside.kernels]
     return next(iter(proven or [casts for casts, _ in reversed(fitting)]), None)
 
 
-def attempt(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], casts: Casts) -> Record | None:
-    """What a run does; None where torch refuses the operands."""
+def try_run(
+    node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], casts: Casts
+) -> DispatchRecord | None:
+    """The record of a run without autocast; None if torch refuses the operands."""
     try:
-        # Fake tensors print what they refuse, meta tensors do not.
-        with contextlib.suppress(NotImplementedError):  # but know fewer operations
-            run(node, target, {n: without_device(t) for n, t in operands.items()}, casts)
-        return run(node, target, operands, casts)
+        # Fake tensors print a message for operands that they refuse; meta tensors do not, but support fewer operations.
+        with contextlib.suppress(NotImplementedError):
+            record_run(node, target, {n: without_device(t) for n, t in operands.items()}, casts)
+        return record_run(node, target, operands, casts)
     except RuntimeError:
         return None
 
 
-def run(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], casts: Casts) -> Record:
-    """What an operation does with operands, of which some are cast before."""
+def record_run(node: fx.Node, target: OpOverload, operands: Mapping[fx.Node, Tensor], casts: Casts) -> DispatchRecord:
+    """The record of an operation's run with some operands cast beforehand."""
     with torch.no_grad():
         given = {n: t.to(casts[n].dtype) if n in casts else t for n, t in operands.items()}
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: given.get(n, n.meta.get("val")))
-        with Recorder(given) as recorder:
+        with DispatchRecorder(given) as recorder:
             made = target(*args, **kwargs)
     recorder.record.results = dtypes_of(made)
     return recorder.record
 
 
 def tensors_of(tree: Any) -> Iterator[Tensor]:
+    """The tensors in a nested structure."""
     return (leaf for leaf in leaves(tree) if isinstance(leaf, Tensor))
 
 
 def dtypes_of(tree: Any) -> tuple[torch.dtype, ...]:
+    """Dtypes of the tensors in a nested structure."""
     return tuple(tensor.dtype for tensor in tensors_of(tree))

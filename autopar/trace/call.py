@@ -48,7 +48,7 @@ class Call:
         raise UsageError("The model's inputs hold no tensor, so there is no batch to split. Pass at least one tensor.")
 
     def first(self, samples: int) -> Call:
-        """The same call with the first ``samples`` samples of every batched tensor."""
+        """The call with only the first ``samples`` samples of every batched tensor."""
         leaves = split_leaves(self.leaves, self.batch, [samples])[0]
         args, kwargs = unflatten(leaves, self.spec)
         return Call(args, kwargs)
@@ -57,8 +57,8 @@ class Call:
 def as_call(model: nn.Module, inputs: Any) -> Call:
     """Inputs as a call: a tensor is the only argument, a tuple or list the positional ones, a dict the keyword ones.
 
-    Every tensor in it whose first size equals that of the first tensor counts as batched and will be cut into
-    microbatches, whatever that dim means; all others are handed whole to each microbatch.
+    The batch is the first size of the first tensor. Every tensor with that first size is cut into microbatches,
+    whatever its first dim means. All other inputs go whole to each microbatch.
     """
     if isinstance(inputs, dict):
         return bind(model, (), inputs)
@@ -66,10 +66,10 @@ def as_call(model: nn.Module, inputs: Any) -> Call:
 
 
 def bind(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Arguments in the order of ``model.forward``, the same however they are passed.
+    """A call with the arguments in the order of ``model.forward``, whether they are positional or keyword arguments.
 
     Raises:
-        UsageError: they do not fit the signature.
+        UsageError: the arguments do not fit the signature.
     """
     try:
         bound = inspect.signature(model.forward).bind(*args, **kwargs)
@@ -93,4 +93,5 @@ def split_leaves(leaves: Sequence[Any], batch: int, sizes: Sequence[int]) -> lis
 
 
 def is_batched(leaf: Any, batch: int) -> bool:
+    """Whether an input is a tensor whose first dim is the batch."""
     return isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and leaf.shape[0] == batch

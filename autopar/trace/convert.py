@@ -1,4 +1,4 @@
-"""From an exported fx graph to ``ir.Graph``: names, arguments, side effects."""
+"""Conversion of an exported fx graph into operations of an `ir.graph.Graph`: names, arguments, side effects."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch.fx.node import map_arg
 from autopar.errors import TraceError
 from autopar.ir.graph import NO_AUTOCAST, LocalDevice, Op, Ref, Value, dtype_name, refs
 from autopar.ir.names import unused_name
-from autopar.trace.autocast import Region, casts_of
+from autopar.trace.autocast import AutocastRegion, casts_of
 from autopar.trace.frames import is_internal
 from autopar.trace.inplace import STATISTICS, aliased_arguments, missing_defaults, out_of_place, written_arguments
 
-FOREVER = 1 << 60
+AFTER_THE_END = 1 << 60
 CAST = torch.ops.aten.to.dtype
 FRAME = re.compile(r'File "([^"]+)", line (\d+), in (.+)\n')
-# Checks of tensor properties that the trace has already proved; they compute nothing.
+# Checks of tensor properties that hold in the trace; they compute nothing.
 CHECKS = ("aten._assert", "aten.sym_constrain", "aten._check")
 DROPOUTS = ("aten::dropout", "aten::feature_dropout", "aten::alpha_dropout", "aten::feature_alpha_dropout")
 DIFFERENTIABLE = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
-# Operations that read a tensor's shape or value but never pass a gradient on.
+# Operations that read a tensor's shape or value but propagate no gradient.
 UNTRACKED = ("aten::detach", "aten::zeros_like", "aten::ones_like", "aten::empty_like", "aten::full_like",
              "aten::rand_like", "aten::randn_like", "aten::new_empty", "aten::new_zeros", "aten::new_ones",
              "aten::new_full")  # fmt: skip
@@ -37,11 +37,15 @@ REGIONS = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 
 
 class Converter:
-    """Walks fx nodes in order and collects operations.
+    """Visits fx nodes in order and collects operations.
 
-    An in-place operation becomes its out-of-place counterpart and later readers of the old value read the new one.
-    Where another name of the same memory is read later (a view, a weight) it stays in place, and everything that
-    touches that memory up to the last update is recorded to stay together on one stage.
+    An in-place operation becomes its out-of-place counterpart, and later readers of the old value read the new one. It
+    stays in place if a view or a weight with the same memory is read later. All operations that touch that memory, up
+    to its last update, are then recorded as colocated: they must share a stage.
+
+    Args:
+        known: the value of each placeholder that is an input or a weight.
+        weights: names of the weights.
     """
 
     def __init__(self, known: dict[fx.Node, Value], weights: set[str]) -> None:
@@ -49,19 +53,19 @@ class Converter:
         self.values = {value.name: value for value in known.values()}
         self.weights = weights
         self.names = set(self.values)
-        self.held: set[str] = set()
-        self.newest: dict[str, str] = {}  # old name of an updated value -> the name of its latest version
+        self.read_outside: set[str] = set()
+        self.latest: dict[str, str] = {}  # old name of an updated value -> the name of its latest version
         self.root: dict[str, str] = {}
         self.aliases: dict[str, set[str]] = defaultdict(set)
         self.ops: list[Op] = []
         self.updated_until: dict[str, int] = {}
-        self.regions: tuple[Region, ...] = ()  # all autocast regions around, from the outermost
-        self.cast_weights: dict[tuple[str, torch.dtype], Ref] = {}  # those of the outermost region
-        self.tracked: dict[str, Ref] = {}  # a value detached for a no_grad region -> the value with its history
+        self.regions: tuple[AutocastRegion, ...] = ()  # all autocast regions around, from the outermost
+        self.cast_weights: dict[tuple[str, torch.dtype], Ref] = {}  # weight casts of the outermost region
+        self.undetached: dict[str, Ref] = {}  # a value detached for a no_grad region -> the value with its history
 
     @property
     def autocast(self) -> str:
-        """The dtype of the innermost autocast region, empty outside of all."""
+        """The dtype of the innermost autocast region; empty outside all regions."""
         if not self.regions:
             return ""
         return dtype_name(self.regions[-1].dtype) if self.regions[-1].enabled else NO_AUTOCAST
@@ -69,10 +73,10 @@ class Converter:
     # -- walking -----------------------------------------------------------------------------------------------
 
     def run(self, graph: fx.Graph) -> Any:
-        """Convert all nodes; the output node's arguments, resolved."""
+        """Convert all nodes of a graph or sub-graph; returns the resolved arguments of its output node."""
         nodes: list[fx.Node] = list(graph.nodes)
         last_use = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
-        last_use |= {used: FOREVER for node in nodes if node.op == "output" for used in node.all_input_nodes}
+        last_use |= {used: AFTER_THE_END for node in nodes if node.op == "output" for used in node.all_input_nodes}
         outputs: Any = ()
         for i, node in enumerate(nodes):
             if node.op == "output":
@@ -84,7 +88,7 @@ class Converter:
         return outputs
 
     def convert(self, node: fx.Node, last_use: dict[fx.Node, int], position: int) -> Any:
-        """What a node's users will read: a reference, a tuple of them, or None."""
+        """Convert one node; returns what its users read: a reference, a tuple of references, or None."""
         target = node.target
         if target is operator.getitem:
             return self.result[node.args[0]][node.args[1]]  # type: ignore[index]
@@ -108,9 +112,9 @@ class Converter:
         return self.add(node, target, args, last_use, position)
 
     def inline(self, node: fx.Node, last_use: dict[fx.Node, int], position: int) -> Any:
-        """Convert a no_grad or autocast region's sub-graph in place.
+        """Convert the sub-graph of a no_grad or autocast region where it stands.
 
-        What enters a no_grad region is detached; what it hands out unchanged or updated in place is not.
+        Values that enter a no_grad region are detached. Values that it returns unchanged, or updated in place, are not.
         """
         if str(node.target) not in REGIONS:
             raise TraceError(
@@ -123,29 +127,31 @@ class Converter:
         if str(node.target) == "wrap_with_set_grad_enabled" and not node.args[0]:
             arguments = [self.detached(node, a) for a in arguments]
         self.result |= dict(zip(region.graph.find_nodes(op="placeholder"), arguments, strict=True))
-        outside = self.held, self.regions
-        self.held = self.held | {name for n, use in last_use.items() if use > position and (name := self.name_of(n))}
+        outside = self.read_outside, self.regions
+        self.read_outside = self.read_outside | {
+            name for n, use in last_use.items() if use > position and (name := self.name_of(n))
+        }
         if str(node.target) == "wrap_with_autocast":
             self.cast_weights = self.cast_weights if self.regions else {}
-            self.regions += (Region(*node.args[:3]),)  # type: ignore[arg-type]
+            self.regions += (AutocastRegion(*node.args[:3]),)  # type: ignore[arg-type]
         outputs = self.run(region.graph)
-        self.held, self.regions = outside
+        self.read_outside, self.regions = outside
         if isinstance(outputs, tuple):
-            return tuple(self.tracked.get(o.name, o) if isinstance(o, Ref) else o for o in outputs)
+            return tuple(self.undetached.get(o.name, o) if isinstance(o, Ref) else o for o in outputs)
         return outputs
 
     def detached(self, node: fx.Node, argument: Any) -> Any:
-        """The argument without its autograd history."""
+        """The argument without its autograd history: a ``detach`` of it if it requires a gradient."""
         if not isinstance(argument, Ref) or not self.values[argument.name].requires_grad:
             return argument
         result = self.record(node, torch.ops.aten.detach.default, (argument,), (), self.values[argument.name])
-        self.tracked[result.name] = argument
+        self.undetached[result.name] = argument
         return result
 
     # -- one operation -----------------------------------------------------------------------------------------
 
     def add(self, node: fx.Node, target: OpOverload, args: tuple, last_use: dict[fx.Node, int], position: int) -> Any:
-        """Record an operation out of place if its side effect has no other reader, else in place."""
+        """Record an operation; in place only if another name of the memory that it writes is read later."""
         kwargs = tuple((k, self.resolve(v)) for k, v in node.kwargs.items())
         if any(region.enabled for region in self.regions):
             args, kwargs = self.cast(node, target, args, kwargs)
@@ -156,21 +162,21 @@ class Converter:
         functional = out_of_place(target)
         if len(written) == 1 and functional is not None and not self.read_elsewhere(written[0], last_use, position):
             result = self.functional(node, target, functional, args, kwargs)
-            self.newest[written[0]] = result.name
+            self.latest[written[0]] = result.name
             return result
         return self.update(node, target, args, kwargs, written)
 
     def functional(self, node: fx.Node, target: OpOverload, functional: OpOverload, args: tuple, kwargs: tuple) -> Ref:
-        """Record an in-place operation's counterpart; what it makes has the dtype of what was updated."""
+        """Record the out-of-place counterpart of an in-place operation; its result has the updated value's dtype."""
         val, missing = node.meta["val"], missing_defaults(target, functional, args, kwargs)
-        made = made_without_data(node, functional, dict(missing))
-        result = self.record(node, functional, args, kwargs + missing, replace(value_from("", val), dtype=made))
+        made = result_dtype(node, functional, dict(missing))
+        result = self.record(node, functional, args, kwargs + missing, replace(value_of("", val), dtype=made))
         if made == dtype_name(val.dtype):
             return result
         return self.record(node, CAST, (result, val.dtype), (), val)
 
     def cast(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple) -> tuple[tuple, tuple]:
-        """The arguments with the casts that autocast would make: of a trainable weight one in an outermost region."""
+        """The arguments after autocast's casts; a trainable weight is cast once per outermost region."""
         casts = casts_of(node, target, self.regions)
         if casts is None:
             raise TraceError(
@@ -199,10 +205,10 @@ class Converter:
         return converted(args), tuple((k, converted(v)) for k, v in kwargs)
 
     def record(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple, val: Any) -> Any:
-        """Append an operation; what its users read."""
+        """Append an operation that returns new tensors; returns what its users read."""
         name = self.fresh(node, target)
         outputs, result = values_of(name, val)
-        if self.tracks(args, kwargs) and target._schema.name not in UNTRACKED:
+        if self.records_gradient(args, kwargs) and target._schema.name not in UNTRACKED:
             outputs = tuple(replace(v, requires_grad=v.dtype in DIFFERENTIABLE) for v in outputs)
         statistics = tuple(self.root_of(s) for s in updated_statistics(target, args))
         self.append(node, name, target, args, kwargs, outputs, statistics)
@@ -214,15 +220,15 @@ class Converter:
         return result
 
     def update(self, node: fx.Node, target: OpOverload, args: tuple, kwargs: tuple, written: list[str]) -> Any:
-        """Append an in-place operation; its users read the updated value under its old name."""
+        """Append an in-place operation; returns the old name, under which its users read the updated value."""
         roots = tuple(dict.fromkeys(self.root_of(w) for w in written))
         self.append(node, self.fresh(node, target), target, args, kwargs, (), roots)
-        if self.tracks(args, kwargs):
+        if self.records_gradient(args, kwargs):
             for name in {alias for root in roots for alias in (root, *self.aliases[root])} - self.weights:
                 self.values[name] = replace(self.values[name], requires_grad=True)
         return Ref(written[0])
 
-    def tracks(self, args: tuple, kwargs: tuple) -> bool:
+    def records_gradient(self, args: tuple, kwargs: tuple) -> bool:
         """Whether autograd records an operation with these arguments."""
         return any(self.values[name].requires_grad for name in refs((args, tuple(v for _, v in kwargs))))
 
@@ -236,10 +242,10 @@ class Converter:
         self.updated_until |= dict.fromkeys(updated, len(self.ops) - 1)
 
     def read_elsewhere(self, written: str, last_use: dict[fx.Node, int], position: int) -> bool:
-        """Whether the memory behind ``written`` is a weight or is read later under another name."""
+        """Whether the memory of ``written`` is a weight's, or is read later under another name."""
         root = self.root_of(written)
         others = ({root} | self.aliases[root]) - {written}
-        if root in self.weights or others & self.held or written in self.tracked:
+        if root in self.weights or others & self.read_outside or written in self.undetached:
             return True
         return any(use > position and self.name_of(n) in others for n, use in last_use.items())
 
@@ -263,31 +269,34 @@ class Converter:
         return argument
 
     def current(self, ref: Any) -> Any:
-        while isinstance(ref, Ref) and ref.name in self.newest:
-            ref = Ref(self.newest[ref.name])
+        """The reference to the latest version of a value that out-of-place updates replaced."""
+        while isinstance(ref, Ref) and ref.name in self.latest:
+            ref = Ref(self.latest[ref.name])
         return ref
 
     def name_of(self, node: fx.Node) -> str | None:
+        """Name of a node's value; None if it has several or none."""
         result = self.current(self.result.get(node))
         return result.name if isinstance(result, Ref) else None
 
     def root_of(self, name: str) -> str:
+        """Name of the value or weight whose memory a value shares."""
         return self.root.get(name, name)
 
     def fresh(self, node: fx.Node, target: OpOverload) -> str:
-        """A new operation's name: module path and operation, numbered where that is taken."""
+        """A new operation's name: module path and operation, with a number if that is taken."""
         module = module_of(node)
         name = f"{module}.{short_name(target)}" if module else short_name(target)
         unique = unused_name(name, self.names)
         self.names.add(unique)
         return unique
 
-    def finished(self) -> list[Op]:
-        """The operations, their values' gradients as known at the end."""
+    def final_ops(self) -> list[Op]:
+        """The operations, with ``requires_grad`` of their outputs as in-place updates left it."""
         return [replace(op, outputs=tuple(self.values[v.name] for v in op.outputs)) for op in self.ops]
 
     def colocated(self) -> Iterable[tuple[str, ...]]:
-        """Names of operations that touch memory which is updated in place, up to its last update."""
+        """Names of the operations that touch the same updated memory, up to its last update; one tuple per storage."""
         for root, last in self.updated_until.items():
             names = {root} | self.aliases[root]
             touching = [
@@ -298,7 +307,7 @@ class Converter:
             ]
             if len(touching) > 1:
                 yield tuple(touching)
-        # A counter reads no activation: nothing but its module says where it belongs.
+        # The update of a counter reads no activation; it belongs to the stage of its module's other operations.
         for i, op in enumerate(self.ops):
             if op.mutates and not op.outputs and set(op.reads) <= self.weights:
                 neighbours = [other for other in self.ops[i + 1 :] if other.module == op.module and other.outputs]
@@ -307,7 +316,7 @@ class Converter:
 
 
 def updated_statistics(target: OpOverload, args: tuple) -> tuple[str, ...]:
-    """Names of the running statistics that a normalisation updates."""
+    """Names of the running statistics that a norm updates."""
     positions, flag = STATISTICS.get(str(target), ((), 0))
     if not positions or not args[flag]:
         return ()
@@ -315,7 +324,7 @@ def updated_statistics(target: OpOverload, args: tuple) -> tuple[str, ...]:
 
 
 def is_identity(target: OpOverload, args: tuple) -> bool:
-    """Whether an operation returns its first argument as it is: an alias, a copy onto itself, idle dropout."""
+    """Whether an operation returns its first argument unchanged: an alias, a copy onto itself, inactive dropout."""
     if target is torch.ops.aten.alias.default:
         return True
     if target is torch.ops.aten.copy_.default:
@@ -323,34 +332,34 @@ def is_identity(target: OpOverload, args: tuple) -> bool:
     return target._schema.name.removesuffix("_") in DROPOUTS and (args[1] == 0 or not args[2])
 
 
-def made_without_data(node: fx.Node, target: OpOverload, more: dict[str, Any]) -> str:
-    """The dtype of what an operator makes of a node's arguments, as fake tensors."""
+def result_dtype(node: fx.Node, target: OpOverload, more: dict[str, Any]) -> str:
+    """Dtype of an operator's result for a node's arguments, found by running it on their fake tensors."""
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta.get("val"))
     with torch.no_grad():
         return dtype_name(target(*args, **kwargs, **more).dtype)
 
 
 def values_of(name: str, val: Any) -> tuple[tuple[Value, ...], Any]:
-    """The values an operation makes, and what its users read: a reference or a tuple of them (None where no tensor).
+    """The output values of an operation, and what its users read: a reference, a tuple of references, or None.
 
     Args:
-        val: a tensor or a `Value`, or a list of tensors and None.
+        val: the node's result: a tensor, a `Value`, a list of tensors and None, or no tensor.
     """
     if isinstance(val, list | tuple):
         names = [f"{name}:{i}" if isinstance(v, torch.Tensor) else None for i, v in enumerate(val)]
-        values = tuple(value_from(n, v) for n, v in zip(names, val, strict=True) if n is not None)
+        values = tuple(value_of(n, v) for n, v in zip(names, val, strict=True) if n is not None)
         return values, tuple(Ref(n) if n is not None else None for n in names)
     if isinstance(val, torch.Tensor):
-        val = value_from(name, val)
+        val = value_of(name, val)
     if isinstance(val, Value):
         return (replace(val, name=name, requires_grad=False),), Ref(name)
     return (), None
 
 
-def value_from(name: str, tensor: torch.Tensor) -> Value:
-    """Name, shape, dtype and strides of a tensor.
+def value_of(name: str, tensor: torch.Tensor) -> Value:
+    """The value of a tensor under a name: shape, dtype and strides.
 
-    What torch.export notes of ``requires_grad`` is lost once a graph holds a no_grad region, so it is not read.
+    ``requires_grad`` is not read: torch.export loses it in graphs with a no_grad region.
     """
     return Value(name, tuple(tensor.shape), dtype_name(tensor.dtype), tuple(tensor.stride()))
 
@@ -361,7 +370,7 @@ def short_name(target: OpOverload) -> str:
 
 
 def module_of(node: fx.Node) -> str:
-    """Path of the user's module that made a node; the second call of one module counts as the same."""
+    """Path of the user's module that a node belongs to; repeated calls of one module have the same path."""
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

@@ -1,4 +1,4 @@
-"""Copies of models."""
+"""Deep copies of models, with some objects replaced."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def copied(model: nn.Module, replaced: Mapping[int, Any] | None = None) -> nn.Module:
-    """A deep copy.
+def copy_model(model: nn.Module, replaced: Mapping[int, Any] | None = None) -> nn.Module:
+    """A deep copy of a model.
 
-    What a module computes before each forward and keeps (``torch.nn.utils.weight_norm``) becomes a plain tensor in it;
-    deepcopy would refuse it.
+    A tensor that a module computes before each forward and stores (``torch.nn.utils.weight_norm``) is detached in the
+    copy; deepcopy refuses tensors with autograd history.
 
     Args:
-        replaced: what stands in the copy for objects, by their id.
+        replaced: objects to use in the copy, by the id of the original that each replaces.
     """
     memo = dict(replaced or {})
     for module in model.modules():

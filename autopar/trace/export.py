@@ -15,8 +15,8 @@ from autopar.errors import TraceError
 from autopar.ir.graph import Mode
 from autopar.ir.pytree import leaves, tree_map
 from autopar.trace.fake import as_on_cpu
-from autopar.trace.frames import spot, user_frame
-from autopar.trace.hooks import REMEDY, Seen
+from autopar.trace.frames import frame_text, user_frame
+from autopar.trace.hooks import REMEDY, GradientWatch
 
 ADVICE = (
     "A traced model may not branch on tensor values or leave PyTorch for other libraries; "
@@ -25,11 +25,11 @@ ADVICE = (
 
 
 def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: Mode) -> torch.export.ExportedProgram:
-    """The exported program of ``model(*args, **kwargs)`` in ``mode``; the model is left as it was found.
+    """The exported program of ``model(*args, **kwargs)`` in ``mode``; the model is not changed.
 
     Raises:
-        TraceError: torch.export refused, or would lose what the model does to gradients; holds the file and line in
-            the user's model.
+        TraceError: torch.export refuses the model, or would lose a gradient hook, a custom backward or a no_grad. The
+            message holds the file and line in the user's model.
     """
     device = next((t.device for t in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
@@ -42,11 +42,11 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
     training = {module: module.training for module in model.modules()}
     own_backward: set[str] = set()
     hook = model.register_forward_hook(lambda _, __, output: own_backward.update(custom_functions(output)))
-    said = io.StringIO()  # torch prints the graph so far when it refuses a model
+    said = io.StringIO()  # when torch refuses a model, it prints the graph traced so far
     try:
-        if model.training != (mode == "train"):  # a model in training mode may keep parts of it in eval mode: frozen
+        if model.training != (mode == "train"):  # keeps submodules that a training model has in eval mode (frozen)
             model.train(mode == "train")
-        with torch.enable_grad(), contextlib.redirect_stderr(said), Seen() as seen:
+        with torch.enable_grad(), contextlib.redirect_stderr(said), GradientWatch() as seen:
             program = torch.export.export(model, args, kwargs, strict=False)
     except Exception as error:
         raise TraceError(refusal(model, error, mode)) from error
@@ -77,12 +77,12 @@ def export(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode
 
 
 def custom_functions(output: Any) -> set[str]:
-    """Names of the user's autograd.Functions that a result's gradient goes through."""
+    """Names of the user's autograd.Functions in the autograd graph of an output."""
     pending = [leaf.grad_fn for leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
     seen, found = set(pending), set()
     while pending:
         node = pending.pop()
-        # torch's control flow is an AutogradOp; the conversion refuses it with its place in the model.
+        # torch's control flow is an AutogradOp; the conversion refuses it and names its line in the model.
         if isinstance(node, BackwardCFunction) and not node.name().endswith("AutogradOpBackward"):
             found.add(node.name().removesuffix("Backward"))
         following = {child for child, _ in node.next_functions} - seen if node is not None else ()
@@ -92,9 +92,9 @@ def custom_functions(output: Any) -> set[str]:
 
 
 def refusal(model: nn.Module, error: Exception, mode: Mode) -> str:
-    """The message for a model that torch.export refused."""
+    """The error message for a model that torch.export refuses."""
     reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return (
-        f"Cannot trace {type(model).__name__} in {mode} mode{spot(user_frame(error))}. torch.export says: "
+        f"Cannot trace {type(model).__name__} in {mode} mode{frame_text(user_frame(error))}. torch.export says: "
         f"{type(error).__name__}: {reason} {ADVICE}"
     )

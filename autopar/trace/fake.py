@@ -1,6 +1,6 @@
-"""Models on the meta device, made to be traced as on a CPU.
+"""Models on the meta device, traced as if they were on a CPU.
 
-On the meta device a convolution makes tensors in the plain memory format; on every real one it follows what it reads.
+On the meta device a convolution's output has the contiguous memory format. On real devices it follows the input.
 """
 
 from __future__ import annotations
@@ -15,38 +15,39 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from autopar.ir.pytree import tree_map
-from autopar.trace.copy_model import copied
+from autopar.trace.copy_model import copy_model
 
 
 def as_on_cpu(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
-    """A copy of a model, and its arguments, whose meta tensors claim to be on the CPU; they still have no data."""
+    """A copy of a model and its arguments in which meta tensors are fake CPU tensors, without data."""
     mode = FakeTensorMode()
 
     def fake(tensor: Tensor) -> Tensor:
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
-    own: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers()) if is_lazy(t)}  # have no shape yet
+    # Lazy parameters have no shape; they stay as they are.
+    own: dict[int, Any] = {id(t): t for t in (*model.parameters(), *model.buffers()) if is_lazy(t)}
     parameters = {id(p): nn.Parameter(fake(p), p.requires_grad) for p in model.parameters() if id(p) not in own}
-    with Copies(fake):
-        copy = copied(model, own | parameters)
+    with MetaDeepcopy(fake):
+        copy = copy_model(model, own | parameters)
     return copy, *tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
 
 
-def own_tensor(tensor: Tensor) -> Tensor:
-    """The tensor; the meta tensor behind one that claimed to be on the CPU."""
+def without_claim(tensor: Tensor) -> Tensor:
+    """The meta tensor of a fake CPU tensor; any other tensor itself."""
     return without_device(tensor) if isinstance(tensor, FakeTensor) else tensor
 
 
 def without_device(tensor: Tensor) -> Tensor:
-    """A meta tensor of the same shape, strides and dtype."""
+    """A meta tensor with the tensor's shape, strides and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-class Copies(TorchFunctionMode):
-    """Within ``with``, deepcopy has a meta tensor copied by a function: buffers, and what modules just hold."""
+class MetaDeepcopy(TorchFunctionMode):
+    """Within ``with``, deepcopy copies meta tensors by ``copy``: buffers, and plain tensors that modules hold."""
 
     def __init__(self, copy: Callable[[Tensor], Tensor]) -> None:
         super().__init__()

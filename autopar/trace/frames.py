@@ -1,4 +1,4 @@
-"""Which line of the user's a trace is about."""
+"""Stack frames of the user's model, for error messages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 TORCH_DIR = str(Path(torch.__file__).parent) + os.sep
-OWN_DIR = str(Path(__file__).absolute().parents[1]) + os.sep
+AUTOPAR_DIR = str(Path(__file__).absolute().parents[1]) + os.sep
 
 
 def user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The innermost frame of an error (or of its causes) that is neither torch's nor ours."""
+    """The innermost user frame of an error or of its causes: not torch's and not autopar's."""
     seen: BaseException | None = error
     while seen is not None:
         frame = innermost(traceback.extract_tb(seen.__traceback__))
@@ -26,15 +26,15 @@ def user_frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def innermost(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
-    """The last of these frames that is neither torch's nor ours."""
+    """The last of these frames that is neither torch's nor autopar's."""
     return next((frame for frame in reversed(frames) if not is_internal(frame.filename)), None)
 
 
-def spot(frame: traceback.FrameSummary | None) -> str:
-    """Where a frame is, to follow what happened there in a message."""
+def frame_text(frame: traceback.FrameSummary | None) -> str:
+    """File, line and code of a frame, to be appended to a message; empty without a frame."""
     return f" at {frame.filename}:{frame.lineno}, in {frame.name}: `{frame.line}`" if frame else ""
 
 
 def is_internal(filename: str) -> bool:
-    """Whether a file belongs to torch, to autopar or to the interpreter, and so not to the user's model."""
-    return filename.startswith((TORCH_DIR, OWN_DIR, "<")) or filename in (contextlib.__file__, traceback.__file__)
+    """Whether a file belongs to torch, autopar or the interpreter instead of the user's model."""
+    return filename.startswith((TORCH_DIR, AUTOPAR_DIR, "<")) or filename in (contextlib.__file__, traceback.__file__)

@@ -1,4 +1,4 @@
-"""What a model does to gradients and a trace would lose: hooks on them, and ``no_grad`` in autocast regions."""
+"""Effects on gradients that torch.export loses: hooks on gradients, and ``no_grad`` inside autocast regions."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import TraceError
-from autopar.trace.frames import innermost, spot
+from autopar.trace.frames import frame_text, innermost
 
 REMEDY = (
     "Remove it (handle.remove()). To multiply a gradient by s, a number or a mask, have the forward compute "
     "x * s + (x * (1 - s)).detach() from x; to limit gradients or to update weights, pass clip_grad_norm=, "
     "clip_grad_value= or optimizer=."
 )
-REGISTERING = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+REGISTER_HOOK = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
 
 
 def check_hooks(model: nn.Module) -> None:
     """Refuse hooks on the gradients of a model's parameters and buffers.
 
-    Copies of weights train, so that what torch, DDP, FSDP or an earlier run registered there (none of them leaves
-    anything on the user's tensors) is never meant. A frozen tensor has no gradient, so a hook of it never runs.
+    Ranks train copies of the weights, on which such hooks would never run. torch, DDP, FSDP and earlier runs leave no
+    hooks on the user's tensors, so a hook is the user's. A frozen tensor has no gradient, so its hooks are allowed.
 
     Raises:
-        TraceError: names the first tensor and how the hook came there.
+        TraceError: names the first tensor with a hook, and the method that registered it.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         by = [method for method, hooks in gradient_hooks(tensor).items() if hooks] if tensor.requires_grad else []
@@ -41,19 +41,19 @@ def check_hooks(model: nn.Module) -> None:
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[str, Mapping[int, Callable[..., Any]] | None]:
-    """The hooks on a tensor's gradient by the method that registers them.
+    """The hooks on a tensor's gradient, by the method that registers them.
 
-    torch has no public question for them; both attributes are what its own ``register_…`` fill and ``handle.remove()``
-    empties. Tried with torch 2.11 and 2.15.
+    torch has no public way to list them. ``register_…`` fills both attributes and ``handle.remove()`` empties them;
+    tested with torch 2.11 and 2.15.
     """
-    return {"register_hook": tensor._backward_hooks, REGISTERING[1].__name__: tensor._post_accumulate_grad_hooks}
+    return {"register_hook": tensor._backward_hooks, REGISTER_HOOK[1].__name__: tensor._post_accumulate_grad_hooks}
 
 
-class Seen(TorchFunctionMode):
-    """Within ``with``, gets what a forward does to the gradients of what it computes, and where.
+class GradientWatch(TorchFunctionMode):
+    """Within ``with``, records where a forward affects gradients in a way that torch.export loses.
 
-    ``hooks``: it registers one. ``switches``: it turns gradients off inside of an autocast region, at whose borders
-    torch.export (2.11 and 2.15) cuts its graph without a word of that.
+    ``hooks``: lines that register a hook on a computed tensor. ``switches``: lines that turn gradients off inside an
+    autocast region; torch.export (2.11 and 2.15) makes that region a sub-graph and drops the switch silently.
     """
 
     def __init__(self) -> None:
@@ -64,22 +64,23 @@ class Seen(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in REGISTERING:
-            self.hooks.append(f"{func.__name__}{here()}")
+        if func in REGISTER_HOOK:
+            self.hooks.append(f"{func.__name__}{user_line()}")
         elif turns_gradients_off(func, args) and torch.is_grad_enabled() and in_autocast():
-            self.switches.append(here())
+            self.switches.append(user_line())
         return func(*args, **(kwargs or {}))
 
 
 def turns_gradients_off(func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
-    """Whether this is what torch.no_grad and torch.set_grad_enabled call."""
+    """Whether a torch function call turns gradients off, as torch.no_grad and torch.set_grad_enabled do."""
     return getattr(func, "__name__", "") == "_set_grad_enabled" and not args[0]
 
 
-def here() -> str:
-    """The line of the user's that runs."""
-    return spot(innermost(traceback.extract_stack()))
+def user_line() -> str:
+    """The user's line that is running, for a message."""
+    return frame_text(innermost(traceback.extract_stack()))
 
 
 def in_autocast() -> bool:
+    """Whether an autocast region is active."""
     return any(torch.is_autocast_enabled(device_type) for device_type in ("cpu", "cuda"))

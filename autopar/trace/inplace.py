@@ -1,4 +1,4 @@
-"""What ATen's schemas say about an operation's side effects, and its counterpart without them."""
+"""Side effects of operations as ATen's schemas declare them, and the out-of-place counterparts of operations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-# Composite operations whose schema is silent about the running statistics they update. Each entry: the positions of
-# those arguments, and the position of the flag that turns the update on.
+# Composite operations whose schema does not declare that they update running statistics: positions of those arguments,
+# and position of the flag that turns the update on.
 STATISTICS: Mapping[str, tuple[tuple[int, ...], int]] = {
     "aten.batch_norm.default": ((3, 4), 5),
     "aten.instance_norm.default": ((3, 4), 5),
@@ -47,7 +47,7 @@ def out_of_place(target: OpOverload) -> OpOverload | None:
 def missing_defaults(
     target: OpOverload, functional: OpOverload, args: tuple, kwargs: tuple
 ) -> tuple[tuple[str, Any], ...]:
-    """Values that a call of ``target`` leaves to its defaults and ``functional`` has no default for (bernoulli's p)."""
+    """Arguments for which ``target`` uses its defaults and ``functional`` has no default, such as bernoulli's p."""
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
     given = {name for name, _ in kwargs}
     required = (a.name for a in functional._schema.arguments[len(args) :] if not a.has_default_value())

@@ -16,13 +16,13 @@ from autopar.ir.plan import Precision
 from autopar.ir.pytree import unflatten
 from autopar.trace.call import Call, is_batched
 from autopar.trace.export import ADVICE
-from autopar.trace.passes.bf16_params import check_dtypes, lowered_leaf, with_low_params, with_masters
-from autopar.trace.passes.counter_rng import counter_based
-from autopar.trace.passes.precision import in_precision, low_params
+from autopar.trace.passes.bf16_params import cast_leaf, check_dtypes, with_low_params, with_masters
+from autopar.trace.passes.counter_rng import use_counter_rng
+from autopar.trace.passes.precision import apply_precision, low_param_dtype
 from autopar.trace.trace import trace
 
 
-def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Precision | None = None) -> Graph:
+def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: Precision | None = None) -> Graph:
     """The graph of a model called with a microbatch in one mode.
 
     Args:
@@ -32,32 +32,32 @@ def lowered(model: nn.Module, call: Call, mode: Mode, name: str, precision: Prec
         TraceError: the model cannot be traced.
         UsageError: it cannot compute in this precision.
     """
-    low = low_params(precision)
+    low = low_param_dtype(precision)
     if low is None:
         graph = trace(model, call.args, call.kwargs, mode, name)
     else:
         stored, given = {n: p.dtype for n, p in model.named_parameters()}, call.leaves
         model = with_low_params(model, low)
-        call = Call(*unflatten([lowered_leaf(leaf, low) for leaf in given], call.spec))
+        call = Call(*unflatten([cast_leaf(leaf, low) for leaf in given], call.spec))
         graph = trace(model, call.args, call.kwargs, mode, name)
         check_dtypes(graph)
         graph = with_masters(graph, stored, given)
-    graph = in_precision(graph, precision)
+    graph = apply_precision(graph, precision)
     # After the casts: what is drawn for a tensor then has its dtype.
-    return counter_based(graph, lambda: trace_at(model, call, 2 * call.batch, mode))
+    return use_counter_rng(graph, lambda: trace_at_batch(model, call, 2 * call.batch, mode))
 
 
 @contextmanager
-def uneven_inputs_explained(model: nn.Module, call: Call) -> Iterator[None]:
-    """Within ``with``, a model that torch.export refuses on tensors that begin with different sizes is told so.
+def explain_uneven_inputs(model: nn.Module, call: Call) -> Iterator[None]:
+    """Within ``with``, a TraceError of torch.export also names the inputs' first sizes if these differ.
 
-    A model may take such inputs (what does not begin with the batch goes whole to each microbatch); but one that fails
-    on them likely fails because of them.
+    A model may take such inputs: those that do not begin with the batch go whole to each microbatch. But if the trace
+    fails, they are the likely cause.
 
     Args:
-        call: at the global batch.
+        call: the call at the global batch.
     Raises:
-        TraceError: the one from within, and the sizes.
+        TraceError: the error from within, with the shapes.
     """
     try:
         yield
@@ -75,8 +75,8 @@ def uneven_inputs_explained(model: nn.Module, call: Call) -> Iterator[None]:
         ) from error
 
 
-def trace_at(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph | None:
-    """The trace at another batch size; None for a model that takes no other."""
+def trace_at_batch(model: nn.Module, call: Call, batch: int, mode: Mode) -> Graph | None:
+    """The trace at another batch size; None if the model cannot be traced there."""
 
     def resized(leaf: Any) -> Any:
         if not is_batched(leaf, call.batch):

@@ -1,4 +1,4 @@
-"""The first stage: an unmodified model and example inputs become an `ir.Graph` of ATen operations."""
+"""The trace: an unmodified model and example inputs become an `ir.graph.Graph` of ATen operations."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.export.graph_signature import ConstantArgument, InputKind
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Mode, Op, Ref, Value, Weight, dtype_name, refs
 from autopar.ir.names import unused_name
-from autopar.trace.convert import Converter, value_from
+from autopar.trace.convert import Converter, value_of
 from autopar.trace.export import ADVICE, export
-from autopar.trace.fake import own_tensor
+from autopar.trace.fake import without_claim
 from autopar.trace.hooks import check_hooks
 from autopar.trace.masks import drop_trivial_masks
 
@@ -35,14 +35,14 @@ def trace(
         model: on any device, the meta device included; parameters and buffers keep their names.
         args: positional inputs at the microbatch shape; nested structures of tensors and constants.
         kwargs: keyword inputs likewise.
-        mode: train leaves submodules as they are if the model is in training mode, so that frozen ones stay frozen.
-        name: what to call the model; its class name if empty.
+        mode: "train" keeps submodules that a training model has in eval mode, so that frozen ones stay frozen.
+        name: name of the model in messages; by default its class name.
 
     Raises:
         TraceError: torch.export refuses the model, or its graph holds something that cannot be split.
     """
     program = export(model, tuple(args), dict(kwargs or {}), mode)
-    constants = {k: own_tensor(v) for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
+    constants = {k: without_claim(v) for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
     known_as = aliases(model)
     trainable = {name for name, p in model.named_parameters() if p.requires_grad}
     weights: dict[str, Weight] = {}
@@ -58,20 +58,20 @@ def trace(
         elif spec.kind is InputKind.USER_INPUT:
             # A parameter may be called like an argument of forward.
             taken = targets | {n.name for n in placeholders if n is not node}
-            inputs.append(value_from(unused_name(node.name, taken), node.meta["val"]))
+            inputs.append(value_of(unused_name(node.name, taken), node.meta["val"]))
             input_leaves.append(Ref(inputs[-1].name))
             known[node] = inputs[-1]
         elif spec.target is not None and isinstance(node.meta.get("val"), torch.Tensor):
             weight = weight_of(spec.kind, spec.target, node.meta["val"], known_as, model)
             weights[weight.name] = replace(weight, requires_grad=weight.name in trainable)
-            known[node] = replace(value_from(weight.name, node.meta["val"]), requires_grad=weight.name in trainable)
+            known[node] = replace(value_of(weight.name, node.meta["val"]), requires_grad=weight.name in trainable)
         else:
             raise TraceError(
                 f"Cannot use {spec.kind.name.lower()} {spec.target} of {type(model).__name__}: not a tensor."
             )
     converter = Converter(known, set(weights))
     outputs = converter.run(program.graph)
-    ops = live(drop_trivial_masks(converter.finished()), outputs)
+    ops = live_ops(drop_trivial_masks(converter.final_ops()), outputs)
     kept = {op.name for op in ops}
     used = {r for op in ops for r in op.reads} | set(refs(outputs))
     groups = (tuple(n for n in names if n in kept) for names in converter.colocated())
@@ -92,13 +92,13 @@ def trace(
 
 
 def weight_tensors(model: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
-    """The tensors behind ``graph.weights``, by canonical name: the model's own, not copies."""
+    """The model's tensors of ``graph.weights``, by canonical name; not copies."""
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     return {w.name: graph.constants[w.name] if w.kind == "constant" else own[w.name] for w in graph.weights}
 
 
 def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """For each name of a parameter or buffer, all names of the same tensor, in the model's order."""
+    """All names of the same tensor, in the model's order, for each name of a parameter or buffer."""
     by_tensor: dict[int, list[str]] = {}
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     for name, tensor in named:
@@ -109,8 +109,8 @@ def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 def weight_of(
     kind: InputKind, target: str, val: torch.Tensor, known_as: Mapping[str, tuple[str, ...]], model: nn.Module
 ) -> Weight:
-    """The weight behind a placeholder, under the first of its names."""
-    dtype, order = dtype_name(val.dtype), value_from(target, val).memory_order
+    """The weight of a placeholder, under the first of its names."""
+    dtype, order = dtype_name(val.dtype), value_of(target, val).memory_order
     order = () if order == tuple(range(val.ndim)) else order
     if kind is InputKind.CONSTANT_TENSOR or target not in known_as:
         return Weight(target, "constant", tuple(val.shape), dtype, order=order)
@@ -122,12 +122,12 @@ def weight_of(
 
 
 def is_persistent(model: nn.Module, name: str) -> bool:
-    """Whether a buffer is part of the state dict. torch has no public question for it; the set is stable since 1.6."""
+    """Whether a buffer is part of the state dict. torch has no public way to ask; the set is stable since 1.6."""
     owner, _, attribute = name.rpartition(".")
     return attribute not in model.get_submodule(owner)._non_persistent_buffers_set
 
 
-def live(ops: list[Op], outputs: Any) -> tuple[Op, ...]:
+def live_ops(ops: list[Op], outputs: Any) -> tuple[Op, ...]:
     """The operations that an output or an update depends on, in order."""
     needed = set(refs(outputs))
     updated = {name for op in ops if not op.outputs for name in refs(op.args)}

@@ -1,8 +1,8 @@
 """Printed plans stay as they are: each file of pinned_plans/ holds commands, and what they print in 100 columns.
 
 A refactor leaves all of them unchanged. Where plans are meant to change, ``pytest tests/cli/test_pinned_plans.py
---full --renew-plans`` writes the files again, and the commit shows the difference. A new case is a file with its commands,
-each on a line after ``$``. Other versions of torch and timm may trace other operations: these files are of
+--full --renew-plans`` writes the files again, and the commit shows the difference. A new case is a file with its
+commands, each on a line after ``$``. Other versions of torch and timm may trace other operations: these files are of
 `VERSIONS`, and compared with no others.
 """
 

@@ -39,7 +39,7 @@ def test_sums_are_those_of_moved_gradients(precision: str, captured: bool, monke
     for adds in (False, True):
         with monkeypatch.context() as patched:
             if not adds:
-                patched.setattr(module, "accumulating", lambda program, sums: (program, {}))
+                patched.setattr(module, "fuse_wgrad", lambda program, sums: (program, {}))
             with autopar.parallelize(
                 model, 1, x, loss_fn=F.cross_entropy, optimizer=ADAMW, microbatches=3, precision=precision,
                 compile=True, cuda_graph=captured,

@@ -28,7 +28,7 @@ from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import part
 from autopar.trace import lower
 from autopar.trace.call import as_call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 from autopar.trace.trace import weight_tensors
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
@@ -51,7 +51,7 @@ def plan_by_hand(
     """A plan whose stages start at the model's first operation and at each operation of ``firsts``."""
     call = as_call(model, x)
     microbatch = call.first(-(-(call.batch // dp) // microbatches))
-    graph = lowered(model, microbatch, "train", "", precision)
+    graph = lower_model(model, microbatch, "train", "", precision)
     names = [op.name for op in graph.ops]
     starts = [0, *(names.index(first) for first in firsts), len(names)]
     assert (len(starts) - 1) % chunks == 0, f"{len(starts) - 1} stages in {chunks} chunks"

@@ -8,14 +8,14 @@ from itertools import islice
 from math import log2
 from typing import Any
 
-from autopar.cost.groups.checkpoint_segments import segmented, segments
-from autopar.cost.groups.cost_graph import price, reweighted
-from autopar.cost.groups.saved_activations import compiled_facts
+from autopar.cost.groups.checkpoint_segments import segment_starts, with_segments
+from autopar.cost.groups.cost_graph import price, with_weight_sharing
+from autopar.cost.groups.saved_activations import compiled_stats
 from autopar.cost.groups.weight_memory import Sharing
-from autopar.cost.ops.op_cost import NO_FACTORS, Factors, Measured, factors_of
-from autopar.cost.ops.op_stats import Facts, op_facts
-from autopar.cost.strategies.describe import blocks, limits
-from autopar.cost.strategies.enumerate import choice_graph
+from autopar.cost.ops.op_cost import NO_FACTORS, Factors, MeasuredRegions, Pricing, measured_factors
+from autopar.cost.ops.op_stats import GraphStats, graph_stats
+from autopar.cost.strategies.describe import block_shardings, sharding_limits
+from autopar.cost.strategies.enumerate import strategy_graph
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
@@ -38,7 +38,7 @@ class Sharded:
     strategies: Mapping[str, str]
     storage: Mapping[str, Layout]
     graph: Graph
-    facts: Facts
+    facts: GraphStats
     segments: tuple[int, ...]
 
 
@@ -91,19 +91,19 @@ class PlanCosts:
 
     def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
         """The model on one device per stage and replica."""
-        return Priced(reweighted(self.whole(size), self.graph, Sharing(1, dp, zero1), self.hardware))
+        return Priced(with_weight_sharing(self.whole(size), self.graph, Sharing(1, dp, zero1), self.hardware))
 
     def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
         """The model under the picked choices."""
         sharded = self.sharded(tp, size, picks)
         sharing = Sharing(tp, dp, zero1, sharded.storage)
         return Priced(
-            cost=reweighted(self.local(sharded, tp, size), sharded.graph, sharing, self.hardware),
+            cost=with_weight_sharing(self.local(sharded, tp, size), sharded.graph, sharing, self.hardware),
             strategies=sharded.strategies,
             storage=sharded.storage,
             strategy_index=picks,
             blocks=self.blocks(tp, size, picks),
-            notes=limits(self.graph, self.facts, tp) if not sharded.strategies else (),
+            notes=sharding_limits(self.graph, self.facts, tp) if not sharded.strategies else (),
         )
 
     def whole(self, size: int) -> CostGraph:
@@ -125,9 +125,11 @@ class PlanCosts:
     def choices(self, tp: int, size: int) -> StrategyGraph:
         """All shardings over ``tp`` ranks."""
         factors = self.factors_near(MeasuredConfig(tp, size))
-        return self.memoized(
-            ("choices", tp, size), choice_graph, self.graph, self.facts, self.hardware, size, tp, factors
-        )
+        return self.memoized(("choices", tp, size), strategy_graph, self.pricing(tp, size), factors)
+
+    def pricing(self, tp: int, size: int) -> Pricing:
+        """The unsharded graph, to be priced for ``tp`` ranks and a microbatch of ``size`` samples."""
+        return Pricing(self.graph, self.facts, self.hardware, size, tp)
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
@@ -144,7 +146,7 @@ class PlanCosts:
     def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """The same in words."""
         own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
-        return self.memoized(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
+        return self.memoized(key, block_shardings, self.pricing(tp, size), own.graph, own.storage)
 
     def applied(self, labels: Mapping[str, str], tp: int) -> Sharded:
         """The graph that each rank runs under the labels."""
@@ -170,11 +172,12 @@ class PlanCosts:
             return Sharded({}, {}, self.graph, self.facts, self.segments)
         return self.applied(labels, tp)
 
-    def use_measurements(self, configuration: MeasuredConfig, times: Measured) -> None:
+    def use_measurements(self, configuration: MeasuredConfig, times: MeasuredRegions) -> None:
         """Price by a measurement from now on."""
         tp, size = configuration.tp, configuration.size
         own = self.measured(dict(configuration.labels), tp)
-        self.factors[configuration] = factors_of(own.graph, own.facts, self.hardware, size, tp, times)
+        pricing = Pricing(own.graph, own.facts, self.hardware, size, tp)
+        self.factors[configuration] = measured_factors(pricing, times)
         self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
 
     def clear_measurements(self) -> None:
@@ -209,14 +212,14 @@ def apply(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) 
     return Sharded(strategies, stored, local, *facts_and_segments(local, hardware))
 
 
-def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[Facts, tuple[int, ...]]:
+def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[GraphStats, tuple[int, ...]]:
     """The facts of a graph as the machine runs it, and where segments begin, which compiling does not change."""
-    facts = op_facts(graph, hardware.device_type)
-    return compiled_facts(graph, facts) if hardware.execution_mode.compiled else facts, segments(graph, facts)
+    facts = graph_stats(graph, hardware.device_type)
+    return compiled_stats(graph, facts) if hardware.execution_mode.compiled else facts, segment_starts(graph, facts)
 
 
 def priced_with_segments(
-    graph: Graph, facts: Facts, starts: tuple[int, ...], hardware: Hardware, size: int, **named: Any
+    graph: Graph, facts: GraphStats, starts: tuple[int, ...], hardware: Hardware, size: int, **named: Any
 ) -> CostGraph:
     """What `price` says of a graph, and what stages that recompute keep."""
-    return segmented(price(graph, facts, hardware, size, **named), graph, facts, starts, hardware)
+    return with_segments(price(graph, facts, hardware, size, **named), graph, facts, starts, hardware)

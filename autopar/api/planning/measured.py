@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply, labels_of
-from autopar.cost.ops.op_cost import Measured
+from autopar.cost.ops.op_cost import MeasuredRegions
 from autopar.errors import MeasuringWarning
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
@@ -73,7 +73,9 @@ def wanted(candidates: Sequence[Candidate], decision: Decision) -> Iterator[Meas
         meshes.add(mesh)
 
 
-def measured(costs: PlanCosts, wanted: MeasuredConfig, timekeeper: RegionTimer, retrace: Retrace) -> Measured | None:
+def measured(
+    costs: PlanCosts, wanted: MeasuredConfig, timekeeper: RegionTimer, retrace: Retrace
+) -> MeasuredRegions | None:
     """Operations that were timed together, with their seconds; None where they may not be timed."""
     labels = dict(wanted.labels)
     graph = costs.measured(labels, wanted.tp).graph

@@ -33,9 +33,9 @@ from autopar.solve.search import search
 from autopar.solve.space.constraints import Constraints
 from autopar.trace.call import Call, as_call
 from autopar.trace.hooks import check_hooks
-from autopar.trace.lower import lowered, uneven_inputs_explained
+from autopar.trace.lower import explain_uneven_inputs, lower_model
 from autopar.trace.passes.counter_rng import RNG_COUNTERS
-from autopar.trace.passes.precision import own_precision
+from autopar.trace.passes.precision import model_precision
 
 DEFAULT_BATCH = 64
 
@@ -101,15 +101,15 @@ def make_plan(
     check_devices(devices)
     batch = call.batch
     microbatch = call.first(likely_microbatch_size(batch, devices, options))
-    with uneven_inputs_explained(model, call):
-        graph = lowered(model, microbatch, "train", name, options.precision)
+    with explain_uneven_inputs(model, call):
+        graph = lower_model(model, microbatch, "train", name, options.precision)
     if optimizer is not None:
         graph = with_optimizer(graph, optimizer)
     if ema is not None:
         graph = with_averages(graph, ema)
 
     def retrace(size: int) -> Graph:
-        return lowered(model, call.first(size), "train", name, options.precision)
+        return lower_model(model, call.first(size), "train", name, options.precision)
 
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
@@ -134,7 +134,7 @@ def make_plan(
         found = replace(found, hardware=timed, prediction=replace(found.prediction, error=hardware.measured_error))
     warn_of_microbatches(found, options)
     warn_of_unruled(found, graph)
-    return replace(found, precision=options.precision or own_precision(graph)), graph
+    return replace(found, precision=options.precision or model_precision(graph)), graph
 
 
 def constraints_of(options: Options, devices: int, batch: int) -> Constraints:

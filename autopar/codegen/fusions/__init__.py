@@ -1,1 +1,8 @@
-"""Operations of a program replaced by faster ones."""
+"""Fusions: which operations of a program are replaced by faster ones of `autopar.ops`?
+
+Input is an `ir.program.Program` or its operations in order; output is the same with some operations replaced.
+
+- `patch_embed`: convolutions of patches become one GEMM (compiled programs).
+- `wgrad`: linear layers accumulate into the main gradient in their wgrad GEMM (compiled training programs).
+- `async_tp`: a collective and its linear layer become one operator that overlaps them (async tensor parallelism).
+"""

@@ -1,4 +1,7 @@
-"""Where what a linear layer reads or makes can travel while something is computed, one operation replaces two."""
+"""Async tensor parallelism: one operation replaces a linear layer and the collective of its input or output.
+
+The fused operator (`autopar.ops.async_tp`) overlaps the collective with the layer's GEMMs.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,20 @@ from autopar.ops.registry import named_arguments
 from autopar.sharding.fuse_linear import Joined, joined
 
 
-def overlapped(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
-    """The same with operations of `autopar.ops.async_tp` for layers and collectives that are joined.
+def fuse_async_tp(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
+    """The operations with fusable pairs of linear layer and collective replaced by operators of `autopar.ops.async_tp`.
 
     Args:
-        kept: values that others than these operations read too.
+        kept: values that are also read outside ``ops``.
     """
     pairs = list(joined(ops, kept))
-    second = {(p.layer if p.first is p.collective else p.collective).name: one_operation(p) for p in pairs}
+    second = {(p.layer if p.first is p.collective else p.collective).name: fused_op(p) for p in pairs}
     first = {p.first.name for p in pairs}
     return [second.get(op.name, op) for op in ops if op.name not in first]
 
 
-def one_operation(pair: Joined) -> Op:
-    """What makes the results of the later one of a layer and a collective."""
+def fused_op(pair: Joined) -> Op:
+    """The fused operation of a layer and a collective; it takes the place of the later one."""
     given, collective = named_arguments(pair.layer), pair.collective
     behind = pair.first is pair.layer
     x: Any = given["input"] if behind else collective.args[0]

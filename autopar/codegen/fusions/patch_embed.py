@@ -1,4 +1,4 @@
-"""Where a product of matrices (`autopar.ops.patch_embed`) takes a convolution's place."""
+"""Patch embedding: one GEMM (`autopar.ops.patch_embed`) replaces a convolution whose stride is its kernel."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FORMATS = {
     "aten.conv2d.default": torch.channels_last,
     "aten.conv3d.default": torch.channels_last_3d,
 }
-PADDED_TO = 8  # channels
+CHANNEL_ALIGNMENT = 8  # channels
 
 
-def with_patch_products(program: Program) -> Program:
-    """The same program with a product of matrices for each convolution of patches of few channels, or of one place."""
+def use_patch_embed(program: Program) -> Program:
+    """The program with a GEMM for each convolution of patches with few channels, and of single-position inputs."""
     shapes = {v.name: v.shape for v in program.values} | {w.name: w.shape for w in program.weights}
     return replace(program, ops=tuple(as_product(op, shapes) for op in program.ops))
 
 
 def as_product(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
-    """The operation, or what takes its place."""
+    """The GEMM that replaces a convolution; the operation itself if none does."""
     if op.target not in FORMATS:
         return op
     given, made = named_arguments(op), op.outputs[0]
@@ -48,7 +48,7 @@ def as_product(op: Op, shapes: Mapping[str, Sequence[int]]) -> Op:
         return replace(op, target="autopar.place_convolution.default", args=args, kwargs=())
     dense = not any(padding) and {*dilation} == {1} and given["groups"] == 1
     tiles = stride == kernel and not any(size % k for size, k in zip(sizes, kernel))
-    if channels % PADDED_TO == 0 or prod(kernel) == 1 or not (dense and tiles):
+    if channels % CHANNEL_ALIGNMENT == 0 or prod(kernel) == 1 or not (dense and tiles):
         return op
     like = meta_tensor(made)
     rows = like.is_contiguous()

@@ -1,4 +1,4 @@
-"""Which linear layers add their weight's gradient to its sum."""
+"""Wgrad accumulation fusion: which linear layers accumulate into the main gradient in their wgrad GEMM."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autopar.codegen.fusions.async_tp import overlapped
+from autopar.codegen.fusions.async_tp import fuse_async_tp
 from autopar.ir.graph import Op, Ref
 from autopar.ir.names import unused_name
 from autopar.ir.program import Program
@@ -17,23 +17,23 @@ from autopar.ops.regions import writes_into_value
 from autopar.ops.registry import differentiable_inputs, named_arguments, operand_of, signature
 from autopar.sharding.fuse_linear import is_layer
 
-Sums = Callable[[str], Tensor | None]  # by a weight's name
+MainGradLookup = Callable[[str], Tensor | None]  # the main gradient of a weight, by the weight's name
 
 
-def no_sums(name: str) -> None:
-    """There is none."""
+def no_main_grads(name: str) -> None:
+    """The lookup that finds no main gradient."""
 
 
-def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Tensor]]:
-    """The program with `autopar.ops.wgrad_accumulation` where it is possible, and the sums that it reads then, by name.
+def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping[str, Tensor]]:
+    """The program with fused linear layers (`ops.wgrad_accumulation`), and the main gradients it reads, by name.
 
-    That is where nothing else reads the weight, whose gradient has no other part then, the gradient of what the layer
-    reads is wanted, and there is such a product. Layers beside collectives stay: they overlap with these instead.
+    A layer is fused if nothing else reads its weight, its input needs a gradient, and its main gradient is a contiguous
+    matrix of a dtype that the GEMM supports. Layers that `fuse_async_tp` fuses with a collective are left.
     """
     if program.mode != "train":
         return program, {}
     readers = Counter(name for op in program.ops for name in op.reads)
-    lone = {op.name for op in overlapped(program.ops, program.results) if is_layer(op)}
+    lone = {op.name for op in fuse_async_tp(program.ops, program.results) if is_layer(op)}
     taken = {*readers, *(value.name for value in program.values)}
     layers: dict[str, tuple[Ref, Ref, object]] = {}  # input, weight and bias
     for op in program.ops:
@@ -47,7 +47,7 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
             layers[op.name] = x, weight, given["bias"]
     if not layers:
         return program, {}
-    wanted = with_wanted_gradient(program)
+    wanted = with_needed_gradient(program)
     used: dict[str, Tensor] = {}
 
     def exchanged(op: Op) -> Op:
@@ -66,12 +66,12 @@ def accumulating(program: Program, sums: Sums) -> tuple[Program, Mapping[str, Te
     return replace(program, ops=tuple(exchanged(op) for op in program.ops)), used
 
 
-def with_wanted_gradient(program: Program) -> Set[str]:
-    """The values whose gradient that of something received or of a weight depends on.
+def with_needed_gradient(program: Program) -> Set[str]:
+    """The values whose gradient is needed for the gradient of a received value or of a weight.
 
-    A compiler leaves out what makes the gradient of any other value, and with it what is added there.
+    torch.compile eliminates the computation of any other gradient, and with it the accumulation into a main gradient.
     """
-    if any(writes_into_value(op) for op in program.ops):  # who else reads that memory is not looked at
+    if any(writes_into_value(op) for op in program.ops):  # other readers of that memory are not tracked
         return set()
     like = {value.name: operand_of(value) for value in (*program.values, *(w.value for w in program.weights))}
     begins = (*(edge.value for edge in program.receives), *program.weights)

@@ -1,4 +1,7 @@
-"""Where the segments of a model begin whose backward runs its forward again, and what they keep."""
+"""Activation checkpointing: where segments begin, and the bytes that groups keep and recompute.
+
+A segment is a run of operations whose backward runs their forward again. It keeps the tensors that enter it.
+"""
 
 from __future__ import annotations
 
@@ -11,93 +14,101 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.ops.op_cost import Pricing
-from autopar.cost.ops.op_stats import Facts, storage_of
+from autopar.cost.ops.op_stats import GraphStats, storage_names
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.hardware import Hardware
 
 Matrix = NDArray[np.int64]
 
-# Beginnings that are looked at; of more, every second (third, …) one. ViT-L/16 has 175, DenseNet-201 has 205.
+# Candidate starts that are considered; of more, every second (third, …) one. ViT-L/16 has 175, DenseNet-201 has 205.
 MAX_POSITIONS = 400
-# How far above the least memory the choice may be, relative.
-TOLERANCE = 0.005
+# How far the memory of the chosen segments may exceed the minimum, relative.
+MAX_EXCESS = 0.005
 
 
 @dataclass(frozen=True)
 class Lifetime:
-    """A storage: the positions of the operations that make it (-1: an input), read it last, and save it first."""
+    """Lifetime of a storage: indices of the operations that make it (-1 for an input), read it last, save it first."""
 
     num_bytes: int
-    made: int
-    last: int
-    saved: int | None
+    made_at: int
+    last_read_at: int
+    saved_at: int | None
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Segments that begin at ``starts``, the bytes that stay between them and those of the largest one."""
+class Segmentation:
+    """Segments that begin at ``starts``, the bytes kept at their boundaries, and the bytes of the largest segment."""
 
     starts: tuple[int, ...]
-    kept_bytes: int
+    boundary_bytes: int
     largest_bytes: int
 
     @property
     def num_bytes(self) -> int:
-        return self.kept_bytes + self.largest_bytes
+        return self.boundary_bytes + self.largest_bytes
 
 
-def segments(graph: Graph, facts: Facts) -> tuple[int, ...]:
-    """Positions of the operations that each begin a segment, for least memory: what enters segments, and the largest.
+def segment_starts(graph: Graph, stats: GraphStats) -> tuple[int, ...]:
+    """Indices of the operations that each begin a segment, for least memory.
 
-    A segment keeps what it reads from before; while it runs again, everything comes back that its operations save. The
-    first stage of a 1F1B pipeline has as many microbatches in flight as there are stages, so it keeps what one
-    microbatch keeps on all of them: hence kept bytes of the whole model + saved bytes of the largest segment. So the
-    choice depends on the graph and its facts alone, and all ranks that run the same graph choose alike.
+    Memory is the boundary bytes of the whole model plus the saved bytes of the largest segment. A segment keeps the
+    tensors that enter it. While it runs again, all tensors that its operations save are allocated. The first stage of
+    a 1F1B pipeline has as many microbatches in flight as there are stages, so that it keeps as much as one microbatch
+    keeps on all stages. The result depends on the graph and its statistics alone: all ranks find the same segments.
 
-    Segments begin where few bytes are alive: where neither neighbouring position has fewer. Operations that update the
-    same memory in place share a segment; those up to the last one that writes into an input belong to none.
+    Segments begin where few bytes are alive: at local minima. Operations that update the same memory in place share a
+    segment. Operations up to the last one that writes into an input belong to no segment.
 
-    Error: at most `TOLERANCE` above the least for these positions. With gpipe, or fewer microbatches than stages, kept
-    bytes weigh more or less than they do here, and somewhat larger or smaller segments would be better.
+    Error: at most `MAX_EXCESS` above the minimum for these candidates. With gpipe, or fewer microbatches than stages,
+        boundary bytes weigh more or less, and somewhat larger or smaller segments would be better.
     """
-    alive = lifetimes(graph, facts)
-    places = positions(graph, facts, alive)
+    alive = lifetimes(graph, stats)
+    places = candidate_starts(graph, stats, alive)
     if len(places) == 1:
         return tuple(places[:-1])
-    kept, saved = interval_bytes(graph, facts, alive, places)
-    return tuple(places[k] for k in choose(kept, saved).starts)
+    kept, saved = interval_bytes(graph, stats, alive, places)
+    return tuple(places[k] for k in choose_segments(kept, saved).starts)
 
 
-def segmented(cost: CostGraph, graph: Graph, facts: Facts, starts: Sequence[int], hardware: Hardware) -> CostGraph:
-    """The cost graph with what each group keeps, and what its segment has saved when the group's backward runs: what
-    the operations up to the group's last one save, since later ones let go of theirs first.
+def with_segments(
+    cost: CostGraph, graph: Graph, stats: GraphStats, starts: Sequence[int], hardware: Hardware
+) -> CostGraph:
+    """The cost graph with ``kept_bytes`` and ``segment_bytes`` of each group.
 
-    Bytes that stay count for the group that reads them first in another segment than the one that makes them.
-    Error: high where a cut coincides with the beginning of a segment, whose tensor then counts as kept and as received;
-    and where it divides a segment, which counts as a whole on both stages.
+    ``kept_bytes`` are kept until the backward. A tensor that crosses segments counts for the group that first reads it
+    outside the segment that makes it. ``segment_bytes`` are allocated while the group's backward runs: tensors saved by
+    its segment's operations up to the group's last one, since later operations free theirs first.
+
+    Error: too high where a cut coincides with a segment's start, whose tensor counts as kept and as received. Also too
+        high where a cut divides a segment, which counts whole on both stages.
     """
-    pricing = Pricing(graph, facts, hardware, cost.batch)
+    pricing = Pricing(graph, stats, hardware, cost.batch)
     segment = np.searchsorted(starts, range(len(graph.ops)), side="right").tolist()  # 0: before the first
-    root, alive = storage_of(graph, facts), lifetimes(graph, facts)
+    root, alive = storage_names(graph, stats), lifetimes(graph, stats)
     kept, saved = [0] * len(graph.ops), [0] * len(graph.ops)
     for i, op in enumerate(graph.ops):
-        own = round(pricing.scaled(facts.ops[op.name].saved_bytes, op.name))
+        own = round(pricing.scaled(stats.ops[op.name].saved_bytes, op.name))
         (saved if segment[i] else kept)[i] += own
     entered: set[str] = set()
     for i, op in enumerate(graph.ops):
         for name in op.reads:
             storage = root.get(name, name)
-            if storage in alive and storage not in entered and segment[i] != segment_of(alive[storage].made, segment):
+            if (
+                storage in alive
+                and storage not in entered
+                and segment[i] != segment_at(alive[storage].made_at, segment)
+            ):
                 entered.add(storage)
                 kept[i] += pricing.num_bytes(storage)
     for storage, life in alive.items():
-        if life.saved is None or life.made < 0:
+        if life.saved_at is None or life.made_at < 0:
             continue
-        if segment[life.saved] == segment[life.made] != 0:
-            saved[life.saved] += pricing.num_bytes(storage)
-        elif segment[life.saved] == 0 and storage not in entered:
-            kept[life.saved] += pricing.num_bytes(storage)
+        if segment[life.saved_at] == segment[life.made_at] != 0:
+            saved[life.saved_at] += pricing.num_bytes(storage)
+        elif segment[life.saved_at] == 0 and storage not in entered:
+            kept[life.saved_at] += pricing.num_bytes(storage)
     for i in range(1, len(graph.ops)):
         saved[i] += saved[i - 1] if segment[i] == segment[i - 1] else 0
     place = {op.name: i for i, op in enumerate(graph.ops)}
@@ -109,22 +120,22 @@ def segmented(cost: CostGraph, graph: Graph, facts: Facts, starts: Sequence[int]
     return replace(cost, groups=tuple(groups))
 
 
-def segment_of(position: int, segment: Sequence[int]) -> int:
-    """The segment of a position; an input is in none, not even in what comes before the first."""
+def segment_at(position: int, segment: Sequence[int]) -> int:
+    """Segment of an operation's index; -1 for an input, 0 for operations before the first segment."""
     return segment[position] if position >= 0 else -1
 
 
-# -- what there is to choose from ----------------------------------------------------------------------------------
+# -- candidate starts and the bytes between them -------------------------------------------------------------------
 
 
-def lifetimes(graph: Graph, facts: Facts) -> Mapping[str, Lifetime]:
-    """The storage behind every input and every value, by the name of the first value in it; not that of weights."""
-    root = storage_of(graph, facts)
+def lifetimes(graph: Graph, stats: GraphStats) -> Mapping[str, Lifetime]:
+    """Lifetime of each storage by the name of the first value in it: inputs and values, without weights."""
+    root = storage_names(graph, stats)
     made = {value.name: -1 for value in graph.inputs}
     made |= {v.name: i for i, op in enumerate(graph.ops) for v in op.outputs if v.name not in root}
     last, saved = dict(made), dict[str, int]()
     for i, op in enumerate(graph.ops):
-        own = facts.ops[op.name]
+        own = stats.ops[op.name]
         for name in op.reads:
             last[root.get(name, name)] = i
         for name in own.saved_names(op):
@@ -133,14 +144,14 @@ def lifetimes(graph: Graph, facts: Facts) -> Mapping[str, Lifetime]:
     return {name: Lifetime(values[name].num_bytes, i, last[name], saved.get(name)) for name, i in made.items()}
 
 
-def positions(graph: Graph, facts: Facts, alive: Mapping[str, Lifetime]) -> list[int]:
-    """Where a segment may begin, in order: the first one must, and the last one is the end."""
+def candidate_starts(graph: Graph, stats: GraphStats, alive: Mapping[str, Lifetime]) -> list[int]:
+    """Indices at which a segment may begin, in order. One must begin at the first; the last is the graph's end."""
     size, place = len(graph.ops), {op.name: i for i, op in enumerate(graph.ops)}
-    first = begin(graph, facts)
+    first = first_start(graph, stats)
     steps = np.zeros(size + 2, dtype=np.int64)
     for life in alive.values():
-        steps[life.made + 1] += life.num_bytes
-        steps[max(life.made, life.last) + 1] -= life.num_bytes
+        steps[life.made_at + 1] += life.num_bytes
+        steps[max(life.made_at, life.last_read_at) + 1] -= life.num_bytes
     crossing = steps.cumsum()
     barred = np.zeros(size + 2, dtype=np.int64)
     for names in graph.colocated:
@@ -158,9 +169,9 @@ def positions(graph: Graph, facts: Facts, alive: Mapping[str, Lifetime]) -> list
     return [first, *narrow, size] if first < size else [size]
 
 
-def begin(graph: Graph, facts: Facts) -> int:
-    """Behind the last operation that writes into an input: running it again would write twice."""
-    root, inputs = storage_of(graph, facts), {value.name for value in graph.inputs}
+def first_start(graph: Graph, stats: GraphStats) -> int:
+    """Index after the last operation that writes into an input, which a second run would write twice."""
+    root, inputs = storage_names(graph, stats), {value.name for value in graph.inputs}
     written = (
         i + 1
         for i, op in enumerate(graph.ops)
@@ -170,57 +181,80 @@ def begin(graph: Graph, facts: Facts) -> int:
 
 
 def interval_bytes(
-    graph: Graph, facts: Facts, alive: Mapping[str, Lifetime], places: Sequence[int]
+    graph: Graph, stats: GraphStats, alive: Mapping[str, Lifetime], starts: Sequence[int]
 ) -> tuple[Matrix, Matrix]:
-    """Of a segment from place k to place j, as elements [j, k]: bytes that it makes and that are read behind it, and
-    bytes that come back while it runs again."""
-    size = len(places)
+    """Bytes of every possible segment, as two matrices [end, start], both counted in candidate starts.
+
+    Element [j, k] is about the segment of the operations from ``starts[k]`` to before ``starts[j]``. The first matrix
+    holds the bytes that the segment makes and later operations read: boundary bytes. The second one holds the bytes
+    that its operations save, which are allocated while it runs again.
+
+    A storage counts for all segments that begin up to its maker and end within a range. These are a rectangle:
+
+    ::
+
+              k = 0      begins = number of starts up to ``made``
+          j     +-----------+  <- first end at or after ``low``   : +bytes at its left corner, -bytes at its right one
+          |     |  + bytes  |
+          v     +-----------+  <- first end at or after ``high``  : -bytes at its left corner, +bytes at its right one
+
+    Adding the four corners and then taking cumulative sums over both axes adds the bytes to each element of the
+    rectangle. That takes O(storages + starts²) steps instead of O(storages · starts²).
+    """
+    size = len(starts)
     kept, saved = (np.zeros((size + 1, size + 1), dtype=np.int64) for _ in range(2))
 
     def add(corners: Matrix, num_bytes: int, made: int, low: int, high: int) -> None:
-        """For segments that begin up to ``made`` and end at a place from ``low`` to below ``high``."""
-        begins = bisect_right(places, made)
-        for end, sign in ((bisect_left(places, low), 1), (bisect_left(places, high), -1)):
+        """Add the corners for segments that begin at or before ``made`` and end in [``low``, ``high``)."""
+        begins = bisect_right(starts, made)
+        for end, sign in ((bisect_left(starts, low), 1), (bisect_left(starts, high), -1)):
             corners[end, 0] += sign * num_bytes
             corners[end, begins] -= sign * num_bytes
 
     beyond = len(graph.ops) + 1
     for life in alive.values():
-        if life.made >= places[0]:
-            add(kept, life.num_bytes, life.made, life.made + 1, life.last + 1)
-            if life.saved is not None:
-                add(saved, life.num_bytes, life.made, life.saved + 1, beyond)
+        if life.made_at >= starts[0]:
+            add(kept, life.num_bytes, life.made_at, life.made_at + 1, life.last_read_at + 1)
+            if life.saved_at is not None:
+                add(saved, life.num_bytes, life.made_at, life.saved_at + 1, beyond)
     for i, op in enumerate(graph.ops):
-        if i >= places[0]:
-            add(saved, facts.ops[op.name].saved_bytes, i, i + 1, beyond)
+        if i >= starts[0]:
+            add(saved, stats.ops[op.name].saved_bytes, i, i + 1, beyond)
     return tuple(m.cumsum(axis=0).cumsum(axis=1)[:size, :size] for m in (kept, saved))  # pyright: ignore
 
 
-# -- the choice ----------------------------------------------------------------------------------------------------
+# -- the choice of segments ----------------------------------------------------------------------------------------
 
 
-def choose(kept: Matrix, saved: Matrix) -> Choice:
-    """The segments of least memory; matrices as `interval_bytes` gives them, starts counted in places.
+def choose_segments(kept: Matrix, saved: Matrix) -> Segmentation:
+    """The segments of least memory, with ``starts`` as indices of candidate starts.
 
-    What is kept falls as the limit on the largest segment rises. Between two limits nothing is better than the kept
-    bytes of the upper with the largest segment of the lower one, so most limits need no look.
+    Args:
+        kept: boundary bytes [end, start], from `interval_bytes`.
+        saved: saved bytes [end, start], from `interval_bytes`.
+
+    Boundary bytes fall as the limit on the largest segment rises. No limit between two others is better than the upper
+    one's boundary bytes plus the lower limit. This bound rules out most limits.
     """
     finest = max(int(saved[j, i]) for i, j in pairwise(range(len(saved))))
-    best = whole = least_kept(kept, saved, int(saved[-1, 0]))
-    unexplored = [(finest, whole)]  # limits from the first number to below the second's largest segment
+    best = whole = min_boundary_bytes(kept, saved, int(saved[-1, 0]))
+    unexplored = [(finest, whole)]  # limits from the first entry to below the second entry's largest segment
     while unexplored:
         low, high = unexplored.pop()
-        if low >= high.largest_bytes or high.kept_bytes + low >= (1 - TOLERANCE) * best.num_bytes:
+        if low >= high.largest_bytes or high.boundary_bytes + low >= (1 - MAX_EXCESS) * best.num_bytes:
             continue
         middle = (low + high.largest_bytes) // 2
-        found = least_kept(kept, saved, middle)
+        found = min_boundary_bytes(kept, saved, middle)
         best = min(best, found, key=lambda choice: choice.num_bytes)
         unexplored += [(middle + 1, high), (low, found)]
     return best
 
 
-def least_kept(kept: Matrix, saved: Matrix, limit: int) -> Choice:
-    """The segments of at most ``limit`` bytes that keep least; of equals those with the smallest largest segment."""
+def min_boundary_bytes(kept: Matrix, saved: Matrix, limit: int) -> Segmentation:
+    """Segments of at most ``limit`` bytes each with the fewest boundary bytes, by a dynamic programme over ends.
+
+    Ties go to the smallest largest segment.
+    """
     size = len(kept)
     total, largest, came = (np.zeros(size, dtype=np.int64) for _ in range(3))
     for j in range(1, size):
@@ -233,4 +267,4 @@ def least_kept(kept: Matrix, saved: Matrix, limit: int) -> Choice:
     starts = [int(came[-1])]
     while starts[-1]:
         starts.append(int(came[starts[-1]]))
-    return Choice(tuple(reversed(starts)), int(total[-1]), int(largest[-1]))
+    return Segmentation(tuple(reversed(starts)), int(total[-1]), int(largest[-1]))

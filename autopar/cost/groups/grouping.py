@@ -1,4 +1,4 @@
-"""Contraction of operations into groups that always share a stage."""
+"""Groups of operations that always share a stage: the nodes of the cost graph."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ from dataclasses import dataclass
 from autopar.ir.cost_graph import Group
 from autopar.ir.graph import Graph, Op
 
-# An operation that takes this share of all seconds is worth a cut of its own even without weights or FLOPs.
-HEAVY = 0.005
+# An operation that takes this share of all seconds opens a group even without weights or FLOPs.
+MIN_ANCHOR_SHARE = 0.005
 
 
 @dataclass(frozen=True)
 class OpGroup:
-    """The operations of one group in execution order, and the one that it is named after."""
+    """The operations of one group in execution order; the group has the name of its ``anchor``."""
 
     anchor: Op
     ops: tuple[Op, ...]
 
 
 def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, float]) -> tuple[OpGroup, ...]:
-    """Every operation in one group, numbered so that tensors flow from lower to higher groups only.
+    """Groups of all operations, numbered so that tensors go from lower to higher groups only.
 
-    Operations are walked in execution order. An anchor opens a new group: it reads a weight, has FLOPs, or is heavy.
-    Any other one joins the latest group that it reads from. Operations that read no group yet (preprocessing of an
-    input) and those that depend on no input (constants, expanded weights) wait for their first reader. What sharding
-    has inserted is looked through and joins the group of its home.
+    Operations are visited in execution order. An anchor opens a new group: it reads a weight, has FLOPs, or takes at
+    least `MIN_ANCHOR_SHARE` of all seconds. Any other operation joins the latest group that it reads from. Two kinds
+    of operations wait for their first reader: those that read no group yet (preprocessing of an input), and those that
+    depend on no input (constants, expanded weights). An inserted collective joins the group of its home.
 
     Args:
-        seconds: forward and backward of each operation.
+        seconds: forward and backward seconds of each operation.
         flops: forward FLOPs of each operation.
     """
     assigned: dict[str, int] = {}
     waiting: dict[str, Op] = {}
     anchors: list[Op] = []
-    fed = fed_by_inputs(graph)
-    heavy = HEAVY * sum(seconds.values())
-    for op in traced(graph):
+    fed = batch_dependent_names(graph)
+    heavy = MIN_ANCHOR_SHARE * sum(seconds.values())
+    for op in traced_ops(graph):
         pulled = tuple(waiting_sources(op, graph, waiting))
         sources = [assigned[p.name] for o in (op, *pulled) for p in producers(o, graph) if p.name in assigned]
         worth_a_cut = flops[op.name] > 0 or seconds[op.name] >= heavy or reads_weight(op, graph)
@@ -55,22 +55,23 @@ def group_ops(graph: Graph, seconds: Mapping[str, float], flops: Mapping[str, fl
     for op in waiting.values():
         assigned[op.name] = group_of_unread(op, graph, assigned)
     return tuple(
-        OpGroup(anchors[i] if anchors else ops[0], tuple(ops)) for i, ops in sorted(members_of(graph, assigned).items())
+        OpGroup(anchors[i] if anchors else ops[0], tuple(ops))
+        for i, ops in sorted(ops_by_group(graph, assigned).items())
     )
 
 
-def regrouped(graph: Graph, groups: Sequence[Group]) -> tuple[OpGroup, ...]:
-    """The operations of a sharded graph in the groups of the whole one."""
+def group_sharded_ops(graph: Graph, groups: Sequence[Group]) -> tuple[OpGroup, ...]:
+    """The operations of a local graph in the groups of the unsharded graph."""
     op_of = {op.name: op for op in graph.ops}
     group_of = {name: i for i, group in enumerate(groups) for name in group.ops}
-    return tuple(OpGroup(op_of[groups[i].name], tuple(ops)) for i, ops in sorted(members_of(graph, group_of).items()))
+    return tuple(OpGroup(op_of[groups[i].name], tuple(ops)) for i, ops in sorted(ops_by_group(graph, group_of).items()))
 
 
-def members_of(graph: Graph, group_of: Mapping[str, int]) -> Mapping[int, list[Op]]:
-    """The operations of each group in execution order.
+def ops_by_group(graph: Graph, group_of: Mapping[str, int]) -> Mapping[int, list[Op]]:
+    """The operations of each group in execution order, by group number.
 
-    What sharding has inserted joins its home, or the lowest group that reads it: a light operation can be in a lower
-    group than the home, which reads the same value earlier in execution order.
+    An inserted collective joins the group of its home, or the lowest group that reads its output. An operation without
+    FLOPs can be in a lower group than the home and read the same value.
     """
     lowest = {op.name: group_of[op.home or op.name] for op in graph.ops}
     for op in reversed(graph.ops):
@@ -84,33 +85,33 @@ def members_of(graph: Graph, group_of: Mapping[str, int]) -> Mapping[int, list[O
     return members
 
 
-def traced(graph: Graph) -> Iterator[Op]:
-    """The operations that sharding has not inserted."""
+def traced_ops(graph: Graph) -> Iterator[Op]:
+    """The operations of the traced model, without those that sharding inserted."""
     return (op for op in graph.ops if not op.home)
 
 
-def origins(op: Op, graph: Graph) -> Iterator[str]:
-    """What an operation reads, before any conversion between layouts."""
+def original_reads(op: Op, graph: Graph) -> Iterator[str]:
+    """Names of the values and weights that an operation reads, seen through inserted resharding operations."""
     for name in op.reads:
         source = graph.producer.get(name)
         if source is not None and source.home:
-            yield from origins(source, graph)
+            yield from original_reads(source, graph)
         else:
             yield name
 
 
 def reads_weight(op: Op, graph: Graph) -> bool:
-    """Whether a weight is among what an operation reads."""
-    return any(name in graph.weight for name in origins(op, graph))
+    """Whether an operation reads a weight, directly or resharded."""
+    return any(name in graph.weight for name in original_reads(op, graph))
 
 
 def producers(op: Op, graph: Graph) -> Iterator[Op]:
-    """The operations behind what an operation reads."""
-    return (graph.producer[r] for r in origins(op, graph) if r in graph.producer)
+    """The traced operations that make what an operation reads."""
+    return (graph.producer[r] for r in original_reads(op, graph) if r in graph.producer)
 
 
-def fed_by_inputs(graph: Graph) -> frozenset[str]:
-    """Names of the operations and values that depend on a graph input; they grow with the batch."""
+def batch_dependent_names(graph: Graph) -> frozenset[str]:
+    """Names of the operations and values that depend on a graph input; their sizes grow with the batch."""
     fed = {v.name for v in graph.inputs}
     for op in graph.ops:
         if fed.intersection(op.reads):
@@ -120,7 +121,7 @@ def fed_by_inputs(graph: Graph) -> frozenset[str]:
 
 
 def waiting_sources(op: Op, graph: Graph, waiting: Mapping[str, Op]) -> Iterator[Op]:
-    """Waiting operations that one depends on, directly or through each other, each once."""
+    """The waiting operations that ``op`` depends on, directly or through other waiting ones, each once."""
     stack, seen = [op], set()
     while stack:
         for source in producers(stack.pop(), graph):
@@ -131,7 +132,9 @@ def waiting_sources(op: Op, graph: Graph, waiting: Mapping[str, Op]) -> Iterator
 
 
 def group_of_unread(op: Op, graph: Graph, assigned: Mapping[str, int]) -> int:
-    """Group of an operation that no group reads, such as a counter's update: its module's, else the last."""
+    """Group of an operation that no group reads, such as a counter's update: its module's group, else the last."""
     last = max(assigned.values(), default=0)
-    of_module = next((assigned[o.name] for o in traced(graph) if o.module == op.module and o.name in assigned), last)
+    of_module = next(
+        (assigned[o.name] for o in traced_ops(graph) if o.module == op.module and o.name in assigned), last
+    )
     return max([of_module, *(assigned[p.name] for p in producers(op, graph))])

@@ -1,4 +1,4 @@
-"""A cost-model file while it is read: numbers with unit, source, date and error, checked field by field."""
+"""A cost-model file while it is read: each number has a unit, a source, a date and an error, and each is checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autopar.errors import HardwareError
 
 DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 BYTES = {f"{p}B": f for p, f in DECIMAL.items()} | {f"{p}iB": 1024.0**i for i, p in enumerate("KMGT", start=1)}
-# What each quantity may be written in, and the factor to its SI base unit.
+# The units in which each quantity may be written, with the factor to its SI base unit.
 UNITS: Mapping[str, Mapping[str, float]] = {
     "bytes": BYTES,
     "bytes per second": {f"{u}/s": f for u, f in BYTES.items()} | {f"{p}bit/s": f / 8 for p, f in DECIMAL.items()},
@@ -28,7 +28,11 @@ UNITS: Mapping[str, Mapping[str, float]] = {
 
 @dataclass
 class Table:
-    """One TOML table while it is read: hands out its fields once, and knows what to call them in an error."""
+    """One TOML table while it is read. Errors name its fields with ``prefix``, the table's path in the file.
+
+    ``errors`` collects the relative errors of all numbers read, and all tables of a file share it. ``seen`` are the
+    fields read so far; `finish` refuses any other.
+    """
 
     path: Path
     prefix: str
@@ -37,10 +41,12 @@ class Table:
     seen: set[str] = field(default_factory=set)
 
     def fail(self, key: str, problem: str) -> HardwareError:
+        """The error about one field."""
         where = f"{self.prefix}.{key}" if self.prefix else key
         return HardwareError(f"Cost model {self.path}: field {where} {problem}")
 
     def get(self, key: str, kind: type | tuple[type, ...], what: str) -> Any:
+        """The value of a field, which must exist and be of this type; ``what`` describes it in errors."""
         self.seen.add(key)
         if key not in self.data:
             raise self.fail(key, f"is missing; it must be {what}.")
@@ -50,14 +56,16 @@ class Table:
         return value
 
     def text(self, key: str) -> str:
+        """The value of a text field."""
         return self.get(key, str, "a text")
 
     def table(self, key: str) -> Table:
+        """A table within this one."""
         data = self.get(key, dict, "a table")
         return Table(self.path, f"{self.prefix}.{key}" if self.prefix else key, data, self.errors)
 
     def number(self, key: str, quantity: str, zero: bool = False) -> float:
-        """A number with unit, source, date and error, in SI base units; above 0, or from 0 where ``zero``."""
+        """A number with unit, source, date and error, in SI base units; above 0, or at least 0 with ``zero``."""
         entry = self.table(key)
         value = float(entry.get("value", (int, float), "a number"))
         if not math.isfinite(value) or value < 0 or (value == 0 and not zero):

@@ -1,4 +1,4 @@
-"""Reads the files of cost_models/.
+"""Loads a machine by name or path: a file of cost_models/ becomes an `ir.hardware.Hardware`.
 
 Needs no torch: a cost model can be read where torch is not installed.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 from math import inf
 from os import PathLike
 from pathlib import Path
-from typing import TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 from autopar.cost.hardware.cost_file import Table
 from autopar.errors import HardwareError
@@ -30,7 +30,8 @@ from autopar.ir.hardware import (
     Link,
 )
 
-Read = TypeVar("Read")
+Value = TypeVar("Value")
+RENAMED_TABLES = {"beside": "overlap"}  # earlier name -> present name
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -53,16 +54,21 @@ def load_hardware(name_or_path: str | PathLike[str]) -> Hardware:
         ) from error
     except tomllib.TOMLDecodeError as error:
         raise HardwareError(f"Cost model {path} is not valid TOML: {error}. Correct that line.") from error
-    return read_hardware(Table(path, "", data))
+    return read_hardware(Table(path, "", with_current_names(data)))
+
+
+def with_current_names(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The tables of a file under their present names, since files of users may have earlier ones."""
+    return {RENAMED_TABLES.get(key, key): table for key, table in data.items()}
 
 
 def cost_model_dir() -> Path:
-    """The folder with the shipped machines: inside an installed package, beside the package in a checkout."""
+    """The folder with the shipped machines: inside an installed package; next to the package in a checkout."""
     package = Path(__file__).parents[2]
     for folder in (package / "cost_models", package.parent / "cost_models"):
         if folder.is_dir():
             return folder
-    raise HardwareError(f"This installation has no cost models beside {package}. Install autopar again.")
+    raise HardwareError(f"This installation has no cost models next to {package}. Install autopar again.")
 
 
 def find_file(name_or_path: str | PathLike[str]) -> Path:
@@ -92,11 +98,11 @@ def read_hardware(file: Table) -> Hardware:
     device_type = file.text("device_type")
     if device_type not in DEVICE_TYPES:
         raise file.fail("device_type", f"is {device_type!r}; it is one of {', '.join(DEVICE_TYPES)}.")
-    alone = devices_per_node == 1  # such a machine has nothing to communicate over
+    alone = devices_per_node == 1  # such a machine needs no links
     tables = {kind: kinds.table(kind) for kind in COMPUTE_KINDS}
     collective = None if alone and "collective" not in file.data else file.table("collective")
-    bands = whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
-    beside = whole(read_beside, file.table("beside")) if "beside" in file.data else {}
+    bands = read_whole(read_calibration, file.table("calibration")) if "calibration" in file.data else {}
+    overlap = read_whole(read_overlap, file.table("overlap")) if "overlap" in file.data else {}
     hardware = Hardware(
         name=file.text("name"),
         device=file.text("device"),
@@ -114,23 +120,22 @@ def read_hardware(file: Table) -> Hardware:
         memory_half_bytes=memory.number("half", "bytes", zero=True),
         optimizer_bytes_per_second=optimizer.number("bandwidth", "bytes per second"),
         devices_per_node=devices_per_node,
-        link=None if alone and "link" not in file.data else whole(read_link, file.table("link")),
+        link=None if alone and "link" not in file.data else read_whole(read_link, file.table("link")),
         link_name=file.text("link_name"),
-        network=whole(read_link, file.table("network")) if "network" in file.data else None,
+        network=read_whole(read_link, file.table("network")) if "network" in file.data else None,
         collective=None if collective is None else read_link(collective),
         dtype_efficiency={
-            (kind, dtype): whole(read_efficiency, table.table(dtype))
+            (kind, dtype): read_whole(read_efficiency, table.table(dtype))
             for kind, table in tables.items()
             for dtype in DTYPES
             if dtype in table.data
         },
-        replica_bytes_per_second=beside.get("replicas", inf),
-        overlap_efficiency=beside.get("layers", 0.0),
-        reserve_bytes=whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
+        replica_bytes_per_second=overlap.get("replicas", inf),
+        overlap_efficiency=overlap.get("layers", 0.0),
+        reserve_bytes=read_whole(read_reserve, file.table("reserve")) if "reserve" in file.data else 0,
         group_collective=read_groups(collective) if collective is not None else {},
-        # last: of all numbers read above
-        error=bands.get("analytic", worst := max(file.errors)),
-        measured_error=bands.get("measured", worst),
+        error=0.0,
+        measured_error=0.0,
     )
     if "raw" in file.data:
         file.table("raw")  # measurements behind the constants: for people and for the test that refits them
@@ -145,56 +150,60 @@ def read_hardware(file: Table) -> Hardware:
         file,
     ):
         table.finish()
-    return hardware
+    worst = max(file.errors)  # of all numbers in the file
+    return replace(hardware, error=bands.get("analytic", worst), measured_error=bands.get("measured", worst))
 
 
-def whole(read: Callable[[Table], Read], table: Table) -> Read:
-    """What is read of a table, which has nothing else."""
+def read_whole(read: Callable[[Table], Value], table: Table) -> Value:
+    """The value that ``read`` makes of a table; the table must have no other fields."""
     result = read(table)
     table.finish()
     return result
 
 
 def read_efficiency(table: Table) -> Efficiency:
-    """The efficiency of one kind, or of one dtype of it, with that of its backward where it has one of its own."""
+    """The efficiency of one kind, or of one dtype of it, with that of its backward if the table has one."""
     forward = read_curve(table)
     if "backward" not in table.data:
         return forward
-    return replace(forward, backward=whole(read_curve, table.table("backward")))
+    return replace(forward, backward=read_whole(read_curve, table.table("backward")))
 
 
 def read_curve(table: Table) -> Efficiency:
-    """The same of one direction."""
+    """The efficiency of one direction, forward or backward."""
     added = table.number("bandwidth", "bytes per second") if "bandwidth" in table.data else math.inf
     return Efficiency(table.number("asymptote", "ratio"), table.number("half", "FLOPs", zero=True), added)
 
 
 def read_calibration(table: Table) -> Mapping[str, float]:
-    """How far the steps of plans that were run were predicted off at most, by the source of their costs."""
+    """Largest relative error of the predicted steps of plans that were run, by the source of their costs."""
     named = [source for source in BANDS if source in table.data] or BANDS[:1]  # an empty table lacks the first
     return {source: table.number(source, "share") for source in named}
 
 
 def read_reserve(table: Table) -> int:
-    """What libraries take of a device's memory."""
+    """Bytes of a device's memory that libraries take."""
     return int(table.number("memory", "bytes"))
 
 
-def read_beside(table: Table) -> Mapping[str, float]:
-    """Bytes of gradients and weights that replicas exchange beside compute while a step gets a second longer, and what
-    is hidden, as a share, of collectives beside the products of linear layers."""
+def read_overlap(table: Table) -> Mapping[str, float]:
+    """Costs of overlapped communication.
+
+    ``replicas``: bytes of gradients and weights that replicas exchange during compute while a step gets a second
+    longer. ``layers``: share that is hidden of the collectives that the GEMMs of linear layers are long enough to hide.
+    """
     units = {"replicas": "bytes per second", "layers": "share"}
     named = [name for name in units if name in table.data] or ["replicas"]  # an empty table lacks the first
     return {name: table.number(name, units[name]) for name in named}
 
 
 def read_link(table: Table) -> Link:
-    """One link's latency and bandwidth."""
+    """Latency and bandwidth of a link."""
     return Link(table.number("latency", "seconds", zero=True), table.number("bandwidth", "bytes per second"))
 
 
 def read_groups(table: Table) -> Mapping[tuple[str, int], Link]:
-    """What groups of measured sizes communicate over, by kind and ranks: the tables ``[collective.all-reduce.4]``."""
+    """Links of groups of measured sizes, by kind and ranks: the tables ``[collective.all-reduce.4]``."""
     groups: dict[tuple[str, int], Link] = {}
     for kind in get_args(CollectiveKind):
         if kind not in table.data:
@@ -203,5 +212,5 @@ def read_groups(table: Table) -> Mapping[tuple[str, int], Link]:
         for size in sizes.data:
             if not size.isdecimal() or int(size) < 2:
                 raise sizes.fail(size, "is no group; write a number of ranks of at least 2.")
-            groups[kind, int(size)] = whole(read_link, sizes.table(size))
+            groups[kind, int(size)] = read_whole(read_link, sizes.table(size))
     return groups

@@ -1,4 +1,4 @@
-"""Seconds of the conversions between layouts, forward and backward."""
+"""Seconds of resharding steps: the collectives and copies that bring a tensor from one layout into another."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from autopar.sharding.reshard import Step
 
 
 def is_collective(op: Op) -> bool:
-    """Whether sharding has put an operation into the graph."""
+    """Whether sharding inserted an operation into the graph: a collective, or a local slice."""
     return bool(op.home)
 
 
-def total(parts: Iterable[ReshardingCost]) -> ReshardingCost:
-    """The sum of conversions."""
+def sum_costs(parts: Iterable[ReshardingCost]) -> ReshardingCost:
+    """Sum of several resharding costs."""
     listed = list(parts)
     return ReshardingCost(sum(c.forward_seconds for c in listed), sum(c.backward_seconds for c in listed))
 
 
-def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> ReshardingCost:
-    """Time of one step: what it communicates between neighbours, or the copy that it makes.
+def reshard_step_cost(step: Step, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> ReshardingCost:
+    """Seconds of one resharding step per microbatch: a collective, or the copy that a local step makes.
 
-    What a collective copies before and after communicating is not counted.
+    Copies that a collective makes before and after it communicates are not counted.
 
     Args:
-        num_bytes: of the whole tensor.
-        trained: whether a gradient comes back.
+        num_bytes: size of the unsharded tensor, byte.
+        trained: whether the tensor has a gradient, which takes the step backwards.
     """
     forward = hardware.collective_seconds(step.forward, num_bytes, ranks) if step.forward else 0.0
     if step.name in ("shard", "first_rank"):
@@ -42,6 +42,6 @@ def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware
     return ReshardingCost(forward, backward)
 
 
-def whole_bytes(step: Step, source_bytes: float, made_bytes: float, ranks: int) -> float:
-    """Size of the whole tensor that a step takes a rank's part of, or leaves a rank's part of, or both."""
+def full_tensor_bytes(step: Step, source_bytes: float, made_bytes: float, ranks: int) -> float:
+    """Bytes of the unsharded tensor that a resharding step works on; its input or its output may be one rank's part."""
     return source_bytes * ranks if step.name == "all_to_all" else max(source_bytes, made_bytes)

@@ -1,7 +1,7 @@
-"""What operations read and write beyond each operand, result and gradient once.
+"""Memory traffic beyond reading each operand and writing each result and gradient once.
 
-A sum over samples is known when all of them have been read: what needs it, or is summed along other dims than a kernel
-goes, takes a pass of its own over the same memory.
+A sum over samples is complete only after all samples have been read. An operation that needs such a sum reads the same
+memory in a second pass, and so does one that sums along other dims than its kernel iterates over.
 """
 
 from __future__ import annotations
@@ -15,65 +15,70 @@ from autopar.ir.hardware import Hardware
 from autopar.ops.registry import named_arguments
 from autopar.sharding.fuse_linear import is_layer
 
-# Normalised over more than fits beside a kernel: statistics first, then values. The backward likewise.
+# Statistics cover more elements than one thread block holds: one pass for statistics, a second one for values. The
+# backward likewise.
 ACROSS_SAMPLES = ("aten.batch_norm.default", "aten.instance_norm.default", "aten.group_norm.default")
 ALONG_ROWS = ("aten.layer_norm.default", "aten.rms_norm.default")
 
 
-def forward_bytes(op: Op, num_bytes: Callable[[str], float]) -> float:
-    """What a forward reads again, byte: a norm what its statistics were taken of."""
-    return num_bytes(op.reads[0]) if has_statistics(op) else 0.0
+def forward_reread_bytes(op: Op, num_bytes: Callable[[str], float]) -> float:
+    """Bytes that a forward reads a second time: the input of a norm that computes statistics first."""
+    return num_bytes(op.reads[0]) if computes_statistics(op) else 0.0
 
 
-def has_statistics(op: Op) -> bool:
-    """Whether it normalises by statistics of a whole channel or group, taken now."""
+def computes_statistics(op: Op) -> bool:
+    """Whether an operation computes the statistics of whole channels or groups, then normalises by them."""
     if op.target not in ACROSS_SAMPLES:
         return False
     given = named_arguments(op)
     return bool(given.get("training", True) and given.get("use_input_stats", True))
 
 
-def backward_bytes(op: Op, facts: OpStats, sums: bool, num_bytes: Callable[[str], float], on_gpu: bool) -> float:
-    """What a backward reads again, byte.
+def backward_reread_bytes(op: Op, stats: OpStats, sums: bool, num_bytes: Callable[[str], float], on_gpu: bool) -> float:
+    """Bytes that a backward reads a second time.
 
     Args:
-        sums: whether some gradient is a sum over samples that no product of matrices makes, as a bias has.
-        on_gpu: where a kernel of a layer norm goes along rows; on CPU each thread also sums what its rows give.
-    Source: PyTorch's layer_norm_kernel.cu, batch_norm_kernel.cpp and Normalization.cuh; torch.compile, too, sums along
-        other dims in kernels of their own.
+        num_bytes: bytes of a value or weight on this rank, by name.
+        sums: whether a gradient is a sum over samples that no GEMM computes, such as a bias's.
+        on_gpu: on a GPU a layer norm's kernel iterates along rows, so that sums over rows take a second pass. On CPU
+            each thread also adds its rows' contributions.
+    Source: PyTorch's layer_norm_kernel.cu, batch_norm_kernel.cpp and Normalization.cuh. torch.compile also sums along
+        other dims in separate kernels.
     """
     arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
     if op.target in ALONG_ROWS:
         return arriving + num_bytes(op.reads[0]) if sums and on_gpu else 0.0
-    if has_statistics(op):
-        return arriving + num_bytes(op.reads[0]) if facts.gradients else 0.0
+    if computes_statistics(op):
+        return arriving + num_bytes(op.reads[0]) if stats.gradients else 0.0
     return arriving if sums else 0.0
 
 
-def summed_bytes(
-    op: Op, facts: OpStats, graph: Graph, added: frozenset[str], num_bytes: Callable[[str], float]
+def grad_accumulation_bytes(
+    op: Op, stats: OpStats, graph: Graph, fused: frozenset[str], num_bytes: Callable[[str], float]
 ) -> float:
-    """What adding a microbatch's gradients of weights to the step's sums reads and writes, byte.
+    """Bytes read and written to accumulate a microbatch's weight gradients into the main gradients.
 
     Args:
-        added: weights whose sums the product itself adds to.
-    Error: those of vectors are left out. A step's first microbatch reads no sums, and without replicas, stages or
-        low-precision copies gradients stay where they come, so that one microbatch adds nothing.
+        fused: weights whose wgrad GEMM accumulates into the main gradient.
+        num_bytes: bytes of a value or weight on this rank, by name.
+    Error: gradients of vectors are left out. Too high for a step's first microbatch, which reads no main gradient, and
+        for plans with one microbatch and without replicas, stages and low-precision copies, which accumulate nothing.
     """
     moved = 0.0
-    for name in (op.reads[i] for i in facts.gradients):
+    for name in (op.reads[i] for i in stats.gradients):
         weight = graph.weight.get(name)
         if weight is not None and len(weight.shape) > 1:
             elements = num_bytes(name) / DTYPE_BYTES[weight.dtype]
-            read = 0 if name in added else DTYPE_BYTES[weight.dtype]
+            read = 0 if name in fused else DTYPE_BYTES[weight.dtype]
             moved += elements * (2 * DTYPE_BYTES[weight.stored_dtype] + read)
     return moved
 
 
-def added_to(graph: Graph, hardware: Hardware) -> frozenset[str]:
-    """Weights to whose gradients compiled linear layers add: those that nothing else reads.
+def fused_wgrad_weights(graph: Graph, hardware: Hardware) -> frozenset[str]:
+    """Weights whose compiled linear layer accumulates into the main gradient: weights with a single reader.
 
-    Error: layers that are one operation with a collective do not, and those that do write no gradient of their own.
+    Error: layers that are fused with a collective do not accumulate, but are counted here. Layers that do accumulate
+        write no separate weight gradient, which is counted nevertheless.
     """
     if not hardware.execution_mode.compiled:
         return frozenset()

@@ -1,4 +1,4 @@
-"""Seconds and bytes of single operations on one machine at one batch size, priced or measured."""
+"""Seconds and bytes of single operations on one machine at one batch size: analytic, scaled by measurements if any."""
 
 from __future__ import annotations
 
@@ -7,10 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from types import MappingProxyType
 
-from autopar.cost.groups.grouping import fed_by_inputs
-from autopar.cost.ops.collective_cost import is_collective, step_seconds, whole_bytes
-from autopar.cost.ops.memory_traffic import added_to, backward_bytes, forward_bytes, summed_bytes
-from autopar.cost.ops.op_stats import ATTENTION, Facts, OpStats, storage_of
+from autopar.cost.groups.grouping import batch_dependent_names
+from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, reshard_step_cost
+from autopar.cost.ops.memory_traffic import (
+    backward_reread_bytes,
+    forward_reread_bytes,
+    fused_wgrad_weights,
+    grad_accumulation_bytes,
+)
+from autopar.cost.ops.op_stats import ATTENTION, GraphStats, OpStats, storage_names
 from autopar.ir.graph import Graph, Op, Ref
 from autopar.ir.hardware import Hardware, Kind
 from autopar.ir.layout import TP
@@ -18,30 +23,31 @@ from autopar.ops.registry import named_arguments
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.sharding.reshard import step_of
 
-# A complex product is a few real ones of this precision.
+# A complex multiplication is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
 
 
 @dataclass(frozen=True)
 class Factor:
-    """What an operation takes, measured with those that it was compiled with, as a multiple of its price."""
+    """Measured over analytic seconds of the compiled region that an operation is part of."""
 
     forward: float = 1.0
     backward: float = 1.0
 
 
 UNMEASURED = Factor()
-Factors = Mapping[str, Factor]  # by operation
+Factors = Mapping[str, Factor]  # by the operation's name
 NO_FACTORS: Factors = MappingProxyType({})
-Measured = Iterable[tuple[tuple[str, ...], float, float]]
+MeasuredRegions = Iterable[tuple[tuple[str, ...], float, float]]  # names of operations; forward, backward seconds
 
 
 @dataclass(frozen=True)
 class OpCost:
-    """One operation at the priced batch: seconds, forward FLOPs, and the bytes that it needs while it runs beyond what
-    has been saved until then; a collective's count whole.
+    """Cost of one operation at the priced batch size, on one rank.
 
-    ``passes_seconds`` of the backward go into what is read again, and into adding to sums of gradients.
+    ``flops`` are the forward's. ``transient_bytes`` are alive while the operation runs and are not among the tensors
+    that are saved by then; a collective's input and output both count. ``extra_traffic_seconds`` are part of
+    ``backward_seconds``: second passes over memory and the accumulation into main gradients.
     """
 
     forward_seconds: float
@@ -49,34 +55,42 @@ class OpCost:
     flops: float
     transient_bytes: int
     symmetric_buffer_bytes: int = 0
-    passes_seconds: float = 0.0
+    extra_traffic_seconds: float = 0.0
 
-    def times(self, factor: Factor) -> OpCost:
-        """What a measurement makes of it."""
+    def scaled_by(self, factor: Factor) -> OpCost:
+        """The cost with its seconds multiplied by a measured factor."""
         return replace(
             self,
             forward_seconds=self.forward_seconds * factor.forward,
             backward_seconds=self.backward_seconds * factor.backward,
-            passes_seconds=self.passes_seconds * factor.backward,
+            extra_traffic_seconds=self.extra_traffic_seconds * factor.backward,
         )
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """What is being priced; sizes at that batch are asked from here."""
+    """A graph to be priced: on which machine, at which batch size, over how many ranks.
+
+    Args:
+        graph: a traced model's graph, or the local graph that each rank runs after sharding.
+        stats: statistics of ``graph`` at its traced batch size.
+        batch: samples per microbatch, of all ranks of a tensor-parallel group together.
+        ranks: size of the tensor-parallel group.
+    """
 
     graph: Graph
-    facts: Facts
+    stats: GraphStats
     hardware: Hardware
     batch: int
     ranks: int = 1
 
     @cached_property
     def batch_dependent(self) -> frozenset[str]:
-        return fed_by_inputs(self.graph)
+        """Names of the operations and values that depend on a graph input."""
+        return batch_dependent_names(self.graph)
 
     def scaled(self, amount: float, name: str) -> float:
-        """An amount of a value or an operation: it grows with the batch if it depends on a graph input."""
+        """Amount of a value or operation at the priced batch: proportional to the batch if it depends on an input."""
         return amount * self.batch / self.graph.batch if name in self.batch_dependent else amount
 
     def num_bytes(self, name: str) -> int:
@@ -86,27 +100,28 @@ class Pricing:
         return round(self.scaled(self.graph.values[name].num_bytes, name))
 
     @cached_property
-    def added_to(self) -> frozenset[str]:
-        """Weights to whose gradients linear layers add in the product that makes them."""
-        return added_to(self.graph, self.hardware)
+    def fused_wgrad_weights(self) -> frozenset[str]:
+        """Weights whose wgrad GEMM accumulates into the main gradient."""
+        return fused_wgrad_weights(self.graph, self.hardware)
 
     @cached_property
-    def root(self) -> Mapping[str, str]:
-        return storage_of(self.graph, self.facts)
+    def storage(self) -> Mapping[str, str]:
+        """Name of the value, input or weight whose memory each view shares."""
+        return storage_names(self.graph, self.stats)
 
     @cached_property
-    def held(self) -> Mapping[str, frozenset[str]]:
-        """Of what each operation reads and makes: what it or an earlier one saves for the backward."""
+    def saved_until(self) -> Mapping[str, frozenset[str]]:
+        """For each operation: its operands and outputs that it, or an earlier operation, saves for the backward."""
         saved, found = set[str](), dict[str, frozenset[str]]()
         for op in self.graph.ops:
-            saved.update(self.root.get(name, name) for name in self.facts.ops[op.name].saved_names(op))
+            saved.update(self.storage.get(name, name) for name in self.stats.ops[op.name].saved_names(op))
             around = (*op.reads, *(v.name for v in op.outputs))
-            found[op.name] = frozenset(name for name in around if self.root.get(name, name) in saved)
+            found[op.name] = frozenset(name for name in around if self.storage.get(name, name) in saved)
         return found
 
 
-def kind_of(op: Op, graph: Graph, flops: float) -> Kind:
-    """Which efficiency curve an operation follows."""
+def op_kind(op: Op, graph: Graph, flops: float) -> Kind:
+    """Efficiency curve of an operation, as in a cost model's ``[efficiency]``."""
     if op.target == ATTENTION:
         return "attention"
     if flops <= 0:
@@ -117,7 +132,7 @@ def kind_of(op: Op, graph: Graph, flops: float) -> Kind:
 
 
 def is_depthwise(op: Op, graph: Graph) -> bool:
-    """Whether a convolution has one channel in each of its groups."""
+    """Whether each group of a convolution has one input channel."""
     arguments = named_arguments(op)
     weight = arguments["weight"]
     assert isinstance(weight, Ref), f"{op.name}: a convolution with a constant"
@@ -125,16 +140,16 @@ def is_depthwise(op: Op, graph: Graph) -> bool:
     return arguments["groups"] > 1 and shape[1] == 1
 
 
-def num_products(kind: Kind, facts: OpStats) -> int:
-    """How many equal kernels a backward is: a product for each gradient; attention has one kernel for all of its."""
+def num_backward_kernels(kind: Kind, stats: OpStats) -> int:
+    """Number of equal kernels in a backward: one GEMM per gradient; attention has one kernel for all gradients."""
     if kind in ("attention", "memory"):
         return 1
-    return max(1, round(facts.backward_flops / facts.forward_flops))
+    return max(1, round(stats.backward_flops / stats.forward_flops))
 
 
-def has_sums(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
-    """Whether some gradient of an operation is a sum over samples that none of its products makes."""
-    gradients = pricing.facts.ops[op.name].gradients
+def sums_over_samples(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
+    """Whether a gradient of an operation is a sum over samples that no GEMM computes, such as a bias's."""
+    gradients = pricing.stats.ops[op.name].gradients
     if op.name not in pricing.batch_dependent or kind == "attention":
         return False
     if kind == "memory":
@@ -143,97 +158,110 @@ def has_sums(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
 
 
 def op_costs(pricing: Pricing) -> Mapping[str, OpCost]:
-    """The cost of every operation by name; those that differ in names alone are priced once."""
-    graph, fed, known = pricing.graph, pricing.batch_dependent, dict[tuple, OpCost]()
+    """Cost of every operation by name. Operations that differ in names alone are priced once."""
+    graph, fed, by_key = pricing.graph, pricing.batch_dependent, dict[tuple, OpCost]()
     stored = {weight.name: weight.stored_dtype for weight in graph.weights}
     costs: dict[str, OpCost] = {}
     for op in graph.ops:
-        held = pricing.held[op.name]
-        sources = tuple((stored.get(name), name in fed, name in pricing.added_to, name in held) for name in op.reads)
-        arriving = tuple((v.requires_grad, v.name in held) for v in op.outputs)
-        # Equal operations have one object for their facts.
-        key = (id(pricing.facts.ops[op.name]), op.name in fed, sources, arriving)
-        if key not in known:
-            known[key] = op_cost(op, pricing)
-        costs[op.name] = known[key]
+        saved = pricing.saved_until[op.name]
+        sources = tuple(
+            (stored.get(name), name in fed, name in pricing.fused_wgrad_weights, name in saved) for name in op.reads
+        )
+        outputs = tuple((v.requires_grad, v.name in saved) for v in op.outputs)
+        # Equal operations share one OpStats object.
+        key = (id(pricing.stats.ops[op.name]), op.name in fed, sources, outputs)
+        if key not in by_key:
+            by_key[key] = op_cost(op, pricing)
+        costs[op.name] = by_key[key]
     return costs
 
 
 def op_cost(op: Op, pricing: Pricing) -> OpCost:
-    """Seconds of one operation; 0 for views, whose backward may still copy (a slice's fills a whole tensor)."""
-    return collective_cost(op, pricing) if is_collective(op) else part_cost(op, pricing, pricing.num_bytes)
+    """Cost of one operation. A view's forward takes 0 s; its backward may copy (a slice's fills a whole tensor)."""
+    return collective_cost(op, pricing) if is_collective(op) else local_op_cost(op, pricing, pricing.num_bytes)
 
 
-def part_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: int = 1) -> OpCost:
-    """Seconds of a rank's part of an operation, by the cost model alone.
+def local_op_cost(op: Op, pricing: Pricing, num_bytes: Callable[[str], float], parts: int = 1) -> OpCost:
+    """Analytic cost of a rank's part of an operation: a roofline over its FLOPs and memory traffic.
+
+    ``saved`` are bytes that the backward reads, ``unsaved`` bytes of operands and outputs that nothing saves, and
+    ``extra_traffic`` seconds of second passes over memory and of gradient accumulation.
 
     Args:
-        num_bytes: what a rank has of a value or weight.
-        parts: how many ranks divide its arithmetic.
+        num_bytes: bytes of a value or weight on this rank, by name.
+        parts: number of ranks that divide the operation's FLOPs.
+    Error: `Hardware.error`, relative.
     """
-    facts = pricing.facts.ops[op.name]
-    flops = pricing.scaled(facts.forward_flops, op.name) / parts
-    backward_flops = pricing.scaled(facts.backward_flops, op.name) / parts
+    stats = pricing.stats.ops[op.name]
+    flops = pricing.scaled(stats.forward_flops, op.name) / parts
+    backward_flops = pricing.scaled(stats.backward_flops, op.name) / parts
     operands = sum(map(num_bytes, op.reads))
     outputs = sum(num_bytes(v.name) for v in op.outputs)
     dtype = compute_dtype(op, pricing.graph)
-    kind, hardware = kind_of(op, pricing.graph, facts.forward_flops), pricing.hardware
-    products = num_products(kind, facts)
-    forward = hardware.op_seconds(kind, flops, operands + outputs, dtype) if facts.moves_data else 0.0
-    if again := forward_bytes(op, num_bytes):
+    kind, hardware = op_kind(op, pricing.graph, stats.forward_flops), pricing.hardware
+    products = num_backward_kernels(kind, stats)
+    forward = hardware.op_seconds(kind, flops, operands + outputs, dtype) if stats.moves_data else 0.0
+    if again := forward_reread_bytes(op, num_bytes):
         forward += hardware.op_seconds("memory", 0.0, again, dtype)
-    arriving = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
-    written = sum(num_bytes(op.reads[i]) for i in facts.gradients)
-    kept = pricing.scaled(facts.saved_bytes, op.name) / parts + sum(map(num_bytes, facts.saved_names(op)))
-    backward = beyond = 0.0
-    if facts.gradients:
-        moved = arriving + written + kept
+    output_grads = sum(num_bytes(v.name) for v in op.outputs if v.requires_grad)
+    input_grads = sum(num_bytes(op.reads[i]) for i in stats.gradients)
+    saved = pricing.scaled(stats.saved_bytes, op.name) / parts + sum(map(num_bytes, stats.saved_names(op)))
+    backward = extra_traffic = 0.0
+    if stats.gradients:
+        moved = output_grads + input_grads + saved
         backward = products * hardware.op_seconds(
             kind, backward_flops / products, moved / products, dtype, backward=True
         )
-        beyond = hardware.traffic_seconds(summed_bytes(op, facts, pricing.graph, pricing.added_to, num_bytes))
-        sums = has_sums(op, pricing, kind, products)
-        if again := backward_bytes(op, facts, sums, num_bytes, hardware.device_type == "cuda"):
-            beyond += hardware.op_seconds("memory", 0.0, again, dtype)
+        extra_traffic = hardware.traffic_seconds(
+            grad_accumulation_bytes(op, stats, pricing.graph, pricing.fused_wgrad_weights, num_bytes)
+        )
+        sums = sums_over_samples(op, pricing, kind, products)
+        if again := backward_reread_bytes(op, stats, sums, num_bytes, hardware.device_type == "cuda"):
+            extra_traffic += hardware.op_seconds("memory", 0.0, again, dtype)
     around = (*(r for r in op.reads if r not in pricing.graph.weight), *(v.name for v in op.outputs))
-    alone = sum(num_bytes(name) for name in around if name not in pricing.held[op.name])
-    forward_set = round(alone) if facts.moves_data else 0
-    working_set = max(forward_set, round(arriving + written) if facts.gradients else 0)
-    return OpCost(forward, backward + beyond, flops, working_set, passes_seconds=beyond)
+    unsaved = sum(num_bytes(name) for name in around if name not in pricing.saved_until[op.name])
+    forward_set = round(unsaved) if stats.moves_data else 0
+    working_set = max(forward_set, round(output_grads + input_grads) if stats.gradients else 0)
+    return OpCost(forward, backward + extra_traffic, flops, working_set, extra_traffic_seconds=extra_traffic)
 
 
-def factors_of(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int, measured: Measured) -> Factors:
-    """How the operations of a graph that were measured compare with their prices; collectives stay as they are priced.
+def measured_factors(pricing: Pricing, measured: MeasuredRegions) -> Factors:
+    """Measured over analytic seconds of each operation that was measured; collectives keep their analytic price.
 
     Args:
-        measured: operations that were run together, and their forward and backward seconds.
+        pricing: of the graph that was measured.
+        measured: names of the operations of one compiled region, with its forward and backward seconds.
     """
-    costs = op_costs(Pricing(graph, facts, hardware, batch, ranks))
-    moved = {op.name for op in graph.ops if is_collective(op)}
+    costs = op_costs(pricing)
+    collectives = {op.name for op in pricing.graph.ops if is_collective(op)}
     factors: dict[str, Factor] = {}
     for names, forward, backward in measured:
-        own = [name for name in names if name not in moved]
-        priced = [sum(costs[n].forward_seconds for n in own), sum(costs[n].backward_seconds for n in own)]
-        found = Factor(*(seconds / price if price else 1.0 for seconds, price in zip((forward, backward), priced)))
-        factors |= dict.fromkeys(own, found)
+        region = [name for name in names if name not in collectives]
+        priced = [sum(costs[n].forward_seconds for n in region), sum(costs[n].backward_seconds for n in region)]
+        factor = Factor(*(seconds / price if price else 1.0 for seconds, price in zip((forward, backward), priced)))
+        factors |= dict.fromkeys(region, factor)
     return factors
 
 
 def collective_cost(op: Op, pricing: Pricing) -> OpCost:
-    """Seconds of an operation that sharding has inserted; backward only where a gradient comes back."""
-    source, made = pricing.num_bytes(op.reads[0]), pricing.num_bytes(op.outputs[0].name)
-    step, trained = step_of(op), pricing.facts.ops[op.name].outputs[0].requires_grad
+    """Cost of an operation that sharding inserted; its backward is 0 s if its output has no gradient."""
+    input_bytes, output_bytes = pricing.num_bytes(op.reads[0]), pricing.num_bytes(op.outputs[0].name)
+    step, trained = step_of(op), pricing.stats.ops[op.name].outputs[0].requires_grad
     assert step is not None, f"{op.name}: {op.target} has no price"
-    whole = whole_bytes(step, source, made, pricing.ranks)
-    time = step_seconds(step, whole, trained, pricing.hardware, pricing.ranks)
-    taken = max(symmetric_buffer_bytes(op, TP, pricing.ranks), default=0)
+    full_bytes = full_tensor_bytes(step, input_bytes, output_bytes, pricing.ranks)
+    time = reshard_step_cost(step, full_bytes, trained, pricing.hardware, pricing.ranks)
+    buffer_bytes = max(symmetric_buffer_bytes(op, TP, pricing.ranks), default=0)
     return OpCost(
-        time.forward_seconds, time.backward_seconds, 0.0, source + made, round(pricing.scaled(taken, op.name))
+        time.forward_seconds,
+        time.backward_seconds,
+        0.0,
+        input_bytes + output_bytes,
+        round(pricing.scaled(buffer_bytes, op.name)),
     )
 
 
 def compute_dtype(op: Op, graph: Graph) -> str:
-    """The precision that an operation computes in: that of its first output or, writing in place, first operand."""
+    """Dtype that an operation computes in: its first output's; for an in-place operation, its first operand's."""
     if op.outputs:
         dtype = op.outputs[0].dtype
     else:

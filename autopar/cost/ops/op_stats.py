@@ -1,8 +1,8 @@
-"""What each operation does, whatever the machine: FLOPs, what it keeps for its backward, whose memory it shares.
+"""Machine-independent statistics of each operation: FLOPs, tensors saved for backward, outputs that are views.
 
-Found by running every distinct operation once, forward and backward, on meta tensors: torch's own kernels say what they
-save and torch's own formulas what they compute, so no operation needs an entry of its own here. The exceptions are
-attention and the FLOPs of a convolution's backward.
+Every distinct operation runs once, forward and backward, on meta tensors. torch's kernels tell what they save, and
+torch's formulas how many FLOPs they compute, so that no operation needs an entry here. The exceptions are attention and
+the FLOPs of a convolution's backward.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ MASK_ALIGNMENT = 8  # elements
 
 @dataclass(frozen=True)
 class OpStats:
-    """One operation at the traced shapes. Operands are numbered as in ``Op.reads``, outputs as in ``Op.outputs``.
+    """Statistics of one operation at the traced shapes. Operands are numbered as in ``Op.reads``, outputs as in
+    ``Op.outputs``.
 
     ``moves_data`` is false for views, which cost nothing. ``gradients`` are the operands for which the backward writes
-    a new tensor; a gradient that is passed through (an addition's) is not among them. ``aliases`` are pairs
-    (output, operand) that share memory. Saved operands and outputs, and ``saved_bytes`` of further memory, stay alive
-    from forward to backward.
+    a new tensor; a gradient that is passed through, as an addition's, is not among them. ``aliases`` are pairs
+    (output, operand) that share memory. Saved operands and outputs stay alive from forward to backward, and so do
+    ``saved_bytes`` of memory that is neither.
     """
 
     forward_flops: int
@@ -44,23 +45,23 @@ class OpStats:
     outputs: tuple[Operand, ...]
 
     def saved_names(self, op: Op) -> list[str]:
-        """The values that an operation with these facts saves for its backward."""
+        """Names of the operands and outputs that ``op`` saves for its backward."""
         return [op.reads[i] for i in self.saved_operands] + [op.outputs[j].name for j in self.saved_outputs]
 
 
 @dataclass(frozen=True)
-class Facts:
-    """The facts of every operation of one graph, by name."""
+class GraphStats:
+    """Statistics of every operation of one graph, by the operation's name."""
 
     ops: Mapping[str, OpStats]
 
 
-def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
-    """The facts of every operation of a graph, as such a device runs it.
+def graph_stats(graph: Graph, device_type: str = "cpu") -> GraphStats:
+    """Statistics of every operation of a graph, as a device of this type runs it.
 
-    Strides and requires_grad are followed from operation to operation instead of read from the trace. Real attention
-    kernels lay their output out like their query, meta tensors do not, and whether the reshape behind them copies
-    depends on it; and what torch differentiates, torch itself knows best.
+    Strides and requires_grad are propagated from operation to operation instead of read from the trace. Real attention
+    kernels lay out their output like their query; meta tensors do not. Whether the reshape after attention copies
+    depends on that. And torch itself decides which operations it differentiates.
 
     Raises:
         TraceError: torch cannot run an operation on meta tensors; the message holds file and line in the user's model.
@@ -72,26 +73,30 @@ def op_facts(graph: Graph, device_type: str = "cpu") -> Facts:
         read = tuple(operands[name] for name in op.reads)
         alike = signature(op, read)
         if alike not in known:
-            known[alike] = facts_of(op, read, device_type)
+            known[alike] = op_stats(op, read, device_type)
         ops[op.name] = known[alike]
         operands |= {value.name: made for value, made in zip(op.outputs, known[alike].outputs)}
-    return Facts(ops)
+    return GraphStats(ops)
 
 
-def storage_of(graph: Graph, facts: Facts) -> Mapping[str, str]:
-    """The value, input or weight whose memory each view lies in."""
+def storage_names(graph: Graph, stats: GraphStats) -> Mapping[str, str]:
+    """Name of the value, input or weight whose memory each view shares, by the view's name."""
     root: dict[str, str] = {}
     for op in graph.ops:
-        for output, operand in facts.ops[op.name].aliases:
+        for output, operand in stats.ops[op.name].aliases:
             source = op.reads[operand]
             root[op.outputs[output].name] = root.get(source, source)
     return root
 
 
-def facts_of(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
-    """The facts of one operation; raises TraceError where torch cannot run it on meta tensors."""
+def op_stats(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
+    """Statistics of one operation.
+
+    Raises:
+        TraceError: torch cannot run it on meta tensors.
+    """
     if op.target == ATTENTION and has_fused_kernel(op, read, device_type):
-        return attention_facts(op, read, device_type)
+        return attention_stats(op, read, device_type)
     try:
         return run_on_meta(op, read)
     except RuntimeError as error:  # NotImplementedError is one
@@ -106,7 +111,7 @@ def facts_of(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
 
 
 def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
-    """Facts from one forward and backward on meta tensors."""
+    """Statistics from one forward and backward on meta tensors."""
     leaves = tuple(meta_tensor(o) for o in read)
     in_place = not op.outputs
     kept: list[Tensor] = []
@@ -123,15 +128,15 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
     assert in_place or len(results) == len(op.outputs), f"{op.name} returned {len(results)} tensors"
     gradients, backward_flops = run_backward(results, leaves)
     operand_memory, result_memory, kept_memory = map(storages, (tensors, results, kept))
-    aliases = [(j, i) for j, m in enumerate(result_memory) for i in positions(operand_memory, [m])[:1]]
-    saved_results = positions(result_memory, kept_memory)
+    aliases = [(j, i) for j, m in enumerate(result_memory) for i in indices_in(operand_memory, [m])[:1]]
+    saved_results = indices_in(result_memory, kept_memory)
     fresh = {id(m): m.nbytes() for m in kept_memory if not is_among(m, [*operand_memory, *result_memory])}
     return OpStats(
         forward_flops=forward.get_total_flops(),
         backward_flops=backward_flops,
         moves_data=in_place or len(aliases) < len(results),
         gradients=gradients,
-        saved_operands=positions(operand_memory, kept_memory),
+        saved_operands=indices_in(operand_memory, kept_memory),
         saved_outputs=tuple(j for j in saved_results if not is_among(result_memory[j], operand_memory)),
         saved_bytes=sum(fresh.values()),
         aliases=() if in_place else tuple(aliases),
@@ -140,7 +145,7 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
 
 
 def run_backward(results: list[Tensor], leaves: tuple[Tensor, ...]) -> tuple[tuple[int, ...], int]:
-    """Numbers of the operands whose gradient is a new tensor, and the backward's FLOPs."""
+    """Indices of the operands whose gradient is a new tensor, and the backward's FLOPs."""
     roots = [t for t in results if t.requires_grad]
     wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
     if not roots or not wanted:
@@ -167,10 +172,10 @@ def convolution_backward_flops(
     wanted: Sequence[bool],
     out_shape: object = None,
 ) -> int:
-    """FLOPs of a convolution's backward: the forward's for the gradient of the operand, and again for the weight's.
+    """FLOPs of a convolution's backward: as many as the forward for the input's gradient, and again for the weight's.
 
-    torch's own formula (2.11 to 2.15) counts the weight's ``groups`` times too often; for a depthwise convolution of
-    512 channels that is 257 times the whole.
+    torch's formula (2.11 to 2.15) counts the weight's gradient ``groups`` times. For a depthwise convolution of 512
+    channels its result is 257 times too high.
     """
     pixels = (operand if transposed else gradient)[2:]
     return 2 * operand[0] * prod(pixels) * prod(weight) * sum(wanted[:2])
@@ -183,17 +188,17 @@ FORMULAS = {torch.ops.aten.convolution_backward: convolution_backward_flops}
 
 
 def storages(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    """The memory of each tensor."""
+    """Storage of each tensor."""
     return [t.untyped_storage() for t in tensors]
 
 
 def is_among(memory: torch.UntypedStorage, others: Sequence[torch.UntypedStorage]) -> bool:
-    """Whether a storage is one of others; by identity, since meta storages have no address."""
+    """Whether a storage is among others; compared by identity, since meta storages have no address."""
     return any(memory is other for other in others)
 
 
-def positions(memories: Sequence[torch.UntypedStorage], others: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
-    """Positions of the storages that are among others."""
+def indices_in(memories: Sequence[torch.UntypedStorage], others: Sequence[torch.UntypedStorage]) -> tuple[int, ...]:
+    """Indices of the storages that are among others."""
     return tuple(i for i, memory in enumerate(memories) if is_among(memory, others))
 
 
@@ -203,28 +208,28 @@ def positions(memories: Sequence[torch.UntypedStorage], others: Sequence[torch.U
 def has_fused_kernel(op: Op, read: tuple[Operand, ...], device_type: str) -> bool:
     """Whether a device runs this attention in one kernel that never stores the attention matrix.
 
-    It falls back to separate operations, which the meta run shows truly, for three-dimensional queries and dropout, on
-    CPU for a mask that needs a gradient, and on a GPU for float64.
+    torch falls back to separate operations, which the meta run reproduces, for three-dimensional queries and for
+    dropout. On CPU it also falls back for a mask that needs a gradient, on a GPU for float64.
     """
-    mask = mask_number(op)
+    mask = mask_index(op)
     if (read[0].dtype == "float64") if device_type == "cuda" else (mask is not None and read[mask].requires_grad):
         return False
     return len(read[0].shape) == 4 and not named_arguments(op)["dropout_p"]
 
 
-def mask_number(op: Op) -> int | None:
-    """Which operand of an attention is its mask."""
+def mask_index(op: Op) -> int | None:
+    """Index in ``op.reads`` of an attention's mask; None without a mask."""
     mask = named_arguments(op)["attn_mask"]
     return op.reads.index(mask.name) if isinstance(mask, Ref) else None
 
 
-def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
-    """Facts of flash-like attention.
+def attention_stats(op: Op, read: tuple[Operand, ...], device_type: str) -> OpStats:
+    """Statistics of attention in one fused kernel, such as flash attention.
 
-    Meta tensors take the path of separate operations, which saves the whole attention matrix, while the kernels of
-    real devices save query, key, value, output and one log-sum-exp per query and compute the matrix again in their
-    backward: five matmuls where the forward has two, hence 2.5 times its FLOPs. Of a mask with rows that do not begin
-    where a GPU's kernel can read them, a copy with longer rows is saved in its place.
+    Meta tensors take the path of separate operations, which saves the attention matrix. Fused kernels save query, key,
+    value, output and one log-sum-exp per query, and recompute the matrix in their backward: five matmuls instead of the
+    forward's two, hence 2.5 times its FLOPs. If the rows of a mask are not aligned as a GPU's kernel needs them, a copy
+    with padded rows is saved in place of the mask.
 
     Source: Dao et al. 2022, FlashAttention, algorithm 4; the convention of torch.utils.flop_counter.
     """
@@ -233,7 +238,7 @@ def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpSt
     flops = 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
     trained = any(o.requires_grad for o in read)
     shape = (*query.shape[:-1], value.shape[-1])
-    mask = mask_number(op)
+    mask = mask_index(op)
     copied = 0 if mask is None or device_type == "cpu" else copied_mask_bytes(read[mask], query)
     saved = tuple(i for i in range(len(read)) if i != mask or not copied)
     return OpStats(
@@ -250,8 +255,9 @@ def attention_facts(op: Op, read: tuple[Operand, ...], device_type: str) -> OpSt
 
 
 def copied_mask_bytes(mask: Operand, query: Operand) -> int:
-    """Bytes of the copy that a GPU's kernel reads in place of a mask, if it needs one: rows begin at multiples of
-    `MASK_ALIGNMENT`, and booleans become numbers of the query's dtype.
+    """Bytes of the copy that a GPU's kernel reads instead of a mask; 0 if it reads the mask itself.
+
+    In the copy, rows begin at multiples of `MASK_ALIGNMENT` elements, and booleans become the query's dtype.
 
     Source: preprocess_mask and convert_boolean_attn_mask in torch's aten/src/ATen/native/transformers/attention.cpp.
     """

@@ -1,4 +1,4 @@
-"""Collectives beside the products of linear layers: what these hide of them takes no time."""
+"""Exposed seconds of the collectives that async tensor parallelism overlaps with a linear layer's GEMMs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from autopar.cost.ops.op_cost import OpCost, Pricing
-from autopar.cost.ops.op_stats import Facts
+from autopar.cost.ops.op_stats import GraphStats
 from autopar.ir.graph import Op, refs
 from autopar.ir.strategies import ReshardingCost
 from autopar.sharding.fuse_linear import joined
@@ -14,14 +14,15 @@ from autopar.sharding.fuse_linear import joined
 
 @dataclass(frozen=True)
 class OverlapWindow:
-    """Shares of a layer's product forward, and of its two products backward, beside which its collective travels."""
+    """Shares of the GEMM seconds of a layer under which its collective can hide: of the forward GEMM, and of the two
+    backward GEMMs together."""
 
     forward: float
     backward: float
 
 
-# By the operator that is both, and the number of ranks: rows of one rank are computed while another's travel, and the
-# weight's gradient while that of what the layer reads is summed.
+# By the fused operator and the number of ranks. In a forward, the GEMM of one rank's rows overlaps with the transfer of
+# another's. In a backward, the weight's gradient is computed while the input's gradient is reduced.
 OVERLAP_WINDOWS: Mapping[str, Callable[[int], OverlapWindow]] = {
     "gathered_linear": lambda ranks: OverlapWindow(0.0, 1 / 2),
     "summed_linear": lambda ranks: OverlapWindow(0.0, 1 / 2),
@@ -31,40 +32,44 @@ OVERLAP_WINDOWS: Mapping[str, Callable[[int], OverlapWindow]] = {
 
 
 def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> Mapping[str, OpCost]:
-    """The same costs with what is left of collectives that codegen joins with a linear layer.
+    """Costs in which each collective that codegen fuses with a linear layer has its exposed seconds only.
 
     Args:
-        pricing: of what a rank runs.
+        pricing: of the local graph that each rank runs.
     """
-    found = dict(costs)
+    exposed = dict(costs)
     for pair in joined(pricing.graph.ops, frozenset(refs(pricing.graph.outputs))):
         moved = costs[pair.collective.name]
-        layer = products_of(pair.layer, costs[pair.layer.name], pricing.facts)
-        left = exposed_seconds(
+        layer = gemm_seconds(pair.layer, costs[pair.layer.name], pricing.stats)
+        seconds = exposed_seconds(
             pair.operator, layer, ReshardingCost(moved.forward_seconds, moved.backward_seconds), pricing
         )
-        found[pair.collective.name] = replace(
-            moved, forward_seconds=left.forward_seconds, backward_seconds=left.backward_seconds
+        exposed[pair.collective.name] = replace(
+            moved, forward_seconds=seconds.forward_seconds, backward_seconds=seconds.backward_seconds
         )
-    return found
+    return exposed
 
 
-def products_of(layer: Op, cost: OpCost, facts: Facts) -> ReshardingCost:
-    """Seconds of a layer's product forward, and of its two backward: none where there is one, which hides nothing."""
-    trains_both = {0, 1} <= {*facts.ops[layer.name].gradients}  # of what it reads and of its weight
-    return ReshardingCost(cost.forward_seconds, cost.backward_seconds - cost.passes_seconds if trains_both else 0.0)
+def gemm_seconds(layer: Op, cost: OpCost, stats: GraphStats) -> ReshardingCost:
+    """Seconds of a layer's forward GEMM and of its two backward GEMMs; a single backward GEMM hides nothing: 0 s."""
+    trains_both = {0, 1} <= {*stats.ops[layer.name].gradients}  # input and weight
+    return ReshardingCost(
+        cost.forward_seconds, cost.backward_seconds - cost.extra_traffic_seconds if trains_both else 0.0
+    )
 
 
 def exposed_seconds(operator: str, layer: ReshardingCost, moved: ReshardingCost, pricing: Pricing) -> ReshardingCost:
-    """What of a collective's seconds a layer does not hide.
+    """Exposed seconds of a collective: what a linear layer's GEMMs do not hide.
 
     Args:
-        operator: that is both.
-        layer: as `products_of` says.
-        moved: the collective's.
+        operator: name in `autopar.ops.async_tp` of the layer fused with the collective.
+        layer: the layer's GEMM seconds, from `gemm_seconds`.
+        moved: the collective's seconds without overlap.
+    Error: fitted as one `Hardware.overlap_efficiency` per machine (``[overlap] layers`` of a cost model).
     """
-    beside, share = OVERLAP_WINDOWS[operator](pricing.ranks), pricing.hardware.overlap_efficiency
+
+    window, efficiency = OVERLAP_WINDOWS[operator](pricing.ranks), pricing.hardware.overlap_efficiency
     return ReshardingCost(
-        moved.forward_seconds - share * min(moved.forward_seconds, beside.forward * layer.forward_seconds),
-        moved.backward_seconds - share * min(moved.backward_seconds, beside.backward * layer.backward_seconds),
+        moved.forward_seconds - efficiency * min(moved.forward_seconds, window.forward * layer.forward_seconds),
+        moved.backward_seconds - efficiency * min(moved.backward_seconds, window.backward * layer.backward_seconds),
     )

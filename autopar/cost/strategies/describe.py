@@ -1,17 +1,17 @@
-"""Shardings in words: what keeps a model from being split, and what happens in each of its blocks."""
+"""Shardings in words: sizes that the ranks do not divide, and how each block of a model is sharded."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
-from autopar.cost.groups.grouping import origins
-from autopar.cost.ops.collective_cost import is_collective, step_seconds, whole_bytes
+from autopar.cost.groups.grouping import original_reads
+from autopar.cost.ops.collective_cost import full_tensor_bytes, is_collective, reshard_step_cost
 from autopar.cost.ops.op_cost import Pricing
-from autopar.cost.ops.op_stats import Facts
-from autopar.cost.strategies.rule_cache import RuleBook
+from autopar.cost.ops.op_stats import GraphStats
+from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, Op, Value
-from autopar.ir.hardware import Hardware
 from autopar.ir.layout import Layout, pattern_of
 from autopar.ir.plan import BlockSharding, Collective
 from autopar.sharding.batch_dim import sample_dims
@@ -25,34 +25,34 @@ CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
 # -- what cannot be split ------------------------------------------------------------------------------------------
 
 
-def limits(graph: Graph, facts: Facts, ranks: int) -> tuple[str, ...]:
-    """What keeps operations from being split over so many ranks, such as ``attention has 3 heads`` or ``197 tokens``.
+def sharding_limits(graph: Graph, stats: GraphStats, ranks: int) -> tuple[str, ...]:
+    """Sizes that the ranks do not divide, in words: ``attention has 3 heads``, ``197 tokens``.
 
-    Sizes that the ranks do not divide are listed, each once, in order of appearance; samples are left to the caller.
+    Each is listed once, in order of appearance. Sample dims are left out; the caller checks the batch.
 
     Args:
-        facts: of this graph, from `op_facts`.
+        stats: statistics of this graph, from `graph_stats`.
     """
-    book = RuleBook(graph, facts, ranks)
+    book = RuleCache(graph, stats, ranks)
     samples = sample_dims(graph, book.rule)
     found: dict[str, None] = {}
     for op in graph.ops:
-        rule = book.rule(op) if facts.ops[op.name].forward_flops > 0 else None
+        rule = book.rule(op) if stats.ops[op.name].forward_flops > 0 else None
         for letter in rule.free if rule is not None else ():
             if rule is not None and rule.sizes[letter] > 1 and rule.sizes[letter] % ranks:
-                found |= dict.fromkeys(limit(op, rule, letter, book, samples))
+                found |= dict.fromkeys(size_limit(op, rule, letter, book, samples))
     return tuple(found)
 
 
-def limit(op: Op, rule: Rule, letter: str, book: RuleBook, samples: Mapping[str, Layout]) -> Iterator[str]:
-    """What to say of a letter whose size the ranks do not divide."""
+def size_limit(op: Op, rule: Rule, letter: str, book: RuleCache, samples: Mapping[str, Layout]) -> Iterator[str]:
+    """The words for one letter of a rule whose size the ranks do not divide."""
     size, where = rule.sizes[letter], pattern_of(op.module or op.name)
     fed = [i for i, name in enumerate(op.reads) if name in book.batch_dependent and has(rule.operands[i], letter)]
     weights = [
         i for i, name in enumerate(op.reads) if name not in book.batch_dependent and has(rule.operands[i], letter)
     ]
     if any(op.reads[i] not in book.graph.producer for i in fed):
-        return  # the colours of an image
+        return  # a graph input, such as the channels of an image
     if weights and book.multiplies_weights(op):
         yield f"{where} has {size} {'input' if fed else 'output'} {'channels' if 'conv' in op.target else 'features'}"
     elif fed:
@@ -64,9 +64,9 @@ def limit(op: Op, rule: Rule, letter: str, book: RuleBook, samples: Mapping[str,
             yield f"attention has {size} heads" if word == "heads" else f"{size} {word}"
 
 
-def dim_word(op: Op, dim: int, rank: int, book: RuleBook) -> str:
-    """What a dim of activations holds, as far as its place tells."""
-    if book.facts.ops[op.name].forward_flops and not book.multiplies_weights(op):
+def dim_word(op: Op, dim: int, rank: int, book: RuleCache) -> str:
+    """Word for a dim of an activation, guessed from its position: heads, tokens, channels, pixels."""
+    if book.stats.ops[op.name].forward_flops and not book.multiplies_weights(op):
         return "heads" if dim == 1 and rank == 4 else "tokens"
     channels = 1 if any(word in op.target for word in CHANNELS_FIRST) else rank - 1
     if dim == channels:
@@ -77,29 +77,19 @@ def dim_word(op: Op, dim: int, rank: int, book: RuleBook) -> str:
 # -- what is split --------------------------------------------------------------------------------------------------
 
 
-def blocks(
-    graph: Graph,
-    facts: Facts,
-    local: Graph,
-    storage: Mapping[str, Layout],
-    hardware: Hardware,
-    batch: int,
-    ranks: int,
-) -> tuple[BlockSharding, ...]:
+def block_shardings(pricing: Pricing, local: Graph, storage: Mapping[str, Layout]) -> tuple[BlockSharding, ...]:
     """How each block of a model is sharded; blocks with the same rows and collectives are one entry.
 
-    A block is what a module path names up to its last number that has modules inside; modules outside of any are blocks
-    of their own. What is replicated is left out.
+    The block of an operation is its module path up to the last number that has modules inside, such as ``blocks.3``.
+    A module outside such blocks is a block by itself. Replicated operations are left out.
 
     Args:
-        graph: the whole graph.
-        facts: of the whole graph.
-        local: what `shard_graph` made of it.
+        pricing: of the unsharded graph.
+        local: the local graph that `shard_graph` made of it.
         storage: layouts of its weights.
-        batch: samples per microbatch.
     """
-    book = RuleBook(graph, facts, ranks)
-    pricing = Pricing(local, facts, hardware, batch, ranks)
+    graph, local_pricing = pricing.graph, replace(pricing, graph=local)
+    book = RuleCache(graph, pricing.stats, pricing.ranks)
     parts = {op.name: op for op in local.ops}
     ways = [(op.home, step_of(op)) for op in local.ops if op.home]
     reduced = {home: REDUCTIONS[step.name] for home, step in ways if step is not None and step.name in REDUCTIONS}
@@ -108,39 +98,45 @@ def blocks(
     block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
     for op in graph.ops:
         block = block_of[op.name]
-        text = row(op, parts, storage, book, samples, reduced.get(op.name))
+        text = describe_op(op, parts, storage, book, samples, reduced.get(op.name))
         if text:
-            rows.setdefault(block, {}).setdefault(place_in(block, op, graph), text)
+            rows.setdefault(block, {}).setdefault(name_in_block(block, op, graph), text)
     sent: dict[str, list[Collective]] = {}
     for op in local.ops:
         if is_collective(op):
-            sent.setdefault(block_of[op.home], []).extend(collectives(op, pricing))
+            sent.setdefault(block_of[op.home], []).extend(collectives(op, local_pricing))
     alike: dict[tuple, list[str]] = {}
     for block in dict.fromkeys(block_of.values()):
         if block in rows or sent.get(block):
             key = (pattern_of(block), tuple(rows.get(block, {}).items()), tuple(sent.get(block, ())))
             alike.setdefault(key, []).append(block)
     return tuple(
-        BlockSharding(common(names), len(names), dict(listed), sends) for (_, listed, sends), names in alike.items()
+        BlockSharding(merge_names(names), len(names), dict(listed), sends)
+        for (_, listed, sends), names in alike.items()
     )
 
 
-def row(
+def describe_op(
     op: Op,
     parts: Mapping[str, Op],
     storage: Mapping[str, Layout],
-    book: RuleBook,
+    book: RuleCache,
     samples: Mapping[str, Layout],
     reduced: str | None,
 ) -> str:
-    """What happens to an operation; nothing if it is replicated, or light. ``parts`` are a rank's, by name."""
-    weights = [name for name in origins(op, book.graph) if name in book.graph.weight]
-    if not weights and not book.facts.ops[op.name].forward_flops:
+    """Words for an operation's sharding, such as ``rows / 2 → all-reduce``; empty if it is replicated or has no FLOPs.
+
+    Args:
+        parts: the operations of a rank's local graph, by name.
+        reduced: the collective that sums its output, if there is one.
+    """
+    weights = [name for name in original_reads(op, book.graph) if name in book.graph.weight]
+    if not weights and not book.stats.ops[op.name].forward_flops:
         return ""
     after = f" → {reduced}" if reduced else ""
     for name in weights:
         layout, matrix = storage[name], len(book.graph.weight[name].shape) > 1
-        if matrix and layout.splits and book.facts.ops[op.name].forward_flops:
+        if matrix and layout.splits and book.stats.ops[op.name].forward_flops:
             return f"{weight_word(op, layout, parts, book)} / {book.ranks}{after}"
     for value, local in zip(op.outputs, parts[op.name].outputs, strict=True):
         word = split_word(op, value, local, samples, book)
@@ -149,41 +145,41 @@ def row(
     return f"summed / {book.ranks}{after}" if reduced else ""
 
 
-def weight_word(op: Op, layout: Layout, parts: Mapping[str, Op], book: RuleBook) -> str:
-    """Which part of a weight a rank holds."""
+def weight_word(op: Op, layout: Layout, parts: Mapping[str, Op], book: RuleCache) -> str:
+    """Words for the shard of a weight: ``rows``, ``columns``, ``rows by head``, ``output channels``."""
     (split,) = layout.splits
     if "conv" in op.target:
         return {0: "output channels", 1: "input channels"}.get(split.dim, f"dim {split.dim}")
     sides = {0: "rows", 1: "columns"}
     side = sides.get(split.dim, f"dim {split.dim}")
-    attention = attention_behind(op, book)
+    attention = next_attention(op, book)
     if split.dim == 0 and attention is not None and heads_split(attention, parts[attention.name]):
         return f"{side} by head"
     return f"{side} in {split.outer} parts" if split.outer > 1 else side
 
 
-def attention_behind(op: Op, book: RuleBook) -> Op | None:
-    """The next operation with FLOPs behind one, if it multiplies activations with each other."""
+def next_attention(op: Op, book: RuleCache) -> Op | None:
+    """The next operation with FLOPs after ``op``, if it multiplies activations with each other."""
     waiting, seen = deque(book.readers[op.name]), {op.name}
     while waiting:
         reader = waiting.popleft()
         if reader.name in seen:
             continue
         seen.add(reader.name)
-        if book.facts.ops[reader.name].forward_flops:
+        if book.stats.ops[reader.name].forward_flops:
             return None if book.multiplies_weights(reader) else reader
         waiting.extend(book.readers[reader.name])
     return None
 
 
 def heads_split(op: Op, part: Op) -> bool:
-    """Whether a rank has some of the heads of an attention: dim 1 of 4."""
+    """Whether the heads of an attention, dim 1 of 4, are split."""
     whole, own = op.outputs[0].shape, part.outputs[0].shape
     return len(whole) == 4 and whole[1] != own[1]
 
 
-def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout], book: RuleBook) -> str:
-    """What a dim holds of which the ranks have a part each; nothing where there is none."""
+def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout], book: RuleCache) -> str:
+    """Word for the dim along which a value is split over the ranks; empty if it is not split."""
     dim = next((d for d, (whole, own) in enumerate(zip(value.shape, local.shape)) if whole != own), None)
     if dim is None:
         return ""
@@ -194,11 +190,11 @@ def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout]
 
 
 def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
-    """What an inserted operation sends, in each direction."""
+    """The collectives of an inserted operation: forward, backward, or both."""
     step, made = step_of(op), op.outputs[0]
     assert step is not None, f"{op.name}: {op.target} sends nothing"
-    num_bytes = whole_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
-    seconds = step_seconds(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)
+    num_bytes = full_tensor_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
+    seconds = reshard_step_cost(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)
     where = pattern_of(op.home)
     if step.forward:
         yield Collective(where, step.forward, "forward", round(num_bytes), seconds.forward_seconds)
@@ -207,29 +203,29 @@ def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
 
 
 def blocks_of(graph: Graph) -> Iterator[str]:
-    """The block that each operation is part of: what is repeated, else a module, else the operation's own name."""
+    """Name of each operation's block: its innermost repeated module, else its module, else the operation's name."""
     paths = [op.module.split(".") if op.module else [] for op in graph.ops]
     inner = {tuple(path[:n]) for path in paths for n in range(1, len(path))}
     for op, path in zip(graph.ops, paths):
         ends = [n for n in range(1, len(path) + 1) if path[n - 1].isdigit() and tuple(path[:n]) in inner]
-        yield ".".join(path[: ends[-1]] if ends else path) or own_name("", op, graph)
+        yield ".".join(path[: ends[-1]] if ends else path) or name_outside_modules("", op, graph)
 
 
-def place_in(block: str, op: Op, graph: Graph) -> str:
-    """What to call an operation's place in its block: its module there, or its own name where it lies in none."""
+def name_in_block(block: str, op: Op, graph: Graph) -> str:
+    """Name of an operation within its block: its module there, or its own name if it lies directly in the block."""
     inside = op.module.removeprefix(block).lstrip(".")
     last = op.module.rpartition(".")[2]
-    # A module of its own that is not a number, such as a norm outside of any block, is called as it is.
-    return inside or (last if last and not last.isdigit() else own_name(block, op, graph))
+    # A module that is a block by itself and not a number, such as a norm outside of all blocks, keeps its name.
+    return inside or (last if last and not last.isdigit() else name_outside_modules(block, op, graph))
 
 
-def own_name(block: str, op: Op, graph: Graph) -> str:
-    """The weight that an operation outside of any module of its own applies, such as ``pos_embed``; else its name."""
+def name_outside_modules(block: str, op: Op, graph: Graph) -> str:
+    """Name of the weight that an operation applies, such as ``pos_embed``; of the operation if there is none."""
     weights = (name for name in op.reads if name in graph.weight and name.rpartition(".")[2] not in ("weight", "bias"))
     return next(weights, op.name).removeprefix(f"{block}.")
 
 
-def common(names: Sequence[str]) -> str:
-    """The names as one: ``*`` where their numbers differ."""
+def merge_names(names: Sequence[str]) -> str:
+    """Several names as one pattern, with ``*`` where their numbers differ."""
     columns = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(words[0] if len(set(words)) == 1 else "*" for words in columns)

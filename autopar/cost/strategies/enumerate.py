@@ -1,4 +1,4 @@
-"""From a whole graph to the ways in which each of its groups can be sharded, and what they cost."""
+"""The strategy graph of a model: the sharding strategies of each group, and what each of them costs."""
 
 from __future__ import annotations
 
@@ -9,24 +9,23 @@ from dataclasses import dataclass, replace
 from autopar.cost.groups.cost_graph import LOSS
 from autopar.cost.groups.grouping import OpGroup, group_ops
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
-from autopar.cost.ops.collective_cost import step_seconds, total
-from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, Pricing, op_costs, part_cost
-from autopar.cost.ops.op_stats import Facts
-from autopar.cost.ops.overlap import exposed_seconds, products_of
-from autopar.cost.strategies.candidate_splits import digits
-from autopar.cost.strategies.group_cost import Costing, Owners, owners, saved_by
+from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
+from autopar.cost.ops.op_cost import NO_FACTORS, UNMEASURED, Factors, Pricing, local_op_cost, op_costs
+from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
+from autopar.cost.strategies.candidate_splits import candidate_splits
+from autopar.cost.strategies.group_cost import GroupContext, GroupCosting, Owners, owners, saved_by
 from autopar.cost.strategies.propagate import (
     GroupBoundary,
     PropagationContext,
-    candidates,
-    follow,
+    anchor_strategies,
     keeps_state,
-    targets,
+    propagate_anchor,
+    reduction_targets,
 )
-from autopar.cost.strategies.rule_cache import RuleBook
+from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, refs
 from autopar.ir.hardware import Hardware
-from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
+from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.sharding.fuse_linear import before_layer, is_layer
 from autopar.sharding.reshard import steps
@@ -35,65 +34,66 @@ MAX_STRATEGIES = 8
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Groups that are the same but for names: the choices of one of them, and the number that they share."""
+class EquivalentGroups:
+    """Groups that are equal but for names: one of them, its strategies, and the ``kind`` number that all share."""
 
     number: int
     members: OpGroup
-    choices: tuple[ShardingStrategy, ...]
+    strategies: tuple[ShardingStrategy, ...]
 
 
-def choice_graph(
-    graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks: int, factors: Factors = NO_FACTORS
-) -> StrategyGraph:
-    """The choices of every group of a whole training graph on the ranks of a tensor-parallel axis.
+def strategy_graph(pricing: Pricing, factors: Factors = NO_FACTORS) -> StrategyGraph:
+    """Sharding strategies of every group of an unsharded training graph on the ranks of a tensor-parallel axis.
 
-    The groups are those of `price`. A choice is a strategy of the group's anchor, which the other operations follow,
-    and, where a sum comes out, the layout that it is reduced to. Groups whose anchors stand at the same place of a
-    repeated block, and whose operations, shapes and surroundings are equal, are of one kind.
+    The groups are the same as `price` makes. A strategy splits the group's anchor, and the other operations follow it.
+    If the anchor's output is partial, a strategy also says to which layout it is reduced. Groups are of one kind if
+    their anchors stand at the same place of a repeated block, and their operations, shapes and neighbours are equal.
 
     Args:
-        facts: of this graph, from `op_facts`.
-        batch: samples per microbatch, of all ranks of the axis together.
-        ranks: at least 2.
-        factors: as in `price`; of groups that are alike but for their names, those of the first.
+        pricing: of the unsharded graph, on at least 2 ranks.
+        factors: as in `price`; equivalent groups get the factors of the first of them.
     Raises:
-        HardwareError: the machine has no peak for a dtype the model computes in.
-    Error: against `price` of the graph that `shard_graph` makes of a choice: see `autopar.cost.strategies.group_cost`.
+        HardwareError: the machine has no peak for a dtype that the model computes in.
+    Error: compared with `price` of the local graph of a sharding; see `autopar.cost.strategies.group_cost`.
     """
-    pricing = Pricing(graph, facts, hardware, batch, ranks)
+    graph = pricing.graph
     costs = op_costs(pricing)
     seconds = {name: cost.forward_seconds + cost.backward_seconds for name, cost in costs.items()}
     groups = group_ops(graph, seconds, {name: cost.flops for name, cost in costs.items()})
-    divides = batch % ranks == 0 and graph.batch % ranks == 0
-    book = RuleBook(graph, facts, ranks)
-    setting = PropagationContext(book, digits(book, divides), divides, factors)
+    batch_divides = pricing.batch % pricing.ranks == 0 and graph.batch % pricing.ranks == 0
+    book = RuleCache(graph, pricing.stats, pricing.ranks)
+    context = PropagationContext(book, candidate_splits(book, batch_divides), batch_divides, factors)
     owned = owners(groups, pricing)
-    sides = interfaces(groups, graph)
-    kinds: dict[tuple, Kind] = {}
+    boundaries = group_boundaries(groups, graph)
+    kinds: dict[tuple, EquivalentGroups] = {}
     numbers: dict[tuple, int] = {}
-    listed: list[StrategyGroup] = []
-    for number, (members, side) in enumerate(zip(groups, sides)):
-        key = signature(number, members, side, setting, pricing, owned)
+    strategies: list[StrategyGroup] = []
+    for number, (members, boundary) in enumerate(zip(groups, boundaries)):
+        group = GroupContext(number, members, boundary, context, pricing, owned)
+        key = group.signature()
         if key not in kinds:
-            found = choices_of(number, members, side, setting, pricing, owned)
+            found = group_strategies(group)
             alike = (*key[:3], without_names(found, members))
-            kinds[key] = Kind(numbers.setdefault(alike, len(numbers)), members, found)
+            kinds[key] = EquivalentGroups(numbers.setdefault(alike, len(numbers)), members, found)
         kind = kinds[key]
-        renamed = tuple(rename(kind.choices, kind.members, members))
-        listed.append(StrategyGroup(members.anchor.name, kind.number, side.reads, side.makes, side.weights, renamed))
-    listed.append(loss_group(graph, len(numbers)))
-    made = {name: round(pricing.num_bytes(name)) for side in sides for name in side.makes}
-    return StrategyGraph(tuple(listed), made, conversions(listed, groups, owned, pricing, setting))
+        renamed = tuple(rename(kind.strategies, kind.members, members))
+        strategies.append(
+            StrategyGroup(members.anchor.name, kind.number, boundary.reads, boundary.makes, boundary.weights, renamed)
+        )
+    strategies.append(loss_group(graph, len(numbers)))
+    value_bytes = {name: round(pricing.num_bytes(name)) for boundary in boundaries for name in boundary.makes}
+    return StrategyGraph(tuple(strategies), value_bytes, resharding_costs(strategies, groups, owned, pricing, context))
 
 
 def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardware: Hardware) -> StrategyGraph:
-    """The same choices with weights as `price` takes them for these replicas: ``step_seconds`` with the reduction of
-    their gradients, and ``weight_bytes``.
+    """The strategy graph with the weights' costs for data-parallel replicas, as `price` counts them.
+
+    ``step_seconds`` then include the gradients' all-reduce, and ``weight_bytes`` follow ZeRO-1.
 
     Args:
-        graph: the whole graph that the choices are of.
-        sharing: its storage is not asked for, as each choice has its own.
+        choices: a strategy graph without replicas.
+        graph: the unsharded graph.
+        sharing: numbers of ranks; its ``storage`` is not read, since each strategy says how it stores weights.
     """
     if sharing.dp == 1:
         return choices
@@ -113,8 +113,8 @@ def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardwa
     return replace(choices, groups=tuple(groups))
 
 
-def interfaces(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoundary, ...]:
-    """What each group reads and makes for others, in order of execution."""
+def group_boundaries(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoundary, ...]:
+    """Boundary of each group: values read from and made for other groups, and weights, in order of execution."""
     group_of = {op.name: i for i, members in enumerate(groups) for op in members.ops}
     outside = set(refs(graph.outputs))
     for op in graph.ops:
@@ -137,7 +137,7 @@ def interfaces(groups: Sequence[OpGroup], graph: Graph) -> tuple[GroupBoundary, 
 
 
 def loss_group(graph: Graph, kind: int) -> StrategyGroup:
-    """The loss, which reads the model's outputs whole."""
+    """The loss, a group with one strategy: it reads the model's outputs replicated."""
     names = tuple(dict.fromkeys(refs(graph.outputs)))
     reads = tuple(n for n in names if n in graph.producer)
     weights = tuple(n for n in names if n in graph.weight)
@@ -147,18 +147,19 @@ def loss_group(graph: Graph, kind: int) -> StrategyGroup:
     return StrategyGroup(LOSS, kind, reads, (), weights, (only,))
 
 
-def conversions(
+def resharding_costs(
     groups: Sequence[StrategyGroup],
     members: Sequence[OpGroup],
     owned: Owners,
     pricing: Pricing,
-    setting: PropagationContext,
+    context: PropagationContext,
 ) -> Mapping[tuple[str, Layout, Layout], ReshardingCost]:
-    """Every conversion between two layouts that can occur.
+    """Cost of every resharding that can occur, by (value, layout that is made, layout that is read).
 
-    Error: a copy counts as saved if some reader that saves may read in its layout, whether or not that one does.
+    Error: over-counts. A resharded copy counts as saved for backward if any strategy of any saving consumer reads that
+        layout.
     """
-    book, layers = setting.book, dict(lone_layers(pricing, setting.factors))
+    book, layers = context.book, dict(sole_reader_layers(pricing, context.factors))
     kept = saved_copies(groups, members, owned, pricing)
     gives: dict[str, set[Layout]] = {}
     known: dict[tuple, ReshardingCost] = {}
@@ -174,7 +175,7 @@ def conversions(
                     saved = round(num_bytes / (pricing.ranks if read.splits else 1)) if copied else 0
                     key = (made, read, num_bytes, trained, layer, saved)
                     if key not in known:
-                        seconds = conversion(made, read, num_bytes, trained, layer, pricing)
+                        seconds = resharding_cost(made, read, num_bytes, trained, layer, pricing)
                         known[key] = replace(seconds, saved_bytes=saved)
                     found[name, made, read] = known[key]
         for i, name in enumerate(group.makes):
@@ -185,40 +186,44 @@ def conversions(
 def saved_copies(
     groups: Sequence[StrategyGroup], members: Sequence[OpGroup], owned: Owners, pricing: Pricing
 ) -> frozenset[tuple[str, Layout]]:
-    """Values that the group that makes them saves, or an earlier one, and the layouts in which readers may save them
-    again."""
+    """(value, layout) of copies that a consumer may save besides the original.
+
+    The original is saved by the group that makes the value, or by an earlier group.
+    """
     maker = {name: number for number, group in enumerate(groups) for name in group.makes}
     found: set[tuple[str, Layout]] = set()
-    for group, own in zip(groups, members):  # the loss behind them saves nothing
+    for group, own in zip(groups, members):  # the loss, last of ``groups``, saves nothing
         roots = {root for op in own.ops for root, _ in saved_by(op, pricing)}
         for i, name in enumerate(group.reads):
-            root = pricing.root.get(name, name)
+            root = pricing.storage.get(name, name)
             if root in roots and owned.saved[root] <= maker[name]:
                 found.update((name, choice.input_layouts[i]) for choice in group.strategies)
     return frozenset(found)
 
 
-def conversion(
+def resharding_cost(
     made: Layout, read: Layout, num_bytes: float, trained: bool, layer: ReshardingCost | None, pricing: Pricing
 ) -> ReshardingCost:
-    """Time to bring a tensor from one layout into another and its gradient back.
+    """Seconds to bring a tensor from one layout into another, and its gradient back.
 
     Args:
-        num_bytes: of the whole tensor.
-        trained: whether a gradient comes back.
-        layer: the products of a linear layer that alone reads it, if one does.
+        num_bytes: size of the unsharded tensor, byte.
+        trained: whether the tensor has a gradient.
+        layer: GEMM seconds of the linear layer that alone reads it, if there is one; the last step overlaps with it.
     """
     *first, last = steps(made, read, TP, pricing.ranks)
-    parts = [step_seconds(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
+    parts = [reshard_step_cost(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
     operator = before_layer(last, trained)
     if operator is not None and layer is not None:
         parts[-1] = exposed_seconds(operator, layer, parts[-1], pricing)
-    return total(parts)
+    return sum_costs(parts)
 
 
-def lone_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, ReshardingCost]]:
-    """Values that a linear layer alone reads, and its products if it is split by its outputs, as in those of
-    `autopar.sharding.fuse_linear`."""
+def sole_reader_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, ReshardingCost]]:
+    """(value, GEMM seconds) for each value whose only reader is a linear layer.
+
+    The layer is taken as column-parallel, since `autopar.sharding.fuse_linear` fuses collectives before such layers.
+    """
     graph = pricing.graph
     readers = Counter([*(name for op in graph.ops for name in op.reads), *refs(graph.outputs)])
     for op in graph.ops:
@@ -228,86 +233,57 @@ def lone_layers(pricing: Pricing, factors: Factors) -> Iterator[tuple[str, Resha
             def num_bytes(name: str, whole: str = whole) -> float:
                 return pricing.num_bytes(name) / (1 if name == whole else pricing.ranks)
 
-            cost = part_cost(op, pricing, num_bytes, pricing.ranks).times(factors.get(op.name, UNMEASURED))
-            yield whole, products_of(op, cost, pricing.facts)
+            cost = local_op_cost(op, pricing, num_bytes, pricing.ranks).scaled_by(factors.get(op.name, UNMEASURED))
+            yield whole, gemm_seconds(op, cost, pricing.stats)
 
 
-# -- choices of one group ------------------------------------------------------------------------------------------
+# -- strategies of one group ---------------------------------------------------------------------------------------
 
 
-def choices_of(
-    number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
-) -> tuple[ShardingStrategy, ...]:
-    """The choices of a group, the replicated one first; those that another one is better than in every way are gone."""
+def group_strategies(group: GroupContext) -> tuple[ShardingStrategy, ...]:
+    """Strategies of a group, the replicated one first, then by seconds, without dominated ones."""
+    members, context = group.members, group.context
     found: list[ShardingStrategy] = []
-    for strategy in candidates(members, setting):
-        for target in targets(members, strategy, setting):
-            run = follow(members, strategy, target, setting)
-            if keeps_state(members, run, setting.book):
-                found.extend(Costing(number, members, side, run, setting, pricing, owned).choices())
-    kept = [c for i, c in enumerate(found) if i == 0 or not any(better(o, c, j < i) for j, o in enumerate(found))]
+    for strategy in anchor_strategies(members, context):
+        for target in reduction_targets(members, strategy, context):
+            sharding = propagate_anchor(members, strategy, target, context)
+            if keeps_state(members, sharding, context.book):
+                found.extend(GroupCosting(group, sharding).strategies())
+    kept = [c for i, c in enumerate(found) if i == 0 or not any(dominates(o, c, j < i) for j, o in enumerate(found))]
     return (kept[0], *sorted(kept[1:], key=lambda c: c.seconds)[: MAX_STRATEGIES - 1])
 
 
-def better(other: ShardingStrategy, choice: ShardingStrategy, earlier: bool) -> bool:
-    """Whether another choice fits the same surroundings and is at least as good in every way."""
+def dominates(other: ShardingStrategy, choice: ShardingStrategy, earlier: bool) -> bool:
+    """Whether another strategy has the same layouts and is no worse in any objective.
+
+    Of two equal strategies, the earlier one dominates.
+    """
     if other is choice or (other.input_layouts, other.output_layouts, other.weight_layouts) != (
         choice.input_layouts,
         choice.output_layouts,
         choice.weight_layouts,
     ):
         return False
-    ours, theirs = sizes(choice), sizes(other)
+    ours, theirs = objectives(choice), objectives(other)
     return all(b <= a for a, b in zip(ours, theirs)) and (ours != theirs or earlier)
 
 
-def sizes(choice: ShardingStrategy) -> tuple[float, ...]:
-    """What is better small."""
+def objectives(choice: ShardingStrategy) -> tuple[float, ...]:
+    """Costs by which strategies are compared; smaller is better."""
     return choice.seconds, choice.step_seconds, choice.saved_bytes, choice.weight_bytes
 
 
-# -- kinds -----------------------------------------------------------------------------------------------------------
-
-
-def signature(
-    number: int, members: OpGroup, side: GroupBoundary, setting: PropagationContext, pricing: Pricing, owned: Owners
-) -> tuple:
-    """Equal for groups that have the same choices: names are replaced by where they come from."""
-    book, known = setting.book, setting.digits.known
-    place = {v.name: (i, j) for i, op in enumerate(members.ops) for j, v in enumerate(op.outputs)}
-    place |= {name: ("read", i) for i, name in enumerate(side.reads)}
-    place |= {name: ("weight", i, name in owned.shared) for i, name in enumerate(side.weights)}
-    ops = tuple(
-        (
-            book.key(op),
-            op is members.anchor,
-            op.name in book.batch_dependent,
-            op.name in book.always_replicated,
-            tuple(place.get(name, ("input",)) for name in op.reads),
-            tuple(place.get(name, ("input",)) for name in op.mutates),
-        )
-        for op in members.ops
-    )
-    names = [*side.reads, *side.weights, *(v.name for op in members.ops for v in op.outputs)]
-    around = tuple(known(name) for name in names)
-    return (
-        pattern_of(members.anchor.name),
-        ops,
-        tuple(place[name] for name in side.makes),
-        around,
-        owned.signature(number, members, pricing),
-        tuple(book.graph.weight[name].kind for name in side.weights),
-    )
+# -- equivalent groups -----------------------------------------------------------------------------------------------
 
 
 def without_names(choices: tuple[ShardingStrategy, ...], members: OpGroup) -> tuple[ShardingStrategy, ...]:
-    """The choices with positions for names."""
+    """The strategies with an operation's index in place of its name."""
     place = {op.name: str(i) for i, op in enumerate(members.ops)}
     return tuple(replace(c, labels=tuple((place[name], label) for name, label in c.labels)) for c in choices)
 
 
 def rename(choices: tuple[ShardingStrategy, ...], source: OpGroup, target: OpGroup) -> Iterator[ShardingStrategy]:
-    """The choices of one group for another one of its kind."""
+    """The strategies of one group with the names of another group of its kind."""
     if source is target:
         yield from choices
         return

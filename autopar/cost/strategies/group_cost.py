@@ -1,12 +1,12 @@
-"""What a rank spends on one way of running a group: seconds and bytes of its parts, and conversions inside the group.
+"""Cost on one rank of one sharding of a group: seconds and bytes of its operations, and resharding inside the group.
 
-Error: against `price` of the graph that `shard_graph` makes of the same choices, on ViT, Swin, ConvNeXt, ResNet-18 and
-Mixer with 2 and 4 ranks (tests/unit/cost/test_choices.py). Seconds of assignments that no change of one kind improves
-agree to 0.1 %; those of arbitrary ones to 6 %, because a sum that is wanted in several layouts is reduced once for each
-in the graph and once, then gathered, here. Weights and what they cost once a step agree exactly. Saved bytes agree to
-3 %, and for arbitrary assignments to 7 %: a tensor that several groups save counts for the first of them, in the layout
-in which it saves that; copies in other layouts count where that group makes the tensor or comes before the one that
-does.
+Error: compared with `price` of the local graph that `shard_graph` makes of the same strategies, on ViT, Swin,
+ConvNeXt, ResNet-18 and Mixer with 2 and 4 ranks (tests/unit/cost/test_choices.py). Seconds agree to 0.1 % for
+shardings that no change of one kind improves. For arbitrary shardings they agree to 6 %: a partial value that is read
+in several layouts is reduced once per layout in the graph, but reduced once and then gathered here. Weights and their
+seconds per step agree exactly. Saved bytes agree to 3 %, and for arbitrary shardings to 7 %. A tensor that several
+groups save counts for the first of them, in its layout. Copies in other layouts count if that group makes the tensor
+or precedes the group that does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.groups.weight_memory import Sharing, sharded_weight_cost
-from autopar.cost.ops.collective_cost import step_seconds, total
-from autopar.cost.ops.op_cost import UNMEASURED, OpCost, Pricing, part_cost
-from autopar.cost.ops.overlap import exposed_seconds, products_of
+from autopar.cost.ops.collective_cost import reshard_step_cost, sum_costs
+from autopar.cost.ops.op_cost import UNMEASURED, OpCost, Pricing, local_op_cost
+from autopar.cost.ops.overlap import exposed_seconds, gemm_seconds
 from autopar.cost.strategies.propagate import GroupBoundary, GroupSharding, PropagationContext
 from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.graph import Op
-from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy
 from autopar.sharding.fuse_linear import behind_layer, is_layer
 from autopar.sharding.reshard import Step, steps
@@ -30,11 +30,11 @@ from autopar.sharding.reshard import Step, steps
 
 @dataclass(frozen=True)
 class Owners:
-    """Which group pays for what several groups hold.
+    """The group that is charged for a weight or a storage that several groups use.
 
     Args:
-        weight: number of the first group that reads a weight.
-        saved: number of the first group that saves a storage.
+        weight: number of the first group that reads each weight.
+        saved: number of the first group that saves each storage.
         shared: weights that several groups read.
     """
 
@@ -43,7 +43,7 @@ class Owners:
     shared: frozenset[str]
 
     def signature(self, number: int, members: OpGroup, pricing: Pricing) -> tuple:
-        """Equal for groups that pay for the same of their weights and storages."""
+        """A key that is equal for groups that are charged for the same ones of their weights and storages."""
         saved = [root for op in members.ops for root, _ in saved_by(op, pricing)]
         place = {root: i for i, root in enumerate(dict.fromkeys(saved))}
         weights = [name for op in members.ops for name in op.reads if name in self.weight]
@@ -54,7 +54,7 @@ class Owners:
 
 
 def owners(groups: Sequence[OpGroup], pricing: Pricing) -> Owners:
-    """The first reader of each weight and the first saver of each storage."""
+    """Owners of all weights and storages: the first group that reads, or saves, each."""
     weight: dict[str, int] = {}
     saved: dict[str, int] = {}
     shared: set[str] = set()
@@ -70,40 +70,87 @@ def owners(groups: Sequence[OpGroup], pricing: Pricing) -> Owners:
 
 def saved_by(op: Op, pricing: Pricing) -> Iterator[tuple[str, str]]:
     """(storage, tensor) of each activation that an operation saves for its backward."""
-    for name in pricing.facts.ops[op.name].saved_names(op):
-        root = pricing.root.get(name, name)
+    for name in pricing.stats.ops[op.name].saved_names(op):
+        root = pricing.storage.get(name, name)
         if root not in pricing.graph.weight:
             yield root, name
 
 
 @dataclass(frozen=True)
-class Costing:
-    """One run of one group while its cost is summed up."""
+class GroupContext:
+    """One group, and what its strategies are found from and priced by.
+
+    Args:
+        number: the group's number.
+        boundary: values and weights that enter and leave the group.
+        context: rules and candidate splits of the graph.
+        pricing: of the unsharded graph.
+        owners: groups that are charged for shared weights and storages.
+    """
 
     number: int
     members: OpGroup
-    side: GroupBoundary
-    run: GroupSharding
-    setting: PropagationContext
+    boundary: GroupBoundary
+    context: PropagationContext
     pricing: Pricing
-    owned: Owners
+    owners: Owners
+
+    def signature(self) -> tuple:
+        """A key that is equal for groups with the same strategies: names are replaced by where the values come from."""
+        members, boundary, book, owners = self.members, self.boundary, self.context.book, self.owners
+        place = {v.name: (i, j) for i, op in enumerate(members.ops) for j, v in enumerate(op.outputs)}
+        place |= {name: ("read", i) for i, name in enumerate(boundary.reads)}
+        place |= {name: ("weight", i, name in owners.shared) for i, name in enumerate(boundary.weights)}
+        ops = tuple(
+            (
+                book.key(op),
+                op is members.anchor,
+                op.name in book.batch_dependent,
+                op.name in book.always_replicated,
+                tuple(place.get(name, ("input",)) for name in op.reads),
+                tuple(place.get(name, ("input",)) for name in op.mutates),
+            )
+            for op in members.ops
+        )
+        names = [*boundary.reads, *boundary.weights, *(v.name for op in members.ops for v in op.outputs)]
+        return (
+            pattern_of(members.anchor.name),
+            ops,
+            tuple(place[name] for name in boundary.makes),
+            tuple(self.context.splits.of_value(name) for name in names),
+            owners.signature(self.number, members, self.pricing),
+            tuple(book.graph.weight[name].kind for name in boundary.weights),
+        )
+
+
+@dataclass(frozen=True)
+class GroupCosting:
+    """The cost of one sharding of one group."""
+
+    group: GroupContext
+    sharding: GroupSharding
 
     @property
     def ranks(self) -> int:
-        return self.setting.book.ranks
+        return self.group.context.book.ranks
 
-    def choices(self) -> Iterator[ShardingStrategy]:
-        """The run as a choice; as two, if it reads a weight that other groups read too, and may read otherwise."""
-        natural = {name: self.run.weight_layout(name, self.setting.book) for name in self.side.weights}
-        whole = {name: REPLICATED if name in self.owned.shared else layout for name, layout in natural.items()}
+    def strategies(self) -> Iterator[ShardingStrategy]:
+        """The sharding as a strategy; as two, if it splits a weight that other groups read too.
+
+        The second one stores such weights replicated, so that groups can agree on a layout.
+        """
+        natural = {
+            name: self.sharding.weight_layout(name, self.group.context.book) for name in self.group.boundary.weights
+        }
+        whole = {name: REPLICATED if name in self.group.owners.shared else layout for name, layout in natural.items()}
         for stored in (natural,) if whole == natural else (natural, whole):
-            yield self.choice(stored)
+            yield self.strategy(stored)
 
-    def choice(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
-        """The choice that keeps the weights so."""
-        costs = [self.op_cost(op) for op in self.members.ops]
-        inside = total(self.conversions(stored))
-        holdings = [self.holding(name, stored[name]) for name in self.side.weights if self.pays_for(name)]
+    def strategy(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
+        """The strategy that stores the weights in these layouts."""
+        costs = [self.op_cost(op) for op in self.group.members.ops]
+        inside = sum_costs(self.reshardings(stored))
+        holdings = [self.weight_cost(name, stored[name]) for name in self.group.boundary.weights if self.pays_for(name)]
         return ShardingStrategy(
             name=self.name,
             labels=tuple(self.labels()),
@@ -112,99 +159,107 @@ class Costing:
             step_seconds=sum(h.optimizer_seconds for h in holdings),
             saved_bytes=self.saved_bytes(),
             weight_bytes=sum(h.num_bytes for h in holdings),
-            input_layouts=tuple(map(self.run.input_layout, self.side.reads)),
-            output_layouts=tuple(self.run.output_layout(name, self.members.anchor) for name in self.side.makes),
-            weight_layouts=tuple(stored[name] for name in self.side.weights),
+            input_layouts=tuple(map(self.sharding.input_layout, self.group.boundary.reads)),
+            output_layouts=tuple(
+                self.sharding.output_layout(name, self.group.members.anchor) for name in self.group.boundary.makes
+            ),
+            weight_layouts=tuple(stored[name] for name in self.group.boundary.weights),
         )
 
     @property
     def name(self) -> str:
-        """The anchor's label, and what its sum is reduced to."""
-        chosen = self.run.strategies[self.members.anchor.name]
+        """The anchor's label, and the layout to which its partial output is reduced."""
+        chosen = self.sharding.strategies[self.group.members.anchor.name]
         if not chosen.label:
             return str(REPLICATED)
-        return f"{chosen.label} → {self.run.target}" if any(x.partial for x in chosen.outputs) else chosen.label
+        return f"{chosen.label} → {self.sharding.target}" if any(x.partial for x in chosen.outputs) else chosen.label
 
     def labels(self) -> Iterator[tuple[str, str]]:
-        """The strategy of every operation that is split, and of those that would be if nothing were said of them."""
-        for op in self.members.ops:
-            label = self.run.strategies[op.name].label
-            if label or (self.setting.book.rule(op) is not None and any(map(self.may_be_split, op.reads))):
+        """(operation, label) of split operations, and of operations that would be split if they had no label."""
+        for op in self.group.members.ops:
+            label = self.sharding.strategies[op.name].label
+            if label or (self.group.context.book.rule(op) is not None and any(map(self.may_be_split, op.reads))):
                 yield op.name, label
 
     def may_be_split(self, name: str) -> bool:
-        """Whether a value is made split in the group, or by another group, or held so for another one."""
-        return name in self.side.reads or name in self.owned.shared or bool(self.made(name).splits)
+        """Whether a value may be split: made so in the group, read from another group, or a shared weight."""
+        return name in self.group.boundary.reads or name in self.group.owners.shared or bool(self.made(name).splits)
 
     def made(self, name: str) -> Layout:
-        """The layout of a value where it is made; inputs are replicated."""
-        return self.run.made.get(name, REPLICATED)
+        """The layout in which a value is made; graph inputs are replicated."""
+        return self.sharding.made.get(name, REPLICATED)
 
     def op_cost(self, op: Op) -> OpCost:
-        """Cost of a rank's part of an operation."""
-        layouts = self.run.around(op)
-        cost = part_cost(op, self.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
-        return cost.times(self.setting.factors.get(op.name, UNMEASURED))
+        """Cost of a rank's part of an operation, scaled by its measured factor."""
+        layouts = self.sharding.around(op)
+        cost = local_op_cost(op, self.group.pricing, lambda name: self.local_bytes(name, layouts[name]), self.parts(op))
+        return cost.scaled_by(self.group.context.factors.get(op.name, UNMEASURED))
 
     def parts(self, op: Op) -> int:
-        """How many ranks divide an operation's work."""
-        return self.ranks if self.run.strategies[op.name].label else 1
+        """Number of ranks that divide an operation's FLOPs."""
+        return self.ranks if self.sharding.strategies[op.name].label else 1
 
     def local_bytes(self, name: str, layout: Layout) -> float:
-        """Size of a rank's part of a value or weight."""
-        return self.pricing.num_bytes(name) / (self.ranks if layout.splits else 1)
+        """Size of a rank's part of a value or weight, byte."""
+        return self.group.pricing.num_bytes(name) / (self.ranks if layout.splits else 1)
 
     def saved_bytes(self) -> int:
-        """Bytes that the group pays for: each storage once in every layout."""
+        """Saved bytes that the group is charged for: each storage once, split and unsplit copies counted separately."""
         own = 0.0
         parts: dict[tuple[str, bool], float] = {}
-        for op in self.members.ops:
-            layouts = self.run.around(op)
-            own += self.pricing.scaled(self.pricing.facts.ops[op.name].saved_bytes, op.name) / self.parts(op)
-            for root, name in saved_by(op, self.pricing):
-                if self.owned.saved[root] == self.number:
+        for op in self.group.members.ops:
+            layouts = self.sharding.around(op)
+            own += self.group.pricing.scaled(self.group.pricing.stats.ops[op.name].saved_bytes, op.name) / self.parts(
+                op
+            )
+            for root, name in saved_by(op, self.group.pricing):
+                if self.group.owners.saved[root] == self.group.number:
                     parts[root, bool(layouts[name].splits)] = self.local_bytes(root, layouts[name])
         return round(own + sum(parts.values()))
 
     def pays_for(self, name: str) -> bool:
-        """Whether the group is the first one that reads a weight."""
-        return self.owned.weight[name] == self.number
+        """Whether the group is charged for a weight: it is the first to read it."""
+        return self.group.owners.weight[name] == self.group.number
 
-    def holding(self, name: str, layout: Layout) -> ResidentTensor:
-        """What keeping a weight costs a rank."""
+    def weight_cost(self, name: str, layout: Layout) -> ResidentTensor:
+        """Cost of a weight on one rank in this layout."""
         sharing = Sharing(self.ranks, storage={name: layout})
-        return sharded_weight_cost(self.pricing.graph.weight[name], (self.number,), sharing, self.pricing.hardware)
+        return sharded_weight_cost(
+            self.group.pricing.graph.weight[name], (self.group.number,), sharing, self.group.pricing.hardware
+        )
 
-    def conversions(self, stored: Mapping[str, Layout]) -> Iterator[ReshardingCost]:
-        """Those of what the group makes, of weights and inputs, and of what it reads in a second layout."""
+    def reshardings(self, stored: Mapping[str, Layout]) -> Iterator[ReshardingCost]:
+        """Resharding inside the group: of its values and weights, and of values that it reads in a second layout."""
         wanted: dict[str, list[Layout]] = {}
-        for name, layout in self.run.read:
+        for name, layout in self.sharding.read:
             wanted.setdefault(name, []).append(layout)
-        for name in self.side.makes:
-            wanted.setdefault(name, []).append(self.run.output_layout(name, self.members.anchor))
+        for name in self.group.boundary.makes:
+            wanted.setdefault(name, []).append(self.sharding.output_layout(name, self.group.members.anchor))
         for name, layouts in wanted.items():
             source = stored.get(name, self.made(name))
-            if name in self.side.reads:
-                first = self.run.input_layout(name)
+            if name in self.group.boundary.reads:
+                first = self.sharding.input_layout(name)
                 source, layouts = first if first.splits else REPLICATED, layouts[1:]
-            yield from self.converted(name, source, layouts)
+            yield from self.reshard_once(name, source, layouts)
 
-    def converted(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
-        """Each step once that leads from one layout into those wanted."""
+    def reshard_once(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
+        """Cost of each resharding step from one layout into several; steps that these have in common count once."""
         taken: dict[Layout, Step] = {}
         for layout in wanted:
             way = steps(made, layout, TP, self.ranks)
             for step in way:
                 taken.setdefault(layout if step is way[-1] else REPLICATED, step)
-        trained, num_bytes = name in self.setting.book.trained, self.pricing.num_bytes(name)
+        trained, num_bytes = name in self.group.context.book.trained, self.group.pricing.num_bytes(name)
         for step in taken.values():
-            seconds = step_seconds(step, num_bytes, trained, self.pricing.hardware, self.ranks)
-            yield self.beside_layer(name, step, seconds) if len(taken) == 1 else seconds
+            seconds = reshard_step_cost(step, num_bytes, trained, self.group.pricing.hardware, self.ranks)
+            yield self.exposed_after_layer(name, step, seconds) if len(taken) == 1 else seconds
 
-    def beside_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
-        """What is left of a step that alone reads a value, beside the linear layer that makes it."""
-        op = next((op for op in self.members.ops if any(v.name == name for v in op.outputs)), None)
+    def exposed_after_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
+        """Exposed seconds of a step that is the only reader of a value: it overlaps with the layer that makes it."""
+        op = next((op for op in self.group.members.ops if any(v.name == name for v in op.outputs)), None)
         operator = behind_layer(step)
         if operator is None or op is None or not is_layer(op):
             return seconds
-        return exposed_seconds(operator, products_of(op, self.op_cost(op), self.pricing.facts), seconds, self.pricing)
+        return exposed_seconds(
+            operator, gemm_seconds(op, self.op_cost(op), self.group.pricing.stats), seconds, self.group.pricing
+        )

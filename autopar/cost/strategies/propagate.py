@@ -1,4 +1,4 @@
-"""How the operations of one group follow the strategy of its anchor."""
+"""Propagation within a group: how its operations are sharded, given the strategy of its anchor."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from autopar.cost.groups.grouping import OpGroup
 from autopar.cost.ops.op_cost import Factors
-from autopar.cost.strategies.candidate_splits import CandidateSplits, allowed, depends_on_batch
-from autopar.cost.strategies.rule_cache import RuleBook
+from autopar.cost.strategies.candidate_splits import CandidateSplits, depends_on_batch, may_read
+from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.sharding.propagate import in_gradient, kept, replicated
 from autopar.sharding.rule import Strategy, letter_and_parts
 
 
-class Read(NamedTuple):
-    """A value or weight in the layout in which it is read."""
+class ReadLayout(NamedTuple):
+    """A value or weight, and a layout in which it is read."""
 
     name: str
     layout: Layout
@@ -25,26 +25,27 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class PropagationContext:
-    """What following is done by, and how operations compare with their prices."""
+    """What propagation needs besides the group: rules, candidate splits, whether samples may be split; and measured
+    factors by operation."""
 
-    book: RuleBook
-    digits: CandidateSplits
+    book: RuleCache
+    splits: CandidateSplits
     batch_divides: bool
     factors: Factors = field(default_factory=dict)
 
-    def may(self, op: Op, found: Strategy | None) -> bool:
-        """Whether an operation may run so, with a label that means the same at another batch size."""
-        if found is None or not allowed(found.operands, op, self.book, self.digits.samples, self.batch_divides):
+    def allows(self, op: Op, found: Strategy | None) -> bool:
+        """Whether an operation may run with a strategy, and its label means the same at another batch size."""
+        if found is None or not may_read(found.operands, op, self.book, self.splits.samples, self.batch_divides):
             return False
         names = (*op.reads, *(value.name for value in op.outputs))
         layouts = zip(names, (*found.operands, *found.outputs), strict=True)
-        samples, batch = self.digits.samples, self.book.graph.batch
+        samples, batch = self.splits.samples, self.book.graph.batch
         return not any(at.splits and depends_on_batch(at, samples.get(name), batch) for name, at in layouts)
 
 
 @dataclass(frozen=True)
 class GroupBoundary:
-    """What enters and leaves a group: values of other groups, values for other groups, weights."""
+    """Names at the boundary of a group: values read from other groups, values made for other groups, weights."""
 
     reads: tuple[str, ...]
     makes: tuple[str, ...]
@@ -53,22 +54,22 @@ class GroupBoundary:
 
 @dataclass(frozen=True)
 class GroupSharding:
-    """One way to run a group.
+    """One sharding of a group.
 
     Args:
-        target: what a sum that the anchor leaves is reduced to before it is read.
-        strategies: of every operation, operands as in ``Op.reads``.
-        made: layout of every value that the group makes.
-        read: every layout in which something is read, each once.
+        target: layout to which a partial output of the anchor is reduced before it is read.
+        strategies: strategy of every operation by name, with operands as in ``Op.reads``.
+        made: layout in which the group makes each of its values.
+        read: every (name, layout) in which the group reads a value or weight, without duplicates.
     """
 
     target: Layout
     strategies: Mapping[str, Strategy]
     made: Mapping[str, Layout]
-    read: tuple[Read, ...]
+    read: tuple[ReadLayout, ...]
 
     def around(self, op: Op) -> Mapping[str, Layout]:
-        """The layouts of what an operation reads and makes."""
+        """Layouts of an operation's operands and outputs, by name."""
         found = self.strategies[op.name]
         made = zip((value.name for value in op.outputs), found.outputs, strict=True)
         return dict(zip(op.reads, found.operands, strict=True)) | dict(made)
@@ -84,27 +85,31 @@ class GroupSharding:
         )
 
     def input_layout(self, name: str) -> Layout:
-        """The layout in which a value enters the group; the first, where it is read in several."""
+        """The layout in which a value enters the group; the first of them, if the group reads it in several."""
         return self.layouts(name)[0]
 
-    def weight_layout(self, name: str, book: RuleBook) -> Layout:
-        """The layout in which a weight is kept for this group's readers."""
+    def weight_layout(self, name: str, book: RuleCache) -> Layout:
+        """The layout in which a weight is stored for its readers in this group."""
         return REPLICATED if book.graph.weight[name].kind == "constant" else kept(set(self.layouts(name)))
 
 
-def follow(members: OpGroup, chosen: Strategy, target: Layout, setting: PropagationContext) -> GroupSharding:
-    """The group with its anchor under a strategy.
+def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context: PropagationContext) -> GroupSharding:
+    """The sharding of a group whose anchor has a strategy.
 
-    Operations that depend on weights and constants alone make what their reader wants where their rule can. Any other
-    goes with its first split operand, or is replicated; values of other groups are read as the strategy wants them. A
-    sum is reduced before it is read: the anchor's to ``target``, any other to a replicated tensor.
+    An operation that depends only on weights and constants follows its reader's layout if its rule allows. Any other
+    operation follows its first split operand, or is replicated. A partial value is reduced before it is read: the
+    anchor's output to ``target``, any other to a replicated tensor.
+
+    Args:
+        chosen: strategy of the anchor.
+        target: layout to which a partial output of the anchor is reduced.
     """
-    free = free_ops(members, setting.book)
+    free = input_free_ops(members, context.book)
     strategies: dict[str, Strategy] = {}
     made: dict[str, Layout] = {}
 
     def run(op: Op, found: Strategy) -> None:
-        strategies[op.name] = in_gradients(op, found, setting.book)
+        strategies[op.name] = in_gradients(op, found, context.book)
         made.update((value.name, layout) for value, layout in zip(op.outputs, found.outputs, strict=True))
 
     for op in members.ops:
@@ -113,21 +118,23 @@ def follow(members: OpGroup, chosen: Strategy, target: Layout, setting: Propagat
         elif op.name not in free:
             sums = {v.name for v in members.anchor.outputs}
             known = {n: reduced_layout(made[n], target if n in sums else REPLICATED) for n in op.reads if n in made}
-            run(op, following(op, known, setting))
+            run(op, follow_operand(op, known, context))
     for op in reversed(members.ops):
         if op.name in free and op.name not in strategies:
-            run(op, wanted_by(members.ops, op, strategies, setting))
-    reads = (Read(n, at) for op in members.ops for n, at in zip(op.reads, strategies[op.name].operands, strict=True))
+            run(op, follow_reader(members.ops, op, strategies, context))
+    reads = (
+        ReadLayout(n, at) for op in members.ops for n, at in zip(op.reads, strategies[op.name].operands, strict=True)
+    )
     return GroupSharding(target, strategies, made, tuple(dict.fromkeys(reads)))
 
 
 def reduced_layout(layout: Layout, target: Layout) -> Layout:
-    """The layout in which a value is read where it is made: a sum becomes its target."""
+    """The layout after reduction: ``target`` for a partial value, else its own layout."""
     return target if layout.partial else layout
 
 
-def free_ops(members: OpGroup, book: RuleBook) -> frozenset[str]:
-    """Names of the operations, but the anchor, that read neither another group's values nor what the anchor makes."""
+def input_free_ops(members: OpGroup, book: RuleCache) -> frozenset[str]:
+    """Names of the operations that depend on neither the anchor nor another group's values."""
     free: set[str] = set()
     for op in members.ops:
         sources = (book.graph.producer.get(name) for name in op.reads)
@@ -136,91 +143,98 @@ def free_ops(members: OpGroup, book: RuleBook) -> frozenset[str]:
     return frozenset(free)
 
 
-def following(op: Op, known: Mapping[str, Layout], setting: PropagationContext) -> Strategy:
-    """The strategy that reads the first split operand as it is."""
+def follow_operand(op: Op, known: Mapping[str, Layout], context: PropagationContext) -> Strategy:
+    """The strategy that reads the first split operand in its layout; replicated if there is none."""
     for number, name in enumerate(op.reads):
         if known.get(name, REPLICATED).splits:
-            found = setting.book.reading(op, number, known[name])
-            return found if found is not None and setting.may(op, found) else replicated(op)
+            found = context.book.reading(op, number, known[name])
+            return found if found is not None and context.allows(op, found) else replicated(op)
     return replicated(op)
 
 
-def wanted_by(ops: Sequence[Op], op: Op, strategies: Mapping[str, Strategy], setting: PropagationContext) -> Strategy:
-    """The strategy that makes an output as its first reader in the group wants it."""
+def follow_reader(
+    ops: Sequence[Op], op: Op, strategies: Mapping[str, Strategy], context: PropagationContext
+) -> Strategy:
+    """The strategy that makes an output in the layout of its first reader in the group; replicated if there is none."""
     for number, value in enumerate(op.outputs):
         for reader in ops:
             if value.name in reader.reads and reader.name in strategies:
                 layout = strategies[reader.name].operands[reader.reads.index(value.name)]
-                found = setting.book.making(op, number, layout) if layout.splits else None
-                return found if found is not None and setting.may(op, found) else replicated(op)
+                found = context.book.making(op, number, layout) if layout.splits else None
+                return found if found is not None and context.allows(op, found) else replicated(op)
     return replicated(op)
 
 
-def in_gradients(op: Op, found: Strategy, book: RuleBook) -> Strategy:
-    """The strategy with nothing partial in a gradient that does not exist."""
+def in_gradients(op: Op, found: Strategy, book: RuleCache) -> Strategy:
+    """The strategy without partial gradients for operands that have no gradient."""
     pairs = zip(op.reads, found.operands, strict=True)
     operands = tuple(in_gradient(layout, name in book.trained) for name, layout in pairs)
     return Strategy(found.label, operands, found.outputs)
 
 
-def keeps_state(members: OpGroup, run: GroupSharding, book: RuleBook) -> bool:
-    """Whether weights that are updated in place are read as they are stored."""
+def keeps_state(members: OpGroup, sharding: GroupSharding, book: RuleCache) -> bool:
+    """Whether weights that are updated in place are read in the layout in which they are stored."""
     return all(
-        run.layouts(name) == (run.weight_layout(name, book),)
+        sharding.layouts(name) == (sharding.weight_layout(name, book),)
         for op in members.ops
         for name in op.mutates
         if name in book.graph.weight and name in op.reads
     )
 
 
-def candidates(members: OpGroup, setting: PropagationContext) -> Iterable[Strategy]:
-    """The strategies of the anchor that are worth trying, the replicated one first.
+def anchor_strategies(members: OpGroup, context: PropagationContext) -> Iterable[Strategy]:
+    """Strategies of the anchor to try, the replicated one first.
 
-    A letter is split contiguously unless readers can use it otherwise only.
+    If readers can use some split of a letter, only such splits of it are tried; else all are, contiguous ones included.
     """
-    op, book = members.anchor, setting.book
+    op, book = members.anchor, context.book
     yield replicated(op)
-    found: dict[str, Strategy] = {s.label: s for s in book.all(op)} if book.facts.ops[op.name].forward_flops else {}
+    found: dict[str, Strategy] = (
+        {s.label: s for s in book.contiguous_strategies(op)} if book.stats.ops[op.name].forward_flops else {}
+    )
     for number, value in enumerate(op.outputs):
-        for layout in readable(value.name, setting):
+        for layout in consumable_splits(value.name, context):
             made = book.making(op, number, layout)
             if made is not None:
                 found.setdefault(made.label, made)
     for number, name in enumerate(op.reads):
-        for layout in (*setting.digits.producible.get(name, ()), *samples_of(name, setting)):
+        for layout in (*context.splits.producible.get(name, ()), *sample_split(name, context)):
             read = book.reading(op, number, layout)
             if read is not None:
                 found.setdefault(read.label, read)
-    useful = {letter_and_parts(label)[0] for label, s in found.items() if usable(op, s, setting)}
+    useful = {letter_and_parts(label)[0] for label, s in found.items() if is_consumable(op, s, context)}
     for label, strategy in found.items():
-        needed = usable(op, strategy, setting) or letter_and_parts(label)[0] not in useful
-        if needed and setting.may(op, strategy):
+        needed = is_consumable(op, strategy, context) or letter_and_parts(label)[0] not in useful
+        if needed and context.allows(op, strategy):
             yield strategy
 
 
-def samples_of(name: str, setting: PropagationContext) -> tuple[Layout, ...]:
-    """The split of a value's samples, where they can be split."""
-    found = setting.digits.samples.get(name) if setting.batch_divides else None
+def sample_split(name: str, context: PropagationContext) -> tuple[Layout, ...]:
+    """The split along a value's samples; empty if samples cannot be split."""
+    found = context.splits.samples.get(name) if context.batch_divides else None
     return () if found is None else (found,)
 
 
-def usable(op: Op, strategy: Strategy, setting: PropagationContext) -> bool:
-    """Whether readers of an operation can use what it makes under a strategy."""
+def is_consumable(op: Op, strategy: Strategy, context: PropagationContext) -> bool:
+    """Whether readers can use an output of an operation in the layout that a strategy gives it."""
     return any(
-        layout.partial or layout in readable(value.name, setting) for value, layout in zip(op.outputs, strategy.outputs)
+        layout.partial or layout in consumable_splits(value.name, context)
+        for value, layout in zip(op.outputs, strategy.outputs)
     )
 
 
-def readable(name: str, setting: PropagationContext) -> tuple[Layout, ...]:
-    """The splits of a value that operations behind it can use."""
-    return (*setting.digits.consumable.get(name, ()), *samples_of(name, setting))
+def consumable_splits(name: str, context: PropagationContext) -> tuple[Layout, ...]:
+    """Splits of a value that later operations can use."""
+    return (*context.splits.consumable.get(name, ()), *sample_split(name, context))
 
 
-def targets(members: OpGroup, chosen: Strategy, setting: PropagationContext) -> tuple[Layout, ...]:
-    """What a sum that the anchor leaves can be reduced to; the replicated tensor alone where it leaves none."""
+def reduction_targets(members: OpGroup, chosen: Strategy, context: PropagationContext) -> tuple[Layout, ...]:
+    """Layouts to which a partial output of the anchor can be reduced; replicated alone if no output is partial."""
     op, found = members.anchor, {REPLICATED: None}
     for value, layout in zip(op.outputs, chosen.outputs):
         if layout.partial:
-            fitting = (x for x in readable(value.name, setting) if x.fits(value.shape, {TP: setting.book.ranks}))
+            fitting = (
+                x for x in consumable_splits(value.name, context) if x.fits(value.shape, {TP: context.book.ranks})
+            )
             found |= dict.fromkeys(fitting)
     return tuple(found)

@@ -1,4 +1,4 @@
-"""The rules of one graph's operations, each distinct operation looked up once."""
+"""Sharding rules of a graph's operations; each distinct operation is looked up once."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost.groups.grouping import fed_by_inputs
-from autopar.cost.ops.op_stats import ATTENTION, Facts
+from autopar.cost.groups.grouping import batch_dependent_names
+from autopar.cost.ops.op_stats import ATTENTION, GraphStats
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout
 from autopar.sharding.lookup import rule_of
@@ -16,37 +16,37 @@ from autopar.sharding.rule import Rule, Strategy, by_operand, by_output, strateg
 
 
 @dataclass(frozen=True)
-class RuleBook:
-    """What can be split in a graph on ``ranks`` ranks.
+class RuleCache:
+    """Rules and strategies of a graph's operations on ``ranks`` ranks.
 
-    Operations with the same facts are the same but for names, so that their rules and strategies are too.
+    Operations that share an `OpStats` object differ in names alone, so that they have the same rules and strategies.
     """
 
     graph: Graph
-    facts: Facts
+    stats: GraphStats
     ranks: int
     rules: dict[int, Rule | None] = field(default_factory=dict, repr=False)
-    found: dict[tuple, Strategy | None] = field(default_factory=dict, repr=False)
-    listed: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
+    by_layout: dict[tuple, Strategy | None] = field(default_factory=dict, repr=False)
+    contiguous: dict[int, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def batch_dependent(self) -> frozenset[str]:
         """Operations and values that depend on a graph input."""
-        return fed_by_inputs(self.graph)
+        return batch_dependent_names(self.graph)
 
     @cached_property
     def always_replicated(self) -> frozenset[str]:
-        """Operations that are replicated whatever their rule says."""
+        """Operations that are replicated regardless of their rule: they touch memory that is updated in place."""
         return updated_in_place(self.graph)
 
     @cached_property
     def trained(self) -> frozenset[str]:
-        """Values and weights that get a gradient."""
+        """Values and weights that have a gradient."""
         return frozenset(x.name for x in (*self.graph.values.values(), *self.graph.weights) if x.requires_grad)
 
     @cached_property
     def readers(self) -> Mapping[str, list[Op]]:
-        """The operations that read what each operation makes."""
+        """The operations that read each operation's outputs, by its name."""
         found: dict[str, list[Op]] = {op.name: [] for op in self.graph.ops}
         for op in self.graph.ops:
             for name in op.reads:
@@ -55,11 +55,11 @@ class RuleBook:
         return found
 
     def key(self, op: Op) -> int:
-        """The same for operations that differ in names alone."""
-        return id(self.facts.ops[op.name])
+        """A key that is equal for operations that differ in names alone."""
+        return id(self.stats.ops[op.name])
 
     def rule(self, op: Op) -> Rule | None:
-        """An operation's rule; None where it is always replicated."""
+        """An operation's rule; None if it has none or is always replicated."""
         if op.name in self.always_replicated:
             return None
         key = self.key(op)
@@ -67,35 +67,36 @@ class RuleBook:
             self.rules[key] = rule_of(op, self.graph.shapes.__getitem__)
         return self.rules[key]
 
-    def all(self, op: Op) -> tuple[Strategy, ...]:
-        """The strategies that split a letter contiguously."""
+    def contiguous_strategies(self, op: Op) -> tuple[Strategy, ...]:
+        """Strategies that split one letter of the rule contiguously."""
         rule, key = self.rule(op), self.key(op)
         if rule is None:
             return ()
-        if key not in self.listed:
-            self.listed[key] = strategies(rule, self.ranks, {})[1:]
-        return self.listed[key]
+        if key not in self.contiguous:
+            self.contiguous[key] = strategies(rule, self.ranks, {})[1:]
+        return self.contiguous[key]
 
     def reading(self, op: Op, number: int, layout: Layout) -> Strategy | None:
-        """The strategy that reads an operand so."""
-        return self.looked_up("reads", op, number, layout)
+        """The strategy that reads operand ``number`` in a layout; None if the rule has none."""
+        return self.look_up("reads", op, number, layout)
 
     def making(self, op: Op, number: int, layout: Layout) -> Strategy | None:
-        """The strategy that makes an output so."""
-        return self.looked_up("makes", op, number, layout)
+        """The strategy that makes output ``number`` in a layout; None if the rule has none."""
+        return self.look_up("makes", op, number, layout)
 
-    def looked_up(self, side: str, op: Op, number: int, layout: Layout) -> Strategy | None:
-        """The strategy with this layout of an operand or output."""
+    def look_up(self, side: str, op: Op, number: int, layout: Layout) -> Strategy | None:
+        """The strategy with this layout of an operand ("reads") or an output ("makes")."""
         rule = self.rule(op)
         if rule is None:
             return None
         key = (side, self.key(op), number, layout)
-        if key not in self.found:
+        if key not in self.by_layout:
             find = by_operand if side == "reads" else by_output
-            self.found[key] = find(rule, number, layout, self.ranks)
-        return self.found[key]
+            self.by_layout[key] = find(rule, number, layout, self.ranks)
+        return self.by_layout[key]
 
     def multiplies_weights(self, op: Op) -> bool:
-        """Whether an operation is a product of activations with a weight, which splitting samples leaves to dp."""
-        flops = self.facts.ops[op.name].forward_flops
+        """Whether an operation multiplies activations with a weight. Data parallelism splits the samples of those."""
+
+        flops = self.stats.ops[op.name].forward_flops
         return flops > 0 and op.target != ATTENTION and not self.batch_dependent.issuperset(op.reads)

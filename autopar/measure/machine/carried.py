@@ -10,10 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.hardware.cost_file import Table
-from autopar.cost.hardware.load import read_beside, read_calibration, read_link, read_reserve, whole
+from autopar.cost.hardware.load import (
+    read_calibration,
+    read_link,
+    read_overlap,
+    read_reserve,
+    read_whole,
+    with_current_names,
+)
 from autopar.errors import HardwareError
 
-READERS = {"reserve": read_reserve, "beside": read_beside, "network": read_link, "calibration": read_calibration}
+READERS = {"reserve": read_reserve, "overlap": read_overlap, "network": read_link, "calibration": read_calibration}
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ def carried(path: Path, device_type: str) -> PreservedSections:
     if not path.exists():
         return PreservedSections()
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = with_current_names(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise HardwareError(f"Cannot read cost model {path}: {error}. Correct or remove it.") from error
     if data.get("device_type") != device_type:
@@ -51,7 +58,7 @@ def carried(path: Path, device_type: str) -> PreservedSections:
     file = Table(path, "", data)
     names = [name for name in READERS if name in data]
     for name in names:
-        whole(READERS[name], file.table(name))
+        read_whole(READERS[name], file.table(name))
     devices_per_node = file.get("devices_per_node", int, "a whole number of devices")
     return PreservedSections(
         file.text("name"), file.text("link_name"), devices_per_node, {name: data[name] for name in names}

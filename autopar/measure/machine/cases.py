@@ -14,7 +14,7 @@ from autopar.measure.machine.points import PointKind
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # What --only takes, in the order of measuring.
 KINDS: tuple[PointKind, ...] = (
-    "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES, "beside",
+    "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES, "overlap",
 )  # fmt: skip
 KIB, MIB = 2**10, 2**20
 APART, JOINED = "apart", "joined"  # a layer and its collective: one after the other, and as one operator
@@ -56,7 +56,7 @@ class Sizes:
         memory: elements.
         optimizer: parameters, in 16 tensors.
         message: bytes.
-        beside: tokens, features in and out of whole layers that ranks share.
+        overlap: tokens, features in and out of whole layers that ranks share.
     """
 
     dtypes: tuple[str, ...]
@@ -154,7 +154,7 @@ def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
         for ranks in group_sizes(devices):
             yield from (Case(kind, "", "", (size,), ranks) for size in sizes.message)
     for operator, way, ranks in product(OVERLAP_WINDOWS, (APART, JOINED), group_sizes(devices)):
-        yield from (Case("beside", f"{operator} {way}", "bfloat16", shape, ranks) for shape in sizes.overlap)
+        yield from (Case("overlap", f"{operator} {way}", "bfloat16", shape, ranks) for shape in sizes.overlap)
 
 
 def group_sizes(devices: int) -> tuple[int, ...]:

@@ -69,7 +69,7 @@ def communication(case: Case, seat: WorkerContext) -> Timing | None:
     """
     communicator, taking_part = seat.communicator(case.ranks), seat.rank < case.ranks
     if taking_part:
-        communicator.reserve(symmetric_buffer_bytes(case) if case.kind == "beside" else case.ranks * case.sizes[0])
+        communicator.reserve(symmetric_buffer_bytes(case) if case.kind == "overlap" else case.ranks * case.sizes[0])
     run: Run = RUNS[case.kind](case, seat, communicator) if taking_part else lambda: None
     for _ in range(2):
         run()
@@ -84,7 +84,7 @@ def communication(case: Case, seat: WorkerContext) -> Timing | None:
 
 def parts_of(case: Case) -> tuple[Part, ...]:
     """The bytes of the whole tensor on one rank, as `autopar.ir.hardware.Hardware.collective_seconds` counts them."""
-    if case.kind == "beside":
+    if case.kind == "overlap":
         return layer_parts(case)
     return (Part(0.0, float(case.sizes[0])),)
 
@@ -149,5 +149,5 @@ def layer(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
 
 RUNS: Mapping[str, Callable[[Case, WorkerContext, Any], Run]] = {
     "point-to-point": to_and_fro, "all-reduce": all_reduce, "all-gather": all_gather,
-    "reduce-scatter": reduce_scatter, "all-to-all": all_to_all, "beside": layer,
+    "reduce-scatter": reduce_scatter, "all-to-all": all_to_all, "overlap": layer,
 }  # fmt: skip

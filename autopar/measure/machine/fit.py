@@ -78,7 +78,7 @@ def fit(points: Sequence[Point], setting: Setting) -> tuple[Constant, ...]:
         rows = [Row((1, p.num_bytes), 0, p.value) for p in needed(points, "point-to-point")]
         constants += link_constants(("link",), "point-to-point", rows)
         constants += collective_constants(points)
-        constants += beside_constants(points, Device(own_launch, traffic.curve), constants)
+        constants += overlap_constants(points, Device(own_launch, traffic.curve), constants)
     return tuple(constants)
 
 
@@ -250,7 +250,7 @@ def link_constants(path: tuple[str, ...], kind: str, rows: Sequence[Row]) -> lis
     ]
 
 
-def beside_constants(points: Sequence[Point], device: Device, known: Sequence[Constant]) -> list[Constant]:
+def overlap_constants(points: Sequence[Point], device: Device, known: Sequence[Constant]) -> list[Constant]:
     """What is hidden of collectives beside the products of linear layers, as a share of what is long enough to be:
     Σ hidden · hideable / Σ hideable², at least 0 and at most 1. Nothing where no such layers were measured.
 
@@ -258,7 +258,7 @@ def beside_constants(points: Sequence[Point], device: Device, known: Sequence[Co
         known: constants of collectives.
     """
     values = {c.path: c.value for c in known}
-    pairs = [(p, joined_with(p, points)) for p in points if p.kind == "beside" and APART in p.name.split()]
+    pairs = [(p, joined_with(p, points)) for p in points if p.kind == "overlap" and APART in p.name.split()]
     if not pairs:
         return []
     curve = compute_curve("matmul", needed(points, "matmul", pairs[0][0].dtype), device, hides_traffic=True).curve
@@ -267,7 +267,7 @@ def beside_constants(points: Sequence[Point], device: Device, known: Sequence[Co
     share = float(np.clip(hideable @ (apart - joined) / (hideable @ hideable), 0, 1))
     relative = abs((apart - share * hideable) / joined - 1)
     errors = Errors(tuple(relative.tolist()), (True,) * len(pairs), 1)
-    return [fitted(("beside", "layers"), share, "share", errors)]
+    return [fitted(("overlap", "layers"), share, "share", errors)]
 
 
 def joined_with(apart: Point, points: Sequence[Point]) -> Point:
@@ -279,14 +279,14 @@ def joined_with(apart: Point, points: Sequence[Point]) -> Point:
     name = apart.name.replace(APART, JOINED)
     found = next((p for p in points if p.name == name), None)
     if found is None:
-        raise UsageError(f"A cost model needs {name}, of which there is no measurement. Use --only beside.")
+        raise UsageError(f"A cost model needs {name}, of which there is no measurement. Use --only overlap.")
     return found
 
 
 def hideable_seconds(point: Point, device: Device, curve: Curve, values: Mapping[tuple[str, ...], float]) -> float:
     """How much of a layer's collectives its products are long enough to hide, forwards and backwards."""
     operator = point.name.split()[1]
-    beside, kinds = OVERLAP_WINDOWS[operator](point.ranks), ASYNC_TP_OPS[operator].kinds
+    window, kinds = OVERLAP_WINDOWS[operator](point.ranks), ASYNC_TP_OPS[operator].kinds
     forward, *backward = (device.seconds(part, curve) for part in point.parts[:3])
     travels = (
         values["collective", kind, str(point.ranks), "latency"]
@@ -295,5 +295,5 @@ def hideable_seconds(point: Point, device: Device, curve: Curve, values: Mapping
         else 0.0
         for kind, part in zip(kinds, point.parts[3:], strict=True)
     )
-    products = beside.forward * forward, beside.backward * sum(backward)
+    products = window.forward * forward, window.backward * sum(backward)
     return sum(map(min, products, travels))

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from autopar.ir.hardware import CollectiveKind, Kind
 
-PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "beside"] | Kind | CollectiveKind
+PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "overlap"] | Kind | CollectiveKind
 STEADY_SPREAD = 0.25  # more than this between the quartiles of the repeats, and something else was using the machine
 
 
@@ -96,6 +96,7 @@ def point_from(data: Mapping[str, Any]) -> Point:
     value, spread = float(data["value"]), float(data["spread"])
     if not value > 0 or not spread >= 0:
         raise ValueError(f"value {value} and spread {spread} must be positive")
-    texts = (str(data[key]) for key in ("kind", "name", "dtype"))
-    kind, name, dtype = texts
+    kind, name, dtype = (str(data[key]) for key in ("kind", "name", "dtype"))
+    if kind == "beside":  # the earlier name of "overlap", in files of users
+        kind, name = "overlap", name.replace("beside", "overlap", 1)
     return Point(kind, name, dtype, int(data["ranks"]), parts, value, spread)  # type: ignore[arg-type]

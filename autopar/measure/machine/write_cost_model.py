@@ -69,7 +69,7 @@ def cost_model_text(
     return "\n".join(lines)
 
 
-TABLES = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective", "beside")
+TABLES = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective", "overlap")
 
 
 def device_text(setting: Setting) -> str:

@@ -31,7 +31,7 @@ def profile(
             "-o",
             "--output",
             help="Write the cost model to this TOML file. Of one that is there, name, link_name, devices_per_node, "
-            "and [network], [reserve], [beside] and [calibration] are kept but for what was measured.",
+            "and [network], [reserve], [overlap] and [calibration] are kept but for what was measured.",
             metavar="FILE",
         ),
     ] = DEFAULT_FILE,
@@ -49,7 +49,8 @@ def profile(
         list[str] | None,
         typer.Option(
             help="Measure these again and keep the rest of FILE: capacity, launch, matmul, attention, convolution, "
-            "depthwise, memory, optimizer, point-to-point, all-reduce, all-gather, reduce-scatter, all-to-all, beside.",
+            "depthwise, memory, optimizer, point-to-point, all-reduce, all-gather, reduce-scatter, all-to-all, "
+            "overlap.",
             metavar="KIND,…",
         ),
     ] = None,

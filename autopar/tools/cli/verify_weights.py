@@ -14,8 +14,8 @@ from autopar.api.model_source import ModelSource
 from autopar.errors import TrainingError
 from autopar.ir.plan import Plan
 from autopar.ir.units import percent, plural
-from autopar.trace.passes.bf16_params import lowered_leaf, params_to_lower
-from autopar.trace.passes.precision import low_params
+from autopar.trace.passes.bf16_params import cast_leaf, params_to_lower
+from autopar.trace.passes.precision import low_param_dtype
 from autopar.train import Data, Evaluation, evaluate, evaluate_alone, evaluation_loader, first, load_weights
 
 MAX_IMAGES = 1024  # one process on its own would take long for many more
@@ -48,13 +48,13 @@ def verify(proof: ReferenceScore, source: ModelSource, weights: Path, plan: Plan
         TrainingError: it is another one.
     """
     model = load_weights(source.build("cpu"), weights).to(device)
-    dtype, low = AUTOCAST.get(plan.precision), low_params(plan.precision)
+    dtype, low = AUTOCAST.get(plan.precision), low_param_dtype(plan.precision)
     for parameter in params_to_lower(model).values() if low is not None else ():
         parameter.data = parameter.data.to(low)
 
     def alone(x: torch.Tensor) -> Any:
         with torch.autocast(device, dtype, enabled=dtype is not None):
-            return model(lowered_leaf(x.to(device), low) if low is not None else x.to(device))
+            return model(cast_leaf(x.to(device), low) if low is not None else x.to(device))
 
     scored = evaluate_alone(alone, evaluation_loader(proof.data, proof.batch_size).epoch(1))
     total = scored.samples

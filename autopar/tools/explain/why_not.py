@@ -21,7 +21,7 @@ from autopar.ir.units import TIME, text
 from autopar.solve.result.step_breakdown import excess_text
 from autopar.tools.explain.breakdown import Breakdown, breakdown_of
 from autopar.trace.call import Call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 from autopar.train import timm_optimizer
 
 ALIKE = 5e-4  # relative difference of two steps that prints as none
@@ -123,7 +123,7 @@ def answers(plan: Plan, rebuilt: ReplanContext, questions: Sequence[Query]) -> t
 
 def check_model_of(plan: Plan, rebuilt: ReplanContext) -> None:
     """Refuse another model than the plan's. Raises as `Plan.stage_of`."""
-    graph = lowered(rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train", rebuilt.name, plan.precision)
+    graph = lower_model(rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train", rebuilt.name, plan.precision)
     plan.stage_of(graph)
 
 

@@ -23,7 +23,7 @@ from autopar.tools.parity.reference import LossFunction, Reference, StepOutcome,
 from autopar.tools.parity.rounding import rounding_of, update_rounding
 from autopar.tools.parity.without_dropout import MIN_SAMPLES, copy_without_dropout, random_operations
 from autopar.trace.call import Call, as_call
-from autopar.trace.passes.precision import low_params
+from autopar.trace.passes.precision import low_param_dtype
 
 LEARNING_RATE = 1e-3
 # AdamW divides a gradient by its own size plus this. Rounding of δ in a gradient becomes up to lr·δ/ε in a weight, and
@@ -103,7 +103,7 @@ def compare(
         parallelize(quiet, devices, x, loss_fn=loss_fn, optimizer=optimizer, plan=plan, **constraints) as pm,
         threads(pm.machine.num_threads),
     ):
-        copies = low_params(pm.plan.precision)
+        copies = low_param_dtype(pm.plan.precision)
         references = [Reference(quiet, loss_fn, optimizer, pm, call, pm.autocast, copies)]
         if pm.autocast is not None:
             references.append(Reference(quiet, loss_fn, optimizer, pm, call))

@@ -21,8 +21,8 @@ from autopar.ir.pytree import flatten, leaves, unflatten
 from autopar.runtime.optim.build import use_fused_kernels
 from autopar.tools.parity.difference import Named
 from autopar.trace.call import Call, split_leaves
-from autopar.trace.copy_model import copied
-from autopar.trace.passes.bf16_params import lowered_leaf, params_to_lower
+from autopar.trace.copy_model import copy_model
+from autopar.trace.passes.bf16_params import cast_leaf, params_to_lower
 
 LossFunction = Callable[[Any, Any], torch.Tensor]
 
@@ -59,7 +59,7 @@ class Reference:
         self.device = torch.device(pm.machine.device_of(0))
         self.low, self.low_params = getattr(torch, low) if low else None, low_params
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=low == "float16")
-        self.model = copied(model).to(self.device)
+        self.model = copy_model(model).to(self.device)
         self.modes = {module: module.training for module in self.model.modules()}
         here = self.parts_of(call, [call.batch])[0]
         modes: tuple[Mode, ...] = ("train", "eval")
@@ -116,7 +116,7 @@ class Reference:
             with self.autocast():
                 return self.model(*call.args, **call.kwargs)
         copies = {name: p.to(self.low_params) for name, p in params_to_lower(self.model).items()}
-        leaves = [lowered_leaf(leaf, self.low_params) for leaf in call.leaves]
+        leaves = [cast_leaf(leaf, self.low_params) for leaf in call.leaves]
         args, kwargs = unflatten(leaves, call.spec)
         return torch.func.functional_call(self.model, copies, args, kwargs)
 
@@ -153,7 +153,7 @@ class Reference:
 
 def output_in(model: nn.Module, call: Call, mode: Mode) -> Any:
     """What a copy of the model returns in a mode; the model's statistics and the random numbers to come stay."""
-    twin = copied(model)
+    twin = copy_model(model)
     enter(twin, {module: module.training for module in twin.modules()}, mode)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return twin(*call.args, **call.kwargs)

@@ -7,7 +7,7 @@ from collections import defaultdict
 from torch import nn
 
 from autopar.trace.call import Call
-from autopar.trace.copy_model import copied
+from autopar.trace.copy_model import copy_model
 from autopar.trace.passes.counter_rng import is_random
 from autopar.trace.trace import trace
 
@@ -23,7 +23,7 @@ MIN_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
 
 def copy_without_dropout(model: nn.Module) -> tuple[nn.Module, list[str]]:
     """A deep copy of the model with dropout and the like switched off, and a sentence that says so where any was on."""
-    quiet = copied(model)
+    quiet = copy_model(model)
     found: defaultdict[str, list[float]] = defaultdict(list)
     for module in quiet.modules():
         kind = type(module).__name__

@@ -15,7 +15,7 @@ from autopar.ir.units import COUNT, plural, text
 from autopar.tools.parity.compare import EPSILON, LEARNING_RATE, Parity
 from autopar.tools.parity.difference import ABSOLUTE, RELATIVE, SMALL_NORM, Row
 from autopar.tools.parity.rounding import TIMES, rounding_of, update_rounding
-from autopar.trace.passes.precision import low_params
+from autopar.trace.passes.precision import low_param_dtype
 
 
 def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
@@ -43,7 +43,7 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
 
 def reference_text(parity: Parity) -> str:
     """What the model is compared with."""
-    if low_params(parity.plan.precision):
+    if low_param_dtype(parity.plan.precision):
         return f"the unmodified model with copies of its parameters in {parity.autocast}"
     return "the unmodified model" + (f" under torch.autocast in {parity.autocast}" if parity.autocast else "")
 

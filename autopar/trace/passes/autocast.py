@@ -1,4 +1,4 @@
-"""Mixed precision as a rewrite of the graph: casts where `torch.autocast` would make them, each value's once."""
+"""Mixed precision as a rewrite of the graph: casts where `torch.autocast` would insert them, once per value."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ from autopar.trace.passes.autocast_policy import base_name, treatment_of
 CAST = "aten.to.dtype"
 CASTABLE = ("float32", "bfloat16", "float16")  # autocast leaves float64 alone
 SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-# Views: what their readers want is wanted of a weight itself.
+# Views: the dtype that a view's readers want is wanted of the weight itself.
 VIEWS = (
     "chunk", "expand", "flatten", "mT", "numpy_T", "permute", "reshape", "select", "slice", "split", "split_with_sizes",
     "squeeze", "t", "transpose", "unbind", "unflatten", "unsqueeze", "view",
 )  # fmt: skip
 
 
-def autocast(graph: Graph, low: str) -> Graph:
+def apply_autocast(graph: Graph, low: str) -> Graph:
     """The graph that computes what the model computes under ``torch.autocast`` with a low precision.
 
-    A parameter that every reader wants in the low precision is read so: its dtype is the low one, its master's the
-    traced one. Casts are ``aten.to.dtype`` operations; a value's follows the operation that makes it, so that a cut
-    behind it sends the smaller tensor, and serves all readers. Dtypes of results come from running every distinct
-    operation on meta tensors. An operation that does not take what it is given (autocast would let it fail) gets what
-    it was traced with.
+    A parameter that all its readers want in the low precision gets a compute copy: its dtype becomes the low one, its
+    master keeps the traced dtype. A cast is an ``aten.to.dtype`` operation after the one that makes the value. So all
+    readers share it, and a pipeline cut after it sends the smaller tensor. Result dtypes come from running every
+    distinct operation on meta tensors. If an operation refuses its operands, where autocast would fail, it gets them in
+    their traced dtypes.
 
     Args:
-        graph: of a model in float32.
+        graph: trace of a model in float32.
         low: ``bfloat16`` or ``float16``.
     Raises:
         TraceError: an operation cannot be run on meta tensors even as it was traced.
     """
-    return Rewriter(graph, low).run()
+    return AutocastRewriter(graph, low).run()
 
 
-def cast_weights(graph: Graph, low: str) -> frozenset[str]:
-    """Names of the parameters that nobody reads but in the low precision."""
+def low_precision_weights(graph: Graph, low: str) -> frozenset[str]:
+    """Names of the float32 parameters that are read in the low precision only."""
     wanted: defaultdict[str, set[str]] = defaultdict(set)
     for name in refs(graph.outputs):
         wanted[name].add("as given")
@@ -63,23 +63,25 @@ def cast_weights(graph: Graph, low: str) -> frozenset[str]:
     return frozenset(w.name for w in parameters if wanted[w.name] == {low})
 
 
-class Rewriter:
-    """Walks the operations in order and keeps what dtype everything has by then."""
+class AutocastRewriter:
+    """Visits the operations in order and tracks the current dtype of every value and weight."""
 
     def __init__(self, graph: Graph, low: str) -> None:
         self.graph, self.low = graph, low
-        self.weights = tuple(self.weight(w, cast_weights(graph, low)) for w in graph.weights)
-        self.now = {value.name: value for value in graph.inputs}
-        self.now |= {w.name: w.value for w in self.weights}
-        self.traced = {name: value.dtype for name, value in graph.readable.items()}
-        self.names = {*self.traced, *(op.name for op in graph.ops)}
+        self.weights = tuple(self.weight(w, low_precision_weights(graph, low)) for w in graph.weights)
+        self.current = {value.name: value for value in graph.inputs}
+        self.current |= {w.name: w.value for w in self.weights}
+        self.traced_dtype = {name: value.dtype for name, value in graph.readable.items()}
+        self.names = {*self.traced_dtype, *(op.name for op in graph.ops)}
         self.updated = frozenset(updated_in_place(graph))
-        self.known: dict[tuple[str, str, str], str] = {}  # (value, dtype, its only reader or none) -> the cast value
+        # (value, dtype, reader if the value is updated in place) -> name of the cast
+        self.casts: dict[tuple[str, str, str], str] = {}
         self.before: defaultdict[str, list[Op]] = defaultdict(list)
         self.after: defaultdict[str, list[Op]] = defaultdict(list)
-        self.results: dict[str, tuple[str, ...] | None] = {}
+        self.dtypes_by_signature: dict[str, tuple[str, ...] | None] = {}
 
     def weight(self, weight: Weight, cast: frozenset[str]) -> Weight:
+        """The weight, with a low-precision compute copy if it is among ``cast``."""
         return replace(weight, dtype=self.low, master=weight.dtype) if weight.name in cast else weight
 
     def run(self) -> Graph:
@@ -95,14 +97,14 @@ class Rewriter:
         )
 
     def converted(self, op: Op) -> Op:
-        """The operation with its inputs cast, and its outputs with their new dtypes."""
+        """The operation with its inputs cast and the new dtypes of its outputs."""
         new = self.reading(op, self.wanted(op))
         if treatment_of(op) == "float32 inside" and self.dtype(op.reads[0]) in CASTABLE[1:]:
             new = float32_inside(new)
-        made = self.made(new)
+        made = self.result_dtypes(new)
         if made is None:
             new = self.reading(op, self.fallback(op))
-            made = self.made(new)
+            made = self.result_dtypes(new)
         if made is None:
             raise TraceError(
                 f"Cannot find what {op.name} ({op.target}) makes in {SHORT[self.low]} at "
@@ -110,14 +112,14 @@ class Rewriter:
                 'it, use other operations, or leave precision at "fp32".'
             )
         outputs = tuple(replace(value, dtype=dtype) for value, dtype in zip(op.outputs, made, strict=True))
-        self.now |= {value.name: value for value in outputs}
+        self.current |= {value.name: value for value in outputs}
         return replace(new, outputs=outputs)
 
     def dtype(self, name: str) -> str:
-        return self.now[name].dtype
+        return self.current[name].dtype
 
     def wanted(self, op: Op) -> Mapping[str, str]:
-        """The dtype that each input is to be cast to."""
+        """The dtype to which each input is to be cast, by name."""
         low, treatment = op.autocast or self.low, treatment_of(op)
         given = {name: self.dtype(name) for name in op.reads if self.dtype(name) in CASTABLE}
         if treatment == "low":
@@ -129,25 +131,25 @@ class Rewriter:
         return {}
 
     def fallback(self, op: Op) -> Mapping[str, str]:
-        """What to cast the inputs to where torch refuses them: as traced, or like what is updated in place."""
+        """Dtypes of the inputs if torch refuses the wanted ones: as traced, or as the value updated in place."""
         castable = [name for name in op.reads if self.dtype(name) in CASTABLE]
-        return {name: self.traced[name] if op.outputs else self.dtype(op.reads[0]) for name in castable}
+        return {name: self.traced_dtype[name] if op.outputs else self.dtype(op.reads[0]) for name in castable}
 
     def reading(self, op: Op, wanted: Mapping[str, str]) -> Op:
-        """The operation reading its inputs in other dtypes."""
+        """The operation with its inputs cast to the wanted dtypes."""
         names = {name: self.cast(name, wanted[name], op) if name in wanted else name for name in op.reads}
         return op.reading(names)
 
     def cast(self, name: str, dtype: str, reader: Op) -> str:
-        """Name of a value in a dtype, cast by a new operation where need be.
+        """Name of a value in a dtype; a cast is added if there is none.
 
-        What is updated in place is cast anew for every reader.
+        A value that is updated in place is cast again for every reader.
         """
-        source = self.now[name]
+        source = self.current[name]
         if source.dtype == dtype:
             return name
         key = (name, dtype, reader.name if name in self.updated else "")
-        if key not in self.known:
+        if key not in self.casts:
             made_by = None if name in self.updated else self.graph.producer.get(name)
             home = made_by or reader
             unique = unused_name(f"{name}.{SHORT.get(dtype, dtype)}", self.names)
@@ -157,23 +159,23 @@ class Rewriter:
                 (tensor,) = results_without_data(op, (source,))
             value = Value(unique, source.shape, dtype, tensor.stride(), source.requires_grad)
             (self.after if made_by else self.before)[home.name].append(replace(op, outputs=(value,)))
-            self.now[unique] = value
-            self.known[key] = unique
-        return self.known[key]
+            self.current[unique] = value
+            self.casts[key] = unique
+        return self.casts[key]
 
-    def made(self, op: Op) -> tuple[str, ...] | None:
-        """The dtypes of an operation's results; None where torch refuses its operands."""
-        read = tuple(self.now[name] for name in op.reads)
-        if all(self.traced.get(value.name) == value.dtype for value in read):
+    def result_dtypes(self, op: Op) -> tuple[str, ...] | None:
+        """The dtypes of an operation's results; None if torch refuses its operands."""
+        read = tuple(self.current[name] for name in op.reads)
+        if all(self.traced_dtype.get(value.name) == value.dtype for value in read):
             return tuple(value.dtype for value in op.outputs)
         signature = repr((op.target, slotted_arguments(op), [(v.shape, v.dtype, v.stride) for v in read]))
-        if signature not in self.results:
-            self.results[signature] = result_dtypes(op, read)
-        return self.results[signature]
+        if signature not in self.dtypes_by_signature:
+            self.dtypes_by_signature[signature] = dtypes_on_meta(op, read)
+        return self.dtypes_by_signature[signature]
 
 
 def updated_in_place(graph: Graph) -> Iterator[str]:
-    """Names of values whose memory is updated after it was made, or may be."""
+    """Names of values whose memory is, or may be, updated in place after they are made."""
     updating = {op.name for op in graph.ops if not op.outputs and not graph.weight.keys() >= set(op.reads)}
     op_of = {op.name: op for op in graph.ops}
     for names in (*graph.colocated, *((name,) for name in updating)):
@@ -183,19 +185,19 @@ def updated_in_place(graph: Graph) -> Iterator[str]:
 
 
 def float32_inside(op: Op) -> Op:
-    """The operation with float32 as its dtype argument, unless it has one."""
+    """The operation with float32 as its dtype argument, unless that is set."""
     given = named_arguments(op)
     if given["dtype"] is not None:
         return op
-    place = list(given).index("dtype")  # those given by position come first
+    place = list(given).index("dtype")  # positional arguments come first
     if place < len(op.args):
         return replace(op, args=(*op.args[:place], torch.float32, *op.args[place + 1 :]))
     kwargs = tuple((key, value) for key, value in op.kwargs if key != "dtype")
     return replace(op, kwargs=(*kwargs, ("dtype", torch.float32)))
 
 
-def result_dtypes(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
-    """The dtypes of what an operation makes, none for what it updates; None where torch refuses its operands."""
+def dtypes_on_meta(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
+    """The dtypes of an operation's results, none for an in-place operation; None if torch refuses its operands."""
     try:
         with torch.no_grad():
             made = results_without_data(op, read)

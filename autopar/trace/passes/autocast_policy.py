@@ -1,8 +1,8 @@
-"""Which precision each operation runs in under mixed precision: autocast's own lists as one table.
+"""Precision of each operation under mixed precision: autocast's lists as one table.
 
-Source: aten/src/ATen/autocast_mode.h of PyTorch 2.15, the lists for CUDA, and torch.amp's "Autocast Op Reference". They
-hold on every device here, so that a plan gives the same numbers wherever it runs. What is not listed runs in whatever
-it is given, with torch's own type promotion.
+Source: aten/src/ATen/autocast_mode.h of PyTorch 2.15, the lists for CUDA, and torch.amp's "Autocast Op Reference".
+autopar applies them on every device, so that a plan gives the same numbers on all of them. An operation that is not
+listed runs in its operands' dtypes, with torch's type promotion.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Literal
 
 from autopar.ir.graph import NO_AUTOCAST, Op
 
-# low: inputs are cast to the low precision; float32: to float32; float32 inside: so is the arithmetic, by the
-# operation's own dtype argument; widest: to the widest among them; as given: nothing is cast.
+# low: inputs are cast to the low precision; float32: inputs are cast to float32; float32 inside: the dtype argument is
+# set to float32; widest: inputs are cast to the widest dtype among them; as given: nothing is cast.
 Treatment = Literal["low", "float32", "float32 inside", "widest", "as given"]
 
-LOW = (
+LOW_PRECISION = (
     "_convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv "
     "addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d "
     "convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear "
@@ -35,11 +35,11 @@ FLOAT32 = (
 FLOAT32_INSIDE = "cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax prod softmax sum"
 WIDEST = "addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot"
 
-# Traced as one operation, which autocast casts inside: by cuDNN's kernels or by the operations it is made of.
+# Composite operations, traced as one, that autocast casts inside: in cuDNN's kernels or in their parts.
 COMPOSED_LOW = "gru linalg_matmul lstm rnn_relu rnn_tanh"
 COMPOSED_FLOAT32 = "cross_entropy_loss nll_loss_nd"
-# Autocast refuses the first on CUDA and leaves the others alone, which have no kernels for low precisions, on CPU
-# (where its own list has them) or at all.
+# Autocast refuses the first one on CUDA. The others have no low-precision kernels, on CPU (whose autocast list has
+# them) or on any device.
 WITHOUT_KERNELS = (
     "binary_cross_entropy avg_pool3d cholesky_inverse cholesky_solve complex ctc_loss fft_fft fft_fft2 fft_fftn "
     "fft_hfft fft_ifft fft_ifft2 fft_ifftn fft_ihfft fft_irfft fft_irfft2 fft_irfftn fft_rfft fft_rfft2 fft_rfftn "
@@ -48,7 +48,7 @@ WITHOUT_KERNELS = (
 )
 
 POLICY: Mapping[str, Treatment] = {
-    **dict.fromkeys(f"{LOW} {COMPOSED_LOW}".split(), "low"),
+    **dict.fromkeys(f"{LOW_PRECISION} {COMPOSED_LOW}".split(), "low"),
     **dict.fromkeys(f"{FLOAT32} {COMPOSED_FLOAT32} {WITHOUT_KERNELS}".split(), "float32"),
     **dict.fromkeys(FLOAT32_INSIDE.split(), "float32 inside"),
     **dict.fromkeys(WIDEST.split(), "widest"),
@@ -56,13 +56,13 @@ POLICY: Mapping[str, Treatment] = {
 
 
 def treatment_of(op: Op) -> Treatment:
-    """How an operation's inputs are cast. Autocast leaves in-place operations alone."""
+    """How an operation's inputs are cast. Autocast does not cast for in-place operations."""
     if not op.outputs or op.autocast == NO_AUTOCAST:
         return "as given"
     return POLICY.get(base_name(op), "as given")
 
 
 def base_name(op: Op) -> str:
-    """``linear`` for ``aten.linear.default``; empty for what is not ATen's."""
+    """``linear`` for ``aten.linear.default``; empty for operations outside ATen."""
     namespace, name, _ = op.target.split(".")
     return name if namespace == "aten" else ""

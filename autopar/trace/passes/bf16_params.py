@@ -1,4 +1,7 @@
-"""Low-precision parameters: a model as it computes with bfloat16 copies of its float32 parameters, on such inputs."""
+"""Low-precision parameters: the trace of a model that computes with bfloat16 copies of its float32 parameters.
+
+``precision="bf16-params"`` also casts float32 inputs to bfloat16, as FSDP2's ``MixedPrecisionPolicy`` does.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from torch import nn
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph, Op, Ref, dtype_name, renamed
 from autopar.ir.names import unused_name
-from autopar.trace.copy_model import copied
+from autopar.trace.copy_model import copy_model
 
 CAST = "aten.to.dtype"
 # Operations of aten whose operands must have one dtype.
@@ -24,38 +27,39 @@ KEEPS_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatch
 
 
 def params_to_lower(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters, by their first name, that a model computes with copies of: float32 ones but those of batch norm.
+    """The parameters that get a low-precision compute copy, by their first name: float32, not in a batch norm.
 
-    These stay as they are, beside statistics that are averages over many steps, which a low precision loses.
+    Batch norm keeps float32 like its running statistics: averages over many steps lose their updates in bfloat16.
     """
     kept = {id(p) for m in model.modules() if isinstance(m, KEEPS_STATISTICS) for p in m.parameters(recurse=False)}
     return {n: p for n, p in model.named_parameters() if p.dtype == torch.float32 and id(p) not in kept}
 
 
 def with_low_params(model: nn.Module, low: torch.dtype) -> nn.Module:
-    """A copy of a model, to be traced, whose float32 parameters are low, without values.
+    """A copy of a model for tracing, whose parameters have the low dtype; their values are undefined.
 
-    Buffers stay as they are, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=…)``.
+    Buffers keep their dtype, as under FSDP2's ``MixedPrecisionPolicy(param_dtype=…)``.
     """
     copies: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, dtype=low), p.requires_grad) for p in params_to_lower(model).values()
     }
-    return copied(model, copies)
+    return copy_model(model, copies)
 
 
-def lowered_leaf(leaf: Any, low: torch.dtype) -> Any:
-    """A float32 tensor in the low precision; anything else as it is."""
+def cast_leaf(leaf: Any, low: torch.dtype) -> Any:
+    """A float32 tensor cast to the low dtype; any other input unchanged."""
     return leaf.to(low) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
 
 
 def with_masters(graph: Graph, stored: Mapping[str, torch.dtype], leaves: Sequence[Any]) -> Graph:
-    """The trace of a model with low parameters and inputs, made to hold float32 ones.
+    """The trace of a model with low parameters, with FP32 masters and float32 inputs instead.
 
-    Its parameters become copies of masters, and casts of its inputs its first operations.
+    The parameters become compute copies of masters. Casts of the inputs become the first operations.
 
     Args:
-        stored: the dtypes of the model's own parameters and buffers.
-        leaves: of the call, as they will be given.
+        graph: trace of the model with low parameters and inputs.
+        stored: dtypes of the model's parameters before they were lowered.
+        leaves: inputs of the call in the dtypes that users pass.
     """
     weights = []
     for weight in graph.weights:
@@ -82,10 +86,10 @@ def with_masters(graph: Graph, stored: Mapping[str, torch.dtype], leaves: Sequen
 
 
 def check_dtypes(graph: Graph) -> None:
-    """Refuse a model that mixes its low parameters with tensors that stayed as they are.
+    """Refuse a model that mixes its low parameters with tensors that kept float32.
 
     Raises:
-        UsageError: names the first operation that cannot.
+        UsageError: names the first operation whose operands have different dtypes.
     """
     dtypes = {name: value.dtype for name, value in graph.values.items()}
     dtypes |= {weight.name: weight.dtype for weight in graph.weights}

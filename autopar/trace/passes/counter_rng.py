@@ -1,7 +1,9 @@
-"""Random operations written as functions of counters: what they draw then does not depend on the plan.
+"""Counter-based random numbers: random operations draw the same numbers under every plan.
 
-Each becomes ordinary operations around ``autopar.uniform`` (`autopar.ops.counter_rng`), which reads one further input
-of the graph. What has no such form stays as it is and draws from the generator of the rank that runs it.
+Each random operation becomes ordinary operations around ``autopar.uniform`` (`autopar.ops.counter_rng`). That operator
+computes numbers from (seed, update, operation, sample, element) and reads the counters of the samples from a further
+input of the graph. An operation without such a form is left. It draws from the generator of the rank that runs it, and
+`autopar.PlanDependentRandomWarning` names it.
 """
 
 from __future__ import annotations
@@ -18,40 +20,41 @@ from autopar.ops.registry import named_arguments, operator
 from autopar.sharding.batch_dim import sample_dims
 from autopar.sharding.lookup import rule_of
 from autopar.trace.passes.rewrite import Expansion
-from autopar.trace.trace import live
+from autopar.trace.trace import live_ops
 
-RNG_COUNTERS = "autopar.draws"  # name of the input
-NEGATIVE_SATURATION = 1.7580993408473766  # of SELU, which alpha dropout sets elements to
-MAX_CHOICES = 1 << 16  # of an integer drawn from 24 bits: none is likelier than another by more than 0.4 %
+RNG_COUNTERS = "autopar.draws"  # name of the input with the counters, [samples, 4] of int64
+MAX_CHOICES = 1 << 16  # integers to draw from 24 random bits: their probabilities differ by at most 0.4 %
 PROBABILITIES, FLAGS = ("p", "dropout_p", "dropout"), ("train", "training")
 
 
 class NoFormError(Exception):
-    """A call has no plan-invariant form."""
+    """A random operation has no plan-invariant form with these arguments."""
 
 
 @dataclass(frozen=True)
-class Samples:
-    """The dim of a tensor that is (outer, samples, rest); a negative one for a tensor that belongs to no sample."""
+class SamplePlace:
+    """Place of the samples in a tensor: dim ``dim`` has size outer · samples · rest. Negative: it has no sample dim."""
 
     dim: int = -1
     outer: int = 1
 
 
 @dataclass
-class Drawing:
-    """One random operation, the operations that are to stand for it, and where the samples lie in its result."""
+class RandomCall:
+    """One random operation while it is rewritten: its replacements, arguments, result, and the place of its samples."""
 
     into: Expansion
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     result: Value
-    samples: Samples
+    samples: SamplePlace
 
     def uniform(self, shape: tuple[int, ...]) -> Ref:
-        """Numbers of [0, 1) in float32, each sample's its own.
+        """Add uniform float32 numbers in [0, 1), different ones for each sample.
 
         Args:
-            shape: of the same samples as the result, in the same dim.
+            shape: shape to draw, with the same samples as the result in the same dim.
+        Raises:
+            NoFormError: the samples are elsewhere in this shape, or the result is complex.
         """
         dim = self.samples.dim
         elsewhere = dim >= 0 and (dim >= len(shape) or shape[dim] != self.result.shape[dim])
@@ -62,87 +65,69 @@ class Drawing:
         return self.into.append(name, "autopar.uniform.default", args, {})
 
     def add(self, target: str, *args: Any) -> Ref:
-        """An ATen operation."""
+        """Add an ATen operation with one output."""
         return self.into.add(f"aten.{target}", *args)
 
     @property
     def operand(self) -> Any:
-        """The first argument, whatever it is called."""
-        return next(iter(self.given.values()))
+        """The first argument, whose name differs between operations."""
+        return next(iter(self.arguments.values()))
 
     def shape(self, x: Ref) -> tuple[int, ...]:
         """The shape of a tensor."""
         return self.into.value(x).shape
 
     def cast(self, x: Ref) -> Ref:
-        """A tensor in the dtype of the result."""
+        """A tensor cast to the dtype of the result."""
         dtype = self.result.dtype
         return x if self.into.value(x).dtype == dtype else self.add("to.dtype", x, getattr(torch, dtype))
 
     def scaled(self, x: Ref, factor: Any, summand: Any) -> Ref:
-        """x * factor + summand, numbers or tensors, in the dtype of the result."""
+        """x · factor + summand in the dtype of the result; factor and summand are numbers or tensors."""
         for target, other, idle in (("mul", factor, 1.0), ("add", summand, 0.0)):
             if other != idle:
                 x = self.add(f"{target}.{'Tensor' if isinstance(other, Ref) else 'Scalar'}", x, other)
         return self.cast(x)
 
 
-# -- what each operation draws ---------------------------------------------------------------------------------------
+# -- the form of each operation --------------------------------------------------------------------------------------
 
 
-def dropout(d: Drawing) -> Ref:
-    """x or 0, scaled to the same mean; the backward needs the mask alone, of one byte per element."""
-    return dropped(d, d.operand, d.given["p"], d.shape(d.operand))
+def dropout(d: RandomCall) -> Ref:
+    """x or 0, scaled to keep the mean. The backward saves only the mask, one byte per element."""
+    return drop_by_mask(d, d.operand, d.arguments["p"], d.shape(d.operand))
 
 
-def feature_dropout(d: Drawing) -> Ref:
-    """The same for whole channels."""
-    return dropped(d, d.operand, d.given["p"], channels(d.shape(d.operand)))
+def feature_dropout(d: RandomCall) -> Ref:
+    """As `dropout`, but drops whole channels."""
+    return drop_by_mask(d, d.operand, d.arguments["p"], channels(d.shape(d.operand)))
 
 
-def dropped(d: Drawing, x: Ref, p: float, mask: tuple[int, ...]) -> Ref:
-    """x where kept by a mask of this shape."""
-    return d.add("mul.Scalar", d.add("mul.Tensor", x, kept(d, p, mask)), 1 / (1 - p) if p < 1 else 0.0)
+def drop_by_mask(d: RandomCall, x: Ref, p: float, mask: tuple[int, ...]) -> Ref:
+    """x where a mask of this shape keeps it, else 0; scaled by 1 / (1 - p)."""
+    return d.add("mul.Scalar", d.add("mul.Tensor", x, keep_mask(d, p, mask)), 1 / (1 - p) if p < 1 else 0.0)
 
 
-def kept(d: Drawing, p: float, shape: tuple[int, ...]) -> Ref:
-    """True with a probability of 1 - p."""
+def keep_mask(d: RandomCall, p: float, shape: tuple[int, ...]) -> Ref:
+    """A mask that is True with probability 1 - p."""
     return d.add("ge.Scalar", d.uniform(shape), p)
 
 
 def channels(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """One element for each channel of each sample."""
+    """The shape of a mask with one element for each channel of each sample."""
     return (*shape[:2], *[1] * len(shape[2:]))
 
 
-def alpha_dropout(d: Drawing) -> Ref:
-    """x or what SELU saturates at, scaled to the same mean and variance. Source: Klambauer et al. 2017, section 3."""
-    return alpha_dropped(d, d.shape(d.operand))
-
-
-def feature_alpha_dropout(d: Drawing) -> Ref:
-    """The same for whole channels."""
-    return alpha_dropped(d, channels(d.shape(d.operand)))
-
-
-def alpha_dropped(d: Drawing, mask: tuple[int, ...]) -> Ref:
-    """x where kept by a mask of this shape."""
-    p, alpha = d.given["p"], NEGATIVE_SATURATION
-    scale = 1 / math.sqrt((alpha * alpha * p + 1) * (1 - p)) if p < 1 else 0.0
-    x = d.add("where.ScalarOther", kept(d, p, mask), d.operand, -alpha)
-    return d.scaled(x, scale, scale * alpha * p)
-
-
-def bernoulli(d: Drawing) -> Ref:
-    """1 with a probability that is a number, a tensor, or the operand itself."""
-    p = d.given.get("p", d.operand)
+def bernoulli(d: RandomCall) -> Ref:
+    """1 with probability p, else 0; p is a number, a tensor, or the operand itself."""
+    p = d.arguments.get("p", d.operand)
     target = "lt.Tensor" if isinstance(p, Ref) else "lt.Scalar"
     return d.cast(d.add(target, d.uniform(d.result.shape), p))
 
 
-def rand(d: Drawing) -> Ref:
-    """Numbers of [from, to), rounded down to the result's dtype, so that ``to`` is not among them."""
-    low, high = d.given.get("from", 0.0), d.given.get("to", 1.0)
+def rand(d: RandomCall) -> Ref:
+    """Uniform numbers in [from, to), rounded down to the result's dtype, which excludes ``to``."""
+    low, high = d.arguments.get("from", 0.0), d.arguments.get("to", 1.0)
     x = d.uniform(d.result.shape)
     bits = {"float16": 11, "bfloat16": 8}.get(d.result.dtype)
     if bits is not None:
@@ -150,86 +135,68 @@ def rand(d: Drawing) -> Ref:
     return d.scaled(x, high - low, low)
 
 
-def randn(d: Drawing) -> Ref:
-    """Normal numbers: the inverse of their distribution at the middles of 2**24 equal parts of (0, 1)."""
+def randn(d: RandomCall) -> Ref:
+    """Normal numbers: the inverse normal distribution at the midpoints of 2**24 equal parts of (0, 1)."""
     middle = d.add("add.Scalar", d.add("mul.Scalar", d.uniform(d.result.shape), 2.0), 2.0**-24 - 1)
-    mean, std = d.given.get("mean", 0.0), d.given.get("std", 1.0)
+    mean, std = d.arguments.get("mean", 0.0), d.arguments.get("std", 1.0)
     return d.scaled(d.add("mul.Scalar", d.add("erfinv.default", middle), math.sqrt(2)), std, mean)
 
 
-def randint(d: Drawing) -> Ref:
-    """Integers of [low, high)."""
-    low, high = d.given.get("low", 0), d.given["high"]
+def randint(d: RandomCall) -> Ref:
+    """Integers in [low, high)."""
+    low, high = d.arguments.get("low", 0), d.arguments["high"]
     if high - low > MAX_CHOICES:
         raise NoFormError
     wide = d.add("to.dtype", d.uniform(d.result.shape), torch.float64)  # a float32 could round up to high
     return d.scaled(d.add("floor.default", d.add("mul.Scalar", wide, high - low)), 1.0, low)
 
 
-def exponential(d: Drawing) -> Ref:
-    """Exponential numbers, none of them zero: their logarithm is what Gumbel noise is made of."""
-    return d.cast(exponentials(d, d.result.shape, d.given.get("lambd", 1.0)))
+def exponential(d: RandomCall) -> Ref:
+    """Exponential numbers above 0: Gumbel noise takes their logarithm."""
+    log = d.add("log1p.default", d.add("neg.default", d.uniform(d.result.shape)))
+    positive = d.add("clamp_min.default", d.add("neg.default", log), 2.0**-25)
+    return d.cast(d.add("mul.Scalar", positive, 1 / d.arguments.get("lambd", 1.0)))
 
 
-def exponentials(d: Drawing, shape: tuple[int, ...], rate: float) -> Ref:
-    """The same of any shape, in float32."""
-    log = d.add("log1p.default", d.add("neg.default", d.uniform(shape)))
-    return d.add("mul.Scalar", d.add("clamp_min.default", d.add("neg.default", log), 2.0**-25), 1 / rate)
-
-
-def multinomial(d: Drawing) -> Ref:
-    """Indices by weight: those of the largest ratios of weights and exponential numbers, as torch does it."""
-    weights, count = d.operand, d.given["num_samples"]
-    if count > 1 and d.given.get("replacement", False):
-        raise NoFormError
-    ratios = d.add("div.Tensor", weights, exponentials(d, d.shape(weights), 1.0))
-    if count == 1:
-        return d.add("argmax.default", ratios, -1, True)
-    return d.add("slice.Tensor", d.add("argsort.default", ratios, -1, True), -1, 0, count)
-
-
-def randperm(d: Drawing) -> Ref:
-    """A permutation, the same for all samples; there is none that orders the samples of a batch whatever its cuts."""
+def randperm(d: RandomCall) -> Ref:
+    """A permutation that all samples share. A permutation of the samples themselves has no plan-invariant form."""
     if d.samples.dim >= 0:
         raise NoFormError
     return d.cast(d.add("argsort.default", d.uniform(d.result.shape)))
 
 
-def rrelu(d: Drawing) -> Ref:
-    """x, or x with a slope that is drawn where it is negative."""
-    x, low, high = d.operand, d.given["lower"], d.given["upper"]
-    slope = d.scaled(d.uniform(d.result.shape), high - low, low)
-    return d.add("where.self", d.add("gt.Scalar", x, 0), x, d.add("mul.Tensor", x, slope))
-
-
-def attention(d: Drawing) -> Ref:
-    """Attention in separate operations, as torch itself runs it where its weights are dropped on CPU."""
-    query, key, value, mask = d.given["query"], d.given["key"], d.given["value"], d.given.get("attn_mask")
-    if d.given.get("enable_gqa"):
+def attention(d: RandomCall) -> Ref:
+    """Attention with dropout in separate operations, as torch itself computes it on CPU."""
+    query, key, value, mask = (
+        d.arguments["query"],
+        d.arguments["key"],
+        d.arguments["value"],
+        d.arguments.get("attn_mask"),
+    )
+    if d.arguments.get("enable_gqa"):
         times = d.shape(query)[-3] // d.shape(key)[-3]
         key, value = (d.add("repeat_interleave.self_int", x, times, -3) for x in (key, value))
-    scale = d.given.get("scale") or 1 / math.sqrt(d.shape(query)[-1])
+    scale = d.arguments.get("scale") or 1 / math.sqrt(d.shape(query)[-1])
     scores = d.add("matmul.default", d.add("mul.Scalar", query, scale), d.add("transpose.int", key, -2, -1))
     shape = d.shape(scores)
-    if d.given.get("is_causal"):
+    if d.arguments.get("is_causal"):
         ones = d.into.add("aten.ones.default", shape[-2:], dtype=torch.bool, device=LocalDevice())
         scores = d.add("masked_fill.Scalar", scores, d.add("triu.default", ones, 1), -math.inf)
     elif mask is not None and d.into.value(mask).dtype == "bool":
         scores = d.add("masked_fill.Scalar", scores, d.add("logical_not.default", mask), -math.inf)
     elif mask is not None:
         scores = d.add("add.Tensor", scores, mask)
-    if d.into.value(scores).dtype in ("float16", "bfloat16"):  # kernels, too, normalise in float32
+    if d.into.value(scores).dtype in ("float16", "bfloat16"):  # as torch's kernels do
         scores = d.add("to.dtype", scores, torch.float32)
-    # A query that may look at nothing gets zeros, not NaN.
+    # A query whose mask hides all keys gets zeros instead of NaN.
     weights = d.add("softmax.int" if mask is None else "_safe_softmax.default", scores, -1)
-    return d.add("matmul.default", d.cast(dropped(d, weights, d.given["dropout_p"], shape)), value)
+    return d.add("matmul.default", d.cast(drop_by_mask(d, weights, d.arguments["dropout_p"], shape)), value)
 
 
-FORMS: Mapping[str, Callable[[Drawing], Ref]] = {
+# The random operations that models of timm, torchvision and Hugging Face draw with while they train.
+FORMS: Mapping[str, Callable[[RandomCall], Ref]] = {
     "dropout": dropout,
     "feature_dropout": feature_dropout,
-    "alpha_dropout": alpha_dropout,
-    "feature_alpha_dropout": feature_alpha_dropout,
     "bernoulli": bernoulli,
     "rand": rand,
     "rand_like": rand,
@@ -241,9 +208,7 @@ FORMS: Mapping[str, Callable[[Drawing], Ref]] = {
     "randint": randint,
     "randint_like": randint,
     "exponential": exponential,
-    "multinomial": multinomial,
     "randperm": randperm,
-    "rrelu": rrelu,
     "scaled_dot_product_attention": attention,
 }
 
@@ -252,22 +217,22 @@ FORMS: Mapping[str, Callable[[Drawing], Ref]] = {
 
 
 def is_random(op: Op) -> bool:
-    """Whether an operation draws random numbers from a generator with these arguments."""
+    """Whether an operation, with its arguments, draws random numbers from a generator."""
     if torch.Tag.nondeterministic_seeded not in operator(op.target).tags:
         return False
     given = named_arguments(op)
     return not (any(given.get(n) == 0 for n in PROBABILITIES) or any(given.get(n) is False for n in FLAGS))
 
 
-def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
-    """The graph with its random operations written as functions of counters, which are a further input.
+def use_counter_rng(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
+    """The graph with its random operations as functions of counters, which are a further input.
 
-    Operations keep their names and come after those that were put before them, so that a plan can name them. What has
-    no such form is left; `draws` tells.
+    The last replacement of an operation has its name, so that plans can refer to it. An operation without a form is
+    left; `is_random` finds it.
 
     Args:
-        larger: the same model's graph at another batch size, if it has one; asked for only where nothing else tells
-            which dim of something drawn are the samples: ``torch.rand(b, n)`` reads no tensor.
+        larger: traces the model at another batch size; None if the model takes no other. It is called only for results
+            whose sample dim is unknown otherwise, as ``torch.rand(b, n)``, which reads no tensor.
     """
     random = [op for op in graph.ops if is_random(op)]
     if not random:
@@ -275,13 +240,13 @@ def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
     rows = Value(RNG_COUNTERS, (graph.batch, 4), "int64", (4, 1))
     known = {**graph.readable, RNG_COUNTERS: rows}
     taken = known.keys() | {op.name for op in graph.ops}
-    old, where = {op.name: op for op in graph.ops}, placements(graph, random, larger)
+    old, where = {op.name: op for op in graph.ops}, sample_places(graph, random, larger)
     put: dict[str, tuple[Op, ...]] = {}
     for op in random:
         samples = where[op.name]
-        put[op.name] = written_out(op, samples, known, taken) if samples is not None else (op,)
+        put[op.name] = expand_random_op(op, samples, known, taken) if samples is not None else (op,)
         taken |= {new.name for new in put[op.name]}
-    ops = live([new for op in graph.ops for new in put.get(op.name, (op,))], graph.outputs)
+    ops = live_ops([new for op in graph.ops for new in put.get(op.name, (op,))], graph.outputs)
     left = {op.name for op in ops}
     groups = ([new.name for name in names for new in put.get(name, (old[name],))] for names in graph.colocated)
     together = (tuple(name for name in names if name in left) for names in groups)
@@ -293,14 +258,14 @@ def counter_based(graph: Graph, larger: Callable[[], Graph | None]) -> Graph:
     )
 
 
-def written_out(op: Op, samples: Samples, known: Mapping[str, Value], taken: Set[str]) -> tuple[Op, ...]:
-    """The operations that stand for a random one, the last of which has its name; itself where it has no form."""
+def expand_random_op(op: Op, samples: SamplePlace, known: Mapping[str, Value], taken: Set[str]) -> tuple[Op, ...]:
+    """The operations that replace a random one, the last of which has its name; the operation itself without a form."""
     form = FORMS.get(op.target.split(".")[1].rstrip("_"))
     into = Expansion(op, known, taken)
     try:
         if form is None:
             raise NoFormError
-        result = form(Drawing(into, named_arguments(op), result_of(op, known), samples))
+        result = form(RandomCall(into, named_arguments(op), result_of(op, known), samples))
     except NoFormError:
         return (op,)
     *others, last = into.ops
@@ -308,28 +273,35 @@ def written_out(op: Op, samples: Samples, known: Mapping[str, Value], taken: Set
     if not op.outputs:
         copy = Op(op.name, "aten.copy_.default", (op.args[0], result), (), (), op.module, op.source, op.mutates)
         return (*others, last, copy)
-    args = tuple(op.name if argument == last.name else argument for argument in last.args)  # its own name, if it draws
+    # The operator uniform has the operation's name as an argument.
+    args = tuple(op.name if argument == last.name else argument for argument in last.args)
     return (*others, replace(last, name=op.name, args=args, outputs=(replace(last.outputs[0], name=op.name),)))
 
 
 def result_of(op: Op, known: Mapping[str, Value]) -> Value:
-    """What a random operation makes, or fills in place."""
+    """The value that a random operation returns or fills in place."""
     return op.outputs[0] if op.outputs else known[op.args[0].name]
 
 
-def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | None]) -> Mapping[str, Samples | None]:
-    """Where the samples lie in the result of each random operation, None where nothing tells; see `counter_based`."""
+def sample_places(
+    graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | None]
+) -> Mapping[str, SamplePlace | None]:
+    """Place of the samples in the result of each random operation, by its name; None if it cannot be found.
+
+    Args:
+        larger: as in `use_counter_rng`.
+    """
     known = graph.readable
     followed = sample_dims(graph, lambda op: rule_of(op, graph.shapes.__getitem__))
-    found: dict[str, Samples | None] = {}
+    found: dict[str, SamplePlace | None] = {}
     unknown: dict[str, tuple[int, ...]] = {}
     for op in random:
         value = result_of(op, known)
         if value.name in followed:
             (split,) = followed[value.name].splits
-            found[op.name] = Samples(split.dim, split.outer)
+            found[op.name] = SamplePlace(split.dim, split.outer)
         elif graph.batch > 1 and all(size % graph.batch for size in value.shape):
-            found[op.name] = Samples()
+            found[op.name] = SamplePlace()
         else:
             unknown[op.name] = value.shape
     other = larger() if unknown else None
@@ -337,12 +309,12 @@ def placements(graph: Graph, random: Sequence[Op], larger: Callable[[], Graph | 
     made = {
         op.name: result_of(op, sizes).shape for op in (other.ops if other is not None else ()) if op.name in unknown
     }
-    return found | {name: grown(shape, made.get(name, ())) for name, shape in unknown.items()}
+    return found | {name: place_by_size(shape, made.get(name, ())) for name, shape in unknown.items()}
 
 
-def grown(shape: tuple[int, ...], other: tuple[int, ...]) -> Samples | None:
-    """Where the samples lie in a tensor that has these shapes at two batch sizes; None where that is not one dim."""
+def place_by_size(shape: tuple[int, ...], other: tuple[int, ...]) -> SamplePlace | None:
+    """Place of the samples in a tensor with these shapes at two batch sizes; None if more than one dim differs."""
     dims = [dim for dim, (size, more) in enumerate(zip(shape, other)) if size != more]
     if len(shape) != len(other) or len(dims) > 1:
         return None
-    return Samples(dims[0]) if dims else Samples()
+    return SamplePlace(dims[0]) if dims else SamplePlace()

@@ -1,4 +1,4 @@
-"""Several operations in the place of one, with what torch says of their results."""
+"""Replaces one operation by several; shapes and dtypes of their results come from runs on meta tensors."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from autopar.ops.registry import results_without_data, value_from
 
 
 class Expansion:
-    """Collects the operations that will stand where one stood; they share its module and its line."""
+    """Collects the operations that replace one; they get its module, source line and autocast region."""
 
     def __init__(self, op: Op, values: Mapping[str, Value], taken: Collection[str]) -> None:
-        """Begin with nothing.
+        """Start without operations.
 
         Args:
-            values: everything that the operation may read, weights included.
+            values: all values that the operations may read, weights included, by name.
             taken: names that new operations must not have.
         """
         self.op, self.values, self.taken = op, dict(values), set(taken)
         self.ops: list[Op] = []
 
     def add(self, target: str, *args: Any, **kwargs: Any) -> Ref:
-        """Append an operation with one output; what it makes."""
+        """Append an operation with one output; returns a reference to the output."""
         return self.append(self.fresh(f"{self.op.name}.{target.split('.')[1].strip('_')}"), target, args, kwargs)
 
     def append(self, name: str, target: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Ref:
-        """The same under a given name."""
+        """As `add`, but with a name, and arguments in a tuple and a dict."""
         module, source, autocast = self.op.module, self.op.source, self.op.autocast
         op = Op(name, target, args, tuple(kwargs.items()), (), module, source, autocast=autocast)
         with torch.enable_grad():
@@ -41,11 +41,12 @@ class Expansion:
         return Ref(name)
 
     def fresh(self, name: str) -> str:
-        """The name, numbered where it is taken, which it is from now on."""
+        """The name, with a number if it is taken; marks it as taken."""
         unique = unused_name(name, self.taken)
         self.taken.add(unique)
         return unique
 
     def value(self, ref: Ref) -> Value:
-        """What is known of something that can be read."""
+        """The value of a reference."""
+
         return self.values[ref.name]

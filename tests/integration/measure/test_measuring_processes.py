@@ -80,7 +80,7 @@ SMALL = (
     Case("point-to-point", "", "", (64,), 2),
     *(Case(kind, "", "", (64,), 2) for kind in COLLECTIVES),
     *(
-        Case("beside", f"{name} {way}", "bfloat16", (8, 4, 8), 2)
+        Case("overlap", f"{name} {way}", "bfloat16", (8, 4, 8), 2)
         for name in OVERLAP_WINDOWS
         for way in ("apart", "joined")
     ),

@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar import UsageError
 from autopar.api.options import Options, parse_bytes
-from autopar.trace.passes.precision import in_precision, own_precision
+from autopar.trace.passes.precision import apply_precision, model_precision
 from autopar.trace.trace import trace
 
 
@@ -105,10 +105,10 @@ def test_hooks_on_weights_are_refused_and_a_run_leaves_none(precision: str | Non
 
 def test_precision_is_the_models_own() -> None:
     graph = trace(mlp().double(), (torch.randn(2, 8, dtype=torch.float64),))
-    assert own_precision(graph) == "fp64"
-    assert in_precision(graph, None) is in_precision(graph, "fp64") is graph
+    assert model_precision(graph) == "fp64"
+    assert apply_precision(graph, None) is apply_precision(graph, "fp64") is graph
     with pytest.raises(UsageError, match=r"precision='bf16', but the parameters of Sequential are fp64"):
-        in_precision(graph, "bf16")
+        apply_precision(graph, "bf16")
 
 
 def test_a_single_process_of_a_launcher_is_a_plain_script(monkeypatch: pytest.MonkeyPatch) -> None:

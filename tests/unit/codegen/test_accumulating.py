@@ -38,7 +38,7 @@ def added(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
 
     backend = "aot_eager_decomp_partition"  # leaves out what nothing reads, as the one that makes kernels does
     monkeypatch.setattr(torch, "compile", lambda *args, **options: whole(*args, **options, backend=backend))
-    monkeypatch.setattr(compiled, "COMPILED", {})
+    monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
     monkeypatch.setattr(linear_wgrad_fused, "add_product", noted)
     monkeypatch.setattr(linear_wgrad_fused, "OWNERS", WeakValueDictionary())  # but those of other tests' models
     yield found

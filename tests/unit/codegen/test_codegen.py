@@ -11,7 +11,7 @@ from support.models import Tied, TwoInputs, UNet, Updating, tiny_vit
 from torch import nn
 
 from autopar.codegen.emit import graph_module, source
-from autopar.codegen.split import follow, holders, split
+from autopar.codegen.split import follow_plan, split, weight_stages
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Op, Ref, Value, Weight
 from autopar.ir.program import Program
@@ -64,7 +64,7 @@ def test_tensors_go_straight_from_producer_to_consumer() -> None:
     assert [[w.name for w in p.weights] for p in programs] == [["w"], ["v"], [], []]
     assert [p.arguments for p in programs] == [("x",), ("a",), ("z", "b", "c"), ("a", "b", "e")]
     assert [p.results for p in programs] == [("a", "b"), ("c",), ("e",), ("f", "b")]
-    assert holders([(DIAMOND, programs)]) == {"w": (0,), "v": (1,), "unused": (3,)}
+    assert weight_stages([(DIAMOND, programs)]) == {"w": (0,), "v": (1,), "unused": (3,)}
 
 
 def test_parallel_branches_may_interleave() -> None:
@@ -80,22 +80,22 @@ def test_a_backward_edge_is_a_bug() -> None:
 
 def test_follow_keeps_known_operations_and_places_new_ones() -> None:
     reference = {"a": 0, "b": 1, "c": 1, "f": 2}
-    stage_of = follow(DIAMOND, reference, {"w": (0,), "v": (1,), "unused": (2,)})
+    stage_of = follow_plan(DIAMOND, reference, {"w": (0,), "v": (1,), "unused": (2,)})
     assert stage_of == {"a": 0, "b": 1, "c": 1, "d": 1, "e": 1, "f": 2}
 
 
 def test_follow_goes_where_the_weights_are_when_a_name_means_another_operation() -> None:
     # In training "c" was something else, on stage 0; the operation that reads v must go to v.
-    assert follow(DIAMOND, {"a": 0, "b": 0, "c": 0, "f": 2}, {"w": (0,), "v": (1,)})["c"] == 1
+    assert follow_plan(DIAMOND, {"a": 0, "b": 0, "c": 0, "f": 2}, {"w": (0,), "v": (1,)})["c"] == 1
     # A weight that is tied over stages 0 and 1 decides nothing between them.
-    assert follow(DIAMOND, {"a": 0, "b": 0, "c": 1, "f": 2}, {"w": (0,), "v": (0, 1)})["c"] == 1
+    assert follow_plan(DIAMOND, {"a": 0, "b": 0, "c": 1, "f": 2}, {"w": (0,), "v": (0, 1)})["c"] == 1
 
 
 def test_follow_never_runs_backwards_and_keeps_updates_together() -> None:
-    stage_of = follow(DIAMOND, {"a": 2, "b": 0, "c": 1, "d": 0, "e": 1, "f": 0}, {})
+    stage_of = follow_plan(DIAMOND, {"a": 2, "b": 0, "c": 1, "d": 0, "e": 1, "f": 0}, {})
     assert stage_of == dict.fromkeys("abcdef", 2)
     tied = graph(op("a", "x"), op("b", "a"), op("c", "b"), outputs=("c",), colocated=(("b", "c"),))
-    assert follow(tied, {"a": 0, "b": 1, "c": 2}, {}) == {"a": 0, "b": 1, "c": 1}
+    assert follow_plan(tied, {"a": 0, "b": 1, "c": 2}, {}) == {"a": 0, "b": 1, "c": 1}
 
 
 def test_a_buffer_updated_on_one_stage_and_read_on_another_is_refused() -> None:
@@ -103,7 +103,7 @@ def test_a_buffer_updated_on_one_stage_and_read_on_another_is_refused() -> None:
         op("a", "x", "s", mutates=("s",)), op("b", "a", "s"), outputs=("b",), weights=(weight("s", "buffer"),)
     )
     with pytest.raises(TraceError, match=r"Buffer s is updated in training on one stage and read on another.*\[0, 1\]"):
-        holders([(stale, split(stale, {"a": 0, "b": 1}, 2))])
+        weight_stages([(stale, split(stale, {"a": 0, "b": 1}, 2))])
 
 
 def test_the_printed_source_of_a_stage() -> None:
@@ -196,11 +196,11 @@ def test_evaluation_follows_training_where_graphs_differ() -> None:
     names = [o.name for o in train.ops]
     stage_of = {n: int(i >= names.index("second.linear")) for i, n in enumerate(names)}
     programs = split(train, stage_of, 2)
-    held = holders([(train, programs)])
+    held = weight_stages([(train, programs)])
     evaluated = trace(model, (torch.randn(2, 8),), mode="eval")
-    placed = follow(evaluated, stage_of, held)
+    placed = follow_plan(evaluated, stage_of, held)
     assert [placed[o.name] for o in evaluated.ops] == [0, 0, 1, 1, 1, 1, 1, 1, 1, 1]
-    assert holders([(train, programs), (evaluated, split(evaluated, placed, 2))]) == held
+    assert weight_stages([(train, programs), (evaluated, split(evaluated, placed, 2))]) == held
 
 
 def test_outputs_made_early_and_constants_reach_the_last_stage() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 import autopar
 from autopar.codegen import compile as compiled
-from autopar.codegen.activation_checkpoint import divided
+from autopar.codegen.activation_checkpoint import cut_segments
 from autopar.codegen.compile import SPLIT_SIZE, norm_options
 from autopar.codegen.emit import graph_module
 from autopar.codegen.split import split
@@ -36,7 +36,7 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         return whole(module, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", quick)
-    monkeypatch.setattr(compiled, "COMPILED", {})
+    monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
     yield calls
 
 
@@ -63,7 +63,7 @@ def test_regions_are_the_blocks_of_a_transformer() -> None:
 def test_regions_hold_every_operation_once(model: Any, x: torch.Tensor) -> None:
     graph = traced(model(), x)
     starts = region_starts(graph.ops)
-    regions = divided(graph.ops, starts, {w.name for w in graph.weights}, [], "region")
+    regions = cut_segments(graph.ops, starts, {w.name for w in graph.weights}, [], "region")
     assert [op.name for region in regions for op in region.ops] == [op.name for op in graph.ops]
     assert all(len(region.ops) >= MIN_REGION_OPS for region in regions[1:-1])
     made: set[str] = {value.name for value in graph.inputs}

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.codegen.fusions.async_tp import overlapped
+from autopar.codegen.fusions.async_tp import fuse_async_tp
 from autopar.ir.graph import Op, Ref, Value
 
 
@@ -25,26 +25,26 @@ RELU = op("relu", "aten.relu.default", Ref("x"))
 
 
 def test_a_collective_and_the_linear_layer_that_alone_reads_it_become_one() -> None:
-    first, second = overlapped([SUM, RELU, LINEAR], ())
+    first, second = fuse_async_tp([SUM, RELU, LINEAR], ())
     assert first is RELU
     assert (second.target, second.outputs) == ("autopar.summed_linear.default", LINEAR.outputs)
     assert second.args == (Ref("x"), Ref("weight"), Ref("bias"), "tp")
-    (both,) = overlapped([GATHER, PLAIN], ())
+    (both,) = fuse_async_tp([GATHER, PLAIN], ())
     assert both.target == "autopar.gathered_linear.default"
     assert both.args == (Ref("x"), Ref("weight"), None, 1, 1, 2, "tp")
 
 
 def test_along_the_first_dim_rows_are_apart() -> None:
     gather = op("gather", "autopar.all_gather.default", Ref("x"), 0, 1, 2, "tp", True)
-    (both,) = overlapped([gather, PLAIN], ())
+    (both,) = fuse_async_tp([gather, PLAIN], ())
     assert (both.target, both.outputs) == ("autopar.gathered_rows_linear.default", PLAIN.outputs)
     assert both.args == (Ref("x"), Ref("weight"), None, 2, "tp")
     linear = op("fc", "aten.linear.default", Ref("x"), Ref("weight"), Ref("bias"))
-    relu, both = overlapped([linear, RELU, SCATTER], ())
+    relu, both = fuse_async_tp([linear, RELU, SCATTER], ())
     assert relu is RELU
     assert (both.target, both.outputs) == ("autopar.scattered_rows_linear.default", SCATTER.outputs)
     assert both.args == (Ref("x"), Ref("weight"), Ref("bias"), 2, "tp")
-    layer, scatter = overlapped([gather, PLAIN, SCATTER], ())  # one of the two
+    layer, scatter = fuse_async_tp([gather, PLAIN, SCATTER], ())  # one of the two
     assert (layer.target, scatter) == ("autopar.gathered_rows_linear.default", SCATTER)
 
 
@@ -81,8 +81,8 @@ def test_along_the_first_dim_rows_are_apart() -> None:
     ],
 )
 def test_others_stay_as_they_are(ops: Sequence[Op]) -> None:
-    assert overlapped(ops, ()) == list(ops)
+    assert fuse_async_tp(ops, ()) == list(ops)
 
 
 def test_what_others_read_is_still_made() -> None:
-    assert overlapped([SUM, LINEAR], {"sum"}) == [SUM, LINEAR]
+    assert fuse_async_tp([SUM, LINEAR], {"sum"}) == [SUM, LINEAR]

@@ -8,11 +8,11 @@ from torch import fx, nn
 
 from autopar.codegen import compile as compiled
 from autopar.codegen.emit import graph_module
-from autopar.codegen.fusions.patch_embed import with_patch_products
+from autopar.codegen.fusions.patch_embed import use_patch_embed
 from autopar.codegen.split import split
 from autopar.ir.program import Program
 from autopar.trace.call import as_call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 from autopar.trace.trace import weight_tensors
 
 PRODUCT = "autopar.patch_convolution.default"
@@ -20,9 +20,9 @@ PRODUCT = "autopar.patch_convolution.default"
 
 def programs_of(model: nn.Module, x: torch.Tensor) -> tuple[Program, Program, dict[str, torch.Tensor]]:
     """As traced, and with products; and the weights."""
-    graph = lowered(model, as_call(model, x), "train", "model")
+    graph = lower_model(model, as_call(model, x), "train", "model")
     (program,) = split(graph, {op.name: 0 for op in graph.ops}, 1)
-    return program, with_patch_products(program), dict(weight_tensors(model, graph))
+    return program, use_patch_embed(program), dict(weight_tensors(model, graph))
 
 
 @pytest.mark.parametrize(
@@ -122,10 +122,10 @@ def test_a_constant_image_has_a_product() -> None:
 
 def test_compiled_stages_have_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda module, **options: module)
-    monkeypatch.setattr(compiled, "COMPILED", {})
+    monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
     program, _, weights = programs_of(nn.Sequential(nn.Conv2d(3, 8, 4, 4), nn.Tanh()), torch.randn(2, 3, 8, 8))
     for wanted in (True, False):
         module = graph_module(program, weights, torch.device("cpu"), compiled=wanted)
         codes = [m.code for m in module.modules() if isinstance(m, fx.GraphModule)]
-        codes += [call.code for call in compiled.COMPILED.values()] if wanted else []
+        codes += [call.code for call in compiled.COMPILED_REGIONS.values()] if wanted else []
         assert any("patch_convolution" in code for code in codes) == wanted

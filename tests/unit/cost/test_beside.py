@@ -10,7 +10,7 @@ from support.graphs import MACHINE, graph, op, parameter, value
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import Factor
-from autopar.cost.ops.op_stats import op_facts
+from autopar.cost.ops.op_stats import graph_stats
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph, Op, Weight
 
@@ -46,7 +46,7 @@ def hidden(model: Graph, peak: float = 1e6, factors: dict | None = None) -> tupl
 
     def total(share: float) -> CostGraph:
         shared = replace(machine, overlap_efficiency=share)
-        return price(model, op_facts(model), shared, model.batch, Sharing(tp=2), factors=factors or {})
+        return price(model, graph_stats(model), shared, model.batch, Sharing(tp=2), factors=factors or {})
 
     apart, beside = total(0.0), total(SHARE)
     forward = sum(a.forward_seconds - b.forward_seconds for a, b in zip(apart.groups, beside.groups, strict=True))

@@ -16,9 +16,10 @@ from support.models import Tied, Updating, tiny_vit
 
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
-from autopar.cost.ops.op_stats import Facts, op_facts
-from autopar.cost.strategies.describe import blocks, blocks_of, limits, place_in
-from autopar.cost.strategies.enumerate import choice_graph, with_replicas
+from autopar.cost.ops.op_cost import Pricing
+from autopar.cost.ops.op_stats import GraphStats, graph_stats
+from autopar.cost.strategies.describe import block_shardings, blocks_of, name_in_block, sharding_limits
+from autopar.cost.strategies.enumerate import strategy_graph, with_replicas
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware, Link
@@ -81,7 +82,7 @@ class Sharded:
     @cached_property
     def cost(self) -> CostGraph:
         sharing = Sharing(tp=self.case.ranks, storage=self.storage)
-        return price(self.local, op_facts(self.local), self.case.hardware, BATCH, sharing, self.case.whole.groups)
+        return price(self.local, graph_stats(self.local), self.case.hardware, BATCH, sharing, self.case.whole.groups)
 
     @cached_property
     def costs(self) -> list[ShardingStrategy | ReshardingCost]:
@@ -120,7 +121,7 @@ class Case:
     """A model with its choices on some ranks."""
 
     graph: Graph
-    facts: Facts
+    facts: GraphStats
     choices: StrategyGraph
     whole: CostGraph
     ranks: int
@@ -152,8 +153,9 @@ class Case:
 
 
 def case_of(traced: Graph, ranks: int, batch: int = BATCH, hardware: Hardware = FAST) -> Case:
-    facts = op_facts(traced)
-    choices, whole = choice_graph(traced, facts, hardware, batch, ranks), price(traced, facts, hardware, batch)
+    facts = graph_stats(traced)
+    choices = strategy_graph(Pricing(traced, facts, hardware, batch, ranks))
+    whole = price(traced, facts, hardware, batch)
     return Case(traced, facts, choices, whole, ranks, hardware)
 
 
@@ -208,8 +210,8 @@ def test_tokens_are_split_where_they_divide():
 def test_heads_that_do_not_divide_leave_attention_whole():
     split = case("vit of 3 heads")
     assert names(split.choices, "attention") == ["replicated", "d0"]
-    assert limits(split.graph, split.facts, 2) == ("17 tokens", "attention has 3 heads")
-    assert limits(split.graph, split.facts, 4)[-1] == "head has 10 output features"
+    assert sharding_limits(split.graph, split.facts, 2) == ("17 tokens", "attention has 3 heads")
+    assert sharding_limits(split.graph, split.facts, 4)[-1] == "head has 10 output features"
     found = split.descended()
     assert {str(found.storage[f"blocks.1.mlp.{n}.weight"]) for n in ("fc1", "fc2")} == {"tp:0", "tp:1"}
     assert found.seconds < split.whole.groups[0].seconds + 0.6 * sum(g.seconds for g in split.whole.groups)
@@ -379,7 +381,7 @@ def test_replicas_change_what_weights_cost(zero1: bool):
     shared = with_replicas(vit.choices, vit.graph, sharing, FAST)
     chosen = [g.strategies[k] for g, k in zip(shared.groups, split.picks, strict=True)]
     priced = price(
-        split.local, op_facts(split.local), FAST, BATCH, replace(sharing, storage=split.storage), vit.whole.groups
+        split.local, graph_stats(split.local), FAST, BATCH, replace(sharing, storage=split.storage), vit.whole.groups
     ).weights
     assert sum(c.step_seconds for c in chosen) == pytest.approx(
         sum(w.optimizer_seconds + w.reduce_seconds for w in priced)
@@ -401,7 +403,7 @@ def test_the_column_and_row_split_is_among_the_choices(ranks: int):
     vit = case("vit", ranks)
     split = vit.named(MEGATRON)
     check_cost(split, seconds_error=1e-6, saved_error=1e-6)
-    (block,) = blocks(vit.graph, vit.facts, split.local, split.storage, FAST, BATCH, ranks)
+    (block,) = block_shardings(Pricing(vit.graph, vit.facts, FAST, BATCH, ranks), split.local, split.storage)
     assert (block.name, block.count) == ("blocks.*", 3)
     assert block.rows == {
         "attn.qkv": f"rows by head / {ranks}",
@@ -425,7 +427,7 @@ def test_the_column_and_row_split_is_among_the_choices(ranks: int):
 def test_blocks_say_what_is_split():
     vit = case("vit without class token")
     split = vit.named({"norm1.layer_norm": "d1", "fc1.linear": "d1", "fc2.linear": "d1", "norm2.layer_norm": "d0"})
-    found = blocks(vit.graph, vit.facts, split.local, split.storage, FAST, BATCH, 2)
+    found = block_shardings(Pricing(vit.graph, vit.facts, FAST, BATCH, 2), split.local, split.storage)
     assert [(b.name, b.count) for b in found if b.rows] == [("blocks.0", 1), ("blocks.1", 1)]
     for block in found[:2]:
         assert block.rows == {
@@ -448,5 +450,5 @@ def test_blocks_say_what_is_split():
 )
 def test_where_an_operation_is(model: str, op_name: str, block: str, place: str):
     traced = case(model).graph
-    found = {o.name: (b, place_in(b, o, traced)) for o, b in zip(traced.ops, blocks_of(traced))}
+    found = {o.name: (b, name_in_block(b, o, traced)) for o, b in zip(traced.ops, blocks_of(traced))}
     assert found[op_name] == (block, place)

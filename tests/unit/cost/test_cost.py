@@ -8,7 +8,7 @@ from support.models import UNet
 
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.hardware.load import load_hardware
-from autopar.cost.ops.op_stats import op_facts
+from autopar.cost.ops.op_stats import graph_stats
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.trace.trace import trace
 
@@ -55,7 +55,7 @@ def test_printed() -> None:
 
 def test_skip_over_a_real_model_is_charged_at_every_cut_it_crosses() -> None:
     graph = trace(UNet(), (torch.randn(2, 3, 8, 8),))
-    cost = price(graph, op_facts(graph), load_hardware("cpu-generic"), 2)
+    cost = price(graph, graph_stats(graph), load_hardware("cpu-generic"), 2)
     skip = next(f for f in cost.edges if f.value == "relu")
     names = [cost.groups[i].name for i in cost.dominators]
     assert "middle.conv2d" not in names and {"down1.conv2d", "merge.conv2d", "head.conv2d"} <= set(names)

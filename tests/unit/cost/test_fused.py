@@ -16,10 +16,10 @@ from autopar.api.planning.plan import example_call
 from autopar.codegen import compile as compiled
 from autopar.codegen.emit import graph_module
 from autopar.codegen.split import split
-from autopar.cost.groups.saved_activations import compiled_facts
-from autopar.cost.ops.op_stats import Facts, op_facts, storage_of
+from autopar.cost.groups.saved_activations import compiled_stats
+from autopar.cost.ops.op_stats import GraphStats, graph_stats, storage_names
 from autopar.ir.graph import Graph
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 from autopar.trace.trace import weight_tensors
 
 
@@ -34,9 +34,9 @@ def small_convnext() -> nn.Module:
     return timm.models.ConvNeXt(depths=(1, 1, 2, 1), dims=(16, 32, 64, 128), num_classes=10)
 
 
-def saved_bytes(graph: Graph, facts: Facts) -> int:
+def saved_bytes(graph: Graph, facts: GraphStats) -> int:
     """Bytes that the operations save, each tensor once and no weights."""
-    root = storage_of(graph, facts)
+    root = storage_names(graph, facts)
     names = {root.get(name, name) for own in graph.ops for name in facts.ops[own.name].saved_names(own)}
     values = sum(graph.values[name].num_bytes for name in names - graph.weight.keys())
     return values + sum(facts.ops[own.name].saved_bytes for own in graph.ops)
@@ -74,13 +74,13 @@ def test_what_is_kept_is_what_torch_keeps(
         return whole(module, backend="aot_eager_decomp_partition", **options)
 
     monkeypatch.setattr(torch, "compile", partitioned)
-    monkeypatch.setattr(compiled, "COMPILED", {})
+    monkeypatch.setattr(compiled, "COMPILED_REGIONS", {})
     torch.manual_seed(0)
     built, x = model().train(), torch.randn(2, 3, side, side)
-    traced = lowered(built, example_call(built, x, None, None), "train", "net", "bf16")
-    eager = op_facts(traced)
+    traced = lower_model(built, example_call(built, x, None, None), "train", "net", "bf16")
+    eager = graph_stats(traced)
     kept = kept_bytes(traced, built, x)
-    assert saved_bytes(traced, compiled_facts(traced, eager)) == pytest.approx(kept, rel=0.04)
+    assert saved_bytes(traced, compiled_stats(traced, eager)) == pytest.approx(kept, rel=0.04)
     assert saved_bytes(traced, eager) >= (1 + fused_less) * kept
 
 
@@ -101,15 +101,15 @@ def residual(between: torch.dtype) -> Graph:
 def test_a_sum_is_made_again_where_what_it_is_made_of_is_smaller() -> None:
     """Its other summand is kept anyway, for the gradient of the weight."""
     narrow, equal = residual(torch.bfloat16), residual(torch.float32)
-    facts = compiled_facts(narrow, op_facts(narrow)).ops
+    facts = compiled_stats(narrow, graph_stats(narrow)).ops
     assert (facts["norm"].saved_operands, facts["wide"].saved_operands) == ((), (0,))
-    assert compiled_facts(equal, op_facts(equal)).ops["norm"].saved_operands == (0,)
+    assert compiled_stats(equal, graph_stats(equal)).ops["norm"].saved_operands == (0,)
 
 
 def test_operations_alike_go_on_sharing_their_facts() -> None:
     model = tiny_vit()
     call = example_call(model, torch.randn(2, 3, 32, 32), None, None)
-    traced = lowered(model, call, "train", "net", "bf16")
-    eager = op_facts(traced)
-    distinct = [len({id(own) for own in f.ops.values()}) for f in (eager, compiled_facts(traced, eager))]
+    traced = lower_model(model, call, "train", "net", "bf16")
+    eager = graph_stats(traced)
+    distinct = [len({id(own) for own in f.ops.values()}) for f in (eager, compiled_stats(traced, eager))]
     assert distinct[0] <= distinct[1] < distinct[0] + 8

@@ -11,7 +11,7 @@ from support.graphs import MACHINE
 from torch import nn
 
 from autopar.cost.ops.op_cost import Pricing, op_costs
-from autopar.cost.ops.op_stats import op_facts
+from autopar.cost.ops.op_stats import graph_stats
 from autopar.ir.hardware import ExecutionMode, Hardware
 from autopar.trace.trace import trace
 
@@ -61,9 +61,9 @@ def test_what_is_read_again(case: str) -> None:
     model = nn.Sequential(nn.Identity(), Scaled(), make())  # the scale makes a gradient arrive
     graph = trace(model, (torch.randn(2, 6, 8, 8),))
     op = graph.ops[-1]
-    pricing = Pricing(graph, op_facts(graph), machine, 2)
+    pricing = Pricing(graph, graph_stats(graph), machine, 2)
     (found,) = (cost for name, cost in op_costs(pricing).items() if name == op.name)
-    facts = pricing.facts.ops[op.name]
+    facts = pricing.stats.ops[op.name]
     once = [pricing.num_bytes(name) for name in (*op.reads, op.outputs[0].name)]
     arriving = pricing.num_bytes(op.outputs[0].name)
     written = sum(pricing.num_bytes(op.reads[i]) for i in facts.gradients)
@@ -84,7 +84,7 @@ def test_gradients_are_added_to_sums(way: ExecutionMode) -> None:
     graph = trace(model, (torch.randn(4, 8),))
     low = replace(graph, weights=tuple(replace(w, dtype="bfloat16", master="float32") for w in graph.weights))
     moved = [
-        op_costs(Pricing(found, op_facts(graph), FREE.with_mode(way), 4))["1.linear"].backward_seconds * 1e9
+        op_costs(Pricing(found, graph_stats(graph), FREE.with_mode(way), 4))["1.linear"].backward_seconds * 1e9
         for found in (graph, low)
     ]
     num, own = 16 * 8, 4 * 4 * (8 + 2 * 16)  # weights; gradients of y and x, and x

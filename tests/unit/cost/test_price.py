@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from support.effort import examples
 from support.graphs import MACHINE, MLP, X, buffer, graph, op, parameter, value
 
-from autopar.cost.groups.cost_graph import price, reweighted
+from autopar.cost.groups.cost_graph import price, with_weight_sharing
 from autopar.cost.groups.weight_memory import Sharing
 from autopar.cost.ops.op_cost import Pricing, op_costs
-from autopar.cost.ops.op_stats import op_facts
+from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import HardwareError
 from autopar.ir.graph import Graph, LocalDevice, Op
 from autopar.ir.hardware import Efficiency, Hardware, Launch, Link
@@ -20,7 +20,7 @@ from autopar.ir.layout import broadcast_layout, split_layout
 
 
 def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
-    return price(model, op_facts(model), machine, batch)
+    return price(model, graph_stats(model), machine, batch)
 
 
 def test_the_printed_cost_graph():
@@ -61,7 +61,7 @@ def test_a_working_set_is_beyond_what_has_been_saved():
         op("aten.add.Tensor", ("%kept", "%two"), value("sum", 2, 4)),
         op("aten.relu.default", ("%sum",), value("out", 2, 4)),
     )
-    costs = op_costs(Pricing(residual, op_facts(residual), MACHINE, 2))
+    costs = op_costs(Pricing(residual, graph_stats(residual), MACHINE, 2))
     assert costs["sum"].transient_bytes == 32 + 32
 
 
@@ -235,7 +235,7 @@ def sharded_mlp() -> Graph:
 
 
 def test_a_collective_belongs_to_its_home_and_costs_what_it_communicates():
-    cost = price(sharded_mlp(), op_facts(sharded_mlp()), MACHINE, 2, Sharing(tp=2, storage=SPLIT))
+    cost = price(sharded_mlp(), graph_stats(sharded_mlp()), MACHINE, 2, Sharing(tp=2, storage=SPLIT))
     assert [g.ops for g in cost.groups] == [("fc1", "act"), ("fc2", "sum"), ()]
     # 48 FLOPs, then 24 bytes at 1e6 bytes per second behind a latency of 1 ms; nothing for the gradient
     assert cost.groups[1].forward_seconds == pytest.approx(48e-6 + 1e-3 + 24e-6)
@@ -267,8 +267,8 @@ def test_seconds_of_every_collective(case: str):
     rest, shape, forward, backward = COLLECTIVES[case]
     one = op("aten.mul.Tensor", ("%h", 2.0), value("one", 2, 4))
     model = graph((value("h", 2, 4),), (), one, inserted(case.split(",")[0], ("%one", *rest), "one", "made", *shape))
-    alone = price(graph((value("h", 2, 4),), (), one), op_facts(graph((value("h", 2, 4),), (), one)), MACHINE, 2)
-    cost = price(model, op_facts(model), MACHINE, 2, Sharing(tp=2))
+    alone = price(graph((value("h", 2, 4),), (), one), graph_stats(graph((value("h", 2, 4),), (), one)), MACHINE, 2)
+    cost = price(model, graph_stats(model), MACHINE, 2, Sharing(tp=2))
     assert cost.groups[0].forward_seconds - alone.groups[0].forward_seconds == pytest.approx(forward)
     assert cost.groups[0].backward_seconds - alone.groups[0].backward_seconds == pytest.approx(backward)
 
@@ -286,9 +286,9 @@ def test_a_converted_weight_still_makes_an_anchor_and_a_conversion_sits_with_its
         op("aten.neg.default", ("%half",), value("light", 2, 2)),
         outputs="sum light act",
     )
-    cost = price(model, op_facts(model), MACHINE, 2, Sharing(tp=2))
+    cost = price(model, graph_stats(model), MACHINE, 2, Sharing(tp=2))
     assert [g.ops for g in cost.groups] == [("one", "half", "act", "light"), ("b.read", "two", "sum"), ()]
-    kept = price(model, op_facts(model), MACHINE, 2, Sharing(tp=2), cost.groups)
+    kept = price(model, graph_stats(model), MACHINE, 2, Sharing(tp=2), cost.groups)
     assert [g.ops for g in kept.groups] == [g.ops for g in cost.groups]
 
 
@@ -311,7 +311,7 @@ SHARES = {
 @pytest.mark.parametrize("case", SHARES)
 def test_what_a_weight_costs_the_ranks_that_share_it(case: str):
     sharing, (num_bytes, reduce_seconds, optimizer_seconds) = SHARES[case]
-    holding = price(MLP, op_facts(MLP), MACHINE, 2, sharing).weights[0]
+    holding = price(MLP, graph_stats(MLP), MACHINE, 2, sharing).weights[0]
     assert holding.num_bytes == num_bytes
     assert holding.reduce_seconds == pytest.approx(reduce_seconds)
     assert holding.optimizer_seconds == pytest.approx(optimizer_seconds)
@@ -320,12 +320,12 @@ def test_what_a_weight_costs_the_ranks_that_share_it(case: str):
 @pytest.mark.parametrize("case", SHARES)
 def test_weights_alone_depend_on_the_replicas(case: str):
     sharing = SHARES[case][0]
-    before = price(MLP, op_facts(MLP), MACHINE, 2, Sharing(sharing.tp))
-    assert reweighted(before, MLP, sharing, MACHINE) == price(MLP, op_facts(MLP), MACHINE, 2, sharing)
+    before = price(MLP, graph_stats(MLP), MACHINE, 2, Sharing(sharing.tp))
+    assert with_weight_sharing(before, MLP, sharing, MACHINE) == price(MLP, graph_stats(MLP), MACHINE, 2, sharing)
 
 
 def test_replicas_on_other_nodes_communicate_over_the_network():
     machine = replace(MACHINE, network=Link(1e-2, 1e5))
-    near, far = (price(MLP, op_facts(MLP), machine, 2, Sharing(tp=tp, dp=2)).weights[0] for tp in (2, 4))
+    near, far = (price(MLP, graph_stats(MLP), machine, 2, Sharing(tp=tp, dp=2)).weights[0] for tp in (2, 4))
     assert near.reduce_seconds == pytest.approx(128e-6 + 1e-3 * 128 / BUCKET)
     assert far.reduce_seconds == pytest.approx(1280e-6 + 1e-2 * 128 / BUCKET)

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.ops.op_cost import Pricing
-from autopar.cost.ops.op_stats import copied_mask_bytes, has_fused_kernel, op_facts
+from autopar.cost.ops.op_stats import copied_mask_bytes, graph_stats, has_fused_kernel
 from autopar.errors import TraceError
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph, LocalDevice, Value
@@ -21,7 +21,7 @@ from autopar.trace.trace import trace
 
 
 def priced(model: Graph) -> CostGraph:
-    return price(model, op_facts(model), MACHINE, 2)
+    return price(model, graph_stats(model), MACHINE, 2)
 
 
 # -- facts -----------------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def test_facts_of_one_operation(case: str):
     known = (H, value("g", 2, 4), transposed, X)
     weights = (parameter("w", 8, 4), parameter("b", 8), buffer("frozen", 8, 4))
     outputs = "" if operation.outputs else "h"
-    facts = op_facts(graph(known, weights, operation, outputs=outputs)).ops[operation.name]
+    facts = graph_stats(graph(known, weights, operation, outputs=outputs)).ops[operation.name]
     assert [
         facts.forward_flops, facts.backward_flops, facts.moves_data, facts.gradients, facts.saved_operands,
         facts.saved_outputs, facts.saved_bytes, facts.aliases,
@@ -87,7 +87,7 @@ def test_a_convolutions_backward_costs_twice_its_forward(groups: int, transposed
     image, out = value("h", 2, 32, 8, 8), value("y", 2, 32, 8, 8)
     args = ("%h", "%w", None, (1, 1), (1, 1), *(((0, 0), groups) if transposed else ((1, 1), groups)))
     target = "aten.conv_transpose2d.input" if transposed else "aten.conv2d.default"
-    facts = op_facts(graph((image,), (kernel,), op(target, args, out))).ops["y"]
+    facts = graph_stats(graph((image,), (kernel,), op(target, args, out))).ops["y"]
     assert facts.forward_flops == 2 * 2 * 32 * 64 * 9 * 32 // groups
     assert facts.backward_flops == 2 * facts.forward_flops
 
@@ -107,7 +107,7 @@ def attention(**kwargs: Any) -> Graph:
 
 
 def test_attention_saves_what_fused_kernels_save():
-    facts = op_facts(attention()).ops["y"]
+    facts = graph_stats(attention()).ops["y"]
     assert (facts.forward_flops, facts.backward_flops) == (2 * 2 * 3 * 5 * 7 * 8, 5 * 2 * 3 * 5 * 7 * 8)
     assert (facts.saved_operands, facts.saved_outputs, facts.saved_bytes) == ((0, 1, 2), (0,), 2 * 3 * 5 * 4)
     kept: dict[int, torch.UntypedStorage] = {}
@@ -126,21 +126,21 @@ def test_attention_saves_what_fused_kernels_save():
 
 
 def test_the_reshape_behind_attention_is_free_because_its_output_lies_like_the_query():
-    facts = op_facts(attention()).ops
+    facts = graph_stats(attention()).ops
     assert facts["y"].outputs[0].stride == (60, 4, 12, 1)
     assert not facts["r"].moves_data
 
 
 @pytest.mark.parametrize("kwargs", [{"dropout_p": 0.5}, {"attn_mask": "%mask"}])
 def test_attention_without_a_fused_kernel_saves_its_matrix(kwargs: dict[str, Any]):
-    facts = op_facts(attention(**kwargs)).ops["y"]
+    facts = graph_stats(attention(**kwargs)).ops["y"]
     assert facts.saved_bytes >= 2 * 3 * 5 * 7 * 4
     assert facts.forward_flops == 2 * 2 * 3 * 5 * 7 * 8
 
 
 def test_on_gpus_attention_with_a_trained_mask_is_one_kernel():
     """Its rows of 7 do not begin where the kernel can read them: it keeps a copy with rows of 8."""
-    facts = op_facts(attention(attn_mask="%mask"), "cuda").ops["y"]
+    facts = graph_stats(attention(attn_mask="%mask"), "cuda").ops["y"]
     assert (facts.saved_operands, facts.saved_outputs) == ((0, 1, 2), (0,))
     assert facts.saved_bytes == 2 * 3 * 5 * 4 + 5 * 8 * 4
     assert (facts.backward_flops, facts.gradients) == (5 * 2 * 3 * 5 * 7 * 8, (0, 1, 2, 3))
@@ -172,7 +172,7 @@ def test_equal_operations_are_run_once():
         op("aten.mul.Tensor", ("%two", "%one"), value("three", 2, 4)),
         op("aten.mul.Tensor", ("%three", "%three"), value("four", 2, 4)),
     )
-    facts = op_facts(tower).ops
+    facts = graph_stats(tower).ops
     assert facts["one"] is facts["two"]
     assert (facts["three"].gradients, facts["four"].gradients) == ((0, 1), (0,))
 
@@ -182,7 +182,7 @@ def test_an_operation_that_meta_tensors_cannot_run():
     with pytest.raises(
         TraceError, match=r"Cannot price y \(aten.nonzero.default of float32\[2, 4\]\) at model.py:7: forward"
     ):
-        op_facts(odd)
+        graph_stats(odd)
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def traced(request: pytest.FixtureRequest) -> Graph:
 
 
 def test_flops_equal_those_of_the_model(traced: Graph):
-    facts = op_facts(traced)
+    facts = graph_stats(traced)
     with torch.device("meta"):
         model, x = timm.create_model(traced.model), torch.empty(2, 3, 224, 224)
     with FlopCounterMode(display=False) as forward:
@@ -253,8 +253,8 @@ def test_only_compiled_linear_layers_add_to_gradients(compiled: bool, captured: 
     """Eager ones make a gradient first, in a CUDA graph as outside."""
     layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 2))
     model = trace(layers, (torch.randn(2, 4),))
-    pricing = Pricing(model, op_facts(model), MACHINE.with_mode(ExecutionMode(compiled, captured)), 2)
-    assert pricing.added_to == ({"1.weight", "2.weight"} if compiled else set())
+    pricing = Pricing(model, graph_stats(model), MACHINE.with_mode(ExecutionMode(compiled, captured)), 2)
+    assert pricing.fused_wgrad_weights == ({"1.weight", "2.weight"} if compiled else set())
 
 
 def test_a_linear_layer_of_a_weight_or_a_buffer():
@@ -267,4 +267,6 @@ def test_a_linear_layer_of_a_weight_or_a_buffer():
         op("aten.add.Tensor", ("%one", "%two"), value("bias", 2, 4)),
         op("aten.add.Tensor", ("%bias", "%x"), value("out", 2, 4)),
     )
-    assert Pricing(model, op_facts(model), MACHINE.with_mode(ExecutionMode(True, True)), 2).added_to == {"a"}
+    assert Pricing(model, graph_stats(model), MACHINE.with_mode(ExecutionMode(True, True)), 2).fused_wgrad_weights == {
+        "a"
+    }

@@ -14,10 +14,10 @@ from support.effort import examples
 from support.models import TwoHeads
 from torch import nn
 
-from autopar.cost.groups.checkpoint_segments import TOLERANCE, segmented, segments
+from autopar.cost.groups.checkpoint_segments import MAX_EXCESS, segment_starts, with_segments
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.hardware.load import load_hardware
-from autopar.cost.ops.op_stats import Facts, OpStats, op_facts
+from autopar.cost.ops.op_stats import GraphStats, OpStats, graph_stats
 from autopar.ir.graph import Graph, Op, Ref, Value
 from autopar.ops.registry import Operand
 from autopar.trace.trace import trace
@@ -30,7 +30,7 @@ def value(name: str, num_bytes: int) -> Value:
 
 
 @st.composite
-def chains(draw: st.DrawFn) -> tuple[Graph, Facts]:
+def chains(draw: st.DrawFn) -> tuple[Graph, GraphStats]:
     """Operations that read the one before them and sometimes an earlier one, views among them."""
     size, number = draw(st.integers(1, 9)), st.integers(0, 9)
     ops, facts = [], {}
@@ -53,10 +53,10 @@ def chains(draw: st.DrawFn) -> tuple[Graph, Facts]:
     graph = Graph(
         "chain", "train", 1, (value("x", 5),), (), tuple(ops), (Ref(names[-1]),), (Ref("x"),), None, None, together
     )
-    return graph, Facts(facts)
+    return graph, GraphStats(facts)
 
 
-def memory(graph: Graph, facts: Facts, starts: tuple[int, ...]) -> int:
+def memory(graph: Graph, facts: GraphStats, starts: tuple[int, ...]) -> int:
     """Bytes that stay between segments and that the largest one saves, by the definition."""
     root: dict[str, str] = {}
     for op in graph.ops:
@@ -85,7 +85,7 @@ def memory(graph: Graph, facts: Facts, starts: tuple[int, ...]) -> int:
     return sum(graph.values[storage].num_bytes for storage in kept) + max(saved.values())
 
 
-def narrow(graph: Graph, facts: Facts) -> list[int]:
+def narrow(graph: Graph, facts: GraphStats) -> list[int]:
     """Positions where neither neighbour has fewer bytes alive; none inside what must stay together."""
     root: dict[str, str] = {}
     for op in graph.ops:
@@ -105,28 +105,28 @@ def narrow(graph: Graph, facts: Facts) -> list[int]:
 
 @given(chains())
 @settings(max_examples=examples(300), deadline=None)
-def test_segments_need_the_least_memory(chain: tuple[Graph, Facts]) -> None:
+def test_segments_need_the_least_memory(chain: tuple[Graph, GraphStats]) -> None:
     graph, facts = chain
     places = narrow(graph, facts)
     best = min(memory(graph, facts, (0, *c)) for n in range(len(places) + 1) for c in combinations(places, n))
-    found = segments(graph, facts)
+    found = segment_starts(graph, facts)
     assert found[0] == 0 and {*found[1:]} <= {*places}
-    assert memory(graph, facts, found) <= best / (1 - TOLERANCE) + 1e-9
+    assert memory(graph, facts, found) <= best / (1 - MAX_EXCESS) + 1e-9
 
 
 def test_a_vit_has_a_segment_for_each_block() -> None:
     with torch.device("meta"):
         model, x = timm.create_model("vit_small_patch16_224"), torch.empty(8, 3, 224, 224)
     graph = trace(model, (x,))
-    starts = [graph.ops[i].name for i in segments(graph, op_facts(graph))]
+    starts = [graph.ops[i].name for i in segment_starts(graph, graph_stats(graph))]
     assert starts == ["patch_embed.proj.conv2d", *(f"blocks.{i}.norm2.layer_norm" for i in range(12))]
 
 
 def test_what_groups_keep_and_save_again() -> None:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(3)))
     graph = trace(model, (torch.randn(4, 8),))
-    facts, hardware = op_facts(graph), load_hardware("cpu-generic")
-    cost = segmented(price(graph, facts, hardware, 4), graph, facts, (0, 3, 6), hardware)
+    facts, hardware = graph_stats(graph), load_hardware("cpu-generic")
+    cost = with_segments(price(graph, facts, hardware, 4), graph, facts, (0, 3, 6), hardware)
     narrow_bytes, wide_bytes = 4 * 8 * 4, 4 * 32 * 4
     names = [op.name for op in graph.ops]
     per_block = [(narrow_bytes, 0), (0, wide_bytes), (0, wide_bytes)]  # linear; relu, which saves its output; linear
@@ -140,9 +140,9 @@ def test_what_groups_keep_and_save_again() -> None:
 
 def test_what_runs_once_keeps_what_it_saves() -> None:
     graph = trace(TwoHeads(), (torch.randn(4, 8),))
-    facts, hardware = op_facts(graph), load_hardware("cpu-generic")
+    facts, hardware = graph_stats(graph), load_hardware("cpu-generic")
     once = price(graph, facts, hardware, 4)
-    last = segmented(once, graph, facts, (len(graph.ops),), hardware)  # no segment at all
+    last = with_segments(once, graph, facts, (len(graph.ops),), hardware)  # no segment at all
     saved = sum(g.saved_bytes for g in once.groups) + sum(a.num_bytes for a in once.saved)
     assert sum(g.kept_bytes for g in last.groups) == saved
     assert all(g.segment_bytes == 0 for g in last.groups)

@@ -20,8 +20,8 @@ from autopar.api.model_source import ModelSource
 from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply
 from autopar.api.planning.plan import example_call
 from autopar.cost.hardware.load import load_hardware
-from autopar.cost.ops.op_cost import factors_of
-from autopar.cost.ops.op_stats import op_facts
+from autopar.cost.ops.op_cost import Pricing, measured_factors
+from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import ExecutionMode, Link
@@ -33,7 +33,7 @@ from autopar.measure.regions.timed_regions import pieces_of
 from autopar.measure.regions.timing import Running, times_of
 from autopar.tools.explain.why_not import Query, ReplanContext, answers
 from autopar.trace.call import as_call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 
 CPU = load_hardware("cpu-generic")
 ONE = torch.device("cpu")
@@ -41,7 +41,7 @@ ONE = torch.device("cpu")
 
 def traced(batch: int = 4, model: nn.Module | None = None) -> Graph:
     model = model or vit()
-    return lowered(model, as_call(model, images(batch)), "train", "vit")
+    return lower_model(model, as_call(model, images(batch)), "train", "vit")
 
 
 @pytest.fixture
@@ -125,7 +125,7 @@ def test_a_compiled_piece() -> None:
 
 def test_factors_make_prices_what_was_measured() -> None:
     graph = traced()
-    facts = op_facts(graph)
+    facts = graph_stats(graph)
     measured = [(piece.ops, 0.5, 0.25) for piece in pieces_of(graph)]
     costs = PlanCosts(graph, CPU)
     before = costs.whole(4)
@@ -134,7 +134,7 @@ def test_factors_make_prices_what_was_measured() -> None:
     assert [group.ops for group in after.groups] == [group.ops for group in before.groups]
     assert sum(g.forward_seconds for g in after.groups) == pytest.approx(0.5 * 5)
     assert sum(g.backward_seconds for g in after.groups) == pytest.approx(0.25 * 5)
-    assert factors_of(graph, facts, CPU, 4, 1, measured).keys() == {op.name for op in graph.ops}
+    assert measured_factors(Pricing(graph, facts, CPU, 4), measured).keys() == {op.name for op in graph.ops}
     costs.clear_measurements()
     assert costs.whole(4) == before
 

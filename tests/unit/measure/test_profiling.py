@@ -26,7 +26,7 @@ from autopar.measure.machine.collectives import parts_of
 from autopar.measure.machine.fit import fit
 from autopar.measure.machine.kept import keep, kept_points
 from autopar.measure.machine.kernels import BUILDERS, work_of
-from autopar.measure.machine.points import Part, Point, Setting
+from autopar.measure.machine.points import Part, Point, Setting, point_data, point_from
 from autopar.measure.machine.write_cost_model import Raw, cost_model_text, raw_points, refit
 from autopar.runtime.launch.devices import Machine
 from autopar.tools.cli.app import app
@@ -86,7 +86,7 @@ def point(case: Case, machine: Hardware, way: ExecutionMode) -> Point:
             here.op_seconds(case.kind, p.flops, p.num_bytes, case.dtype, backward=number > 0)
             for number, p in enumerate(own)
         )
-    elif case.kind == "beside":
+    elif case.kind == "overlap":
         seconds = layer_seconds(case, here)
     else:
         kind: CollectiveKind = next(k for k in COLLECTIVES if k == case.kind)
@@ -105,8 +105,8 @@ def layer_seconds(case: Case, machine: Hardware) -> float:
         machine.collective_seconds(kind, part.num_bytes, case.ranks) if kind else 0.0
         for kind, part in zip(ASYNC_TP_OPS[operator].kinds, travels, strict=True)
     ]
-    beside = OVERLAP_WINDOWS[operator](case.ranks)
-    hidden = min(sent[0], beside.forward * forward_seconds) + min(sent[1], beside.backward * backward_seconds)
+    window = OVERLAP_WINDOWS[operator](case.ranks)
+    hidden = min(sent[0], window.forward * forward_seconds) + min(sent[1], window.backward * backward_seconds)
     return forward_seconds + backward_seconds + sum(sent) - (way == "joined") * machine.overlap_efficiency * hidden
 
 
@@ -169,14 +169,19 @@ def test_what_products_hide_of_collectives(points: tuple[Point, ...], made: Path
     def share(joined_in: Callable[[Point], float]) -> float:
         """With other times of the operators that are both."""
         changed = [replace(p, value=joined_in(p)) if "joined" in p.name.split() else p for p in points]
-        return next(c.value for c in fit(changed, SETTING) if c.path == ("beside", "layers"))
+        return next(c.value for c in fit(changed, SETTING) if c.path == ("overlap", "layers"))
 
     assert share(lambda p: 2 * p.value) == 0 and share(lambda p: p.value / 2) == 1
     alone = [p for p in points if "joined" not in p.name.split()]
-    with pytest.raises(UsageError, match=r"needs beside gathered_linear joined bfloat16 .*, of which .* --only beside"):
+    with pytest.raises(
+        UsageError, match=r"needs overlap gathered_linear joined bfloat16 .*, of which .* --only overlap"
+    ):
         fit(alone, SETTING)
-    without = fit([p for p in points if p.kind != "beside"], SETTING)
-    assert not any(c.path[0] == "beside" for c in without)
+    named = next(p for p in points if p.kind == "overlap")
+    earlier = point_data(named) | {"kind": "beside", "name": named.name.replace("overlap", "beside")}
+    assert point_from(earlier) == named
+    without = fit([p for p in points if p.kind != "overlap"], SETTING)
+    assert not any(c.path[0] == "overlap" for c in without)
 
 
 def test_a_measured_number_takes_the_place_of_a_kept_one(points: tuple[Point, ...], tmp_path: Path) -> None:
@@ -185,7 +190,7 @@ def test_a_measured_number_takes_the_place_of_a_kept_one(points: tuple[Point, ..
     before, constants = load_hardware(path), fit(points, SETTING)
     assert before.overlap_efficiency == 0.11
     kept = carried(path, "cuda").without({c.path for c in constants})
-    assert set(kept.tables["beside"]) == {"replicas"}
+    assert set(kept.tables["overlap"]) == {"replicas"}
     path.write_text(cost_model_text("toy", Raw(SETTING, points), constants, date(2026, 11, 22), kept))
     after = load_hardware(path)
     assert after.overlap_efficiency == pytest.approx(MACHINE.overlap_efficiency, rel=1e-2)
@@ -362,7 +367,7 @@ latency = { value = 35, unit = "us", error = 0.5, date = 2026-11-20, source = "a
 [reserve]
 memory = { value = 38, unit = "MB", error = 0.4, date = 2026-11-21, source = "measured: peaks" }
 
-[beside]
+[beside]  # the earlier name of [overlap]
 replicas = { value = 276, unit = "GB/s", error = 0.2, date = 2026-11-21, source = "measured: steps" }
 layers = { value = 57, unit = "%", error = 0.2, date = 2026-11-23, source = "measured: a step" }
 
@@ -377,7 +382,8 @@ def test_what_is_not_measured_is_kept(faked: list[list[str]], tmp_path: Path) ->
     path.write_text(shipped.replace('"loopback"', '"my wire"') + CARRIED)
     before = load_hardware(path)
     code, out = run("-o", "m.toml", "--anyway")
-    assert code == 0 and "kept as they were: [reserve] memory, [beside] replicas and layers" in out
+    assert code == 0 and "kept as they were: [reserve] memory, [overlap] replicas and layers" in out
+    assert "[overlap]" in path.read_text() and "[beside]" not in path.read_text()
     after = load_hardware(path)
     assert (after.name, after.link_name, after.devices_per_node) == ("cpu-generic", "my wire", 64)
     assert (after.network, after.error) == (before.network, 0.07)

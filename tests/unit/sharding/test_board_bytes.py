@@ -34,7 +34,7 @@ from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, Symm
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.sharding.reshard import SENDS
 from autopar.trace.call import as_call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 
 SGD = functools.partial(torch.optim.SGD, lr=1e-3)
 NUMBERS = itertools.count()
@@ -252,7 +252,7 @@ def searched(model: nn.Module, x: torch.Tensor, precision: Precision, pp: int = 
 
 def drawn(model: nn.Module, x: torch.Tensor, precision: Precision) -> autopar.Plan:
     rng = random.Random(type(model).__name__)
-    graph = lowered(model, as_call(model, x).first(4), "train", "", precision)
+    graph = lower_model(model, as_call(model, x).first(4), "train", "", precision)
     labels, layouts = random_labels(graph, rng), random_layouts(graph, rng)
     return plan_by_hand(model, x, 2, [], tp=TP, strategies=labels, shardings=layouts, precision=precision)
 
@@ -305,14 +305,14 @@ def test_models_take_what_is_reserved(name: str, precision: Precision, planned: 
 @pytest.mark.parametrize("name", ["vit", "unet"])
 def test_compiled_stages_take_what_is_reserved(name: str, registered: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # kernels take minutes
-    monkeypatch.setattr(regions, "COMPILED", {})
+    monkeypatch.setattr(regions, "COMPILED_REGIONS", {})
     torch.manual_seed(0)
     case, boards = MODELS[name], registered(TP)
     model, x = case.make(), case.x(8)
     pm = over_boards(case, model, x, searched(model, x, "bf16"), [boards], compiled=True)
     pm.train_step(x, case.y(8))
     taken = boards.taken()
-    assert len(regions.COMPILED) > 1
+    assert len(regions.COMPILED_REGIONS) > 1
     assert 0 < taken <= boards.reserved <= taken + 4 * (TP - 1)
 
 

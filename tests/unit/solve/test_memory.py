@@ -30,7 +30,7 @@ from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.cuts.memory import working_bytes
 from autopar.solve.cuts.problem import CutProblem
 from autopar.trace.call import as_call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
 EMA = functools.partial(timm.utils.ModelEmaV3, decay=0.9)
@@ -180,7 +180,7 @@ def graph_of(name: str, precision: Any) -> Graph:
     with torch.device("meta"):
         model = timm.create_model(name)
         x = torch.empty(2, 3, 224, 224)
-    return lowered(model, as_call(model, x), "train", name, precision)
+    return lower_model(model, as_call(model, x), "train", name, precision)
 
 
 @pytest.mark.parametrize("name", ["vit_small_patch16_224", "resnet50"])
@@ -195,7 +195,9 @@ def test_boards_of_replicas_take_their_largest_bucket(name: str, num_owners: int
 def test_replicas_boards_and_inputs_are_planned_for() -> None:
     model, x = tiny_vit(2), torch.randn(8, 3, 32, 32)
     plan = on_gpus(model, x, dp=2, zero1=False, microbatches=1)
-    weights = [w for w in lowered(model, as_call(model, x).first(4), "train", "", "bf16").weights if w.requires_grad]
+    weights = [
+        w for w in lower_model(model, as_call(model, x).first(4), "train", "", "bf16").weights if w.requires_grad
+    ]
     assert buffers(plan, 0, x.nbytes // 2) == exchange_bytes(padded_bytes(weights, 1), 2)
     captured = autopar.plan(
         model, 2, x, hardware="h200-nvlink", precision="bf16", dp=2, zero1=False, microbatches=1, transport="nccl"

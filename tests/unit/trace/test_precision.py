@@ -19,20 +19,20 @@ import autopar
 from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
 from autopar.cost.groups.cost_graph import price
-from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, bucket_share, weight_cost
+from autopar.cost.groups.weight_memory import UNSHARDED, Sharing, bucket_share_seconds, weight_cost
 from autopar.cost.hardware.load import load_hardware
-from autopar.cost.ops.op_stats import op_facts
+from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Precision
 from autopar.runtime.launch.devices import Machine
 from autopar.trace.call import as_call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 from autopar.trace.passes.autocast_policy import POLICY
 
 
 def graph_of(model: nn.Module, x: torch.Tensor, precision: Precision = "bf16") -> Graph:
-    return lowered(model, as_call(model, x), "train", type(model).__name__, precision)
+    return lower_model(model, as_call(model, x), "train", type(model).__name__, precision)
 
 
 def lines(graph: Graph) -> list[str]:
@@ -231,7 +231,7 @@ def test_regions_of_the_model_keep_their_own_precision() -> None:
 
 def test_fp32_changes_nothing() -> None:
     model, x = tiny_vit(1), torch.randn(2, 3, 32, 32)
-    assert graph_of(model, x, "fp32") == lowered(model, as_call(model, x), "train", "VisionTransformer")
+    assert graph_of(model, x, "fp32") == lower_model(model, as_call(model, x), "train", "VisionTransformer")
 
 
 # -- one device -----------------------------------------------------------------------------------------------------
@@ -413,12 +413,12 @@ def test_prices_of_mixed_precision() -> None:
         weight_cost(g.weight["blocks.0.mlp.fc1.weight"], (0,), Sharing(dp=4, zero1=True), hardware) for g in graphs
     ]
     numel = 192 * 768
-    scatter, gather = (bucket_share(kind, 4 * numel, hardware, 4) for kind in ("reduce-scatter", "all-gather"))
+    scatter, gather = (bucket_share_seconds(kind, 4 * numel, hardware, 4) for kind in ("reduce-scatter", "all-gather"))
     assert [h.reduce_seconds for h in shared] == pytest.approx(
         [scatter + gather, scatter + gather / 2]
     )  # copies travel
     assert [h.optimizer_seconds * 4 for h in shared] == pytest.approx([h.optimizer_seconds for h in (full, mixed)])
-    costs = [price(graph, op_facts(graph), hardware, 256) for graph in graphs]
+    costs = [price(graph, graph_stats(graph), hardware, 256) for graph in graphs]
     seconds = [sum(g.forward_seconds + g.backward_seconds for g in cost.groups) for cost in costs]
     saved = [sum(g.saved_bytes for g in cost.groups) for cost in costs]
     assert seconds[1] < 0.8 * seconds[0] and saved[1] < 0.8 * saved[0]

@@ -23,7 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ops.counter_rng import counter_rows
 from autopar.sharding.propagate import ops_without_rule
 from autopar.trace.call import as_call
-from autopar.trace.lower import lowered
+from autopar.trace.lower import lower_model
 from autopar.trace.passes.counter_rng import RNG_COUNTERS, is_random
 
 BATCH = 8
@@ -44,7 +44,7 @@ class Body(nn.Module):
 
 @functools.cache
 def graph_at(model: nn.Module, shape: torch.Size, dtype: torch.dtype) -> Graph:
-    return lowered(model, as_call(model, torch.empty(shape, dtype=dtype)), "train", "body")
+    return lower_model(model, as_call(model, torch.empty(shape, dtype=dtype)), "train", "body")
 
 
 def graph_of(model: nn.Module, x: Tensor) -> Graph:
@@ -112,8 +112,6 @@ FUNCTIONS: dict[str, Draw] = {
     "dropout of windows": Draw(lambda x: F.dropout(x.reshape(-1, 16, 32), 0.3).reshape(x.shape)),
     "dropout in place": Draw(in_place),
     "dropout2d": Draw(lambda x: F.dropout2d(x[..., None], 0.3)[..., 0], ROWS),
-    "alpha dropout": Draw(lambda x: F.alpha_dropout(x, 0.3, training=True)),
-    "feature alpha dropout": Draw(lambda x: F.feature_alpha_dropout(x, 0.3, training=True), ROWS),
     "drop path": Draw(lambda x: x * x.new_empty((len(x), 1, 1)).bernoulli_(0.7), BATCH),
     "bernoulli of numbers": Draw(lambda x: torch.bernoulli(x - 0.5)),
     "bernoulli in place of a tensor": Draw(lambda x: torch.empty_like(x).bernoulli_(x - 0.5)),
@@ -133,14 +131,11 @@ FUNCTIONS: dict[str, Draw] = {
     "randint_like": Draw(lambda x: torch.randint_like(x, 3)),
     "exponential": Draw(lambda x: filled(x, "exponential_", 2.0)),
     "gumbel": Draw(lambda x: F.gumbel_softmax(x, tau=2.0)),
-    "rrelu": Draw(lambda x: F.rrelu(x - 1, training=True)),
     "attention": Draw(attention),
     "causal attention": Draw(lambda x: attention(x, is_causal=True), 2000),
     "attention with a mask": Draw(lambda x: attention(x, attn_mask=MASK), 2000),
     "attention with a bias": Draw(lambda x: attention(x, attn_mask=MASK.float().log()), 2000),
     "grouped attention": Draw(grouped, 2000),
-    "multinomial": Draw(lambda x: torch.multinomial(x[:, :, 0], 1).float(), BATCH),
-    "several multinomial": Draw(lambda x: torch.multinomial(x[:, :, 0], 5).float(), BATCH),
     "patches at random": Draw(lambda x: x.gather(1, torch.rand(len(x), 64).argsort(1)[:, :9, None].expand(-1, -1, 32))),
     "of all samples": Draw(lambda x: x * torch.empty(1, 1, 1).bernoulli_(0.5), 1, of_sample=False),
     "of the model": Draw(lambda x: x + torch.rand(64, 1), 64, of_sample=False),
@@ -302,6 +297,16 @@ LEFT: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "permuted batch": (lambda: Body(lambda x: x[torch.randperm(len(x))]), "randperm (aten.randperm.default"),
     "fixed batch": (lambda: Body(lambda x: x.reshape(8, 4, 32) + torch.rand(8, 4, 32)), "rand (aten.rand.default"),
     "poisson": (lambda: Body(lambda x: torch.poisson(x)), "poisson (aten.poisson.default"),
+    "alpha dropout": (lambda: Body(lambda x: F.alpha_dropout(x, 0.3, True)), "alpha_dropout (aten.alpha_dropout.defa"),
+    "feature alpha dropout": (
+        lambda: Body(lambda x: F.feature_alpha_dropout(x, 0.3, True)),
+        "dropout (aten.feature_alpha_dropout.default",
+    ),
+    "rrelu": (lambda: Body(lambda x: F.rrelu(x - 1, training=True)), "rrelu (aten.rrelu.default"),
+    "multinomial": (
+        lambda: Body(lambda x: torch.multinomial(x[:, :, 0], 1).float()),
+        "multinomial (aten.multinomial.default",
+    ),
 }
 
 
