@@ -25,7 +25,7 @@ from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.launch.devices import this_machine
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
-from autopar.sharding.tensors import part
+from autopar.sharding.tensors import local_part
 from autopar.trace import lower
 from autopar.trace.call import as_call
 from autopar.trace.lower import lowered
@@ -126,7 +126,7 @@ class ThreadRanks:
 
 def own_part(tensor: torch.Tensor, name: str, spec: RankSpec) -> torch.Tensor:
     """A rank's own copy of its part of a weight."""
-    return part(tensor, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard}).clone()
+    return local_part(tensor, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard}).clone()
 
 
 def in_threads(

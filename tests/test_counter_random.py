@@ -213,8 +213,8 @@ def test_a_gpu_draws_the_same() -> None:
 def test_the_kernel_of_gpus_draws_the_same() -> None:
     code = (
         "import torch, autopar.ops.counter_rng as r; counters = torch.arange(5, 2000, 3);"
-        "draws = r.rows(1 << 40, 7, 3, 2);"
-        "made = r.in_a_kernel(counters, draws, 'op'); wanted = r.in_tiles(counters, draws, 'op');"
+        "draws = r.counter_rows(1 << 40, 7, 3, 2);"
+        "made = r.generate_triton(counters, draws, 'op'); wanted = r.generate_tiled(counters, draws, 'op');"
         "assert made.shape == (2, 665, 4) and torch.equal(made, wanted); print('same')"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TRITON_INTERPRET": "1"}

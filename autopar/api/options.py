@@ -10,7 +10,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError
 from autopar.ir.hardware import ExecutionMode
-from autopar.ir.plan import INTERLEAVED, AskedSchedule, Balance, CostSource, Precision, Recompute
+from autopar.ir.plan import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule
 from autopar.runtime.comm.transport import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {
@@ -59,7 +59,7 @@ class Options:
     chunks: int | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
-    schedule: AskedSchedule = "1f1b"
+    schedule: RequestedSchedule = "1f1b"
     balance: Balance = "time"
     pins: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-ALIGNMENT = 256  # byte, of every message
+MESSAGE_ALIGNMENT = 256  # byte, of every message
 # Larger buckets pass in pieces. A piece's barriers and sum wait for the matrix products that multiprocessors are at, so
 # buckets of 1.3 GB, those of a model of 7 G parameters, pass whole.
 MAX_SYMMETRIC_BUFFER_BYTES = 2**31
-SPARE_BYTES = 64  # for each rank: segments are of equal length there
+SEGMENT_PADDING_BYTES = 64  # for each rank: segments are of equal length there
 
 
-def aligned(num_bytes: int) -> int:
+def message_bytes(num_bytes: int) -> int:
     """The bytes that a message takes up."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+    return -(-num_bytes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
 
 
-def exchange_bytes(largest_bytes: int, ranks: int) -> int:
+def replica_buffer_bytes(largest_bytes: int, ranks: int) -> int:
     """What replicas that sum their gradients reserve on each, for a largest bucket."""
-    return min(largest_bytes, MAX_SYMMETRIC_BUFFER_BYTES) + ranks * SPARE_BYTES
+    return min(largest_bytes, MAX_SYMMETRIC_BUFFER_BYTES) + ranks * SEGMENT_PADDING_BYTES

@@ -24,12 +24,12 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a dense tensor in row-major order."""
-    return dense(shape, range(len(shape)))
+    return dense_strides(shape, range(len(shape)))
 
 
-def dense(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
+def dense_strides(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
     """Strides of a dense tensor with its dims in an order in memory, from the outermost to the innermost."""
     position = {dim: i for i, dim in enumerate(order)}
     return tuple(prod(shape[d] for d in order[position[dim] + 1 :]) for dim in range(len(shape)))
@@ -129,7 +129,7 @@ class Weight:
     @property
     def value(self) -> Value:
         """What an operation reads."""
-        stride = dense(self.shape, self.order or range(len(self.shape)))
+        stride = dense_strides(self.shape, self.order or range(len(self.shape)))
         return Value(self.name, self.shape, self.dtype, stride, self.requires_grad)
 
 
@@ -206,15 +206,15 @@ class Graph:
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        known = {v.name for v in self.inputs} | {w.name for w in self.weights}
-        assert len(known) == len(self.inputs) + len(self.weights), "input and weight names are not unique"
+        names = {v.name for v in self.inputs} | {w.name for w in self.weights}
+        assert len(names) == len(self.inputs) + len(self.weights), "input and weight names are not unique"
         for op in self.ops:
-            missing = [r for r in op.reads if r not in known]
+            missing = [r for r in op.reads if r not in names]
             assert not missing, f"{op.name} reads {missing}, which nothing before it produces"
             for value in op.outputs:
-                assert value.name not in known, f"two values are named {value.name}"
-                known.add(value.name)
-        assert all(r in known for r in refs(self.outputs)), "an output is produced by nothing"
+                assert value.name not in names, f"two values are named {value.name}"
+                names.add(value.name)
+        assert all(r in names for r in refs(self.outputs)), "an output is produced by nothing"
 
     @cached_property
     def producer(self) -> Mapping[str, Op]:

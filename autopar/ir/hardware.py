@@ -13,13 +13,16 @@ from typing import Literal
 
 from autopar.errors import HardwareError
 
-Kind = Literal["matmul", "attention", "convolution", "depthwise", "memory"]
-COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution", "depthwise")
+OpKind = Literal["matmul", "attention", "convolution", "depthwise", "memory"]
+COMPUTE_KINDS: tuple[OpKind, ...] = ("matmul", "attention", "convolution", "depthwise")
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LaunchKind = Literal["plain", "compiled", "captured"]
 DEVICE_TYPES = ("cpu", "cuda")
-BANDS = ("analytic", "measured")  # of [calibration]: how far the steps of plans that were run were off, at most
+BANDS = (
+    "analytic",
+    "measured",
+)  # of [calibration]: how far the steps of plans that were run were off, at most
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,7 @@ class Hardware:
         """Of an operation beyond its work."""
         return getattr(self.launch, self.execution_mode.launch)
 
-    def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
+    def op_seconds(self, kind: OpKind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
         """Time of one operation on one device: its arithmetic or its memory traffic, whichever takes longer, + launch.
 
         Args:
@@ -161,8 +164,8 @@ class Hardware:
                 f"Cost model {self.name} has no peak FLOP/s for {dtype}, which a {kind} of {flops:.3g} FLOPs uses; "
                 f"it has {', '.join(self.peak_flops)}. Run the model in one of these."
             )
-        found = self.dtype_efficiency.get((kind, dtype)) or self.efficiency[kind]
-        efficiency = found.backward if backward and found.backward is not None else found
+        efficiencies = self.dtype_efficiency.get((kind, dtype)) or self.efficiency[kind]
+        efficiency = efficiencies.backward if backward and efficiencies.backward is not None else efficiencies
         return max(efficiency.seconds(flops, num_bytes, self.peak_flops[dtype]), traffic) + self.launch_seconds
 
     def collective_seconds(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int = 1) -> float:

@@ -29,7 +29,7 @@ def microbatches_text(batch: int, microbatches: int) -> str:
     return f"{plural(whole, 'microbatch', 'es')} of {size}" + (f" and 1 of {rest}" if rest else "")
 
 
-def unlike_asked(batch: int, replicas: int, microbatches: int | None, size: int | None) -> str:
+def microbatch_mismatch(batch: int, replicas: int, microbatches: int | None, size: int | None) -> str:
     """What a number or size of microbatches that was asked for becomes, and why, where it becomes another; or nothing.
 
     Args:
@@ -38,18 +38,20 @@ def unlike_asked(batch: int, replicas: int, microbatches: int | None, size: int 
     """
     local, counts = batch // replicas, range(1, batch // replicas + 1)
     if microbatches is not None:
-        name, wanted, able = "microbatches", microbatches, {-(-local // microbatch_size(local, n)) for n in counts}
+        name, requested = "microbatches", microbatches
+        possible = {-(-local // microbatch_size(local, n)) for n in counts}
         cut = microbatches_text(local, microbatches)
     elif size is not None:
-        name, wanted, able = "microbatch_size", size, {microbatch_size(local, n) for n in counts}
+        name, requested = "microbatch_size", size
+        possible = {microbatch_size(local, n) for n in counts}
         cut = microbatches_text(local, -(-local // size))
     else:
         return ""
-    if wanted in able:
+    if requested in possible:
         return ""
-    near = [*sorted(n for n in able if n < wanted)[-1:], *sorted(n for n in able if n > wanted)[:1]]
+    near = [*sorted(n for n in possible if n < requested)[-1:], *sorted(n for n in possible if n > requested)[:1]]
     whose = f"each of {replicas} replicas" if replicas > 1 else "the batch"
     return (
-        f"{name}={wanted} comes out as {cut}: {whose} has {plural(local, 'sample')}, cut into parts of one size but "
+        f"{name}={requested} comes out as {cut}: {whose} has {plural(local, 'sample')}, cut into parts of one size but "
         f"for the last, as torch.chunk cuts. Use {' or '.join(f'{name}={n}' for n in near)} to get what is asked for."
     )

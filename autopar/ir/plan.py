@@ -24,7 +24,7 @@ SCHEMA_VERSION = 3
 ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved", "interleaved-overlap"]
 # The schedules of a training step under which a rank may have several chunks, the one that keeps least first.
 INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved-overlap")
-AskedSchedule = ScheduleName | Literal["auto"]
+RequestedSchedule = ScheduleName | Literal["auto"]
 Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
 Balance = Literal["time", "params", "flops", "uniform"]
 Recompute = Literal["none", "all", "auto"]  # what may be asked for; a stage has one of the first two

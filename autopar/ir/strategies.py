@@ -85,10 +85,11 @@ class StrategyGraph:
     resharding: Mapping[tuple[str, Layout, Layout], ReshardingCost] = field(repr=False)
 
     def __post_init__(self) -> None:
-        made: set[str] = set()
+        produced: set[str] = set()
         for group in self.groups:
-            assert group.strategies and all(value in made for value in group.reads), f"{group.name} reads too early"
-            made.update(group.makes)
-            for choice in group.strategies:
-                assert len(choice.input_layouts) == len(group.reads) and len(choice.output_layouts) == len(group.makes)
-                assert len(choice.weight_layouts) == len(group.weights)
+            assert group.strategies and all(value in produced for value in group.reads), f"{group.name} reads too early"
+            produced.update(group.makes)
+            for strategy in group.strategies:
+                assert len(strategy.input_layouts) == len(group.reads)
+                assert len(strategy.output_layouts) == len(group.makes)
+                assert len(strategy.weight_layouts) == len(group.weights)

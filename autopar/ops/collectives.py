@@ -104,27 +104,29 @@ def unregister(key: str) -> None:
 def on(axis: str, ranks: int | None = None) -> Communicator:
     """The communicator of an axis; where the program was made for a number of ranks, that is checked."""
     assert axis in COMMUNICATORS, f"no axis {axis!r} among {sorted(COMMUNICATORS)}"
-    found = COMMUNICATORS[axis]
-    assert ranks in (None, found.ranks), f"axis {axis} has {found.ranks} ranks, the program was made for {ranks}"
-    return found
+    communicator = COMMUNICATORS[axis]
+    assert ranks in (None, communicator.ranks), (
+        f"axis {axis} has {communicator.ranks} ranks, the program was made for {ranks}"
+    )
+    return communicator
 
 
 # -- parts: a dim is read as (outer, ranks, rest) ------------------------------------------------------------------
 
 
-def parts(x: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+def stack_parts(x: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
     """The parts of a whole tensor, stacked: [ranks, *local shape]."""
     rest = x.shape[dim] // (outer * ranks)
     return x.unflatten(dim, (outer, ranks, rest)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
-def joined(stacked: Tensor, dim: int, outer: int) -> Tensor:
+def join_parts(stacked: Tensor, dim: int, outer: int) -> Tensor:
     """The whole tensor of stacked parts; inverse of `parts`."""
     rest = stacked.shape[dim + 1] // outer
     return stacked.unflatten(dim + 1, (outer, rest)).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
 
 
-def resized(x: Tensor, sizes: dict[int, int]) -> Tensor:
+def empty_resized(x: Tensor, sizes: dict[int, int]) -> Tensor:
     """An empty contiguous tensor like ``x`` with other sizes of some dims."""
     return x.new_empty([sizes.get(dim, size) for dim, size in enumerate(x.shape)])
 
@@ -143,26 +145,28 @@ def all_reduce(x: Tensor, axis: str) -> Tensor:
 @torch.library.custom_op("autopar::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
     """This rank's part of the sum over the ranks."""
-    return on(axis, ranks).reduce_scatter(parts(x, dim, outer, ranks).contiguous())
+    return on(axis, ranks).reduce_scatter(stack_parts(x, dim, outer, ranks).contiguous())
 
 
 @torch.library.custom_op("autopar::all_gather", mutates_args=())
 def all_gather(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
     """The whole tensor of the ranks' parts; with a partial gradient, each rank's gradient is a summand."""
-    return joined(on(axis, ranks).all_gather(x.contiguous()), dim, outer)
+    return join_parts(on(axis, ranks).all_gather(x.contiguous()), dim, outer)
 
 
 @torch.library.custom_op("autopar::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int, ranks: int, axis: str) -> Tensor:
     """This rank's part along another dim than the one that is split now."""
     assert src_dim != dst_dim
-    return joined(on(axis, ranks).all_to_all(parts(x, dst_dim, dst_outer, ranks).contiguous()), src_dim, src_outer)
+    stacked = stack_parts(x, dst_dim, dst_outer, ranks).contiguous()
+    return join_parts(on(axis, ranks).all_to_all(stacked), src_dim, src_outer)
 
 
 @torch.library.custom_op("autopar::shard", mutates_args=())
 def shard(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
     """This rank's part of a whole tensor; with a partial gradient, zeros stand for the other parts' gradients."""
-    return parts(x, dim, outer, ranks)[on(axis, ranks).rank].clone(memory_format=torch.contiguous_format)
+    part = stack_parts(x, dim, outer, ranks)[on(axis, ranks).rank]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("autopar::pad", mutates_args=())
@@ -170,7 +174,7 @@ def pad(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
     """A whole tensor of zeros but for this rank's part."""
     stacked = x.new_zeros([ranks, *x.shape])
     stacked[on(axis, ranks).rank] = x
-    return joined(stacked, dim, outer)
+    return join_parts(stacked, dim, outer)
 
 
 @torch.library.custom_op("autopar::first_rank", mutates_args=())
@@ -186,32 +190,32 @@ def first_rank(x: Tensor, axis: str) -> Tensor:
 @all_reduce.register_fake
 @first_rank.register_fake
 def _same(x: Tensor, axis: str) -> Tensor:
-    return resized(x, {})
+    return empty_resized(x, {})
 
 
 @reduce_scatter.register_fake
 def _scattered(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
-    return resized(x, {dim: x.shape[dim] // ranks})
+    return empty_resized(x, {dim: x.shape[dim] // ranks})
 
 
 @shard.register_fake
 def _part(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
-    return resized(x, {dim: x.shape[dim] // ranks})
+    return empty_resized(x, {dim: x.shape[dim] // ranks})
 
 
 @all_gather.register_fake
 def _gathered(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
-    return resized(x, {dim: x.shape[dim] * ranks})
+    return empty_resized(x, {dim: x.shape[dim] * ranks})
 
 
 @pad.register_fake
 def _padded(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
-    return resized(x, {dim: x.shape[dim] * ranks})
+    return empty_resized(x, {dim: x.shape[dim] * ranks})
 
 
 @all_to_all.register_fake
 def _moved(x: Tensor, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int, ranks: int, axis: str) -> Tensor:
-    return resized(x, {src_dim: x.shape[src_dim] * ranks, dst_dim: x.shape[dst_dim] // ranks})
+    return empty_resized(x, {src_dim: x.shape[src_dim] * ranks, dst_dim: x.shape[dst_dim] // ranks})
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def counter_rows(seed: int, step: int, first: int, count: int) -> Tensor:
     return draws
 
 
-def number_of(name: str) -> int:
+def name_hash(name: str) -> int:
     """A word that stands for a name: two of a thousand names share one with a probability of 1e-4."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:WORDS], "little")
 
@@ -79,7 +79,7 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor], in_place: bool = Fa
 
 
 @dataclass(frozen=True)
-class Part:
+class ElementRuns:
     """The elements of each sample that are wanted: ``runs`` of ``length`` in a row, every ``pitch`` from ``start`` on.
 
     Args:
@@ -99,18 +99,18 @@ class Part:
     @property
     def width(self) -> int:
         """Counters of a run, one more where it may begin inside of one."""
-        return -(-self.length // WORDS) if self.aligned else (self.length + 2 * WORDS - 2) // WORDS
+        return -(-self.length // WORDS) if self.starts_on_counter else (self.length + 2 * WORDS - 2) // WORDS
 
     @property
-    def aligned(self) -> bool:
+    def starts_on_counter(self) -> bool:
         """Whether every run begins with a counter."""
         return self.start % WORDS == 0 and (self.runs == 1 or self.pitch % WORDS == 0)
 
 
-def part_of(
+def element_runs(
     shape: Sequence[int], samples: int, sample_dim: int, sample_outer: int, split_dim: int, split_outer: int,
     ranks: int, rank: int,
-) -> Part:  # fmt: skip
+) -> ElementRuns:  # fmt: skip
     """The elements that a rank makes of a tensor.
 
     Args:
@@ -129,10 +129,10 @@ def part_of(
             split, outer = split_dim + 1, split_outer // (sample_outer * samples)
     whole = prod(dims)
     if ranks == 1:
-        return Part(tuple(dims), at, tuple(shape), 1, whole, whole, 0)
+        return ElementRuns(tuple(dims), at, tuple(shape), 1, whole, whole, 0)
     length = prod(dims[split:]) // (outer * ranks)
     dims[split] //= ranks
-    return Part(
+    return ElementRuns(
         tuple(dims),
         at,
         local_shape(shape, split_dim, ranks),
@@ -163,53 +163,53 @@ def uniform(
         name: of the operation that draws.
         sample_dim, sample_outer: where the samples lie: the dim is (outer, samples, rest). No dim if it is negative.
         split_dim, split_outer, ranks, axis: this rank makes its part of the dim as (outer, ranks, rest), if any.
-        generate: `at_once` or `in_tiles`.
+        generate: `generate_whole`, `generate_tiled` or `generate_triton`.
     """
     if draws.is_meta:  # no rank is asked
         return draws.new_empty(local_shape(shape, split_dim, ranks), dtype=torch.float32)
     if sample_dim < 0:
         draws = torch.cat([draws[:1, :3], torch.full_like(draws[:1, 3:], NO_SAMPLE)], 1)
     rank = on(axis, ranks).rank if ranks > 1 else 0
-    part = part_of(shape, len(draws), sample_dim, sample_outer, split_dim, split_outer, ranks, rank)
-    first = torch.arange(part.runs, device=draws.device) * part.pitch + part.start
-    counters = (first // WORDS)[:, None] + torch.arange(part.width, device=draws.device)
-    return arranged(generate(counters.flatten(), draws, name), first, part)
+    runs = element_runs(shape, len(draws), sample_dim, sample_outer, split_dim, split_outer, ranks, rank)
+    first = torch.arange(runs.runs, device=draws.device) * runs.pitch + runs.start
+    counters = (first // WORDS)[:, None] + torch.arange(runs.width, device=draws.device)
+    return arrange(generate(counters.flatten(), draws, name), first, runs)
 
 
-def at_once(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+def generate_whole(counters: Tensor, draws: Tensor, name: str) -> Tensor:
     """The numbers of all counters for each sample, [samples, counters, 4]: a compiler makes one pass of it."""
-    return torch.stack(drawn(counters, draws, name, in_place=False), -1)
+    return torch.stack(uniform_words(counters, draws, name, in_place=False), -1)
 
 
-def in_tiles(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+def generate_tiled(counters: Tensor, draws: Tensor, name: str) -> Tensor:
     """The same, so few at a time that they stay in a CPU's cache."""
     numbers = torch.empty(len(draws), len(counters), WORDS)
     tile = TILE * torch.get_num_threads()
     samples = max(1, tile // max(1, len(counters)))
-    for own, into in zip(draws.split(samples), numbers.split(samples)):
-        for some, made in zip(counters.split(tile), into.split(tile, 1)):
-            for word, values in enumerate(drawn(some, own, name, in_place=True)):
+    for some_draws, into in zip(draws.split(samples), numbers.split(samples)):
+        for some_counters, made in zip(counters.split(tile), into.split(tile, 1)):
+            for word, values in enumerate(uniform_words(some_counters, some_draws, name, in_place=True)):
                 made[..., word] = values
     return numbers
 
 
-def in_a_kernel(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+def generate_triton(counters: Tensor, draws: Tensor, name: str) -> Tensor:
     """The same on a GPU, in one pass."""
     from autopar.ops.kernels.philox import generate
 
-    return generate(counters, draws, number_of(name), ROUNDS)
+    return generate(counters, draws, name_hash(name), ROUNDS)
 
 
-def drawn(counters: Tensor, draws: Tensor, name: str, in_place: bool) -> tuple[Tensor, ...]:
+def uniform_words(counters: Tensor, draws: Tensor, name: str, in_place: bool) -> tuple[Tensor, ...]:
     """The four numbers of each counter, [samples, counters] each."""
     seed_low, seed_high, step, sample = draws[:, :, None].unbind(1)
-    number = torch.full_like(sample, number_of(name))
+    number = torch.full_like(sample, name_hash(name))
     # Cut to a word although they have no more: inductor would multiply a plain range as an index, in 32 bits.
     words = philox((counters & WORD, number, sample, step), (seed_low, seed_high), in_place)
     return tuple((word >> (32 - BITS)).to(torch.float32) * 2.0**-BITS for word in words)
 
 
-def arranged(numbers: Tensor, first: Tensor, part: Part) -> Tensor:
+def arrange(numbers: Tensor, first: Tensor, runs: ElementRuns) -> Tensor:
     """The result, from the numbers of all counters of all runs.
 
     Args:
@@ -217,18 +217,18 @@ def arranged(numbers: Tensor, first: Tensor, part: Part) -> Tensor:
         first: element with which each run begins.
     """
     samples = len(numbers)
-    numbers = numbers.reshape(samples, part.runs, part.width * WORDS)
-    if part.aligned:
-        numbers = numbers[..., : part.length]
+    numbers = numbers.reshape(samples, runs.runs, runs.width * WORDS)
+    if runs.starts_on_counter:
+        numbers = numbers[..., : runs.length]
     else:
-        taken = (first % WORDS)[:, None] + torch.arange(part.length, device=first.device)
-        numbers = numbers.gather(2, taken.expand(samples, -1, -1))
-    apart = numbers.reshape(samples, *part.dims).movedim(0, part.at)
-    return apart.reshape(part.shape).contiguous()
+        index = (first % WORDS)[:, None] + torch.arange(runs.length, device=first.device)
+        numbers = numbers.gather(2, index.expand(samples, -1, -1))
+    unflattened = numbers.reshape(samples, *runs.dims).movedim(0, runs.at)
+    return unflattened.reshape(runs.shape).contiguous()
 
 
 # A compiler takes the composite apart; eager calls find the kernels of their devices first.
-torch.library.impl("autopar::uniform", "CompositeImplicitAutograd", partial(uniform, generate=at_once))
-torch.library.impl("autopar::uniform", "CPU", partial(uniform, generate=in_tiles))
+torch.library.impl("autopar::uniform", "CompositeImplicitAutograd", partial(uniform, generate=generate_whole))
+torch.library.impl("autopar::uniform", "CPU", partial(uniform, generate=generate_tiled))
 if find_spec("triton"):
-    torch.library.impl("autopar::uniform", "CUDA", partial(uniform, generate=in_a_kernel))
+    torch.library.impl("autopar::uniform", "CUDA", partial(uniform, generate=generate_triton))

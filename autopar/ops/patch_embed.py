@@ -36,8 +36,8 @@ def patch_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, channels_l
         x = x.unflatten(dim, (x.shape[dim] // kernel[k], kernel[k]))
     places = [2 + 2 * k for k in range(dims)]
     patches = x.permute(0, *places, 1, *(place + 1 for place in places)).flatten(dims + 1)
-    made = F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
-    return made if channels_last else made.contiguous()
+    product = F.linear(patches, weight.flatten(1), bias).movedim(-1, 1)
+    return product if channels_last else product.contiguous()
 
 
 @torch.library.impl("autopar::place_convolution", "CompositeImplicitAutograd")
@@ -50,8 +50,10 @@ def place_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, tap: list[
     for place in tap:
         weight = weight.select(2, place)
     if groups == 1:
-        made = F.linear(x.flatten(1), weight, bias)
+        product = F.linear(x.flatten(1), weight, bias)
     else:
-        made = torch.einsum("ngc,goc->ngo", x.flatten(1).unflatten(1, (groups, -1)), weight.unflatten(0, (groups, -1)))
-        made = made.flatten(1) if bias is None else made.flatten(1) + bias
-    return made.unflatten(1, (-1, *(1 for _ in tap)))
+        product = torch.einsum(
+            "ngc,goc->ngo", x.flatten(1).unflatten(1, (groups, -1)), weight.unflatten(0, (groups, -1))
+        )
+        product = product.flatten(1) if bias is None else product.flatten(1) + bias
+    return product.unflatten(1, (-1, *(1 for _ in tap)))

@@ -14,7 +14,7 @@ from autopar.ops.registry import operator
 MIN_REGION_OPS = 8  # operations of a region between others
 
 
-def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int, ...]:
+def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> tuple[int, ...]:
     """Positions of the operations that each begin a region, 0 first: runs of one numbered module, such as ``blocks.3``.
 
     A module counts from `MIN_REGION_OPS` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the innermost.
@@ -26,16 +26,16 @@ def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int
     """
     if not ops or any(writes_into_value(op) for op in ops):
         return (0,) if ops else ()
-    sizes = Counter(path for op in ops for path in numbered(op.module))
-    homes = [next((p for p in numbered(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
+    sizes = Counter(path for op in ops for path in numbered_modules(op.module))
+    homes = [next((p for p in numbered_modules(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
     runs = [len(list(run)) for _, run in groupby(homes)]
     last = len(runs) - 1
     starts = zip(accumulate(runs, initial=0), enumerate(runs))
     whole = {start for start, (k, length) in starts if k in (0, last) or length >= MIN_REGION_OPS}
-    return tuple(sorted(whole.union(borders)))
+    return tuple(sorted(whole.union(required_starts)))
 
 
-def numbered(module: str) -> Iterator[str]:
+def numbered_modules(module: str) -> Iterator[str]:
     """The modules on a path whose last name has a number, the innermost first."""
     names = module.split(".")
     for depth in range(len(names), 0, -1):

@@ -33,8 +33,8 @@ def operator(target: str) -> Any:
 def named_arguments(op: Op) -> dict[str, Any]:
     """All arguments of an operation by name, those left to their defaults included."""
     schema = operator(op.target)._schema.arguments
-    given = dict(zip((a.name for a in schema), op.args)) | dict(op.kwargs)
-    return given | {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in given}
+    arguments = dict(zip((a.name for a in schema), op.args)) | dict(op.kwargs)
+    return arguments | {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in arguments}
 
 
 # -- without data ---------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Slot:
+class OperandSlot:
     """Stands for operand ``index``: operations that differ in names alone become equal."""
 
     index: int
@@ -83,7 +83,7 @@ def slotted_arguments(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     def convert(tree: Any) -> Any:
         if isinstance(tree, Ref):
-            return Slot(op.reads.index(tree.name))
+            return OperandSlot(op.reads.index(tree.name))
         if isinstance(tree, LocalDevice):
             return META
         if tree == op.name:  # an operation that draws is told its own
@@ -93,14 +93,14 @@ def slotted_arguments(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return convert(op.args), {name: convert(value) for name, value in op.kwargs}
 
 
-def filled(tree: Any, tensors: Sequence[Tensor]) -> Any:
+def fill_slots(tree: Any, tensors: Sequence[Tensor]) -> Any:
     """Arguments with tensors in their slots."""
-    if isinstance(tree, Slot):
+    if isinstance(tree, OperandSlot):
         return tensors[tree.index]
-    return tuple(filled(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
+    return tuple(fill_slots(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
 
 
-def results_without_data(op: Op, read: Sequence[Operand | Value]) -> list[Tensor]:
+def meta_results(op: Op, read: Sequence[Operand | Value]) -> list[Tensor]:
     """What `results_of` makes of tensors like those."""
     return results_of(op, [meta_tensor(like) for like in read])
 
@@ -112,8 +112,10 @@ def results_of(op: Op, tensors: Sequence[Tensor]) -> list[Tensor]:
         RuntimeError: torch refuses the operands, or has no meta kernel.
     """
     args, kwargs = slotted_arguments(op)
-    made = operator(op.target)(*filled(args, tensors), **{name: filled(x, tensors) for name, x in kwargs.items()})
-    return [t for t in (made if isinstance(made, list | tuple) else (made,)) if isinstance(t, Tensor)]
+    results = operator(op.target)(
+        *fill_slots(args, tensors), **{name: fill_slots(x, tensors) for name, x in kwargs.items()}
+    )
+    return [t for t in (results if isinstance(results, list | tuple) else (results,)) if isinstance(t, Tensor)]
 
 
 def signature(op: Op, read: Sequence[Operand | Value]) -> str:
@@ -130,17 +132,19 @@ def differentiable_inputs(op: Op, read: Sequence[Operand | Value]) -> tuple[froz
     leaves = [meta_tensor(like) for like in read]
     tracked = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
 
-    def reached(result: Tensor) -> frozenset[int]:
+    def inputs_of_gradient(result: Tensor) -> frozenset[int]:
         if not result.requires_grad:
             return frozenset()
         # That a gradient depends on what arrives is what a second derivative would need to know.
-        arriving = torch.empty_like(result).requires_grad_()
-        wanted = [leaves[number] for number in tracked]
-        found = torch.autograd.grad(result, wanted, arriving, retain_graph=True, create_graph=True, allow_unused=True)
-        return frozenset(number for number, g in zip(tracked, found) if g is not None and g.requires_grad)
+        result_gradient = torch.empty_like(result).requires_grad_()
+        inputs = [leaves[number] for number in tracked]
+        gradients = torch.autograd.grad(
+            result, inputs, result_gradient, retain_graph=True, create_graph=True, allow_unused=True
+        )
+        return frozenset(number for number, g in zip(tracked, gradients) if g is not None and g.requires_grad)
 
     try:
         with torch.enable_grad():
-            return tuple(reached(result) for result in results_of(op, leaves))
+            return tuple(inputs_of_gradient(result) for result in results_of(op, leaves))
     except RuntimeError:  # NotImplementedError is one
         return ()

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.collectives import resized
+from autopar.ops.collectives import empty_resized
 
 
 class MainGradOwner(Protocol):
@@ -45,15 +45,15 @@ def unregister(sums: Tensor) -> None:
     del OWNERS[sums.data_ptr()]
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, holds: bool) -> None:
+def add_product(total: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
     """Make ``total`` the product of two matrices, or add it."""
     if total.dtype == left.dtype:
-        torch.addmm(total, left, right, beta=int(holds), out=total)
+        torch.addmm(total, left, right, beta=int(accumulate), out=total)
     elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=int(holds), out=total)
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=int(accumulate), out=total)
     else:  # without products of another dtype than their factors'
         product = (left @ right).to(total.dtype)
-        total.add_(product) if holds else total.copy_(product)
+        total.add_(product) if accumulate else total.copy_(product)
 
 
 @torch.library.custom_op("autopar::linear_wgrad_fused_backward", mutates_args=())
@@ -69,7 +69,7 @@ def linear_wgrad_fused_backward(gradient: Tensor, x: Tensor, weight: Tensor, sum
 
 @linear_wgrad_fused_backward.register_fake
 def _like_x(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
-    return resized(x, {})
+    return empty_resized(x, {})
 
 
 class _LinearWgradFused(torch.autograd.Function):

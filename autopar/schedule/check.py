@@ -9,9 +9,9 @@ from typing import NoReturn
 
 from autopar.errors import ScheduleError, UsageError
 from autopar.schedule.actions import Action, Schedule, format_grid
-from autopar.schedule.order import Links, circle, consecutive, progress, run_order
+from autopar.schedule.order import Links, chain_edges, run_order, topological_order, wait_cycle
 
-Place = tuple[int, int]
+GridCell = tuple[int, int]
 Transfer = tuple[Action, Action]
 
 
@@ -58,7 +58,7 @@ def check(
     _check_backward_follows(schedule, where)
     _check_channels(schedule, links, where)
     run_order(schedule, links)
-    if num_chunks <= len(schedule) and (edges is None or set(edges) <= set(consecutive(num_chunks))):
+    if num_chunks <= len(schedule) and (edges is None or set(edges) <= set(chain_edges(num_chunks))):
         check_rendezvous(schedule, num_chunks=num_chunks, edges=edges)
     if in_flight is not None:
         _check_in_flight(schedule, in_flight)
@@ -77,8 +77,8 @@ def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[t
     Source: Megatron-LM's batched isend and irecv (send_forward_recv_backward and its relatives).
     """
     links = Links.of(edges, num_chunks)
-    where = _places(schedule)
-    peers: dict[Place, list[tuple[Place, Transfer]]] = defaultdict(list)
+    where = _grid_cells(schedule)
+    peers: dict[GridCell, list[tuple[GridCell, Transfer]]] = defaultdict(list)
     for action, (rank, index) in where.items():
         for taker in links.after(action):
             assert taker in where, f"{taker} is missing: check the schedule first"
@@ -90,11 +90,11 @@ def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[t
     # Node (rank, gap) is "the rank has posted the transfers before its action number gap"; it needs those of the gap
     # before it to be complete, that is posted on their other side too.
     rows = [[(rank, gap) for gap in range(len(row) + 2)] for rank, row in enumerate(schedule)]
-    reached = progress(rows, lambda node: [place for place, _ in peers[node[0], node[1] - 1]])
+    reached = topological_order(rows, lambda node: [place for place, _ in peers[node[0], node[1] - 1]])
     if not reached.stuck:
         return
     words, marked = [], []
-    for rank in circle(reached.stuck, lambda node: node[0]):
+    for rank in wait_cycle(reached.stuck, lambda node: node[0]):
         (_, next_gap), (other, other_gap) = reached.stuck[rank]
         gap = next_gap - 1
         source, taker = next(transfer for place, transfer in peers[rank, gap] if place == (other, other_gap))
@@ -113,23 +113,25 @@ def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[t
     )
 
 
-def activations_kept(row: Sequence[Action]) -> tuple[int, ...]:
+def in_flight_counts(row: Sequence[Action]) -> tuple[int, ...]:
     """After each action of a rank, how many forwards of which the backward is still to come."""
     backwards = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
     return tuple(accumulate((-1 if a.kind == "B" else 1) if (a.chunk, a.microbatch) in backwards else 0 for a in row))
 
 
-def _fail(words: str, schedule: Schedule, marked: Collection[Place]) -> NoReturn:
+def _fail(words: str, schedule: Schedule, marked: Collection[GridCell]) -> NoReturn:
     raise ScheduleError(f"{words}\n{format_grid(schedule, marked)}")
 
 
-def _places(schedule: Schedule) -> dict[Action, Place]:
+def _grid_cells(schedule: Schedule) -> dict[Action, GridCell]:
     return {action: (rank, index) for rank, row in enumerate(schedule) for index, action in enumerate(row)}
 
 
-def _check_each_once(schedule: Schedule, num_chunks: int, microbatches: int, training: bool) -> Mapping[Action, Place]:
+def _check_each_once(
+    schedule: Schedule, num_chunks: int, microbatches: int, training: bool
+) -> Mapping[Action, GridCell]:
     pp = len(schedule)
-    where: dict[Action, Place] = {}
+    where: dict[Action, GridCell] = {}
     for rank, row in enumerate(schedule):
         for index, action in enumerate(row):
             if action.chunk >= num_chunks or action.microbatch >= microbatches:
@@ -155,7 +157,7 @@ def _check_each_once(schedule: Schedule, num_chunks: int, microbatches: int, tra
     return where
 
 
-def _check_backward_follows(schedule: Schedule, where: Mapping[Action, Place]) -> None:
+def _check_backward_follows(schedule: Schedule, where: Mapping[Action, GridCell]) -> None:
     for action, place in where.items():
         forward = where[Action("F", action.chunk, action.microbatch)]
         if action.kind == "B" and place < forward:
@@ -164,7 +166,7 @@ def _check_backward_follows(schedule: Schedule, where: Mapping[Action, Place]) -
             _fail(f"{action} runs before its own forward, {words}", schedule, [place])
 
 
-def _check_channels(schedule: Schedule, links: Links, where: Mapping[Action, Place]) -> None:
+def _check_channels(schedule: Schedule, links: Links, where: Mapping[Action, GridCell]) -> None:
     sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     taken: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for action in where:
@@ -187,7 +189,7 @@ def _check_in_flight(schedule: Schedule, in_flight: Sequence[int]) -> None:
     if len(in_flight) != len(schedule):
         raise UsageError(f"in_flight has {len(in_flight)} bounds for {len(schedule)} ranks. Give one per rank.")
     for rank, (row, bound) in enumerate(zip(schedule, in_flight)):
-        for index, kept in enumerate(activations_kept(row)):
+        for index, kept in enumerate(in_flight_counts(row)):
             if kept > bound:
                 several = any(action.chunk != rank for action in row)
                 what = "(chunk, microbatch) pairs" if several else "microbatches"

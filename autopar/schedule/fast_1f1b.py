@@ -18,7 +18,7 @@ Vector = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Way:
+class Direction:
     """One direction through the pipeline, its stages in the order in which it visits them.
 
     ``done[s]`` is when stage s ended its latest action of this way, ``history[s, i]`` that of microbatch i where
@@ -70,28 +70,30 @@ def pipeline_seconds(
     back = {(last - src, last - dst): seconds for (src, dst), seconds in transfers.items() if src > dst}
     # A tensor that skips stages makes its source wait for a gradient, be it one that takes no time to send.
     back = {(last - dst, last - src): 0.0 for src, dst in transfers if src < dst} | back
-    forward = new_way(forward_seconds, {pair: t for pair, t in transfers.items() if pair[0] < pair[1]}, microbatches)
-    backward = new_way(backward_seconds[::-1], back, microbatches)
+    forward = new_direction(
+        forward_seconds, {pair: t for pair, t in transfers.items() if pair[0] < pair[1]}, microbatches
+    )
+    backward = new_direction(backward_seconds[::-1], back, microbatches)
     free = np.zeros(stages)
-    turned = free[::-1]  # a view: the backward visits the same ranks the other way
+    free_reversed = free[::-1]  # a view: the backward visits the same ranks the other way
     factors = np.array(sizes[::-1], dtype=float)
     if schedule == "gpipe":
-        for way, ranks in ((forward, free), (backward, turned)):
+        for direction, ranks in ((forward, free), (backward, free_reversed)):
             for front in range(stages + microbatches - 1):
-                way.advance(ranks, front, 1, factors)
+                direction.advance(ranks, front, 1, factors)
     else:
         for front in range(2 * (stages + microbatches - 1)):
             forward.advance(free, front, 2, factors)
             if front >= stages:
-                backward.advance(turned, front - stages, 2, factors)
+                backward.advance(free_reversed, front - stages, 2, factors)
     return float(free.max())
 
 
-def new_way(seconds: Sequence[float], transfers: Mapping[tuple[int, int], float], microbatches: int) -> Way:
+def new_direction(seconds: Sequence[float], transfers: Mapping[tuple[int, int], float], microbatches: int) -> Direction:
     """A way at the start of the step."""
     stages = len(seconds)
     skips = [(src, dst, t) for (src, dst), t in transfers.items() if dst - src > 1]
-    return Way(
+    return Direction(
         seconds=np.array(seconds),
         hop=np.array([0.0] + [transfers.get((s, s + 1), 0.0) for s in range(stages - 1)]),
         skips=skips,

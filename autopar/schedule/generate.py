@@ -21,7 +21,7 @@ def forward_only(rank: int, pp: int, microbatches: int, chunks: int, ahead: int 
     """Actions of a rank for inference: every forward, no backward; chunks take turns as in `interleaved`."""
     return tuple(
         Action("F", rank + chunk * pp, i)
-        for group in groups(pp, microbatches, ahead)
+        for group in microbatch_groups(pp, microbatches, ahead)
         for chunk in range(chunks)
         for i in group
     )
@@ -57,7 +57,7 @@ def interleaved(rank: int, pp: int, microbatches: int, chunks: int, ahead: int =
     forwards = forward_only(rank, pp, microbatches, chunks, ahead)
     backwards = tuple(
         Action("B", rank + chunk * pp, i)
-        for group in groups(pp, microbatches, ahead)
+        for group in microbatch_groups(pp, microbatches, ahead)
         for chunk in reversed(range(chunks))
         for i in group
     )
@@ -77,14 +77,14 @@ def interleaved_overlap(rank: int, pp: int, microbatches: int, chunks: int) -> t
 
     Source: Narayanan et al. 2021, section 2.2.2, for the order; the size of the groups by simulation.
     """
-    return interleaved(rank, pp, microbatches, chunks, OVERLAP)
+    return interleaved(rank, pp, microbatches, chunks, OVERLAP_EXTRA)
 
 
 # Microbatches of a group beyond the number of ranks, of `interleaved_overlap`.
-OVERLAP = 1
+OVERLAP_EXTRA = 1
 
 
-def groups(pp: int, microbatches: int, ahead: int = 0) -> tuple[range, ...]:
+def microbatch_groups(pp: int, microbatches: int, ahead: int = 0) -> tuple[range, ...]:
     """Microbatches in groups of at least n = pp + ahead, fewer than 2·n and as equal as possible, larger ones first;
     one group where there are fewer than n.
 
@@ -100,7 +100,7 @@ def groups(pp: int, microbatches: int, ahead: int = 0) -> tuple[range, ...]:
 def may_overlap(pp: int, microbatches: int) -> bool:
     """Whether `interleaved_overlap` is another order than `interleaved`: not with fewer than 2·pp microbatches, nor
     where those groups have pp + 1 already."""
-    return groups(pp, microbatches, OVERLAP) != groups(pp, microbatches)
+    return microbatch_groups(pp, microbatches, OVERLAP_EXTRA) != microbatch_groups(pp, microbatches)
 
 
 def warmup(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> int:
@@ -111,7 +111,7 @@ def warmup(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -
     them take as long where transfers are free, and keep less: this is 1F1B.
     """
     later = pp - rank - 1
-    return later if chunks == 1 else (chunks - 1) * len(groups(pp, microbatches, ahead)[0]) + 2 * later
+    return later if chunks == 1 else (chunks - 1) * len(microbatch_groups(pp, microbatches, ahead)[0]) + 2 * later
 
 
 def interleaved_in_flight(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> int:
@@ -120,21 +120,23 @@ def interleaved_in_flight(rank: int, pp: int, microbatches: int, chunks: int, ah
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ScheduleSpec:
     """A rank's actions, and the most (chunk, microbatch) pairs it keeps activations of; both from (rank, pp,
     microbatches, chunks). ``several`` says whether a rank may have more than one chunk."""
 
     actions: Callable[[int, int, int, int], tuple[Action, ...]]
     max_in_flight: Callable[[int, int, int, int], int]
-    several: bool = False
+    allows_chunks: bool = False
 
 
-RECIPES: Mapping[str, Recipe] = {
-    "forward-only": Recipe(forward_only, lambda rank, pp, microbatches, chunks: 0, several=True),
-    "gpipe": Recipe(gpipe, lambda rank, pp, microbatches, chunks: microbatches),
-    "1f1b": Recipe(one_f_one_b, interleaved_in_flight),
-    "interleaved": Recipe(interleaved, interleaved_in_flight, several=True),
-    "interleaved-overlap": Recipe(interleaved_overlap, partial(interleaved_in_flight, ahead=OVERLAP), several=True),
+SCHEDULES: Mapping[str, ScheduleSpec] = {
+    "forward-only": ScheduleSpec(forward_only, lambda rank, pp, microbatches, chunks: 0, allows_chunks=True),
+    "gpipe": ScheduleSpec(gpipe, lambda rank, pp, microbatches, chunks: microbatches),
+    "1f1b": ScheduleSpec(one_f_one_b, interleaved_in_flight),
+    "interleaved": ScheduleSpec(interleaved, interleaved_in_flight, allows_chunks=True),
+    "interleaved-overlap": ScheduleSpec(
+        interleaved_overlap, partial(interleaved_in_flight, ahead=OVERLAP_EXTRA), allows_chunks=True
+    ),
 }
 
 
@@ -144,8 +146,8 @@ def generate(name: str, pp: int, microbatches: int, chunks: int = 1) -> Schedule
     Raises:
         UsageError: no schedule has that name, or a number is below 1 or more than the schedule has.
     """
-    recipe = _recipe(name, pp, microbatches, chunks)
-    return tuple(recipe.actions(rank, pp, microbatches, chunks) for rank in range(pp))
+    spec = _schedule_spec(name, pp, microbatches, chunks)
+    return tuple(spec.actions(rank, pp, microbatches, chunks) for rank in range(pp))
 
 
 def max_in_flight(name: str, rank: int, pp: int, microbatches: int, chunks: int = 1) -> int:
@@ -160,37 +162,39 @@ def max_in_flight(name: str, rank: int, pp: int, microbatches: int, chunks: int 
         UsageError: no schedule has that name, the rank is not in the pipeline, or a number is below 1 or more than the
             schedule has.
     """
-    recipe = _recipe(name, pp, microbatches, chunks)
+    spec = _schedule_spec(name, pp, microbatches, chunks)
     if not 0 <= rank < pp:
         raise UsageError(f"Rank {rank} is not in a pipeline of {pp} ranks. Give a rank from 0 to {pp - 1}.")
-    return recipe.max_in_flight(rank, pp, microbatches, chunks)
+    return spec.max_in_flight(rank, pp, microbatches, chunks)
 
 
 @lru_cache(maxsize=256)
-def kept_at_once(name: str, rank: int, pp: int, microbatches: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+def in_flight_profiles(
+    name: str, rank: int, pp: int, microbatches: int, chunks: int = 1
+) -> tuple[tuple[int, ...], ...]:
     """How many microbatches of each of its chunks a rank keeps activations of, at every moment that no other exceeds in
     all of them. Fullest first, in pairs together: its sum is `max_in_flight`. Raises as that does.
     """
     row = generate(name, pp, microbatches, chunks)[rank]
-    kept, moments = [0] * chunks, {(0,) * chunks}
+    kept, profiles = [0] * chunks, {(0,) * chunks}
     trained = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
     for action in row:
         if (action.chunk, action.microbatch) in trained:
             kept[action.chunk // pp] += 1 if action.kind == "F" else -1
-            moments.add(tuple(kept))
-    exceeded = {m for m in moments for other in moments if m != other and all(a <= b for a, b in zip(m, other))}
-    return tuple(sorted(moments - exceeded, key=lambda moment: (-sum(moment), moment)))
+            profiles.add(tuple(kept))
+    dominated = {m for m in profiles for other in profiles if m != other and all(a <= b for a, b in zip(m, other))}
+    return tuple(sorted(profiles - dominated, key=lambda moment: (-sum(moment), moment)))
 
 
-def _recipe(name: str, pp: int, microbatches: int, chunks: int) -> Recipe:
-    if name not in RECIPES:
-        near = get_close_matches(name.lower(), RECIPES, n=1)
+def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int) -> ScheduleSpec:
+    if name not in SCHEDULES:
+        near = get_close_matches(name.lower(), SCHEDULES, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"No schedule is named {name!r}. Known schedules: {', '.join(RECIPES)}.{hint}")
+        raise UsageError(f"No schedule is named {name!r}. Known schedules: {', '.join(SCHEDULES)}.{hint}")
     for label, number in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise UsageError(f"Schedule {name} with {label}={number}: {label} must be at least 1.")
-    if chunks > 1 and not RECIPES[name].several:
+    if chunks > 1 and not SCHEDULES[name].allows_chunks:
         several = " or ".join(INTERLEAVED)
         raise UsageError(f"Schedule {name} with chunks={chunks}: it has one chunk a rank. Use {several}, or chunks=1.")
-    return RECIPES[name]
+    return SCHEDULES[name]

@@ -27,7 +27,7 @@ class Links:
         Raises:
             UsageError: an edge does not go from a lower to a higher chunk of the pipeline.
         """
-        pairs = sorted(set(consecutive(num_chunks) if edges is None else edges))
+        pairs = sorted(set(chain_edges(num_chunks) if edges is None else edges))
         for src, dst in pairs:
             if not 0 <= src < dst < num_chunks:
                 raise UsageError(
@@ -55,20 +55,22 @@ class Links:
         return own + self.before(action)
 
 
-def consecutive(num_chunks: int) -> tuple[tuple[int, int], ...]:
+def chain_edges(num_chunks: int) -> tuple[tuple[int, int], ...]:
     """The edges of a plain chain of chunks."""
     return tuple((chunk, chunk + 1) for chunk in range(num_chunks - 1))
 
 
 @dataclass(frozen=True)
-class Progress(Generic[Node]):
+class TopologicalOrder(Generic[Node]):
     """``order``: (row, node) as they can run. ``stuck``: per row that does not end, its next node and what it lacks."""
 
     order: tuple[tuple[int, Node], ...]
     stuck: Mapping[int, tuple[Node, Node]]
 
 
-def progress(rows: Sequence[Sequence[Node]], needs: Callable[[Node], Iterable[Node]]) -> Progress[Node]:
+def topological_order(
+    rows: Sequence[Sequence[Node]], needs: Callable[[Node], Iterable[Node]]
+) -> TopologicalOrder[Node]:
     """How far rows of nodes get when each row runs in order and a node waits for all its ``needs``.
 
     A row that waits is looked at again only when the node it waits for has run, so the time is linear in nodes and
@@ -94,10 +96,10 @@ def progress(rows: Sequence[Sequence[Node]], needs: Callable[[Node], Iterable[No
             order.append((row, node))
             position[row] += 1
             ready.extend(waiting.pop(node, ()))
-    return Progress(tuple(order), stuck)
+    return TopologicalOrder(tuple(order), stuck)
 
 
-def circle(stuck: Mapping[int, tuple[Node, Node]], row_of: Callable[[Node], int | None]) -> tuple[int, ...]:
+def wait_cycle(stuck: Mapping[int, tuple[Node, Node]], row_of: Callable[[Node], int | None]) -> tuple[int, ...]:
     """Rows that wait for each other in a circle, or those that wait in turn for a node that is in no row."""
     path: list[int] = []
     row: int | None = min(stuck)
@@ -113,11 +115,11 @@ def run_order(schedule: Schedule, links: Links) -> tuple[tuple[int, Action], ...
     Raises:
         ScheduleError: the ranks wait for each other for ever, or for an action that is nowhere.
     """
-    reached = progress(schedule, links.needs)
+    reached = topological_order(schedule, links.needs)
     if not reached.stuck:
         return reached.order
     where = {action: (rank, index) for rank, row in enumerate(schedule) for index, action in enumerate(row)}
-    ranks = circle(reached.stuck, lambda action: where[action][0] if action in where else None)
+    ranks = wait_cycle(reached.stuck, lambda action: where[action][0] if action in where else None)
     words = []
     for rank in ranks:
         action, missing = reached.stuck[rank]
@@ -125,8 +127,8 @@ def run_order(schedule: Schedule, links: Links) -> tuple[tuple[int, Action], ...
             words.append(f"rank {rank} waits before {action} for {missing}, which no rank runs")
             continue
         other = where[missing][0]
-        held = reached.stuck[other][0]
-        reason = f"is held up on rank {other}" if held == missing else f"rank {other} runs only after {held}"
+        blocker = reached.stuck[other][0]
+        reason = f"is held up on rank {other}" if blocker == missing else f"rank {other} runs only after {blocker}"
         words.append(f"rank {rank} waits before {action} for {missing}, which {reason}")
     raise ScheduleError(
         f"The schedule comes to a halt: {'; '.join(words)}. Move or add the awaited action.\n"

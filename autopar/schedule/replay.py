@@ -9,7 +9,7 @@ from functools import lru_cache
 from autopar.schedule.actions import Action
 from autopar.schedule.fast_1f1b import pipeline_seconds
 from autopar.schedule.generate import generate
-from autopar.schedule.order import Links, consecutive, run_order
+from autopar.schedule.order import Links, chain_edges, run_order
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def steps_of(
 ) -> tuple[Step, ...]:
     """The actions of a schedule in an order in which they can run; ``skips`` are edges beside those of the chain."""
     num_chunks = pp * chunks
-    links = Links.of([*consecutive(num_chunks), *skips], num_chunks)
+    links = Links.of([*chain_edges(num_chunks), *skips], num_chunks)
     order = run_order(generate(schedule, pp, microbatches, chunks), links)
     number = {action: i for i, (_, action) in enumerate(order)}
 

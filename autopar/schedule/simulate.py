@@ -7,8 +7,8 @@ from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import UsageError
 from autopar.schedule.actions import Action, Schedule
-from autopar.schedule.check import activations_kept
-from autopar.schedule.order import Links, consecutive, run_order
+from autopar.schedule.check import in_flight_counts
+from autopar.schedule.order import Links, chain_edges, run_order
 from autopar.schedule.timeline import Span, Timeline
 
 
@@ -37,7 +37,7 @@ def simulate(
     num_microbatches = 1 + max((action.microbatch for row in schedule for action in row), default=-1)
     factors = [1.0] * num_microbatches if sizes is None else sizes
     num_chunks = len(forward_seconds)
-    edges = {*consecutive(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
+    edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
     _validate(schedule, forward_seconds, backward_seconds, transfers, factors, num_microbatches, edges)
     links = Links.of(edges, num_chunks)
 
@@ -54,7 +54,7 @@ def simulate(
         busy[rank] += seconds
         spans.append(Span(rank, action, start, start + seconds))
     spans.sort(key=lambda span: span.rank)
-    return Timeline(tuple(spans), tuple(busy), tuple(max(activations_kept(row), default=0) for row in schedule))
+    return Timeline(tuple(spans), tuple(busy), tuple(max(in_flight_counts(row), default=0) for row in schedule))
 
 
 def one_f_one_b_seconds(stage_seconds: Sequence[float], microbatches: int) -> float:

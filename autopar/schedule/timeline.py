@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.schedule.actions import Action
 
 COLUMNS = 100
-WIDEST_CELL = 8
+MAX_ACTION_CELLS = 8
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _scale(timeline: Timeline, columns: int) -> float:
     )
     if not shortest:
         return 0.0
-    whole = min(WIDEST_CELL, int(columns * shortest / timeline.step_seconds + 1e-9))
+    whole = min(MAX_ACTION_CELLS, int(columns * shortest / timeline.step_seconds + 1e-9))
     return whole / shortest if whole else columns / timeline.step_seconds
 
 

@@ -8,13 +8,13 @@ from math import prod
 from typing import Any
 
 from autopar.ir.graph import Op
-from autopar.sharding.rule import Dims, Rule, has
+from autopar.sharding.rule import Dims, Rule, has_letter
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Call:
+class BoundCall:
     """An operation at its shapes. A tensor that stands at two positions is two operands here."""
 
     op: Op
@@ -26,7 +26,7 @@ class Call:
         return argument(self.op, position, name, default)
 
 
-Function = Callable[[Call], Rule | None]
+RuleFunction = Callable[[BoundCall], Rule | None]
 
 
 def argument(op: Op, position: int, name: str, default: Any = None) -> Any:
@@ -34,8 +34,8 @@ def argument(op: Op, position: int, name: str, default: Any = None) -> Any:
     return op.args[position] if len(op.args) > position else dict(op.kwargs).get(name, default)
 
 
-def build(
-    call: Call,
+def make_rule(
+    call: BoundCall,
     operands: Sequence[Dims],
     outputs: Sequence[Dims],
     *,
@@ -56,27 +56,27 @@ def build(
     tensors = [*zip(operands, call.operands), *zip(outputs, call.outputs)]
     if len(operands) != len(call.operands) or len(outputs) != len(call.outputs):
         return None
-    known = dict(sizes or {})
+    size_of = dict(sizes or {})
     for dims, shape in tensors:
         if len(dims) != len(shape):
             return None
-        known |= {dim[0]: size for dim, size in zip(dims, shape) if len(dim) == 1 and dim[0] not in known}
-    if any(prod(known[x] for x in dim) != size for dims, shape in tensors for dim, size in zip(dims, shape) if dim):
+        size_of |= {dim[0]: size for dim, size in zip(dims, shape) if len(dim) == 1 and dim[0] not in size_of}
+    if any(prod(size_of[x] for x in dim) != size for dims, shape in tensors for dim, size in zip(dims, shape) if dim):
         return None
-    everywhere = {letter for letter in known if outputs and all(has(dims, letter) for dims in outputs)}
-    nowhere = {letter for letter in known if not any(has(dims, letter) for dims in outputs)}
+    everywhere = {letter for letter in size_of if outputs and all(has_letter(dims, letter) for dims in outputs)}
+    nowhere = {letter for letter in size_of if not any(has_letter(dims, letter) for dims in outputs)}
     free = everywhere | (nowhere & (set(summed) | set(unread)))
-    used = {letter: size for letter, size in known.items() if any(has(dims, letter) for dims, _ in tensors)}
-    held = frozenset(letter for letter in used if letter not in free) | frozenset(whole) & frozenset(used)
-    return Rule(tuple(operands), tuple(outputs), used, held, frozenset(added), frozenset(unread) & frozenset(used))
+    used = {letter: size for letter, size in size_of.items() if any(has_letter(dims, letter) for dims, _ in tensors)}
+    unsplit = frozenset(letter for letter in used if letter not in free) | frozenset(whole) & frozenset(used)
+    return Rule(tuple(operands), tuple(outputs), used, unsplit, frozenset(added), frozenset(unread) & frozenset(used))
 
 
-def numbered(shape: Shape, prefix: str = "d") -> Dims:
+def dim_letters(shape: Shape, prefix: str = "d") -> Dims:
     """A letter for each dim: d0, d1, …"""
     return tuple((f"{prefix}{i}",) for i in range(len(shape)))
 
 
-def aligned(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
+def broadcast_letters(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
     """Letters of a tensor that is broadcast onto a shape; None where it cannot be.
 
     Args:
@@ -88,7 +88,7 @@ def aligned(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
     return tuple(letters[lead + i] if size == onto[lead + i] else () for i, size in enumerate(shape))
 
 
-def broadcast(shapes: Sequence[Shape]) -> Shape | None:
+def broadcast_shape(shapes: Sequence[Shape]) -> Shape | None:
     """The shape that shapes broadcast to together; None where they do not."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
@@ -101,7 +101,7 @@ def ints(value: Any) -> tuple[int, ...]:
     return value if isinstance(value, tuple) else (value,)
 
 
-def wrapped(dims: Any, rank: int) -> frozenset[int]:
+def dims_from_front(dims: Any, rank: int) -> frozenset[int]:
     """Dims counted from the front; all of them where none are given."""
-    given = () if dims is None else ints(dims)
-    return frozenset(dim % rank for dim in given) if given and rank else frozenset(range(rank))
+    listed = () if dims is None else ints(dims)
+    return frozenset(dim % rank for dim in listed) if listed and rank else frozenset(range(rank))

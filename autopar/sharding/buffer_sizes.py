@@ -8,7 +8,7 @@
 | all-to-all | a part |
 
 An operator of `autopar.ops.collectives` runs one of them for the tensor and one for its gradient, which has the same
-dtype (`autopar.sharding.reshard.SENDS`); ``pad``, ``first_rank`` and ``share_gradient`` run none. One of
+dtype (`autopar.sharding.reshard.COLLECTIVES`); ``pad``, ``first_rank`` and ``share_gradient`` run none. One of
 `autopar.ops.async_tp` takes no more than the two operations in whose place codegen puts it:
 
 | operator | forward | backward | in place of |
@@ -29,29 +29,30 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 from autopar.ir.graph import DTYPE_BYTES, Op
-from autopar.sharding.reshard import Kind, Step, step_of
+from autopar.ir.hardware import CollectiveKind
+from autopar.sharding.reshard import ReshardStep, reshard_step
 
 # Elements on each board, by those of the whole tensor and the number of ranks.
-TAKEN: Mapping[Kind, Callable[[int, int], int]] = {
+BUFFER_NUMEL: Mapping[CollectiveKind, Callable[[int, int], int]] = {
     "all-reduce": lambda whole, ranks: -(-whole // ranks) * ranks,
     "all-gather": lambda whole, ranks: whole // ranks,
     "reduce-scatter": lambda whole, ranks: whole,
     "all-to-all": lambda whole, ranks: whole // ranks,
 }
-MAKE_A_PART = ("reduce_scatter", "all_to_all", "shard")
+PART_RESULTS = ("reduce_scatter", "all_to_all", "shard")
 
 
 def symmetric_buffer_bytes(op: Op, axis: str, ranks: int) -> Iterator[int]:
     """How much of a board an operation takes if it communicates over an axis, forward and backward, byte."""
-    step = step_of(op)
+    step = reshard_step(op)
     if step is not None and axis in step.args:
-        yield from taken(step, op, ranks)
+        yield from collective_buffer_bytes(step, op, ranks)
 
 
-def taken(step: Step, op: Op, ranks: int) -> Iterator[int]:
+def collective_buffer_bytes(step: ReshardStep, op: Op, ranks: int) -> Iterator[int]:
     """The same for the tensor, and for its gradient if it has one."""
-    (made,) = op.outputs
-    whole = prod(made.shape) * (ranks if step.name in MAKE_A_PART else 1)
-    for kind in (step.forward, step.backward if made.requires_grad else None):
+    (result,) = op.outputs
+    whole = prod(result.shape) * (ranks if step.name in PART_RESULTS else 1)
+    for kind in (step.forward, step.backward if result.requires_grad else None):
         if kind is not None:
-            yield TAKEN[kind](whole, ranks) * DTYPE_BYTES[made.dtype]
+            yield BUFFER_NUMEL[kind](whole, ranks) * DTYPE_BYTES[result.dtype]

@@ -11,14 +11,14 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Op, Ref
-from autopar.sharding.reshard import Step, step_of
+from autopar.sharding.reshard import ReshardStep, reshard_step
 
 LINEAR = "aten.linear.default"
 FIRST_DIM = (0, 1)  # dim and outer
 
 
 @dataclass(frozen=True)
-class Joined:
+class FusableLinear:
     """A layer and a collective, one of which alone reads what the other makes, and the operator that is both."""
 
     layer: Op
@@ -31,25 +31,25 @@ class Joined:
         return self.layer if self.operator == "scattered_rows_linear" else self.collective
 
 
-def joined(ops: Sequence[Op], kept: Collection[str]) -> Iterator[Joined]:
+def find_fusable(ops: Sequence[Op], kept: Collection[str]) -> Iterator[FusableLinear]:
     """The layers and collectives that become one operation, each once.
 
     Args:
         kept: values that others than these operations read too.
     """
     readers = Counter(name for op in ops for name in op.reads)
-    made = {op.outputs[0].name: op for op in ops if op.outputs}
-    taken: set[str] = set()
+    producer = {op.outputs[0].name: op for op in ops if op.outputs}
+    fused: set[str] = set()
     for op in ops:
         x, *others = op.args or (None,)
-        if not isinstance(x, Ref) or x in others or x.name not in made or readers[x.name] != 1 or x.name in kept:
+        if not isinstance(x, Ref) or x in others or x.name not in producer or readers[x.name] != 1 or x.name in kept:
             continue
-        first = made[x.name]
-        if is_layer(op) and (name := before_layer(step_of(first), first.outputs[0].requires_grad)):
-            taken.add(op.name)
-            yield Joined(op, first, name)
-        elif is_layer(first) and first.name not in taken and (name := behind_layer(step_of(op))):
-            yield Joined(first, op, name)
+        first = producer[x.name]
+        if is_layer(op) and (name := before_layer(reshard_step(first), first.outputs[0].requires_grad)):
+            fused.add(op.name)
+            yield FusableLinear(op, first, name)
+        elif is_layer(first) and first.name not in fused and (name := after_layer(reshard_step(op))):
+            yield FusableLinear(first, op, name)
 
 
 def is_layer(op: Op) -> bool:
@@ -57,7 +57,7 @@ def is_layer(op: Op) -> bool:
     return op.target == LINEAR and len(op.outputs[0].shape) > 1 and "complex" not in op.outputs[0].dtype
 
 
-def before_layer(step: Step | None, trained: bool) -> str | None:
+def before_layer(step: ReshardStep | None, trained: bool) -> str | None:
     """The operator that is a layer and the step that makes what it reads; None where they stay two.
 
     Such a step brings a tensor to all ranks, each of which has a summand of its gradient.
@@ -71,6 +71,6 @@ def before_layer(step: Step | None, trained: bool) -> str | None:
     return "gathered_rows_linear" if step.args[:2] == FIRST_DIM else "gathered_linear"
 
 
-def behind_layer(step: Step | None) -> str | None:
+def after_layer(step: ReshardStep | None) -> str | None:
     """The same of a step that reads what a layer makes."""
     return "scattered_rows_linear" if step and step.name == "reduce_scatter" and step.args[:2] == FIRST_DIM else None

@@ -9,12 +9,12 @@ from itertools import zip_longest
 from typing import Any
 
 from autopar.ir.graph import Op, Ref, refs
-from autopar.sharding.bound_call import Call, Function, Shape
+from autopar.sharding.bound_call import BoundCall, RuleFunction, Shape
 from autopar.sharding.parse import bind
 from autopar.sharding.rule import Dims, Rule
 from autopar.sharding.table import RULES, UPDATING
 
-Entry = str | Function
+Entry = str | RuleFunction
 
 
 def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
@@ -31,19 +31,20 @@ def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
     slots = {name: Ref(str(number)) for number, name in enumerate(op.reads)}
     args, kwargs = (in_slots(tree, slots) for tree in (op.args, op.kwargs))
     shapes = tuple(tuple(shape_of(name)) for name in op.reads)
-    return bound(RULES[key], Op("", op.target, args, kwargs, (), ""), shapes, tuple(v.shape for v in op.outputs))
+    outputs = tuple(v.shape for v in op.outputs)
+    return rule_of_entry(RULES[key], Op("", op.target, args, kwargs, (), ""), shapes, outputs)
 
 
 @lru_cache(maxsize=4096)
-def bound(entry: Entry, op: Op, shapes: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule | None:
+def rule_of_entry(entry: Entry, op: Op, shapes: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule | None:
     """The rule that an entry of `RULES` gives for an operation, whose references are numbers of its operands.
 
     A model's operations are few but for names, and each is asked for at every number of ranks.
     """
     occurrences = tuple(refs((op.args, tuple(value for _, value in op.kwargs))))
-    call = Call(op, tuple(shapes[int(number)] for number in occurrences), outputs)
+    call = BoundCall(op, tuple(shapes[int(number)] for number in occurrences), outputs)
     rule = bind(entry, call) if isinstance(entry, str) else entry(call)
-    return rule and merged(rule, occurrences)
+    return rule and merge_repeated(rule, occurrences)
 
 
 def in_slots(tree: Any, slots: Mapping[str, Ref]) -> Any:
@@ -59,7 +60,7 @@ def key_of(target: str) -> str | None:
     return next((key for key in (overload, overload.rpartition(".")[0]) if key in RULES), None)
 
 
-def merged(rule: Rule, occurrences: tuple[str, ...]) -> Rule:
+def merge_repeated(rule: Rule, occurrences: tuple[str, ...]) -> Rule:
     """The same rule with one operand for each distinct tensor.
 
     Where a tensor stands at several positions, what is not the same letter at all of them is whole.

@@ -42,7 +42,9 @@ class Rule:
             assert twice <= self.whole, f"{self} has {twice} in two dims of one tensor"
             assert set(letters) <= set(self.sizes), f"{self} does not know the size of every letter"
         for letter in self.free:
-            assert sum(has(dims, letter) for dims in self.outputs) in (0, len(self.outputs)), f"{letter} in {self}"
+            assert sum(has_letter(dims, letter) for dims in self.outputs) in (0, len(self.outputs)), (
+                f"{letter} in {self}"
+            )
 
     @cached_property
     def free(self) -> tuple[str, ...]:
@@ -78,7 +80,7 @@ class Strategy:
     outputs: tuple[Layout, ...]
 
 
-def has(dims: Dims, letter: str) -> bool:
+def has_letter(dims: Dims, letter: str) -> bool:
     """Whether a tensor has a letter."""
     return any(letter in dim for dim in dims)
 
@@ -100,11 +102,11 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     letter, parts = letter_and_parts(label)
     if letter not in rule.free or not rule.sizes[letter] or rule.sizes[letter] % (parts * ranks):
         return None
-    summed = not any(has(dims, letter) for dims in rule.outputs)
+    summed = not any(has_letter(dims, letter) for dims in rule.outputs)
 
     def read(number: int, dims: Dims) -> Layout:
-        if has(dims, letter):
-            return laid_out(rule, dims, letter, parts, axis)
+        if has_letter(dims, letter):
+            return letter_layout(rule, dims, letter, parts, axis)
         if letter in rule.unread:
             return REPLICATED
         return partial_layout(axis) if summed and number in rule.added else broadcast_layout(axis)
@@ -112,13 +114,13 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     def made(dims: Dims) -> Layout:
         if letter in rule.unread:
             return REPLICATED
-        return partial_layout(axis) if summed else laid_out(rule, dims, letter, parts, axis)
+        return partial_layout(axis) if summed else letter_layout(rule, dims, letter, parts, axis)
 
     operands = tuple(read(number, dims) for number, dims in enumerate(rule.operands))
     return Strategy(label, operands, tuple(map(made, rule.outputs)))
 
 
-def laid_out(rule: Rule, dims: Dims, letter: str, parts: int, axis: str) -> Layout:
+def letter_layout(rule: Rule, dims: Dims, letter: str, parts: int, axis: str) -> Layout:
     """The layout of a tensor that has the letter, split in that letter's ``parts`` parts."""
     dim = next(i for i, letters in enumerate(dims) if letter in letters)
     before = dims[dim][: dims[dim].index(letter)]
@@ -153,8 +155,8 @@ def by_operand(rule: Rule, number: int, layout: Layout, ranks: int) -> Strategy 
     Args:
         number: of the operand, as in ``Op.reads``.
     """
-    found = letter_of(rule, rule.operands[number], layout, ranks)
-    return strategy(rule, found, ranks, layout.splits[0].axis) if found else None
+    label = label_of_layout(rule, rule.operands[number], layout, ranks)
+    return strategy(rule, label, ranks, layout.splits[0].axis) if label else None
 
 
 def by_output(rule: Rule, number: int, layout: Layout, ranks: int) -> Strategy | None:
@@ -163,11 +165,11 @@ def by_output(rule: Rule, number: int, layout: Layout, ranks: int) -> Strategy |
     Args:
         number: of the output, as in ``Op.outputs``.
     """
-    found = letter_of(rule, rule.outputs[number], layout, ranks)
-    return strategy(rule, found, ranks, layout.splits[0].axis) if found else None
+    label = label_of_layout(rule, rule.outputs[number], layout, ranks)
+    return strategy(rule, label, ranks, layout.splits[0].axis) if label else None
 
 
-def letter_of(rule: Rule, dims: Dims, layout: Layout, ranks: int) -> str | None:
+def label_of_layout(rule: Rule, dims: Dims, layout: Layout, ranks: int) -> str | None:
     """The label whose letter holds the digit that a layout splits; None where the digit lies across letters."""
     if len(layout.splits) != 1 or layout.partial or layout.partial_gradient:
         return None

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.graph import Op
 from autopar.ops.registry import named_arguments
-from autopar.sharding.fuse_linear import Joined, joined
+from autopar.sharding.fuse_linear import FusableLinear, find_fusable
 
 
 def overlapped(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
@@ -17,13 +17,13 @@ def overlapped(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
     Args:
         kept: values that others than these operations read too.
     """
-    pairs = list(joined(ops, kept))
+    pairs = list(find_fusable(ops, kept))
     second = {(p.layer if p.first is p.collective else p.collective).name: one_operation(p) for p in pairs}
     first = {p.first.name for p in pairs}
     return [second.get(op.name, op) for op in ops if op.name not in first]
 
 
-def one_operation(pair: Joined) -> Op:
+def one_operation(pair: FusableLinear) -> Op:
     """What makes the results of the later one of a layer and a collective."""
     given, collective = named_arguments(pair.layer), pair.collective
     behind = pair.first is pair.layer

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from autopar.ir.graph import Op
 from autopar.ir.hardware import Hardware
 from autopar.ir.strategies import ReshardingCost
-from autopar.sharding.reshard import Step
+from autopar.sharding.reshard import ReshardStep
 
 
 def is_collective(op: Op) -> bool:
@@ -21,7 +21,7 @@ def total(parts: Iterable[ReshardingCost]) -> ReshardingCost:
     return ReshardingCost(sum(c.forward_seconds for c in listed), sum(c.backward_seconds for c in listed))
 
 
-def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> ReshardingCost:
+def step_seconds(step: ReshardStep, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> ReshardingCost:
     """Time of one step: what it communicates between neighbours, or the copy that it makes.
 
     What a collective copies before and after communicating is not counted.
@@ -42,6 +42,6 @@ def step_seconds(step: Step, num_bytes: float, trained: bool, hardware: Hardware
     return ReshardingCost(forward, backward)
 
 
-def whole_bytes(step: Step, source_bytes: float, made_bytes: float, ranks: int) -> float:
+def whole_bytes(step: ReshardStep, source_bytes: float, made_bytes: float, ranks: int) -> float:
     """Size of the whole tensor that a step takes a rank's part of, or leaves a rank's part of, or both."""
     return source_bytes * ranks if step.name == "all_to_all" else max(source_bytes, made_bytes)

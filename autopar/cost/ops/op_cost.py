@@ -12,11 +12,11 @@ from autopar.cost.ops.collective_cost import is_collective, step_seconds, whole_
 from autopar.cost.ops.memory_traffic import added_to, backward_bytes, forward_bytes, summed_bytes
 from autopar.cost.ops.op_stats import ATTENTION, Facts, OpStats, storage_of
 from autopar.ir.graph import Graph, Op, Ref
-from autopar.ir.hardware import Hardware, Kind
+from autopar.ir.hardware import Hardware, OpKind
 from autopar.ir.layout import TP
 from autopar.ops.registry import named_arguments
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
-from autopar.sharding.reshard import step_of
+from autopar.sharding.reshard import reshard_step
 
 # A complex product is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
@@ -105,7 +105,7 @@ class Pricing:
         return found
 
 
-def kind_of(op: Op, graph: Graph, flops: float) -> Kind:
+def kind_of(op: Op, graph: Graph, flops: float) -> OpKind:
     """Which efficiency curve an operation follows."""
     if op.target == ATTENTION:
         return "attention"
@@ -125,14 +125,14 @@ def is_depthwise(op: Op, graph: Graph) -> bool:
     return arguments["groups"] > 1 and shape[1] == 1
 
 
-def num_products(kind: Kind, facts: OpStats) -> int:
+def num_products(kind: OpKind, facts: OpStats) -> int:
     """How many equal kernels a backward is: a product for each gradient; attention has one kernel for all of its."""
     if kind in ("attention", "memory"):
         return 1
     return max(1, round(facts.backward_flops / facts.forward_flops))
 
 
-def has_sums(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
+def has_sums(op: Op, pricing: Pricing, kind: OpKind, products: int) -> bool:
     """Whether some gradient of an operation is a sum over samples that none of its products makes."""
     gradients = pricing.facts.ops[op.name].gradients
     if op.name not in pricing.batch_dependent or kind == "attention":
@@ -222,7 +222,7 @@ def factors_of(graph: Graph, facts: Facts, hardware: Hardware, batch: int, ranks
 def collective_cost(op: Op, pricing: Pricing) -> OpCost:
     """Seconds of an operation that sharding has inserted; backward only where a gradient comes back."""
     source, made = pricing.num_bytes(op.reads[0]), pricing.num_bytes(op.outputs[0].name)
-    step, trained = step_of(op), pricing.facts.ops[op.name].outputs[0].requires_grad
+    step, trained = reshard_step(op), pricing.facts.ops[op.name].outputs[0].requires_grad
     assert step is not None, f"{op.name}: {op.target} has no price"
     whole = whole_bytes(step, source, made, pricing.ranks)
     time = step_seconds(step, whole, trained, pricing.hardware, pricing.ranks)

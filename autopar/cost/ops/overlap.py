@@ -9,7 +9,7 @@ from autopar.cost.ops.op_cost import OpCost, Pricing
 from autopar.cost.ops.op_stats import Facts
 from autopar.ir.graph import Op, refs
 from autopar.ir.strategies import ReshardingCost
-from autopar.sharding.fuse_linear import joined
+from autopar.sharding.fuse_linear import find_fusable
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> M
         pricing: of what a rank runs.
     """
     found = dict(costs)
-    for pair in joined(pricing.graph.ops, frozenset(refs(pricing.graph.outputs))):
+    for pair in find_fusable(pricing.graph.ops, frozenset(refs(pricing.graph.outputs))):
         moved = costs[pair.collective.name]
         layer = products_of(pair.layer, costs[pair.layer.name], pricing.facts)
         left = exposed_seconds(

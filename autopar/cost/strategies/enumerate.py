@@ -29,7 +29,7 @@ from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.sharding.fuse_linear import before_layer, is_layer
-from autopar.sharding.reshard import steps
+from autopar.sharding.reshard import reshard_steps
 
 MAX_STRATEGIES = 8
 
@@ -208,7 +208,7 @@ def conversion(
         trained: whether a gradient comes back.
         layer: the products of a linear layer that alone reads it, if one does.
     """
-    *first, last = steps(made, read, TP, pricing.ranks)
+    *first, last = reshard_steps(made, read, TP, pricing.ranks)
     parts = [step_seconds(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
     operator = before_layer(last, trained)
     if operator is not None and layer is not None:

@@ -23,8 +23,8 @@ from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy
-from autopar.sharding.fuse_linear import behind_layer, is_layer
-from autopar.sharding.reshard import Step, steps
+from autopar.sharding.fuse_linear import after_layer, is_layer
+from autopar.sharding.reshard import ReshardStep, reshard_steps
 
 
 @dataclass(frozen=True)
@@ -190,9 +190,9 @@ class Costing:
 
     def converted(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
         """Each step once that leads from one layout into those wanted."""
-        taken: dict[Layout, Step] = {}
+        taken: dict[Layout, ReshardStep] = {}
         for layout in wanted:
-            way = steps(made, layout, TP, self.ranks)
+            way = reshard_steps(made, layout, TP, self.ranks)
             for step in way:
                 taken.setdefault(layout if step is way[-1] else REPLICATED, step)
         trained, num_bytes = name in self.setting.book.trained, self.pricing.num_bytes(name)
@@ -200,10 +200,10 @@ class Costing:
             seconds = step_seconds(step, num_bytes, trained, self.pricing.hardware, self.ranks)
             yield self.beside_layer(name, step, seconds) if len(taken) == 1 else seconds
 
-    def beside_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
+    def beside_layer(self, name: str, step: ReshardStep, seconds: ReshardingCost) -> ReshardingCost:
         """What is left of a step that alone reads a value, beside the linear layer that makes it."""
         op = next((op for op in self.members.ops if any(v.name == name for v in op.outputs)), None)
-        operator = behind_layer(step)
+        operator = after_layer(step)
         if operator is None or op is None or not is_layer(op):
             return seconds
         return exposed_seconds(operator, products_of(op, self.op_cost(op), self.pricing.facts), seconds, self.pricing)

@@ -12,7 +12,7 @@ from autopar.cost.strategies.candidate_splits import CandidateSplits, allowed, d
 from autopar.cost.strategies.rule_cache import RuleBook
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, TP, Layout
-from autopar.sharding.propagate import in_gradient, kept, replicated
+from autopar.sharding.propagate import replicated, storage_layout, without_gradient_sum
 from autopar.sharding.rule import Strategy, letter_and_parts
 
 
@@ -89,7 +89,7 @@ class GroupSharding:
 
     def weight_layout(self, name: str, book: RuleBook) -> Layout:
         """The layout in which a weight is kept for this group's readers."""
-        return REPLICATED if book.graph.weight[name].kind == "constant" else kept(set(self.layouts(name)))
+        return REPLICATED if book.graph.weight[name].kind == "constant" else storage_layout(set(self.layouts(name)))
 
 
 def follow(members: OpGroup, chosen: Strategy, target: Layout, setting: PropagationContext) -> GroupSharding:
@@ -159,7 +159,7 @@ def wanted_by(ops: Sequence[Op], op: Op, strategies: Mapping[str, Strategy], set
 def in_gradients(op: Op, found: Strategy, book: RuleBook) -> Strategy:
     """The strategy with nothing partial in a gradient that does not exist."""
     pairs = zip(op.reads, found.operands, strict=True)
-    operands = tuple(in_gradient(layout, name in book.trained) for name, layout in pairs)
+    operands = tuple(without_gradient_sum(layout, name in book.trained) for name, layout in pairs)
     return Strategy(found.label, operands, found.outputs)
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from autopar.ops import collectives
 from autopar.ops.async_tp.side_stream import on_side_stream
-from autopar.ops.collectives import on, parts, resized
+from autopar.ops.collectives import empty_resized, on, stack_parts
 
 
-def with_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+def send_and_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
     """What sending the gradient of ``x`` returns, and beside it the gradient of the weight."""
     with on_side_stream(x.device) as join:
         for_x = send()
@@ -33,8 +33,8 @@ def gathered_linear_backward(
 ) -> tuple[Tensor, Tensor]:
     """This rank's part of the gradient of a gathered ``x``, and the weight's."""
     rows = gradient.flatten(0, -2)
-    stacked = parts((rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
-    return with_weight_gradient(rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, overlapped=True))
+    stacked = stack_parts((rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
+    return send_and_weight_gradient(rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, overlapped=True))
 
 
 @torch.library.custom_op("autopar::summed_linear_backward", mutates_args=())
@@ -47,19 +47,19 @@ def summed_linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, axis: st
         on(axis).all_reduce(total, overlapped=True)
         return total
 
-    return with_weight_gradient(rows, x, send)
+    return send_and_weight_gradient(rows, x, send)
 
 
 @gathered_linear_backward.register_fake
 def _part_and_weight(
     gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
-    return resized(x, {dim: x.shape[dim] // ranks}), resized(weight, {})
+    return empty_resized(x, {dim: x.shape[dim] // ranks}), empty_resized(weight, {})
 
 
 @summed_linear_backward.register_fake
 def _whole_and_weight(gradient: Tensor, x: Tensor, weight: Tensor, axis: str) -> tuple[Tensor, Tensor]:
-    return resized(x, {}), resized(weight, {})
+    return empty_resized(x, {}), empty_resized(weight, {})
 
 
 class OverlappedLinear(torch.autograd.Function):

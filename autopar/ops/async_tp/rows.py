@@ -15,43 +15,43 @@ from torch import Tensor
 
 from autopar.ops.async_tp.input_grad import OverlappedLinear
 from autopar.ops.async_tp.side_stream import on_side_stream
-from autopar.ops.collectives import all_gather, on, resized
+from autopar.ops.collectives import all_gather, empty_resized, on
 
 Multiply = Callable[[Tensor, Tensor], None]  # rows, and where their product is written
 
 
-def linear_by(weight: Tensor, bias: Tensor | None) -> Multiply:
+def linear_into(weight: Tensor, bias: Tensor | None) -> Multiply:
     """What multiplies rows by ``weight`` [out, in]."""
 
-    def multiply(rows: Tensor, made: Tensor) -> None:
-        rows, made = rows.flatten(0, -2), made.flatten(0, -2)
+    def multiply(rows: Tensor, out: Tensor) -> None:
+        rows, out = rows.flatten(0, -2), out.flatten(0, -2)
         if bias is None:
-            torch.mm(rows, weight.t(), out=made)
+            torch.mm(rows, weight.t(), out=out)
         else:
-            torch.addmm(bias, rows, weight.t(), out=made)
+            torch.addmm(bias, rows, weight.t(), out=out)
 
     return multiply
 
 
-def gathered_and(multiply: Multiply, x: Tensor, columns: int, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
+def gather_and_multiply(multiply: Multiply, x: Tensor, columns: int, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
     """The product of all ranks' rows, of so many columns, and the rows themselves."""
     communicator = on(axis, ranks)
-    own, x = communicator.rank, x.contiguous()
-    whole, made = x.new_empty([ranks, *x.shape]), x.new_empty([ranks, *x.shape[:-1], columns])
+    rank, x = communicator.rank, x.contiguous()
+    whole, product = x.new_empty([ranks, *x.shape]), x.new_empty([ranks, *x.shape[:-1], columns])
     with on_side_stream(x.device) as join:
-        given = communicator.publish(x)
-    multiply(x, made[own])
-    whole[own].copy_(x)
+        published = communicator.publish(x)
+    multiply(x, product[rank])
+    whole[rank].copy_(x)
     join()
-    others = [some for some in (slice(own), slice(own + 1, ranks)) if len(whole[some])]
+    peer_slices = [some for some in (slice(rank), slice(rank + 1, ranks)) if len(whole[some])]
     with on_side_stream(x.device) as join:
-        for some in others:
-            whole[some].copy_(given[some])
-    for some in others:
-        multiply(given[some], made[some])
+        for peers in peer_slices:
+            whole[peers].copy_(published[peers])
+    for peers in peer_slices:
+        multiply(published[peers], product[peers])
     join()
     communicator.unpublish()
-    return made.flatten(0, 1), whole.flatten(0, 1)
+    return product.flatten(0, 1), whole.flatten(0, 1)
 
 
 @torch.library.custom_op(
@@ -63,7 +63,7 @@ def gathered_rows_linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
     """The layer of all ranks' rows, and these."""
-    return gathered_and(linear_by(weight, bias), x, len(weight), ranks, axis)
+    return gather_and_multiply(linear_into(weight, bias), x, len(weight), ranks, axis)
 
 
 @torch.library.custom_op(
@@ -73,7 +73,7 @@ def gathered_rows_linear_forward(
 )
 def scattered_rows_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
     """This rank's rows of the sum of all ranks' layers."""
-    communicator, multiply = on(axis, ranks), linear_by(weight, bias)
+    communicator, multiply = on(axis, ranks), linear_into(weight, bias)
     rows = x.contiguous().unflatten(0, (ranks, -1))
     made = x.new_empty([*rows.shape[:-1], len(weight)])
     for k in communicator.peer_order():
@@ -92,24 +92,24 @@ def scattered_rows_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x and weight, and the whole gradient of what the layer made."""
-    for_x, whole = gathered_and(linear_by(weight.t(), None), gradient, weight.shape[1], ranks, axis)
+    for_x, whole = gather_and_multiply(linear_into(weight.t(), None), gradient, weight.shape[1], ranks, axis)
     return for_x, whole.flatten(0, -2).t() @ x.flatten(0, -2), whole
 
 
 @gathered_rows_linear_forward.register_fake
 def _made_and_whole(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
-    whole = resized(x, {0: ranks * x.shape[0]})
-    return resized(whole, {x.dim() - 1: weight.shape[0]}), whole
+    whole = empty_resized(x, {0: ranks * x.shape[0]})
+    return empty_resized(whole, {x.dim() - 1: weight.shape[0]}), whole
 
 
 @scattered_rows_linear_forward.register_fake
 def _part(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
-    return resized(x, {0: x.shape[0] // ranks, x.dim() - 1: weight.shape[0]})
+    return empty_resized(x, {0: x.shape[0] // ranks, x.dim() - 1: weight.shape[0]})
 
 
 @scattered_rows_linear_backward.register_fake
 def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: str) -> tuple[Tensor, Tensor, Tensor]:
-    return resized(x, {}), resized(weight, {}), resized(gradient, {0: x.shape[0]})
+    return empty_resized(x, {}), empty_resized(weight, {}), empty_resized(gradient, {0: x.shape[0]})
 
 
 class _GatheredRowsLinear(OverlappedLinear):

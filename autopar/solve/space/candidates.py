@@ -10,7 +10,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
 from autopar.ir.plan import INTERLEAVED, ScheduleName
 from autopar.ir.units import BYTES, text
-from autopar.schedule.generate import kept_at_once, max_in_flight, may_overlap
+from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
 from autopar.solve.cuts.local_search import local_search
@@ -208,7 +208,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         if point.stages > priced.cost.loss:  # more than groups: refused, while listing what they hold takes minutes
             moments = (((1,) * chunks,),) * mesh.pp
         else:
-            moments = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
+            moments = tuple(in_flight_profiles(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
         in_flight = [moments[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
     return CutProblem(
         cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,

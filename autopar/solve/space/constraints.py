@@ -14,7 +14,7 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.names import inside
-from autopar.ir.plan import INTERLEAVED, AskedSchedule, Balance, Recompute
+from autopar.ir.plan import INTERLEAVED, Balance, Recompute, RequestedSchedule
 
 # The rest is left to the device's context, the allocator's fragments and the buffers of collectives.
 USABLE_MEMORY = 0.97
@@ -46,7 +46,7 @@ class Constraints:
     zero1: bool | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
-    schedule: AskedSchedule = "1f1b"
+    schedule: RequestedSchedule = "1f1b"
     chunks: int | None = None
     memory_bytes: int | None = None
     balance: Balance = "time"
