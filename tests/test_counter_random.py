@@ -231,7 +231,7 @@ def test_it_runs_without_data() -> None:
 def test_other_processes_draw_the_same() -> None:
     code = (
         "import torch, autopar.ops.counter_rng as r; torch.set_num_threads(2);"
-        "print(torch.ops.autopar.uniform.default(r.rows(3, 1, 4, 2), (2, 5), 'op', 0, 1).tolist())"
+        "print(torch.ops.autopar.uniform.default(r.counter_rows(3, 1, 4, 2), (2, 5), 'op', 0, 1).tolist())"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONHASHSEED": "7"}
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
