@@ -6,6 +6,9 @@ command line returns for it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
 
 class AutoparError(Exception):
     """Base of all errors that autopar raises on purpose."""
@@ -91,3 +94,14 @@ class ResumeWarning(UserWarning):
 
 class UnknownOpWarning(UserWarning):
     """An operation has no sharding rule: every rank of a tensor-parallel group runs it whole."""
+
+
+def suggest(name: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.6) -> str:
+    """A sentence for an error message, ``" Did you mean cosine or constant?"``; empty where no known name is similar.
+
+    Args:
+        limit: number of names in the sentence, at most.
+        cutoff: similarity from 0 to 1 that a name must have, as in `difflib.get_close_matches`.
+    """
+    near = get_close_matches(name, list(known), limit, cutoff)
+    return f" Did you mean {' or '.join(near)}?" if near else ""

@@ -121,7 +121,7 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
         (
             lambda: generate("gpip", 2, 2),
             "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b, interleaved, "
-            "interleaved-overlap. Did you mean 'gpipe'?",
+            "interleaved-overlap. Did you mean gpipe?",
         ),
         (
             lambda: generate("?", 2, 2),

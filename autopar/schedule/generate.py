@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.ir.plan import INTERLEAVED
 from autopar.schedule.actions import Action, Schedule
 
@@ -188,8 +187,7 @@ def in_flight_profiles(
 
 def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int) -> ScheduleSpec:
     if name not in SCHEDULES:
-        near = get_close_matches(name.lower(), SCHEDULES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        hint = suggest(name.lower(), SCHEDULES)
         raise UsageError(f"No schedule is named {name!r}. Known schedules: {', '.join(SCHEDULES)}.{hint}")
     for label, number in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:

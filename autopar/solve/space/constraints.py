@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware, Link
@@ -182,6 +181,5 @@ def _reached(cost: CostGraph, graph: Graph, name: str) -> list[int]:
     if ops:
         return [i for i, g in enumerate(cost.groups) if ops.intersection(g.ops)]
     paths = {op.module.rsplit(".", k)[0] for op in graph.ops for k in range(op.module.count(".") + 1)}
-    near = difflib.get_close_matches(name, sorted(paths | {op.name for op in graph.ops}), n=3, cutoff=0.4)
-    guess = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise UsageError(f"Cannot pin {name!r}: {graph.model} has no operation or module of that name.{guess}")
+    hint = suggest(name, sorted(paths | {op.name for op in graph.ops}), 3, cutoff=0.4)
+    raise UsageError(f"Cannot pin {name!r}: {graph.model} has no operation or module of that name.{hint}")
