@@ -1,4 +1,4 @@
-"""How each block of the model is sharded, and the collectives that this takes, as printed."""
+"""The printed sharding of each block of the model, and its collectives."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from autopar.ir.plan import BlockSharding, Collective, Plan
 from autopar.ir.text import plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, percent, text
 
-FULLY_EXPOSED = 0.99  # below this share of their time, something of collectives is hidden
-MAX_BLOCKS = 12  # distinct blocks that are listed; few models have more kinds
+FULLY_EXPOSED = 0.99  # share of collective time; with less of it exposed, the table tells how much is hidden
+MAX_BLOCKS = 12  # distinct blocks in the table; few models have more kinds
 NAME_CELLS, MODULE_CELLS = 24, 28
 
 
 def sharding_parts(plan: Plan) -> Sequence[RenderableType]:
-    """The shardings of every kind of block and, where there are any, its collectives."""
+    """The shardings of every kind of block, and their collectives where there are any."""
     parts: list[RenderableType] = [split_table(plan)]
     if any(block.collectives for block in plan.blocks):
         parts += ["", collective_table(plan)]
@@ -28,7 +28,7 @@ def sharding_parts(plan: Plan) -> Sequence[RenderableType]:
 
 
 def split_table(plan: Plan) -> Table:
-    """A row per module of a block, or per modules that are split alike."""
+    """A row per module of a block; neighbouring modules with equal sharding share a row."""
     table = plain_table()
     table.add_column("sharded")
     table.add_column("module")
@@ -46,7 +46,7 @@ def split_table(plan: Plan) -> Table:
 
 
 def merged_blocks(blocks: Sequence[BlockSharding]) -> list[BlockSharding]:
-    """Repetitions of a block that are split alike as one, whatever their collectives; those without rows left out."""
+    """Blocks with rows; repetitions of a block with equal rows are one block, even if their collectives differ."""
     by_pattern: dict[tuple, BlockSharding] = {}
     for block in blocks:
         if block.rows:
@@ -59,7 +59,7 @@ def merged_blocks(blocks: Sequence[BlockSharding]) -> list[BlockSharding]:
 
 
 def collective_table(plan: Plan) -> Table:
-    """A row per block and direction: what it sends, and how long that takes each time the block runs."""
+    """A row per block and direction: the collectives and their time each time the block runs."""
     table = plain_table()
     table.add_column("collectives")
     table.add_column("direction")
@@ -86,12 +86,12 @@ def collective_table(plan: Plan) -> Table:
 
 
 def block_name(block: BlockSharding) -> str:
-    """``24 × blocks.*``; the name alone of what there is once."""
+    """``24 × blocks.*``; the name alone for a single block."""
     return wrapped(f"{block.count} × {block.name}" if block.count > 1 else block.name, NAME_CELLS)
 
 
 def grouped_rows(rows: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Modules and how they are split; neighbours that are split alike in one row."""
+    """(modules, sharding) pairs; neighbours with equal sharding share one pair."""
     return [
         (", ".join(module for module, _ in members), how)
         for how, members in groupby(rows.items(), key=lambda row: row[1])
