@@ -19,7 +19,8 @@ from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.layout import TP
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import HardwareInfo, InputInfo, ModelInfo, Plan, Precision, Prediction, SolverInfo, Stage
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import HardwareInfo, InputInfo, ModelInfo, Precision, Prediction, SolverInfo, Stage
 from autopar.ir.program import Program
 from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.launch.devices import this_machine

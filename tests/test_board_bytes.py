@@ -25,7 +25,7 @@ from autopar.api.model import ParallelModel
 from autopar.codegen import compile as regions
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Op, Ref
-from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import Precision
 from autopar.ir.program import Program
 from autopar.ops import collectives
 from autopar.ops.registry import meta_results, operator, value_from

@@ -31,7 +31,8 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import INTERLEAVED, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import INTERLEAVED
 from autopar.ir.table import plan_text
 from autopar.schedule.generate import generate
 from autopar.schedule.replay import replayed_seconds

@@ -20,7 +20,7 @@ from autopar import UsageError
 from autopar.api.options import Options
 from autopar.errors import CaptureWarning
 from autopar.ir.comm_sizes import MESSAGE_ALIGNMENT, message_bytes
-from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import Precision
 from autopar.runtime.comm.symmetric_p2p import places
 from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine import cuda_graph as graphed

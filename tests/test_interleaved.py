@@ -16,7 +16,7 @@ from test_parity import ADAMW, images, labels, outputs_agree, state_agrees, step
 from zoo import Tied, UNet, tiny_vit
 
 import autopar
-from autopar.ir.plan import INTERLEAVED
+from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.generate import may_overlap
 from autopar.tools.parity.compare import EPSILON
 

@@ -31,7 +31,7 @@ from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_stats import op_facts
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import Precision
 from autopar.runtime.launch.devices import Machine
 from autopar.tools.parity.compare import compare
 from autopar.trace.call import as_call

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import ScheduleError, UsageError
-from autopar.ir.plan import INTERLEAVED, ScheduleName
+from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
 from autopar.schedule.actions import Action, Schedule, format_grid, format_schedule, parse_schedule
 from autopar.schedule.check import check, check_rendezvous
 from autopar.schedule.generate import SCHEDULES, generate, in_flight_profiles, max_in_flight, may_overlap

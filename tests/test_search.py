@@ -21,7 +21,8 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_factors, microbatch_size, microbatch_sizes
-from autopar.ir.plan import BlockSharding, Collective, ModelInfo, Plan, SolverInfo
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import BlockSharding, Collective, ModelInfo, SolverInfo
 from autopar.ir.table import plan_text
 from autopar.schedule.simulate import one_f_one_b_seconds
 from autopar.solve.cuts.evaluate import RankCost, StageCost

@@ -9,7 +9,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError, suggest
 from autopar.ir.hardware import ExecutionMode
-from autopar.ir.plan import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule
+from autopar.ir.plan_parts import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule
 from autopar.runtime.comm.transport import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {

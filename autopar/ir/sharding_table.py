@@ -10,7 +10,7 @@ from itertools import groupby
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.ir.plan import BlockSharding, Collective, Plan
+from autopar.ir.plan_parts import BlockSharding, Collective, PlanView
 from autopar.ir.text import plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, percent, text
 
@@ -19,7 +19,7 @@ MAX_BLOCKS = 12  # distinct blocks in the table; few models have more kinds
 NAME_CELLS, MODULE_CELLS = 24, 28
 
 
-def sharding_parts(plan: Plan) -> Sequence[RenderableType]:
+def sharding_parts(plan: PlanView) -> Sequence[RenderableType]:
     """The shardings of every kind of block, and their collectives where there are any."""
     parts: list[RenderableType] = [split_table(plan)]
     if any(block.collectives for block in plan.blocks):
@@ -27,7 +27,7 @@ def sharding_parts(plan: Plan) -> Sequence[RenderableType]:
     return parts
 
 
-def split_table(plan: Plan) -> Table:
+def split_table(plan: PlanView) -> Table:
     """A row per module of a block; neighbouring modules with equal sharding share a row."""
     table = plain_table()
     table.add_column("sharded")
@@ -58,7 +58,7 @@ def merged_blocks(blocks: Sequence[BlockSharding]) -> list[BlockSharding]:
     return list(by_pattern.values())
 
 
-def collective_table(plan: Plan) -> Table:
+def collective_table(plan: PlanView) -> Table:
     """A row per block and direction: the collectives and their time each time the block runs."""
     table = plain_table()
     table.add_column("collectives")

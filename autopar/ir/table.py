@@ -9,7 +9,7 @@ from rich.table import Table
 
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
-from autopar.ir.plan import Alternative, Plan, Stage
+from autopar.ir.plan_parts import Alternative, PlanView, Stage
 from autopar.ir.sharding_table import sharding_parts
 from autopar.ir.text import labelled, plain_table, rendered, wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
@@ -17,15 +17,15 @@ from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 BAR_CELLS = 8
 GAP = 2  # columns between two cells
 MIN_NAME_COLUMNS = 12  # columns for module names, however narrow the terminal is
-BAR_NAME_COLUMNS = 18  # columns for module names that must be left before bars are drawn
+BAR_NAME_COLUMNS = 18  # columns for module names without which time bars are left out
 NEARLY_FULL = 0.9  # share of a device's memory from which a stage is marked
-NOTABLE_SHARE = 0.01  # share of a step from which its end is told apart from the pipeline
+NOTABLE_SHARE = 0.01  # share of a step from which reduction and optimizer have a row
 TIME_BAR = "F █ B ░"
 STYLES = {TIME_BAR: "cyan"}
 
 
-def plan_text(plan: Plan, width: int = 100, color: bool = False) -> str:
-    """The plan as a table for people, ``width`` columns wide, with terminal colours where asked for."""
+def plan_text(plan: PlanView, width: int = 100, color: bool = False) -> str:
+    """The plan as a table for people, ``width`` columns wide, with terminal colours if ``color``."""
     parts: list[RenderableType] = [header(plan), "", stage_table(plan, width), ""]
     if plan.blocks:
         parts += [*sharding_parts(plan), ""]
@@ -35,8 +35,8 @@ def plan_text(plan: Plan, width: int = 100, color: bool = False) -> str:
     return rendered(parts, width, color)
 
 
-def header(plan: Plan) -> Table:
-    """What is planned, for which machine."""
+def header(plan: PlanView) -> Table:
+    """Rows about the model, its inputs, the machine and the mesh."""
     model, hardware, mesh = plan.model, plan.hardware, plan.mesh
     arguments = ", ".join(f"{k}={v!r}" for k, v in model.kwargs.items())
     name = f"{model.name}({arguments})" if arguments else model.name
@@ -60,15 +60,16 @@ def header(plan: Plan) -> Table:
     )
 
 
-def schedule_text(plan: Plan) -> str:
+def schedule_text(plan: PlanView) -> str:
     """``1f1b``, or ``interleaved, 2 chunks a rank``."""
     return plan.schedule + (f", {plan.chunks} chunks a rank" if plan.chunks > 1 else "")
 
 
-def stage_table(plan: Plan, width: int) -> Table:
-    """A row per stage: what it runs, how long, how much memory, what it sends.
+def stage_table(plan: PlanView, width: int) -> Table:
+    """A row per stage: its modules, times, memory and messages.
 
-    Where ranks have several stages, the memory of each is its part of the rank's peak; what is full is the rank.
+    Where ranks have several stages, each stage shows its part of the rank's peak; a row is marked when the rank is
+    full.
     """
     stages, pp = plan.stages, plan.mesh.pp
     slowest = max(s.forward_seconds + s.backward_seconds for s in stages)
@@ -93,7 +94,7 @@ def stage_table(plan: Plan, width: int) -> Table:
     }
 
     def name_columns() -> int:
-        """Columns for the modules' names."""
+        """Columns that are left for the modules' names."""
         return width - sum(GAP + max(map(len, (title, *cells))) for title, cells in numbers.items())
 
     if name_columns() < BAR_NAME_COLUMNS:
@@ -116,8 +117,8 @@ def stage_table(plan: Plan, width: int) -> Table:
     return table
 
 
-def footer(plan: Plan) -> Table:
-    """What is predicted, what bounds it, and how good the cuts are."""
+def footer(plan: PlanView) -> Table:
+    """Rows about the prediction, its bound, the solver and the exceptions."""
     prediction, solver = plan.prediction, plan.solver
     seconds, rate, error = prediction.step_seconds, prediction.samples_per_second, prediction.error
     band = f"±{percent(error, 0)}"
@@ -151,8 +152,8 @@ def footer(plan: Plan) -> Table:
     return labelled(rows)
 
 
-def alternative_table(plan: Plan) -> Table:
-    """The plans that were considered and not chosen."""
+def alternative_table(plan: PlanView) -> Table:
+    """A row per plan that was considered and not chosen."""
     table = plain_table()
     table.add_column("rejected", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
@@ -165,8 +166,8 @@ def alternative_table(plan: Plan) -> Table:
     return table
 
 
-def batch_text(plan: Plan) -> str:
-    """How the batch is cut: ``64 in 8 microbatches of 8``, of each replica where there are several."""
+def batch_text(plan: PlanView) -> str:
+    """Microbatches of the batch: ``64 in 8 microbatches of 8``; with several replicas, of each replica."""
     dp = plan.mesh.dp
     cut = microbatches_text(plan.batch // dp, plan.microbatches)
     return f"{plan.batch:,} in {cut}" + (f" on each of {dp} replicas" if dp > 1 else "")
@@ -184,7 +185,7 @@ def stage_ends(stages: Sequence[Stage]) -> list[tuple[str, str]]:
 
 
 def module_of(op: str) -> str:
-    """The module that an operation's name starts with; the operation where it lies in none."""
+    """The module that an operation's name starts with; the operation itself where it is in no module."""
     return op.rpartition(".")[0] or op
 
 
@@ -202,7 +203,7 @@ def time_bar(stage: Stage, slowest_seconds: float) -> str:
 
 
 def comparison_text(alternative: Alternative, best_seconds: float) -> str:
-    """How an alternative's step compares with the chosen one."""
+    """An alternative's step time relative to the chosen plan's."""
     if alternative.step_seconds is None or not best_seconds:
         return "–"
     ratio = alternative.step_seconds / best_seconds

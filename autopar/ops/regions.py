@@ -1,4 +1,4 @@
-"""Where a program's operations are divided into regions that are each compiled alone: equal blocks share one."""
+"""Regions of a program's operations that are compiled separately: equal blocks share one compiled region."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from autopar.ir.graph import Op, Ref
 from autopar.ops.registry import operator
 
-MIN_REGION_OPS = 8  # operations of a region between others
+MIN_REGION_OPS = 8  # operations
 
 
 def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> tuple[int, ...]:
     """Positions of the operations that each begin a region, 0 first: runs of one numbered module, such as ``blocks.3``.
 
-    A module counts from `MIN_REGION_OPS` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the innermost.
-    Fewer operations in between join what comes before them.
-    Operations that write into a value keep everything in one region: who else reads that memory is not looked at.
+    A module counts from `MIN_REGION_OPS` operations up; of nested modules (``stages.2``, ``stages.2.blocks.7``) the
+    innermost one counts. Fewer operations in between join the region before them. If an operation writes into a value,
+    everything is one region, because other readers of that memory are not tracked.
 
     Args:
-        borders: positions that begin a region in any case.
+        required_starts: positions that begin a region in any case.
     """
     if not ops or any(writes_into_value(op) for op in ops):
         return (0,) if ops else ()
@@ -44,7 +44,7 @@ def numbered_modules(module: str) -> Iterator[str]:
 
 
 def writes_into_value(op: Op) -> bool:
-    """Whether it updates something in place that is not a weight's."""
+    """Whether an operation updates a tensor in place that is not a weight's."""
     target = operator(op.target)
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return False

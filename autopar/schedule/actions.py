@@ -59,7 +59,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that `format_schedule` printed; blank lines and extra spaces do not count.
+    """The schedule that `format_schedule` printed; blank lines and extra spaces are ignored.
 
     Raises:
         ScheduleError: a line does not start with its rank, or a word is no action; names line and column.
@@ -86,9 +86,12 @@ def _parse_action(word: re.Match[str], line: int) -> Action:
 
 
 def format_grid(schedule: Schedule, marked: Collection[tuple[int, int]]) -> str:
-    """The actions of all ranks in columns, those at ``marked`` (rank, index) in brackets.
+    """The actions of all ranks in columns, with ``marked`` actions in brackets.
 
-    An index one past a rank's last action marks its end. Of a longer row only 24 actions around the mark are shown.
+    An index one past a rank's last action marks its end. Of a longer row, only 24 actions around the mark are shown.
+
+    Args:
+        marked: (rank, index) of actions.
     """
     width = max((len(str(action)) for row in schedule for action in row), default=3)
     middle = min((index for _, index in marked), default=0)

@@ -114,7 +114,7 @@ def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[t
 
 
 def in_flight_counts(row: Sequence[Action]) -> tuple[int, ...]:
-    """After each action of a rank, how many forwards of which the backward is still to come."""
+    """After each action of a rank, the number of forwards whose backward is still to come."""
     backwards = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
     return tuple(accumulate((-1 if a.kind == "B" else 1) if (a.chunk, a.microbatch) in backwards else 0 for a in row))
 

@@ -21,7 +21,8 @@ from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.microbatches import microbatch_mismatch, microbatch_size
-from autopar.ir.plan import InputInfo, ModelInfo, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import InputInfo, ModelInfo
 from autopar.ir.units import of_type, plural
 from autopar.measure.regions.region_times import region_timer_for
 from autopar.runtime.launch.devices import default_hardware_name, this_machine

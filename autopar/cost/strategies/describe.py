@@ -13,7 +13,7 @@ from autopar.cost.strategies.rule_cache import RuleBook
 from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import Layout, pattern_of
-from autopar.ir.plan import BlockSharding, Collective
+from autopar.ir.plan_parts import BlockSharding, Collective
 from autopar.sharding.batch_dim import sample_dims
 from autopar.sharding.reshard import reshard_step
 from autopar.sharding.rule import Rule, has_letter

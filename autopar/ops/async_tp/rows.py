@@ -1,8 +1,8 @@
-"""Linear layers that compute one rank's rows while another's travel.
+"""Linear layers that multiply one rank's rows while another rank's rows are transferred.
 
-Rows lie along the first dim, of which each rank has a part. What a layer reads is gathered while this rank's own rows
-are multiplied, then the others' are; what it makes is computed for the others first, and travels while this rank's own
-rows are multiplied. Backwards do the same with gradients.
+Each rank has a part of the first dim. An input is gathered while this rank's own rows are multiplied; then the peers'
+rows are. An output is computed for the peers first and transferred while this rank's own rows are multiplied. Backwards
+do the same with gradients.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from autopar.ops.async_tp.input_grad import OverlappedLinear
 from autopar.ops.async_tp.side_stream import on_side_stream
 from autopar.ops.collectives import all_gather, empty_resized, on
 
-Multiply = Callable[[Tensor, Tensor], None]  # rows, and where their product is written
+Multiply = Callable[[Tensor, Tensor], None]  # rows, and the tensor for their product
 
 
 def linear_into(weight: Tensor, bias: Tensor | None) -> Multiply:
-    """What multiplies rows by ``weight`` [out, in]."""
+    """A function that writes the product of rows [..., in] with ``weight`` [out, in] into a tensor [..., out]."""
 
     def multiply(rows: Tensor, out: Tensor) -> None:
         rows, out = rows.flatten(0, -2), out.flatten(0, -2)
@@ -34,7 +34,7 @@ def linear_into(weight: Tensor, bias: Tensor | None) -> Multiply:
 
 
 def gather_and_multiply(multiply: Multiply, x: Tensor, columns: int, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
-    """The product of all ranks' rows, of so many columns, and the rows themselves."""
+    """The product [ranks · rows, ..., columns] of all ranks' rows, and the gathered rows [ranks · rows, ...]."""
     communicator = on(axis, ranks)
     rank, x = communicator.rank, x.contiguous()
     whole, product = x.new_empty([ranks, *x.shape]), x.new_empty([ranks, *x.shape[:-1], columns])
@@ -62,7 +62,7 @@ def gather_and_multiply(multiply: Multiply, x: Tensor, columns: int, ranks: int,
 def gathered_rows_linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
-    """The layer of all ranks' rows, and these."""
+    """The layer of all ranks' rows, and the gathered rows."""
     return gather_and_multiply(linear_into(weight, bias), x, len(weight), ranks, axis)
 
 
@@ -91,7 +91,7 @@ def scattered_rows_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None
 def scattered_rows_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and weight, and the whole gradient of what the layer made."""
+    """The gradients of x and weight, and the whole gradient of the layer's output."""
     for_x, whole = gather_and_multiply(linear_into(weight.t(), None), gradient, weight.shape[1], ranks, axis)
     return for_x, whole.flatten(0, -2).t() @ x.flatten(0, -2), whole
 
@@ -113,7 +113,7 @@ def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: st
 
 
 class _GatheredRowsLinear(OverlappedLinear):
-    """Its gradients are those of any gathered layer."""
+    """Its backward is that of any gathered layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *where: Any) -> Tensor:
@@ -152,11 +152,11 @@ for name in ("gathered", "scattered"):
 
 @torch.library.impl("autopar::gathered_rows_linear", "CompositeImplicitAutograd")
 def gathered_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
-    """A linear layer of the rows of all ranks, each of which makes some of the outputs."""
+    """A linear layer of the rows of all ranks; each rank computes a part of the outputs."""
     return _GatheredRowsLinear.apply(x, weight, bias, True, 0, 1, ranks, axis)  # type: ignore[return-value]
 
 
 @torch.library.impl("autopar::scattered_rows_linear", "CompositeImplicitAutograd")
 def scattered_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
-    """This rank's rows of a linear layer of which each rank has some of the inputs."""
+    """This rank's rows of a linear layer whose inputs are split over the ranks."""
     return _ScatteredRowsLinear.apply(x, weight, bias, ranks, axis)  # type: ignore[return-value]

@@ -14,7 +14,7 @@ from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo
+from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo
 
 Axis = Literal["pp", "tp", "dp"]
 

@@ -10,12 +10,12 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, compressed
 from autopar.ir.microbatches import microbatch_factors
-from autopar.ir.plan import (
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import (
     Alternative,
     HardwareInfo,
     Message,
     ModelInfo,
-    Plan,
     Prediction,
     SolverInfo,
     Stage,

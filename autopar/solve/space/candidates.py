@@ -8,7 +8,7 @@ from itertools import count
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
-from autopar.ir.plan import INTERLEAVED, ScheduleName
+from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
 from autopar.ir.units import BYTES, text
 from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts

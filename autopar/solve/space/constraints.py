@@ -13,7 +13,7 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.names import inside
-from autopar.ir.plan import INTERLEAVED, Balance, Recompute, RequestedSchedule
+from autopar.ir.plan_parts import INTERLEAVED, Balance, Recompute, RequestedSchedule
 
 # The rest is left to the device's context, the allocator's fragments and the buffers of collectives.
 USABLE_MEMORY = 0.97

@@ -15,7 +15,8 @@ from autopar.api.planning.plan import constraints_of, make_plan
 from autopar.cost.hardware.load import hardware_names, load_hardware
 from autopar.errors import HardwareError, InfeasibleError, PlanError, UsageError
 from autopar.ir.hardware import Hardware
-from autopar.ir.plan import Alternative, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Alternative
 from autopar.ir.table import comparison_text
 from autopar.ir.units import TIME, text
 from autopar.solve.result.step_breakdown import excess_text

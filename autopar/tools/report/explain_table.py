@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.ir.plan import Alternative, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Alternative
 from autopar.ir.table import GAP, NEARLY_FULL, batch_text, comparison_text, ranks_text, schedule_text
 from autopar.ir.text import labelled, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of

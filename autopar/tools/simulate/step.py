@@ -8,7 +8,8 @@ from itertools import groupby
 
 from autopar.errors import PlanError, UsageError
 from autopar.ir.microbatches import microbatch_factors
-from autopar.ir.plan import INTERLEAVED, Message, Plan, ScheduleName
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import INTERLEAVED, Message, ScheduleName
 from autopar.ir.table import ranks_text
 from autopar.ir.units import plural
 from autopar.schedule.actions import Action

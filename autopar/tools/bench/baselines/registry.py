@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import UsageError, suggest
-from autopar.ir.plan import Plan, Precision
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Precision
 from autopar.tools.bench.assignment import LOW_DTYPES
 
 MICROBATCH_SIZES = (16, 32, 64)  # of torch.distributed.pipelining, where they fit the batch
