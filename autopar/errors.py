@@ -1,7 +1,7 @@
-"""Every error a user of autopar can meet.
+"""Every error and warning that a user of autopar can meet.
 
-A message has four parts: what failed, where in the user's model, the numbers, the remedy. ``exit_code`` is what the
-command line returns for it.
+A message has four parts: what failed, where in the user's model, the numbers, the remedy. ``exit_code`` is the command
+line's exit code for an error.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PlanError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A checkpoint cannot be written, or is broken, or of another model; what was there before is as it was."""
+    """A checkpoint cannot be written, or is broken, or of another model; an earlier checkpoint is unchanged."""
 
 
 class HardwareError(UsageError):
@@ -59,25 +59,25 @@ class DeviceMemoryError(WorkerError):
 
 
 class TrainingError(AutoparError):
-    """A training run went wrong: its loss is not finite, or its weights do not do elsewhere what they did here."""
+    """A training run failed: its loss is not finite, or the unmodified model scores the exported weights differently."""
 
     exit_code = 1
 
 
 class CacheWarning(UserWarning):
-    """A file of measured times is damaged, and what it held is measured again."""
+    """A file of measured times is damaged; its content is measured again."""
 
 
 class CaptureWarning(UserWarning):
-    """A training step cannot be captured as a CUDA graph, and is run without."""
+    """A training step cannot be captured as a CUDA graph and runs without."""
 
 
 class MeasuringWarning(UserWarning):
-    """Something cannot be measured here, and is priced by the cost model."""
+    """Something cannot be measured on this machine and is priced by the cost model."""
 
 
 class MicrobatchWarning(UserWarning):
-    """A number or size of microbatches comes out otherwise than it was asked for."""
+    """The number or size of microbatches differs from the request."""
 
 
 class NonFiniteLossWarning(UserWarning):
@@ -85,11 +85,11 @@ class NonFiniteLossWarning(UserWarning):
 
 
 class PlanDependentRandomWarning(UserWarning):
-    """A random operation draws from a generator of its rank: its numbers differ from plan to plan."""
+    """A random operation draws from its rank's generator: its numbers differ from plan to plan."""
 
 
 class ResumeWarning(UserWarning):
-    """Training goes on from a checkpoint otherwise than the run that saved it would have."""
+    """Training continues from a checkpoint, but differently from the run that saved it."""
 
 
 class UnknownOpWarning(UserWarning):

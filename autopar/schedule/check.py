@@ -24,26 +24,27 @@ def check(
     in_flight: Sequence[int] | None = None,
     training: bool = True,
 ) -> None:
-    """Nothing, if the schedule keeps every promise that a runtime relies on.
+    """Prove that the schedule keeps every promise on which a runtime relies.
 
-    1. Each forward, and when training each backward, of every chunk and microbatch runs exactly once, on rank
-       chunk % ranks, a backward after its own forward. So each receive has its send.
-    2. Between any two chunks, and in each direction, messages are taken in the order in which they are sent. Where
-       ranks have one chunk each, that is so between ranks.
-    3. No deadlock when sends never wait and an action waits for all it receives.
-    4. No deadlock in `check_rendezvous` either, provided that ranks have one chunk each and every edge joins
-       consecutive ones. With an edge that skips chunks only promise 3 is made, because 1F1B cannot keep the fourth
-       where an edge spans three or more ranks (with edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient
-       that rank 0 takes only after forwards whose activations rank 3 is yet to take); nor with several chunks a rank,
-       where the last rank offers the first one an activation that the first one takes only when it has run a whole
-       group of microbatches. A transport without buffers must then call `check_rendezvous` itself.
+    1. Each forward of every chunk and microbatch runs exactly once, on rank chunk % ranks; when training each backward
+    too,
+       after its own forward. So each receive has its send.
+    2. Between any two chunks, in each direction, messages are received in the order in which they are sent. Where ranks
+       have one chunk each, that holds between ranks.
+    3. No deadlock when sends never wait and an action waits for all it receives. 4. No deadlock in `check_rendezvous`
+    either, if ranks have one chunk each and every edge joins consecutive chunks. With
+       an edge that skips chunks only promise 3 is made, because 1F1B cannot keep the fourth where an edge spans three
+       or more ranks. With edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient that rank 0 receives only
+       after forwards whose activations rank 3 has yet to receive. Several chunks per rank break it too: the last rank
+       offers the first one an activation that the first one receives only after a whole group of microbatches. A
+       transport without buffers must then call `check_rendezvous` itself.
     5. No rank keeps activations of more (chunk, microbatch) pairs than ``in_flight`` allows.
 
     Args:
         edges: pairs (src, dst) with src < dst along which activations travel, gradients travelling back; by default
             all pairs of consecutive chunks.
         in_flight: a bound per rank; see `max_in_flight`.
-        training: whether backwards must be there; otherwise they must not, and nothing is kept in flight.
+        training: whether each forward has a backward; otherwise there must be none, and nothing is in flight.
     Raises:
         ScheduleError: a promise is broken; prints all ranks' actions with the bad ones marked.
         UsageError: an edge, a number or the length of ``in_flight`` does not fit the pipeline.
@@ -65,14 +66,14 @@ def check(
 
 
 def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[tuple[int, int]] | None = None) -> None:
-    """Nothing, if the schedule also runs when a send waits for its receiver.
+    """Prove that the schedule also runs when a send waits for its receiver.
 
     Between two consecutive actions a rank posts all sends of the earlier and all receives of the later together, and
-    goes on when all of them are complete; a transfer completes once both of its ends are posted. The schedule must
+    continues when all of them are complete. A transfer completes once both of its ends are posted. The schedule must
     hold promises 1 to 3 of `check`.
 
     Raises:
-        ScheduleError: the ranks wait for each other for ever; names the circle.
+        ScheduleError: the ranks wait for each other; names the cycle.
         UsageError: an edge does not fit the pipeline.
     Source: Megatron-LM's batched isend and irecv (send_forward_recv_backward and its relatives).
     """

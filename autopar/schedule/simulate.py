@@ -1,4 +1,4 @@
-"""The time a schedule takes, from the durations of its actions and transfers."""
+"""The time of a step under a schedule, from the durations of its actions and transfers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def one_f_one_b_seconds(stage_seconds: Sequence[float], microbatches: int) -> fl
       forward and backward are proportional on all stages. Otherwise simulated <= sum t + (microbatches - 1) ·
       (max f + max b), which may exceed the formula: f = (1, 0, 0, 0), b = (0, 1, 0, 0), 4 microbatches take 7, not 5.
     - Simulated >= formula where the last stage is a slowest one. For every stage s, simulated >= microbatches · t[s] +
-      the t before s, so where an early stage is the slowest, later ones may hide in its shadow and the formula is high.
+      the t before s. Where an early stage is the slowest, later ones may be hidden by it, and the formula is high.
     - Hence equal when forward and backward are proportional and the last stage is a slowest one, as in balanced stages.
 
     Error: 0 in those cases; elsewhere high by at most the sum of t after the slowest stage, and low by at most

@@ -1,4 +1,8 @@
-"""Where the samples of the batch lie in every value of a graph."""
+"""The dim of the batch's samples in every value of a graph.
+
+Rules say where samples lie after an operation. An operation that reads no value with samples, such as
+``torch.rand(b, n)``, has none here; tracing at another batch size finds it.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from autopar.sharding.rule import LABEL, Rule, has_letter, label_of_layout, lett
 
 
 def sample_dims(graph: Graph, rule_of: Callable[[Op], Rule | None]) -> Mapping[str, Layout]:
-    """The split along the samples of every value that has them: followed from the inputs' first dim.
+    """For every value with samples, the layout that splits them, followed from the first dim of the inputs.
 
     Args:
-        rule_of: an operation's rule, or None.
+        rule_of: the rule of an operation, or None.
     """
     batch = graph.batch
     layouts = {v.name: split_layout(0) for v in graph.inputs if v.shape and v.shape[0] == batch}
@@ -32,7 +36,10 @@ def sample_dims(graph: Graph, rule_of: Callable[[Op], Rule | None]) -> Mapping[s
 
 
 def output_layout(rule: Rule, operand: int, output: int, layout: Layout, ranks: int) -> Layout | None:
-    """The layout of an output when an operand is laid out so, even if the letter is whole; None where it has none."""
+    """The layout of an output when an operand has ``layout``, even if the letter must be whole.
+
+    None where the operand's split is no letter's, or the output lacks the letter.
+    """
     label = label_of_layout(rule, rule.operands[operand], layout, ranks)
     match = LABEL.fullmatch(label) if label else None
     if match is None or not has_letter(rule.outputs[output], match[1]):

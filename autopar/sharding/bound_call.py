@@ -1,4 +1,4 @@
-"""One call of an operation as the rules see it, and how a rule is put together from letters."""
+"""One call of an operation with its shapes, and rules built from letters for it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BoundCall:
     outputs: tuple[Shape, ...]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument, wherever the call has it."""
+        """An argument of the call, given by position or by name."""
         return argument(self.op, position, name, default)
 
 
@@ -47,11 +47,16 @@ def make_rule(
 ) -> Rule | None:
     """The rule with these letters; None where they do not match the shapes.
 
-    Whatever is neither in every output nor said to be summed or unread becomes whole, so that a function that forgets
-    about a letter costs speed and not numbers.
+    A letter that is neither in every output nor declared as summed or unread becomes whole. A rule function that
+    forgets a letter therefore costs speed but stays correct.
 
     Args:
-        sizes: of letters that share a dim with others; the rest follow from the shapes.
+        operands, outputs: letters of each tensor's dims.
+        sizes: sizes of letters that share a dim with others; the shapes give the rest.
+        whole: letters that are never split.
+        summed: letters that no output has and that are summed over.
+        added: operands that enter a sum as one further summand.
+        unread: letters of operands whose values are not read.
     """
     tensors = [*zip(operands, call.operands), *zip(outputs, call.outputs)]
     if len(operands) != len(call.operands) or len(outputs) != len(call.outputs):
@@ -77,10 +82,10 @@ def dim_letters(shape: Shape, prefix: str = "d") -> Dims:
 
 
 def broadcast_letters(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
-    """Letters of a tensor that is broadcast onto a shape; None where it cannot be.
+    """Letters of a tensor that is broadcast to a shape; None where it cannot be. Dims of size 1 that stretch get none.
 
     Args:
-        letters: of the shape broadcast to. Dims of size 1 that stretch get none.
+        letters: of the shape ``onto``.
     """
     lead = len(onto) - len(shape)
     if lead < 0 or any(a not in (1, b) for a, b in zip(shape, onto[lead:])):
@@ -89,7 +94,7 @@ def broadcast_letters(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
 
 
 def broadcast_shape(shapes: Sequence[Shape]) -> Shape | None:
-    """The shape that shapes broadcast to together; None where they do not."""
+    """The common shape to which shapes broadcast; None where they do not."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     result = tuple(max(sizes, key=lambda size: size != 1) for sizes in zip(*padded))
@@ -97,11 +102,11 @@ def broadcast_shape(shapes: Sequence[Shape]) -> Shape | None:
 
 
 def ints(value: Any) -> tuple[int, ...]:
-    """An argument that takes one integer or several, as several."""
+    """An argument of one integer or several, as a tuple."""
     return value if isinstance(value, tuple) else (value,)
 
 
 def dims_from_front(dims: Any, rank: int) -> frozenset[int]:
-    """Dims counted from the front; all of them where none are given."""
+    """Non-negative dims; all dims where none are given."""
     listed = () if dims is None else ints(dims)
     return frozenset(dim % rank for dim in listed) if listed and rank else frozenset(range(rank))

@@ -1,4 +1,4 @@
-"""One rank's part of an operation: what its integer arguments say of the whole, said of the part."""
+"""One rank's part of an operation: integer arguments that describe whole tensors are rewritten for local ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autopar.sharding.rule import Rule, Strategy, letter_and_parts
 
 @dataclass(frozen=True)
 class LocalOp:
-    """An operation with its outputs' layouts and shapes on one rank, the letter that is split, over how many ranks."""
+    """An operation with its outputs' layouts and local shapes, the letter that is split, and the number of ranks."""
 
     op: Op
     layouts: tuple[Layout, ...]
@@ -27,8 +27,8 @@ class LocalOp:
 def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int) -> Op:
     """The operation that each rank runs under a strategy, with its outputs' local shapes and strides.
 
-    A view becomes a reshape even where nothing is split, since what a collective or another strategy hands it need not
-    be laid out as the trace had it.
+    A view becomes a reshape even where nothing is split: a collective or another strategy may give its input other
+    strides than the trace had.
 
     Args:
         ranks: number of ranks that the strategy splits over.
@@ -44,19 +44,19 @@ def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int) -> Op:
 
 
 def local_value(value: Value, shape: Shape) -> Value:
-    """The value of one rank: dense, its dims in memory in the order of the whole value's."""
+    """The value of one rank: dense, with its dims in memory in the order of the whole value's."""
     if shape == value.shape:
         return value
     return replace(value, shape=shape, stride=dense_strides(shape, value.memory_order))
 
 
 def unchanged(part: LocalOp) -> Op:
-    """The operation, for whose arguments it makes no difference what is split."""
+    """The operation itself, whose arguments do not depend on what is split."""
     return part.op
 
 
 def reshaped(part: LocalOp) -> Op:
-    """A reshape to the local shape, of whatever operation only changes the shape.
+    """A reshape to the local shape, for any operation that only changes the shape.
 
     That includes squeeze, which would also drop a dim of which each rank has one element.
     """
@@ -64,17 +64,17 @@ def reshaped(part: LocalOp) -> Op:
 
 
 def reshaped_alike(part: LocalOp) -> Op:
-    """view_as without its demands on memory."""
+    """view_as without its requirements on strides."""
     return replace(part.op, target="aten.reshape_as.default")
 
 
 def local_size(position: int, name: str) -> Callable[[LocalOp], Op]:
-    """Puts the output's local shape where the whole shape was given."""
+    """A function that replaces the output's whole shape in an argument by the local shape."""
     return lambda part: with_argument(part.op, position, name, part.shapes[0])
 
 
 def local_groups(position: int, name: str) -> Callable[[LocalOp], Op]:
-    """Puts a rank's number of groups where groups are split."""
+    """A function that replaces the number of groups by a rank's number where groups are split."""
 
     def localise(part: LocalOp) -> Op:
         if part.letter != "g":
@@ -85,7 +85,10 @@ def local_groups(position: int, name: str) -> Callable[[LocalOp], Op]:
 
 
 def local_repeats(name: str) -> Callable[[LocalOp], Op]:
-    """Puts a rank's number of repetitions where those are split; they count the last dims if they are fewer."""
+    """A function that replaces repetitions by a rank's number where they are split.
+
+    Repetitions count the last dims if they are fewer than dims.
+    """
 
     def localise(part: LocalOp) -> Op:
         whole_repeats = argument(part.op, 1, name)
@@ -132,7 +135,7 @@ def with_argument(op: Op, position: int, name: str, value: Any) -> Op:
     return replace(op, kwargs=tuple((dict(op.kwargs) | {name: value}).items()))
 
 
-# Replicated or not, these ask more of the memory they read than that it holds the right numbers.
+# Even if replicated, these require strides that their input may lack.
 ALWAYS_LOCALISED: Mapping[str, Callable[[LocalOp], Op]] = {"view.default": reshaped, "view_as": reshaped_alike}
 
 LOCALISED: Mapping[str, Callable[[LocalOp], Op]] = {

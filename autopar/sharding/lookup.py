@@ -18,9 +18,9 @@ Entry = str | RuleFunction
 
 
 def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
-    """The rule of an operation, operands as in ``Op.reads``; None where there is none and it has to be replicated.
+    """The rule of an operation, operands as in ``Op.reads``; None where there is none and it must be replicated.
 
-    In-place operations have none, but for the normalisations that update their statistics.
+    In-place operations have none, except for normalisations that update their statistics.
 
     Args:
         shape_of: the whole shape of a value or weight.
@@ -37,9 +37,9 @@ def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
 
 @lru_cache(maxsize=4096)
 def rule_of_entry(entry: Entry, op: Op, shapes: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule | None:
-    """The rule that an entry of `RULES` gives for an operation, whose references are numbers of its operands.
+    """The rule that an entry of `RULES` gives for an operation whose references are numbers of its operands.
 
-    A model's operations are few but for names, and each is asked for at every number of ranks.
+    Cached: without names, a model has few different operations, and each is looked up for every number of ranks.
     """
     occurrences = tuple(refs((op.args, tuple(value for _, value in op.kwargs))))
     call = BoundCall(op, tuple(shapes[int(number)] for number in occurrences), outputs)
@@ -55,15 +55,15 @@ def in_slots(tree: Any, slots: Mapping[str, Ref]) -> Any:
 
 
 def key_of(target: str) -> str | None:
-    """The entry of `RULES` for an operation: by its overload, else by its name."""
+    """The key of `RULES` for an operation: its overload, else its name."""
     overload = target.removeprefix("aten.")
     return next((key for key in (overload, overload.rpartition(".")[0]) if key in RULES), None)
 
 
 def merge_repeated(rule: Rule, occurrences: tuple[str, ...]) -> Rule:
-    """The same rule with one operand for each distinct tensor.
+    """A rule with one operand for each distinct tensor.
 
-    Where a tensor stands at several positions, what is not the same letter at all of them is whole.
+    Where a tensor stands at several positions, a letter that is not the same at all of them becomes whole.
     """
     first: dict[str, Dims] = {}
     whole = set(rule.whole)

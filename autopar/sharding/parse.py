@@ -15,7 +15,7 @@ REST = "..."
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed rule: the letters of each operand and output, ``...`` for any number of dims, one letter each."""
+    """A parsed rule: the letters of each operand and output; ``...`` stands for any number of dims, one letter each."""
 
     operands: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
@@ -25,7 +25,7 @@ class Pattern:
 
 @lru_cache
 def parse(text: str) -> Pattern:
-    """The rule in a text; ``!`` marks what must be whole and ``+`` an operand that is added to a sum."""
+    """The rule in a text; ``!`` marks letters that must be whole and ``+`` an operand that is added to a sum."""
     left, right = text.split("->")
     operands = [part.strip() for part in left.split(",")]
     whole: set[str] = set()
@@ -69,7 +69,7 @@ def bind(text: str, call: BoundCall) -> Rule | None:
 
 
 def letters_per_dim(letters: tuple[str, ...], rank: int) -> Dims | None:
-    """Letters for each dim of a tensor, ``...`` as d0, d1, … by their position; None if the rank does not match."""
+    """Letters for each dim of a tensor; None if the rank does not match. ``...`` is d0, d1, … by position."""
     if REST not in letters:
         return tuple((x,) for x in letters) if len(letters) == rank else None
     at, more = letters.index(REST), rank - len(letters) + 1

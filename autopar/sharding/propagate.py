@@ -1,4 +1,4 @@
-"""Which strategy every operation of a graph runs under, and in which layout every value is made and weight stored."""
+"""The strategy of every operation of a graph, and the layout of every value and weight."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from autopar.sharding.rule import REPLICATE, Rule, Strategy, by_operand, replica
 
 @dataclass(frozen=True)
 class GraphSharding:
-    """What `assign` found.
+    """The result of `assign`.
 
     Args:
-        rules: of the operations that can run under several strategies.
-        strategies: of every operation, operands as in ``Op.reads``. Nothing in them is partial in its gradient that has
-            no gradient.
-        made: layout of every value and weight.
+        rules: rules of the operations that can run under several strategies.
+        strategies: of every operation, operands as in ``Op.reads``. A tensor without gradient is never partial in it.
+        layouts: layout of every value, as produced, and of every weight.
     """
 
     rules: Mapping[str, Rule]
@@ -31,9 +30,9 @@ class GraphSharding:
 def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout], ranks: AxisSizes) -> GraphSharding:
     """The strategy of every operation of a graph.
 
-    An operation runs under its label. Without one, or if the label does not fit its shapes, it follows: the first
-    operand that is split, values before weights, decides if the rule has a strategy for it; otherwise it is replicated,
-    as is everything that touches memory which the model updates in place.
+    An operation runs under its label. Without a label that fits its shapes, it follows its operands: the first operand
+    that is split decides, values before weights, if the rule has a strategy for it. Otherwise the operation is
+    replicated, and so is everything that touches memory which the model updates in place.
 
     Args:
         labels: by operation name; the empty label is replicated.
@@ -79,7 +78,7 @@ def replicated(op: Op) -> Strategy:
 def choose_strategy(
     op: Op, rule: Rule, labels: Mapping[str, str], layouts: Mapping[str, Layout], graph: Graph, ranks: int
 ) -> Strategy:
-    """The strategy of an operation's label, or else the one that follows its operands."""
+    """The strategy of an operation's label, or else the strategy that follows its operands."""
     labelled = strategy(rule, labels[op.name], ranks) if op.name in labels else None
     if labelled is not None:
         return labelled
@@ -90,7 +89,7 @@ def choose_strategy(
 
 
 def state_preserving(op: Op, rule: Rule, preferred: Strategy, stored: Mapping[str, Layout], ranks: int) -> Strategy:
-    """The strategy, unless it would update a weight elsewhere than where it is stored; then one that would not."""
+    """The preferred strategy; another one where that would update a weight in another layout than it is stored in."""
     for name in op.mutates:
         if name not in stored or read_layout(op, preferred, name) == stored[name]:
             continue
@@ -116,7 +115,7 @@ def read_layout(op: Op, chosen: Strategy, name: str) -> Layout:
 
 
 def storage_layout(layouts: set[Layout]) -> Layout:
-    """The layout in which a weight that is read in these layouts is kept."""
+    """The layout in which a weight is stored that is read in these layouts."""
     if len(layouts) != 1:
         return REPLICATED
     (layout,) = layouts
@@ -134,14 +133,14 @@ def trained_names(graph: Graph) -> frozenset[str]:
 
 
 def without_gradient_sum(layout: Layout, trained: bool) -> Layout:
-    """The layout of a tensor with or without gradient: without one, nothing is partial in it."""
+    """The layout of a tensor; a tensor without gradient is not partial in it."""
     return layout if trained or not layout.partial_gradient else Layout(layout.splits, layout.partial)
 
 
 def updated_in_place(graph: Graph) -> frozenset[str]:
     """Names of the operations that touch memory which an operation without outputs updates.
 
-    A conversion would put a copy into that operation's hands.
+    A resharding would give that operation a copy of the memory.
     """
     by_name = {op.name: op for op in graph.ops}
     stateful = {op.name for op in graph.ops if not op.outputs}
@@ -153,8 +152,8 @@ def updated_in_place(graph: Graph) -> frozenset[str]:
 
 
 def touches(other: Op, op: Op) -> bool:
-    """Whether an operation reads, makes or updates what another one reads.
+    """Whether an operation reads, produces or updates what another one reads.
 
-    A counter of batches is kept together with an operation of its module that does none of this.
+    A counter of batches is colocated with an operation of its module that does none of this.
     """
     return not set(op.reads).isdisjoint((*other.reads, *(v.name for v in other.outputs), *other.mutates))

@@ -1,4 +1,4 @@
-"""The collectives that bring a tensor from the layout in which it is made into the one in which it is read."""
+"""The collectives that bring a tensor from the layout of its producer into the layout of a reader."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from autopar.ir.graph import Op
 from autopar.ir.hardware import CollectiveKind
 from autopar.ir.layout import REPLICATED, Layout, Split, broadcast_layout, partial_layout
 
-# Operator of `autopar.ops.collectives` -> what it communicates for the tensor, what for its gradient, and what for that
-# if the gradient is partial.
+# Operator of `autopar.ops.collectives` -> collective for the tensor, for its gradient, and for a partial gradient.
 COLLECTIVES: dict[str, tuple[CollectiveKind | None, CollectiveKind | None, CollectiveKind | None]] = {
     "all_reduce": ("all-reduce", None, None),
     "reduce_scatter": ("reduce-scatter", "all-gather", "all-gather"),
@@ -25,24 +24,24 @@ COLLECTIVES: dict[str, tuple[CollectiveKind | None, CollectiveKind | None, Colle
 
 @dataclass(frozen=True)
 class ReshardStep:
-    """One operator of `autopar.ops.collectives`, to be called with the tensor and then ``args``."""
+    """One operator of `autopar.ops.collectives`; it is called with the tensor and then ``args``."""
 
     name: str
     args: tuple[Any, ...]
 
     @property
     def forward(self) -> CollectiveKind | None:
-        """What it communicates for the tensor; None for nothing."""
+        """The collective for the tensor; None where there is none."""
         return COLLECTIVES[self.name][0]
 
     @property
     def backward(self) -> CollectiveKind | None:
-        """What it communicates for the gradient; None for nothing."""
+        """The collective for the gradient; None where there is none."""
         return COLLECTIVES[self.name][2 if self.args[-1] is True else 1]
 
 
 def reshard_step(op: Op) -> ReshardStep | None:
-    """The step that an operation is; None of others than conversions."""
+    """The step that an operation is; None for operations that are no resharding."""
     namespace, name, *_ = op.target.split(".")
     return ReshardStep(name, op.args[1:]) if namespace == "autopar" and name in COLLECTIVES else None
 
@@ -50,10 +49,10 @@ def reshard_step(op: Op) -> ReshardStep | None:
 def reshard_steps(made: Layout, read: Layout, axis: str, ranks: int) -> tuple[ReshardStep, ...]:
     """The steps from one layout into another on one axis, in order; none where the layouts are equal.
 
-    Where no single step will do there are two, and the first one makes a replicated tensor.
+    Without a single step there are two, and the first one gives a replicated tensor.
 
     Args:
-        axis: both layouts lie on this axis alone.
+        made, read: layouts on this axis alone.
         ranks: number of ranks on the axis.
     """
     assert made.on(axis) == made and read.on(axis) == read, f"{made} → {read} is not on {axis} alone"
@@ -102,5 +101,5 @@ def split_of(layout: Layout) -> Split | None:
 
 
 def split_args(split: Split) -> tuple[int, int]:
-    """Where a tensor is split, as the collectives take it."""
+    """Arguments of a collective for a split: dim and outer."""
     return split.dim, split.outer

@@ -1,4 +1,4 @@
-"""What can be split in one operation at given shapes, and the layouts that each way of splitting it implies."""
+"""Rules: which dims of an operation can be split at given shapes, and the layouts that each split implies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import prod
 
 from autopar.ir.layout import REPLICATED, TP, Layout, Split, broadcast_layout, partial_layout, split_layout
 
-# For each dim of a tensor the letters (factors) that it is made of, outermost first; () for a dim that is never split.
+# For each dim of a tensor the letters (factors) of its size, outermost first; () for a dim that is never split.
 Dims = tuple[tuple[str, ...], ...]
 REPLICATE = ""
 LABEL = re.compile(r"(\w+?)(?:x([1-9]\d*))?")
@@ -18,11 +18,16 @@ LABEL = re.compile(r"(\w+?)(?:x([1-9]\d*))?")
 
 @dataclass(frozen=True)
 class Rule:
-    """Which dims of an operation's tensors carry the same factor, so that splitting it splits the operation.
+    """Which dims of an operation's tensors share a factor; splitting the factor splits the operation.
 
-    A letter of the outputs is split there alike; a letter that no output has is summed over. ``whole`` letters are
-    never split. ``added`` operands enter a sum over letters as one further summand (a bias). ``unread`` letters belong
-    to operands that say nothing but their dtype and device: however they lie, the outputs are replicated.
+    Args:
+        operands, outputs: the letters of each dim of each tensor. An output with a letter is split in it; a letter that
+        no
+            output has is summed over.
+        sizes: of each letter.
+        whole: letters that are never split.
+        added: operands that enter a sum over letters as one further summand (a bias). Only the first rank adds it.
+        unread: letters of operands of which only dtype and device are read; the outputs are replicated in any case.
 
     Invariants: a letter stands in at most one dim of a tensor, unless it is whole; a letter that is not whole stands in
     all outputs or in none.
@@ -69,10 +74,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an operation: the layout in which each operand is read and each output made.
+    """One way to run an operation: the layout in which each operand is read and each output produced.
 
-    ``label`` names the letter that is split, ``nx3`` letter n read in 3 parts; the empty label is the whole operation
-    on every rank.
+    ``label`` names the letter that is split; ``nx3`` is letter n read in 3 parts. The empty label is the whole
+    operation on every rank.
     """
 
     label: str
@@ -94,7 +99,7 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     """The strategy of a label; None where the letter is unknown or whole, or its size does not divide evenly.
 
     Args:
-        label: as `Strategy.label` holds it.
+        label: as in `Strategy.label`.
         ranks: number of ranks on the axis, at least 2.
     """
     if label == REPLICATE:
@@ -133,7 +138,7 @@ def label_of(letter: str, parts: int = 1) -> str:
 
 
 def letter_and_parts(label: str) -> tuple[str, int]:
-    """What a label splits; no letter for a text that is no label."""
+    """The letter and the number of parts of a label; no letter for a text that is no label."""
     match = LABEL.fullmatch(label)
     return (match[1], int(match[2] or 1)) if match else ("", 1)
 
@@ -142,7 +147,7 @@ def strategies(rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]], axi
     """All strategies, the replicated one first, then those of each letter in order of appearance.
 
     Args:
-        parts: for letters that are worth splitting other than contiguously, the numbers of parts to offer as well.
+        parts: numbers of parts to offer besides 1, for letters that are worth splitting other than contiguously.
     """
     labels = [label_of(letter, n) for letter in rule.free for n in dict.fromkeys((1, *parts.get(letter, ())))]
     found = (strategy(rule, label, ranks, axis) for label in labels)
@@ -160,7 +165,7 @@ def by_operand(rule: Rule, number: int, layout: Layout, ranks: int) -> Strategy 
 
 
 def by_output(rule: Rule, number: int, layout: Layout, ranks: int) -> Strategy | None:
-    """The strategy that makes an output in exactly this split layout; None if there is none.
+    """The strategy that produces an output in exactly this split layout; None if there is none.
 
     Args:
         number: of the output, as in ``Op.outputs``.
@@ -170,7 +175,7 @@ def by_output(rule: Rule, number: int, layout: Layout, ranks: int) -> Strategy |
 
 
 def label_of_layout(rule: Rule, dims: Dims, layout: Layout, ranks: int) -> str | None:
-    """The label whose letter holds the digit that a layout splits; None where the digit lies across letters."""
+    """The label whose letter contains the digit that a layout splits; None where the digit spans letters."""
     if len(layout.splits) != 1 or layout.partial or layout.partial_gradient:
         return None
     split: Split = layout.splits[0]

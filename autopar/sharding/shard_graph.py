@@ -1,4 +1,7 @@
-"""From a whole graph and its strategies to the graph that every rank of a tensor-parallel group runs."""
+"""From a whole graph and its strategies to the graph that every rank of a tensor-parallel group runs.
+
+The local graph is priced, cut, printed and compiled like any other graph, so the plan that was compared is what runs.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from autopar.sharding.localise import localised
 from autopar.sharding.propagate import GraphSharding, assign, storage_layout
 from autopar.sharding.reshard import ReshardStep, reshard_steps
 
-UNCOPIED = ("sum_gradient", "share_gradient")  # operators that return their argument itself
+UNCOPIED = ("sum_gradient", "share_gradient")  # operators that return their argument uncopied
 
 
 def shard_graph(
@@ -24,11 +27,11 @@ def shard_graph(
 ) -> Graph:
     """The graph that every rank runs: local shapes, and collectives between its operations.
 
-    Inputs, constants and outputs are replicated. A tensor is converted once for all readers of a stage that want it in
-    one layout: a sum on the stage that makes it, anything else on the stage that reads it.
+    Inputs, constants and outputs are replicated. A tensor is resharded once for all readers of a stage that read it in
+    one layout. A partial sum is reduced on the stage of its producer, everything else on the stage of its reader.
 
     Args:
-        strategies: label of an operation's strategy by its name; see `assign` for those without.
+        strategies: label of an operation's strategy by its name; see `assign` for operations without.
         storage: layout of every weight.
         stage_of: stage of every operation.
     """
@@ -45,10 +48,10 @@ def shard_graph(
 
 
 def storage(graph: Graph, labels: Mapping[str, str], ranks: AxisSizes) -> Mapping[str, Layout]:
-    """The layout in which each weight is kept between steps.
+    """The layout in which each weight is stored between steps.
 
-    A weight is split if all its readers read it split alike, replicated with a gradient that is summed once a step if
-    all use it on split data, and replicated otherwise. Constants are replicated: the trace holds them whole.
+    A weight is split if all its readers read it split alike. It is replicated with a gradient that is summed once a
+    step if all readers use it on split data. Otherwise it is replicated, as are constants, which the trace holds whole.
     """
     sharding = assign(graph, labels, {}, ranks)
     readers: dict[str, set[Layout]] = {w.name: set() for w in graph.weights}
@@ -63,7 +66,7 @@ def storage(graph: Graph, labels: Mapping[str, str], ranks: AxisSizes) -> Mappin
 
 
 class Builder:
-    """Localises operations one after the other and collects the conversions between them."""
+    """Localises operations one after the other and collects the collectives between them."""
 
     def __init__(
         self,
@@ -83,7 +86,7 @@ class Builder:
         self.after: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
 
     def local(self, op: Op) -> Op:
-        """An operation with local arguments, which reads converted values."""
+        """An operation with local arguments that reads resharded values."""
         strategy = self.sharding.strategies[op.name]
         names = {name: self.convert(name, read, op) for name, read in zip(op.reads, strategy.operands)}
         if op.name in self.sharding.rules:
@@ -92,14 +95,14 @@ class Builder:
         return op.reading(names)
 
     def output(self, name: str) -> str:
-        """Name of an output of the model, replicated; converted where it is made, or a weight on the last stage."""
+        """Name of a replicated output of the model; values are resharded on their stage, weights on the last stage."""
         if self.sharding.layouts[name] == REPLICATED:
             return name
         last = max(self.graph.ops, key=lambda op: self.stage_of[op.name])
         return self.convert(name, REPLICATED, self.graph.producer.get(name, last))
 
     def convert(self, name: str, read: Layout, reader: Op) -> str:
-        """Name of a value in the layout in which an operation reads it, converted before that where need be."""
+        """Name of a value in the layout in which an operation reads it; inserts the collectives that this takes."""
         current, layout = name, self.sharding.layouts[name]
         steps = reshard_steps(layout, read, TP, self.ranks[TP])
         for step in steps:
@@ -112,7 +115,7 @@ class Builder:
         return current
 
     def insert(self, step: ReshardStep, name: str, current: str, layout: Layout, home: Op) -> str:
-        """Name of the result of a new operation that takes a step from the current form of a value."""
+        """Name of the result of a new operation that takes a reshard step from the current form of a value."""
         source = self.local_values[current]
         unique = unused_name(f"{name}.{step.name}", self.used_names)
         self.used_names.add(unique)

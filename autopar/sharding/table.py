@@ -1,8 +1,9 @@
 """The rule of every operation that can be split: one line each.
 
-A text names the letters of each operand and output, a function makes them from the shapes. Keys are ATen names, with
-their overload where the overloads differ. ``replicated`` is for operations that are known not to split: unlike one
-without an entry, they are no reason for a warning.
+A text names the letters of each operand and output; a function makes them from the shapes. Keys are ATen names, with
+their overload where overloads differ. ``replicated`` is for operations that are known not to split: an operation
+without an entry is replicated too, but with a warning. In operations with weight matrices, the samples of a microbatch
+are not split by tensor parallelism, because that is data parallelism.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ PER_ELEMENT = (
     "where.ScalarOther where.ScalarSelf where.self xlogy zeros_like"
 )
 RESHAPES = "_unsafe_view flatten.using_ints reshape reshape_as squeeze unflatten.int unsqueeze view.default view_as"
-# By a generator; `autopar.trace.passes.counter_rng` leaves only few of them.
+# Stateful random operations; `autopar.trace.passes.counter_rng` rewrites most of them before rules are looked up.
 DRAWN = (
     "alpha_dropout bernoulli.default bernoulli.p exponential feature_alpha_dropout feature_dropout "
     "normal_functional rand_like randint_like randn_like rrelu uniform"
@@ -39,7 +40,7 @@ NEVER_SPLIT = (
 )
 
 RULES: Mapping[str, str | RuleFunction] = {
-    # products: what the left or right side alone has and no output has is summed
+    # products: a letter of one or both sides that no output has is summed
     "linear": "... k, n k, +n -> ... n",
     "mm": "n k, k m -> n m",
     "bmm": "b n k, b k m -> b n m",
@@ -156,7 +157,7 @@ RULES: Mapping[str, str | RuleFunction] = {
     "var.dim": views.reduced(1, "dim"),
     "var.correction": views.reduced(1, "dim"),
     "var_mean.correction": views.reduced(1, "dim"),
-    # what depends on dtype alone, and what is random
+    # operands of which only the dtype is read, and random operations
     "to.other": shapes.like_second,
     "type_as": shapes.like_second,
     "new_empty": shapes.new_tensor,
@@ -171,5 +172,5 @@ RULES: Mapping[str, str | RuleFunction] = {
     **dict.fromkeys(NEVER_SPLIT.split(), shapes.replicated),
 }
 
-# Operations that update weights they read, each rank its part.
+# Operations that update weights that they read; each rank updates its part.
 UPDATING = ("batch_norm", "instance_norm")

@@ -34,7 +34,7 @@ def add_matmul(call: BoundCall) -> Rule | None:
 
 
 def einsum(call: BoundCall) -> Rule | None:
-    """The equation's own letters; a letter that the output lacks is summed over."""
+    """The equation's letters; a letter that the output lacks is summed over."""
     equation = call.argument(0, "equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -86,7 +86,7 @@ def transposed_convolution(call: BoundCall) -> Rule | None:
 
 
 def channels(letter: str, groups: int) -> tuple[str, ...]:
-    """A dim of channels."""
+    """The letters of a dim of channels."""
     return ("g", letter) if groups > 1 else (letter,)
 
 
@@ -96,7 +96,7 @@ def channel_sizes(groups: int, into: int, out: int) -> dict[str, int]:
 
 
 def bias_operands(call: BoundCall) -> list[int]:
-    """Number of the bias, if there is one."""
+    """Number of the bias operand, if there is one."""
     return [2] if len(call.operands) > 2 else []
 
 
@@ -109,14 +109,14 @@ def tiles(call: BoundCall, dim: int, kernel: int, size: int, made: int) -> bool:
 
 
 def per_dim(value: object, dim: int) -> object:
-    """What an argument says of one dim, given for each, or once for all."""
+    """The value of an argument for one dim; the argument has a value per dim, or one for all."""
     return value[dim if len(value) > 1 else 0] if isinstance(value, tuple) else value
 
 
 def attention(call: BoundCall) -> Rule | None:
     """scaled_dot_product_attention: batch, heads, and queries where no causal mask counts them.
 
-    Keys are whole, since softmax runs over them. With dropout everything is, as in any random operation.
+    Keys are whole, since softmax runs over them. With dropout all letters are whole, as in any random operation.
     """
     if len(call.operands) < 3:
         return None
@@ -155,7 +155,7 @@ def layer_norm(call: BoundCall) -> Rule | None:
 
 
 def group_norm(call: BoundCall) -> Rule | None:
-    """Samples and groups of channels are apart."""
+    """Samples and groups of channels are independent."""
     shape, groups = call.operands[0], call.argument(1, "num_groups")
     pixels: Dims = dim_letters(shape[2:], "v")
     channel: Dims = (("g", "c"),)

@@ -1,4 +1,4 @@
-"""Rules of operations that treat every element by itself or rearrange them: functions of the shapes."""
+"""Rules of elementwise operations and of operations that rearrange elements: functions of the shapes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from string import ascii_lowercase
 from autopar.sharding.bound_call import BoundCall, RuleFunction, Shape, broadcast_letters, dim_letters, ints, make_rule
 from autopar.sharding.rule import Dims, Rule
 
-# -- every element by itself -------------------------------------------------------------------------------------
+# -- elementwise -----------------------------------------------------------------------------------------------
 
 
 def elementwise(call: BoundCall) -> Rule | None:
-    """Operands are broadcast onto the output; this is also what expand does, whose output's shape is given."""
+    """Operands are broadcast to the output; expand too, whose output shape is an argument."""
     letters = dim_letters(call.outputs[0])
     operands = [broadcast_letters(shape, call.outputs[0], letters) for shape in call.operands]
     return make_rule(call, [o for o in operands if o is not None], [letters])
 
 
 def like_second(call: BoundCall) -> Rule | None:
-    """The first operand in the dtype of the second (type_as), however that one lies."""
+    """The first operand in the dtype of the second (type_as); the layout of the second does not matter."""
     if call.operands[0] == call.operands[-1]:
         return elementwise(call)
     letters, other = dim_letters(call.operands[0]), dim_letters(call.operands[1], "u")
@@ -29,7 +29,7 @@ def like_second(call: BoundCall) -> Rule | None:
 
 
 def new_tensor(call: BoundCall) -> Rule | None:
-    """A tensor of a given size in the dtype of an operand (new_zeros): replicated, however that one lies."""
+    """A tensor of a given size in the dtype of an operand (new_zeros): replicated, whatever the operand's layout."""
     letters, made = dim_letters(call.operands[0], "u"), dim_letters(call.outputs[0])
     return make_rule(call, [letters], [made], unread=flat(letters), whole=flat(made))
 
@@ -42,7 +42,7 @@ def replicated(call: BoundCall) -> Rule | None:
 
 
 def random(call: BoundCall) -> Rule | None:
-    """Elements of a random operation: known to lie as the operand's do, but never split.
+    """A stateful random operation: its layout is the operand's, but it is never split.
 
     Ranks that each drew a part from their generators would draw equal numbers for different parts.
     """
@@ -56,7 +56,7 @@ def dropout(call: BoundCall) -> Rule | None:
 
 
 def counter_random(call: BoundCall) -> Rule | None:
-    """Numbers drawn by counters: any dim, and the samples with their rows of the first operand."""
+    """Numbers drawn by counters: any dim can be split, and the samples with their rows of the first operand."""
     dim, outer = call.argument(3, "sample_dim"), call.argument(4, "sample_outer")
     made = dim_letters(call.outputs[0])
     if dim < 0:
@@ -85,9 +85,9 @@ class CommonFactor:
 
 
 def reshape(call: BoundCall) -> Rule | None:
-    """Dims merged and taken apart; view_as also reads the tensor that gives the shape."""
+    """Dims merged and divided; view_as also reads the tensor that gives the shape."""
     if 0 in call.operands[0]:
-        return None  # no element says which factors belong together
+        return None  # without elements, common factors are ambiguous
     factors = regroup(call.operands[0], call.outputs[0])
     letters = [ascii_lowercase[i % 26] + str(i // 26 or "") for i in range(len(factors))]
 
@@ -120,8 +120,8 @@ def take_common(
     """Factors common to both shapes, from one end inwards, divided out of ``rest``.
 
     Args:
-        rest: the size that is left of each dim, per shape.
-        end: picks the dim to go on with.
+        rest: the remaining size of each dim, per shape.
+        end: picks the next dim.
     """
     common: list[CommonFactor] = []
     while rest[0] and rest[1]:
@@ -139,7 +139,7 @@ def take_common(
 
 
 def reordered(order: Callable[[BoundCall], list[int]]) -> RuleFunction:
-    """A rule for dims in another order; ``order`` says which operand dim each output dim is."""
+    """A rule for dims in another order; ``order`` gives the operand dim of each output dim."""
 
     def rule(call: BoundCall) -> Rule | None:
         letters = dim_letters(call.operands[0])

@@ -1,4 +1,4 @@
-"""Rules of operations that select from dims, cut, join or reduce them: functions of the shapes."""
+"""Rules of operations that select, cut, join or reduce dims: functions of the shapes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reduced(position: int, name: str, summed: bool = False) -> RuleFunction:
 
 
 def resized(call: BoundCall) -> Rule | None:
-    """Dims that keep their size pass, all others are whole: slices, which leave the former alone."""
+    """Dims that keep their size pass, all others are whole: a slice leaves a dim of equal size as it was."""
     letters = dim_letters(call.operands[0])
     made = tuple(
         letter if before == after else ()
@@ -61,7 +61,7 @@ def resized(call: BoundCall) -> Rule | None:
 
 
 def padded(call: BoundCall) -> Rule | None:
-    """Padded dims are whole; a dim padded by as much as it is cut keeps its size, so the amounts are what counts."""
+    """Padded dims are whole. A dim can be padded and cut by equal amounts and keep its size, so the amounts decide."""
     amounts = call.argument(1, "pad")
     letters = dim_letters(call.operands[0])
     touched = {len(letters) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
@@ -70,21 +70,21 @@ def padded(call: BoundCall) -> Rule | None:
 
 
 def selected(call: BoundCall) -> Rule | None:
-    """One index of a dim (select), or each of them as an output (unbind): that dim goes."""
+    """One index of a dim (select), or each of them as an output (unbind): the dim disappears."""
     letters = dim_letters(call.operands[0])
     dim = call.argument(1, "dim", 0) % len(letters)
     return make_rule(call, [letters], [letters[:dim] + letters[dim + 1 :]] * len(call.outputs), whole=[f"d{dim}"])
 
 
 def unfolded(call: BoundCall) -> Rule | None:
-    """Windows over one dim (Tensor.unfold), their elements in a last dim of their own."""
+    """Windows over one dim (Tensor.unfold); their elements are a new last dim."""
     letters = dim_letters(call.operands[0])
     dim = call.argument(1, "dimension") % max(1, len(letters))
     return make_rule(call, [letters], [(*letters[:dim], (), *letters[dim + 1 :], ())], whole=[f"d{dim}"])
 
 
 def index_selected(call: BoundCall) -> Rule | None:
-    """One dim is looked up by a list of indices, which takes its place."""
+    """One dim is looked up by a list of indices, which replaces it."""
     letters = dim_letters(call.operands[0])
     if not letters or len(call.operands[1]) != 1:
         return None
@@ -94,7 +94,7 @@ def index_selected(call: BoundCall) -> Rule | None:
 
 
 def indexed(call: BoundCall) -> Rule | None:
-    """Dims looked up by index tensors, which are broadcast together and stand where the dims stood.
+    """Dims looked up by index tensors, which are broadcast together and replace those dims.
 
     Where those dims are not neighbours the index comes first, as in NumPy.
     """
@@ -129,16 +129,17 @@ def gathered(call: BoundCall) -> Rule | None:
 
 
 def parted(rank: int, dim: int, parts: str, rest: str) -> Dims:
-    """Letters of a tensor of which one dim is made of parts."""
+    """Letters of a tensor with one dim that consists of parts."""
     letters = dim_letters((0,) * rank)
     return (*letters[:dim], (parts, rest), *letters[dim + 1 :])
 
 
 def split(position: int, default: int = 0) -> RuleFunction:
-    """A rule for a dim cut in pieces (split, chunk, glu); where they are equal, each piece is split alike.
+    """A rule for a dim cut in pieces (split, chunk, glu); equal pieces are split alike.
 
     Args:
-        position: of the argument that holds the dim, and ``default`` that dim where it is not given.
+        position: of the argument with the dim.
+        default: the dim where that argument is missing.
     """
 
     def rule(call: BoundCall) -> Rule | None:
@@ -158,12 +159,12 @@ def split(position: int, default: int = 0) -> RuleFunction:
 
 
 def is_equal_split(call: BoundCall, parts: int) -> bool:
-    """Whether the pieces stay as many on a rank: chunk makes fewer than it is asked for where sizes do not divide."""
+    """Whether a rank has as many pieces: chunk makes fewer than requested where sizes do not divide."""
     return not call.op.target.startswith("aten.chunk") or call.argument(1, "chunks") == parts
 
 
 def joined(call: BoundCall) -> Rule | None:
-    """Tensors one after the other along a dim (cat); where they are equally long, split alike."""
+    """Tensors one after the other along a dim (cat); tensors of equal length are split alike."""
     rank = len(call.outputs[0])
     dim = call.argument(1, "dim", 0) % rank
     letters = dim_letters(call.outputs[0])
@@ -177,7 +178,7 @@ def joined(call: BoundCall) -> Rule | None:
 
 
 def stacked(call: BoundCall) -> Rule | None:
-    """Tensors along a dim of their own."""
+    """Tensors along a new dim."""
     letters = dim_letters(call.operands[0])
     dim = call.argument(1, "dim", 0) % len(call.outputs[0])
     made = (*letters[:dim], ("p",), *letters[dim:])
@@ -185,7 +186,7 @@ def stacked(call: BoundCall) -> Rule | None:
 
 
 def repeated(call: BoundCall) -> Rule | None:
-    """Every dim over and over (repeat, tile): the repetitions are a factor outside of the dim."""
+    """Every dim repeated (repeat, tile): the repetitions are a factor outside the dim."""
     repeats = call.argument(1, "dims" if call.op.target.startswith("aten.tile") else "repeats")
     repeats = (1,) * (len(call.operands[0]) - len(repeats)) + repeats
     lead = len(repeats) - len(call.operands[0])
