@@ -59,7 +59,7 @@ class DeviceMemoryError(WorkerError):
 
 
 class TrainingError(AutoparError):
-    """A training run failed: its loss is not finite, or the unmodified model scores the exported weights differently."""
+    """A training run failed: the loss is not finite, or the unmodified model scores exported weights differently."""
 
     exit_code = 1
 

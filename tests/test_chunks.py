@@ -35,7 +35,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import INTERLEAVED
 from autopar.ir.table import plan_text
 from autopar.schedule.generate import generate
-from autopar.schedule.replay import replayed_seconds
+from autopar.schedule.simulate import replayed_seconds
 from autopar.solve.cuts.problem import slowest_count
 from autopar.solve.result.make_plan import Setting
 from autopar.solve.space.candidates import MAX_CHUNKS, Pipeline, Point, pipeline_floor, pipelines_of, points_of

@@ -15,8 +15,7 @@ from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
 from autopar.schedule.actions import Action, Schedule, format_grid, format_schedule, parse_schedule
 from autopar.schedule.check import check, check_rendezvous
 from autopar.schedule.generate import SCHEDULES, generate, in_flight_profiles, max_in_flight, may_overlap
-from autopar.schedule.replay import replayed_seconds
-from autopar.schedule.simulate import one_f_one_b_seconds, simulate
+from autopar.schedule.simulate import one_f_one_b_seconds, replayed_seconds, simulate
 
 numbers = st.integers(0, 10**6)
 actions = st.builds(Action, st.sampled_from(["F", "B"]), numbers, numbers)

@@ -21,7 +21,7 @@ from autopar.ir.plan_parts import (
     Stage,
     StageMemory,
 )
-from autopar.schedule.replay import scheduled_seconds
+from autopar.schedule.simulate import scheduled_seconds
 from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.space.constraints import Constraints, hop_link
