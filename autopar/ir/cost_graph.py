@@ -4,10 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import networkx as nx
 
 # Gradients are reduced in buckets of this size, each as soon as its backward has run. The size is the default of
 # PyTorch's DistributedDataParallel: large enough for full bandwidth, small enough to start early.
@@ -131,12 +127,11 @@ class CostGraph:
 
     def __post_init__(self) -> None:
         n = len(self.groups)
-        for flow in self.edges:
-            assert flow.consumers and all(flow.producer < c < n for c in flow.consumers), (
-                f"flow {flow.value} runs backwards"
-            )
-        for holding in (*self.weights, *self.saved):
-            assert holding.groups and all(0 <= g < n for g in holding.groups), f"{holding.name} is held by no group"
+        for edge in self.edges:
+            forwards = all(edge.producer < c < n for c in edge.consumers)
+            assert edge.consumers and forwards, f"edge {edge.value} runs backwards"
+        for tensor in (*self.weights, *self.saved):
+            assert tensor.groups and all(0 <= g < n for g in tensor.groups), f"no group uses {tensor.name}"
 
     @property
     def loss(self) -> int:
@@ -146,57 +141,26 @@ class CostGraph:
     @cached_property
     def recomputed(self) -> CostGraph:
         """The graph if every stage recomputes."""
-        flows = tuple(replace(flow, saved_by=()) for flow in self.edges)
-        return replace(self, groups=tuple(group.recomputed for group in self.groups), edges=flows, saved=())
+        edges = tuple(replace(edge, saved_by=()) for edge in self.edges)
+        return replace(self, groups=tuple(group.recomputed for group in self.groups), edges=edges, saved=())
 
     @cached_property
-    def digraph(self) -> nx.DiGraph:
-        """Groups as nodes (attribute ``group``), an edge where a tensor flows (attribute ``num_bytes``, summed)."""
-        import networkx as nx  # slow: workers, which plan nothing, do without
-
-        graph = nx.DiGraph()
-        graph.add_nodes_from((i, {"group": g}) for i, g in enumerate(self.groups))
-        for flow in self.edges:
-            for consumer in flow.consumers:
-                known = graph.get_edge_data(flow.producer, consumer, {"num_bytes": 0})["num_bytes"]
-                graph.add_edge(flow.producer, consumer, num_bytes=known + flow.num_bytes)
-        return graph
-
-    @cached_property
-    def dominators(self) -> tuple[int, ...]:
-        """Groups that every path from a source to the loss goes through, in order.
-
-        Source: immediate dominators (Cooper, Harvey, Kennedy 2001, as in networkx) from a virtual entry.
-        """
-        import networkx as nx
-
-        graph = self.digraph.copy()
-        graph.add_edges_from([("entry", v) for v in self.digraph if self.digraph.in_degree(v) == 0])
-        parent = nx.immediate_dominators(graph, "entry")
-        chain, node = [], self.loss
-        while node not in (None, "entry"):
-            chain.append(node)
-            node = parent[node]
-        return tuple(reversed(chain))
-
-    @cached_property
-    def cut_candidates(self) -> tuple[tuple[int, int], ...]:
-        """(group, bytes) for a cut after each group, in order: the bytes per microbatch that would cross the cut."""
-        crossing = [0] * len(self.groups)
-        for flow in self.edges:
-            for boundary in range(flow.producer, max(flow.consumers)):
-                crossing[boundary] += flow.num_bytes
-        return tuple((i, crossing[i]) for i in range(self.loss))
+    def cut_bytes(self) -> tuple[int, ...]:
+        """Bytes per microbatch that would cross a cut after each group, in order, without the loss."""
+        crossing = [0] * self.loss
+        for edge in self.edges:
+            for boundary in range(edge.producer, max(edge.consumers)):
+                crossing[boundary] += edge.num_bytes
+        return tuple(crossing)
 
     def __str__(self) -> str:
-        """A row per group. ``|`` marks groups on every path; the bytes are what crosses a cut after the group."""
+        """A row per group: its times, the bytes that it saves, its predecessors, and what crosses a cut after it."""
         rows = [f"{self.model}: {len(self.groups)} groups, {len(self.edges)} flows, microbatch of {self.batch}"]
-        crossing, narrow = dict(self.cut_candidates), set(self.dominators)
         for i, g in enumerate(self.groups):
-            reads = ", ".join(map(str, sorted(self.digraph.predecessors(i))))
-            cut = f", a cut behind sends {crossing[i] / 2**20:.2f} MiB" if i in crossing else ""
+            reads = ", ".join(map(str, sorted({edge.producer for edge in self.edges if i in edge.consumers})))
+            cut = f", a cut after it sends {self.cut_bytes[i] / 2**20:.2f} MiB" if i < self.loss else ""
             rows.append(
-                f"{i:4d} {'|' if i in narrow else ' '} {g.name}: F {g.forward_seconds * 1e3:.3f} ms, "
-                f"B {g.backward_seconds * 1e3:.3f} ms, saves {g.saved_bytes / 2**20:.2f} MiB, reads [{reads}]{cut}"
+                f"{i:4d} {g.name}: F {g.forward_seconds * 1e3:.3f} ms, B {g.backward_seconds * 1e3:.3f} ms, "
+                f"saves {g.saved_bytes / 2**20:.2f} MiB, reads [{reads}]{cut}"
             )
         return "\n".join(rows)

@@ -84,7 +84,7 @@ def replayed_seconds(
     return run(actions, pp, [*forward_seconds, *backward_seconds], transfers, sizes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TimedAction:
     """An action with what its start and end depend on.
 
