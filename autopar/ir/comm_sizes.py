@@ -9,9 +9,14 @@ MAX_SYMMETRIC_BUFFER_BYTES = 2**31
 SEGMENT_PADDING_BYTES = 64  # byte per rank, since segments are padded to equal length
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is at least the value."""
+    return -(-value // multiple) * multiple
+
+
 def message_bytes(num_bytes: int) -> int:
     """Bytes of symmetric memory that a point-to-point message takes: its size rounded up to `MESSAGE_ALIGNMENT`."""
-    return -(-num_bytes // MESSAGE_ALIGNMENT) * MESSAGE_ALIGNMENT
+    return round_up(num_bytes, MESSAGE_ALIGNMENT)
 
 
 def replica_buffer_bytes(largest_bytes: int, ranks: int) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from autopar.ir.comm_sizes import round_up
 from autopar.ir.cost_graph import BUCKET_BYTES
 from autopar.ir.graph import DTYPE_BYTES, Weight
 
@@ -23,7 +24,7 @@ MAX_PADDING_SHARE = 1 / 8
 
 def padded_numel(numel: int) -> int:
     """Elements that a parameter takes up in a bucket: its size rounded up to `PARAM_ALIGNMENT`."""
-    return -(-max(numel, 1) // PARAM_ALIGNMENT) * PARAM_ALIGNMENT
+    return round_up(max(numel, 1), PARAM_ALIGNMENT)
 
 
 def assign_owners(

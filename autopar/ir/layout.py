@@ -55,13 +55,10 @@ class Layout:
             local[split.dim] //= ranks[split.axis]
         return tuple(local)
 
-    def on(self, axis: str) -> Layout:
-        """What it says of one axis alone."""
-        return Layout(
-            tuple(s for s in self.splits if s.axis == axis),
-            tuple(a for a in self.partial if a == axis),
-            tuple(a for a in self.partial_gradient if a == axis),
-        )
+    @property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes on which the tensor is not replicated."""
+        return frozenset((*(split.axis for split in self.splits), *self.partial, *self.partial_gradient))
 
     def __str__(self) -> str:
         """As `Layout.parse` reads it: ``tp:0`` (dim 0), ``tp:0x3`` (dim 0 in 3 parts), ``tp:sum``, ``tp:gradient``."""

@@ -28,13 +28,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
+from autopar.ir.comm_sizes import round_up
 from autopar.ir.graph import DTYPE_BYTES, Op
 from autopar.ir.hardware import CollectiveKind
 from autopar.sharding.reshard import ReshardStep, reshard_step
 
 # Elements of each rank's buffer, from the elements of the whole tensor and the number of ranks.
 BUFFER_NUMEL: Mapping[CollectiveKind, Callable[[int, int], int]] = {
-    "all-reduce": lambda whole, ranks: -(-whole // ranks) * ranks,
+    "all-reduce": round_up,
     "all-gather": lambda whole, ranks: whole // ranks,
     "reduce-scatter": lambda whole, ranks: whole,
     "all-to-all": lambda whole, ranks: whole // ranks,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
-from autopar.ir.graph import Op, Ref, refs
+from autopar.ir.graph import Op, refs, renamed
 from autopar.sharding.bound_call import BoundCall, RuleFunction, Shape
 from autopar.sharding.parse import bind
 from autopar.sharding.rule import Dims, Rule
@@ -28,8 +27,8 @@ def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
     key = key_of(op.target)
     if key is None or not op.outputs or (op.mutates and key not in UPDATING):
         return None
-    slots = {name: Ref(str(number)) for number, name in enumerate(op.reads)}
-    args, kwargs = (in_slots(tree, slots) for tree in (op.args, op.kwargs))
+    numbers = {name: str(number) for number, name in enumerate(op.reads)}
+    args, kwargs = (renamed(tree, numbers) for tree in (op.args, op.kwargs))
     shapes = tuple(tuple(shape_of(name)) for name in op.reads)
     outputs = tuple(v.shape for v in op.outputs)
     return rule_of_entry(RULES[key], Op("", op.target, args, kwargs, (), ""), shapes, outputs)
@@ -45,13 +44,6 @@ def rule_of_entry(entry: Entry, op: Op, shapes: tuple[Shape, ...], outputs: tupl
     call = BoundCall(op, tuple(shapes[int(number)] for number in occurrences), outputs)
     rule = bind(entry, call) if isinstance(entry, str) else entry(call)
     return rule and merge_repeated(rule, occurrences)
-
-
-def in_slots(tree: Any, slots: Mapping[str, Ref]) -> Any:
-    """(Nested) arguments with other references."""
-    if isinstance(tree, Ref):
-        return slots[tree.name]
-    return tuple(in_slots(item, slots) for item in tree) if isinstance(tree, tuple) else tree
 
 
 def key_of(target: str) -> str | None:

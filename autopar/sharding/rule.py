@@ -143,14 +143,14 @@ def letter_and_parts(label: str) -> tuple[str, int]:
     return (match[1], int(match[2] or 1)) if match else ("", 1)
 
 
-def strategies(rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]], axis: str = TP) -> tuple[Strategy, ...]:
+def strategies(rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]]) -> tuple[Strategy, ...]:
     """All strategies, the replicated one first, then those of each letter in order of appearance.
 
     Args:
         parts: numbers of parts to offer besides 1, for letters that are worth splitting other than contiguously.
     """
     labels = [label_of(letter, n) for letter in rule.free for n in dict.fromkeys((1, *parts.get(letter, ())))]
-    found = (strategy(rule, label, ranks, axis) for label in labels)
+    found = (strategy(rule, label, ranks) for label in labels)
     return (replicate(rule), *(s for s in found if s is not None))
 
 
