@@ -9,44 +9,34 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from autopar.errors import (
+    AutoparError,
+    CheckpointError,
+    DeviceMemoryError,
+    HardwareError,
+    InfeasibleError,
+    MicrobatchWarning,
+    NonFiniteLossWarning,
+    PlanDependentRandomWarning,
+    PlanError,
+    ResumeWarning,
+    TraceError,
+    TrainingError,
+    UnknownOpWarning,
+    UsageError,
+    WorkerError,
+)
+
 if TYPE_CHECKING:
     from autopar.api.model import ParallelModel
     from autopar.api.model_source import ModelSource
     from autopar.api.parallelize import parallelize
     from autopar.api.planning.plan import plan
     from autopar.api.step_result import StepResult
-    from autopar.errors import (
-        AutoparError,
-        CheckpointError,
-        DeviceMemoryError,
-        HardwareError,
-        InfeasibleError,
-        MicrobatchWarning,
-        NonFiniteLossWarning,
-        PlanDependentRandomWarning,
-        PlanError,
-        ResumeWarning,
-        TraceError,
-        TrainingError,
-        UnknownOpWarning,
-        UsageError,
-        WorkerError,
-    )
     from autopar.ir.plan import Plan
     from autopar.runtime.spec import Parameters, UpdateResult
 
 __version__ = "0.1.0"
-
-# Where each public name lives. Imported at first use, so that reading a cost model needs no torch.
-_HOME = {
-    "parallelize": "api.parallelize", "plan": "api.planning.plan", "Plan": "ir.plan", "ParallelModel": "api.model",
-    "StepResult": "api.step_result", "ModelSource": "api.model_source", "Parameters": "runtime.spec",
-    "UpdateResult": "runtime.spec",
-} | dict.fromkeys((
-    "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError", "MicrobatchWarning",
-    "NonFiniteLossWarning", "PlanDependentRandomWarning", "PlanError", "ResumeWarning", "TraceError", "TrainingError",
-    "UnknownOpWarning", "UsageError", "WorkerError",
-), "errors")  # fmt: skip
 
 __all__ = [
     "AutoparError", "CheckpointError", "DeviceMemoryError", "HardwareError", "InfeasibleError", "MicrobatchWarning",
@@ -54,6 +44,13 @@ __all__ = [
     "PlanError", "ResumeWarning", "StepResult", "TraceError", "TrainingError", "UnknownOpWarning", "UpdateResult",
     "UsageError", "WorkerError", "parallelize", "plan",
 ]  # fmt: skip
+
+# Public names that are imported at first use, so that reading a cost model needs no torch.
+_HOME = {
+    "ModelSource": "api.model_source", "ParallelModel": "api.model", "Parameters": "runtime.spec", "Plan": "ir.plan",
+    "StepResult": "api.step_result", "UpdateResult": "runtime.spec", "parallelize": "api.parallelize",
+    "plan": "api.planning.plan",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,13 @@
-"""Every error a user of autopar can meet.
+"""Every error and warning that a user of autopar can meet.
 
-A message has four parts: what failed, where in the user's model, the numbers, the remedy. ``exit_code`` is what the
-command line returns for it.
+A message has four parts: what failed, where in the user's model, the numbers, the remedy. ``exit_code`` is the command
+line's exit code for an error.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class AutoparError(Exception):
@@ -22,7 +25,7 @@ class PlanError(UsageError):
 
 
 class CheckpointError(UsageError):
-    """A checkpoint cannot be written, or is broken, or of another model; what was there before is as it was."""
+    """A checkpoint cannot be written, or is broken, or of another model; an earlier checkpoint is unchanged."""
 
 
 class HardwareError(UsageError):
@@ -56,25 +59,25 @@ class DeviceMemoryError(WorkerError):
 
 
 class TrainingError(AutoparError):
-    """A training run went wrong: its loss is not finite, or its weights do not do elsewhere what they did here."""
+    """A training run failed: the loss is not finite, or the unmodified model scores exported weights differently."""
 
     exit_code = 1
 
 
 class CacheWarning(UserWarning):
-    """A file of measured times is damaged, and what it held is measured again."""
+    """A file of measured times is damaged; its content is measured again."""
 
 
 class CaptureWarning(UserWarning):
-    """A training step cannot be captured as a CUDA graph, and is run without."""
+    """A training step cannot be captured as a CUDA graph and runs without."""
 
 
 class MeasuringWarning(UserWarning):
-    """Something cannot be measured here, and is priced by the cost model."""
+    """Something cannot be measured on this machine and is priced by the cost model."""
 
 
 class MicrobatchWarning(UserWarning):
-    """A number or size of microbatches comes out otherwise than it was asked for."""
+    """The number or size of microbatches differs from the request."""
 
 
 class NonFiniteLossWarning(UserWarning):
@@ -82,12 +85,23 @@ class NonFiniteLossWarning(UserWarning):
 
 
 class PlanDependentRandomWarning(UserWarning):
-    """A random operation draws from a generator of its rank: its numbers differ from plan to plan."""
+    """A random operation draws from its rank's generator: its numbers differ from plan to plan."""
 
 
 class ResumeWarning(UserWarning):
-    """Training goes on from a checkpoint otherwise than the run that saved it would have."""
+    """Training continues from a checkpoint, but differently from the run that saved it."""
 
 
 class UnknownOpWarning(UserWarning):
     """An operation has no sharding rule: every rank of a tensor-parallel group runs it whole."""
+
+
+def suggest(name: str, known: Iterable[str], limit: int = 1, cutoff: float = 0.6) -> str:
+    """A sentence for an error message, ``" Did you mean cosine or constant?"``; empty where no known name is similar.
+
+    Args:
+        limit: number of names in the sentence, at most.
+        cutoff: similarity from 0 to 1 that a name must have, as in `difflib.get_close_matches`.
+    """
+    near = get_close_matches(name, list(known), limit, cutoff)
+    return f" Did you mean {' or '.join(near)}?" if near else ""

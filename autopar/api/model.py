@@ -32,7 +32,7 @@ from autopar.runtime.launch.devices import Machine
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import LazyMetrics, RankSpec, RankStats, StepNumbers, StepOutcome, UpdateResult
-from autopar.sharding.tensors import assembled, part, summed
+from autopar.sharding.tensors import assembled, local_part, summed_gradients
 from autopar.trace.call import as_call
 from autopar.trace.passes.counter_rng import RNG_COUNTERS
 
@@ -283,7 +283,7 @@ class ParallelModel:
             place = self.plan.mesh.place(rank)
             held = [name for name in by_weight if place.stage in self._programs.positions[name]]
             index, sizes = {TP: place.shard}, {TP: self.plan.mesh.tp}
-            arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
+            arguments[rank] = ({n: local_part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
         self._dispatcher.call("load", arguments)
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
@@ -357,7 +357,7 @@ class ParallelModel:
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Accumulated gradients on CPU by original name; parameters without one are left out."""
-        total = summed(self._call("gradients"), self._spec.storage, self.plan.mesh)
+        total = summed_gradients(self._call("gradients"), self._spec.storage, self.plan.mesh)
         return {w.name: total[w.name] for w in self._programs.example.weights if w.name in total}
 
     def loss_scale(self) -> float:

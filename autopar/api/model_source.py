@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.ir.units import of_type
 
 
@@ -77,10 +76,8 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
 
 def unknown(name: str, known: list[str], where: str) -> UsageError:
     """The error for a name that is not there."""
-    near = difflib.get_close_matches(name, known, 3)
-    hint = f" Did you mean {', '.join(near)}?" if near else ""
     return UsageError(
-        f"{where} has no model named {name!r} ({len(known)} known).{hint} "
+        f"{where} has no model named {name!r} ({len(known)} known).{suggest(name, known, 3)} "
         "A model is a timm name, torchvision:NAME, or package.module:factory."
     )
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, get_args, runtime_checkable
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.ir.hardware import ExecutionMode
-from autopar.ir.plan import INTERLEAVED, AskedSchedule, Balance, CostSource, Precision, Recompute
+from autopar.ir.plan_parts import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule
 from autopar.runtime.comm.transport import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {
@@ -59,7 +58,7 @@ class Options:
     chunks: int | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
-    schedule: AskedSchedule = "1f1b"
+    schedule: RequestedSchedule = "1f1b"
     balance: Balance = "time"
     pins: Mapping[str, int] = field(default_factory=dict)
     memory: int | None = None
@@ -165,9 +164,7 @@ class Options:
         known = [f.name for f in fields(Options)]
         for name in given:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f" Did you mean {near[0]}?" if near else ""
-                raise UsageError(f"Unknown argument {name!r}.{hint} Known: {', '.join(known)}.")
+                raise UsageError(f"Unknown argument {name!r}.{suggest(name, known)} Known: {', '.join(known)}.")
         values = dict(given)
         memory = values.get("memory")
         if isinstance(memory, str):

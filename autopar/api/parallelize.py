@@ -30,7 +30,7 @@ from autopar.runtime.launch.fork_server import prepare
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import Parameters, RankSpec
-from autopar.sharding.tensors import part
+from autopar.sharding.tensors import local_part
 from autopar.trace.passes.counter_rng import is_random
 from autopar.trace.trace import weight_tensors
 
@@ -170,7 +170,7 @@ def start(
     if len(specs) == 1:
         return InProcessBackend(specs[0], tensors)
     parts = [
-        {w.name: part(tensors[w.name], s.layout(w.name), {TP: s.mesh.tp}, {TP: s.place.shard}) for w in s.weights}
+        {w.name: local_part(tensors[w.name], s.layout(w.name), {TP: s.mesh.tp}, {TP: s.place.shard}) for w in s.weights}
         for s in specs
     ]
     return WorkerPool(specs, parts, machine.backend, timeout_seconds, machine.num_threads)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, suggest
 from autopar.ir.graph import Graph
 from autopar.ir.layout import REPLICATED, TP, Layout, broadcast_layout, look_up, pattern_of, split_layout
 from autopar.ir.plan import Plan
@@ -69,7 +68,4 @@ def check_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> N
     known = {*names, *map(pattern_of, names)}
     for name in table:
         if name not in known:
-            near = difflib.get_close_matches(name, sorted(known), 1)
-            raise PlanError(
-                f"Plan field {field}: the model has no {name!r}.{f' Did you mean {near[0]}?' if near else ''}"
-            )
+            raise PlanError(f"Plan field {field}: the model has no {name!r}.{suggest(name, sorted(known))}")

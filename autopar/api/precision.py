@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from autopar.errors import UsageError
-from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import Precision
 from autopar.runtime.launch.devices import Machine
 from autopar.trace.passes.precision import LOW_DTYPE
 

@@ -1,1 +1,16 @@
-"""Every frozen type that crosses stages, its invariants and its printed form."""
+"""Every frozen type that crosses stages, its invariants and its printed form.
+
+Question: in which words do the stages talk? Tracing gives a `Graph`, cost a `CostGraph` and a `StrategyGraph`, the
+solver a `Plan`, code generation a `Program` per stage. Nothing here computes with tensors or talks to other ranks.
+
+Read graph (operations, weights, values), layout and mesh (where tensors and ranks lie), hardware (seconds of
+operations, collectives, messages), cost_graph and strategies (input of the solver), plan with plan_parts,
+plan_invariants and plan_stages, program, then table and sharding_table (`print(plan)`). Helpers: names, units, text,
+microbatches, pytree, comm_sizes, grad_buckets, checkpoint_header.
+
+>>> from autopar.ir.layout import Layout
+>>> Layout.parse("tp:0x3").local_shape([2304, 768], {"tp": 2})
+(1152, 768)
+>>> print(Layout.parse("tp:1 dp:gradient"))
+tp:1 dp:gradient
+"""

@@ -1,4 +1,4 @@
-"""What a checkpoint says of itself: the header, which is JSON beside the tensors."""
+"""The header of a checkpoint: JSON next to the tensors that says which run saved them and what there is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STRICT = ConfigDict(extra="forbid")
 @with_config(STRICT)
 @dataclass(frozen=True)
 class SavedWeight:
-    """A parameter or buffer: its whole shape, and the names under which the model's state dict has it."""
+    """A parameter or buffer: its whole shape, and its names in the model's state dict."""
 
     name: str
     kind: str
@@ -29,7 +29,11 @@ class SavedWeight:
 
     @staticmethod
     def of(weight: Weight, state_names: frozenset[str]) -> SavedWeight:
-        """What a header keeps of a traced weight."""
+        """The header's record of a traced weight.
+
+        Args:
+            state_names: keys of the model's state dict; other names of the weight are left out.
+        """
         names = tuple(name for name in weight.names if name in state_names)
         return SavedWeight(weight.name, weight.kind, weight.shape, weight.stored_dtype, names)
 
@@ -37,18 +41,19 @@ class SavedWeight:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Header:
-    """A checkpoint's contents.
+    """Contents of a checkpoint.
 
     Args:
-        model: as the plan calls it.
-        plan: that of the run that saved, as in a plan file.
-        batch: the global batch that the plan is for.
-        updates, drawn: calls of the optimizer so far, and samples since then, which random operations count.
-        extra: the caller's, anything that JSON can hold.
+        model: its name in the plan.
+        plan: the saving run's plan, as in a plan file.
+        batch: samples of the global batch that the plan is for.
+        updates: optimizer steps so far; random operations count them.
+        drawn: samples since the last update; random operations count them.
+        extra: the caller's data, anything that JSON can hold.
         optimizer, scheduler: class names, None where there was none.
-        scaler, ema: whether the state of a loss scaler and averages of weights are there.
-        data: the folder beside the header that has the tensors.
-        files: byte sizes of the files in it.
+        scaler, ema: whether the checkpoint has the state of a loss scaler and averages of weights.
+        data: name of the folder next to the header that holds the tensors.
+        files: size of each file in that folder, byte.
     """
 
     model: str
@@ -72,10 +77,10 @@ class Header:
 
     @staticmethod
     def from_json(text: str, where: str) -> Header:
-        """The header in a JSON text; ``where`` names it in errors.
+        """The header in a JSON text; ``where`` names the text in errors.
 
         Raises:
-            CheckpointError: it is no JSON, of another version, or a field is missing or wrong.
+            CheckpointError: the text is no JSON, of another version, or a field is missing or wrong.
         """
         try:
             data = json.loads(text)

@@ -1,19 +1,29 @@
-"""Sizes of the memory that GPUs of one host write into and read of each other."""
+"""Sizes of the symmetric memory through which GPUs of one host exchange tensors."""
 
 from __future__ import annotations
 
-ALIGNMENT = 256  # byte, of every message
-# Larger buckets pass in pieces. A piece's barriers and sum wait for the matrix products that multiprocessors are at, so
-# buckets of 1.3 GB, those of a model of 7 G parameters, pass whole.
+MESSAGE_ALIGNMENT = 256  # byte; every message starts at a multiple
+# Larger buckets are exchanged in pieces. The barriers and the sum of a piece wait until matrix products leave the
+# multiprocessors. The limit is so high that buckets of 1.3 GB (a model of 7 G parameters) are exchanged whole.
 MAX_SYMMETRIC_BUFFER_BYTES = 2**31
-SPARE_BYTES = 64  # for each rank: segments are of equal length there
+SEGMENT_PADDING_BYTES = 64  # byte per rank, since segments are padded to equal length
 
 
-def aligned(num_bytes: int) -> int:
-    """The bytes that a message takes up."""
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is at least the value."""
+    return -(-value // multiple) * multiple
 
 
-def exchange_bytes(largest_bytes: int, ranks: int) -> int:
-    """What replicas that sum their gradients reserve on each, for a largest bucket."""
-    return min(largest_bytes, MAX_SYMMETRIC_BUFFER_BYTES) + ranks * SPARE_BYTES
+def message_bytes(num_bytes: int) -> int:
+    """Bytes of symmetric memory that a point-to-point message takes: its size rounded up to `MESSAGE_ALIGNMENT`."""
+    return round_up(num_bytes, MESSAGE_ALIGNMENT)
+
+
+def replica_buffer_bytes(largest_bytes: int, ranks: int) -> int:
+    """Bytes of symmetric memory that each replica reserves for the gradient reduction.
+
+    Args:
+        largest_bytes: size of the largest gradient bucket, byte.
+        ranks: number of replicas.
+    """
+    return min(largest_bytes, MAX_SYMMETRIC_BUFFER_BYTES) + ranks * SEGMENT_PADDING_BYTES

@@ -1,33 +1,31 @@
-"""The priced model: groups of operations, the tensors that flow between them, and what they hold in memory."""
+"""The priced model: groups of operations, the tensors that flow between them, and the tensors that stay in memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import networkx as nx
-
-# Gradients are summed in buckets of this size, each as soon as its backward has run. That of PyTorch's
-# DistributedDataParallel: large enough for full bandwidth, small enough to start early.
+# Gradients are reduced in buckets of this size, each as soon as its backward has run. The size is the default of
+# PyTorch's DistributedDataParallel: large enough for full bandwidth, small enough to start early.
 BUCKET_BYTES = 25 * 2**20
 
 
 @dataclass(frozen=True)
 class Group:
-    """Operations that always share a stage: an anchor (a matmul, a norm, …) and the light ones that follow it.
+    """Operations that always share a stage: an anchor (a matmul, a norm, …) and the light operations that follow it.
 
-    ``seconds`` are per microbatch on one device. ``saved_bytes`` stay alive from forward to backward, per microbatch,
-    counting only storages that no other group saves too; ``transient_bytes`` is what its largest operation needs
-    beyond what has been saved until then, and ``workspace_bytes`` what its kernels may take while nothing else was let
-    go of yet.
+    All numbers are for one rank and one microbatch.
 
-    On a stage that recomputes, the group keeps only ``kept_bytes`` from forward to backward, per microbatch, and
-    when its backward runs, ``segment_bytes`` are there again: what its segment saves up to this group.
-
-    The ``collective_seconds`` are what tensor-parallel collectives take of its forward and of its backward, and
-    ``symmetric_buffer_bytes`` the most that one takes of the memory that its ranks reach, where they do.
+    Args:
+        forward_seconds, backward_seconds: tensor-parallel collectives included.
+        saved_bytes: activations kept from forward to backward, without storages that other groups save too.
+        transient_bytes: memory that the group's largest operation needs on top of the activations saved so far.
+        kept_bytes: the group's ``saved_bytes`` on a stage that recomputes.
+        segment_bytes: activations that recomputation restores before the group's backward: those of its segment up to
+            this group.
+        forward_collective_seconds, backward_collective_seconds: time of tensor-parallel collectives.
+        symmetric_buffer_bytes: symmetric memory that the group's largest collective needs, 0 where it uses none.
+        workspace_bytes: memory that kernels may take while none of the group's other memory is freed yet.
     """
 
     name: str
@@ -47,6 +45,7 @@ class Group:
 
     @property
     def seconds(self) -> float:
+        """Forward and backward time."""
         return self.forward_seconds + self.backward_seconds
 
     @property
@@ -63,8 +62,12 @@ class Group:
 
 @dataclass(frozen=True)
 class TensorEdge:
-    """A tensor that one group makes and others read; ``num_bytes`` per microbatch. The groups in ``saved_by``, the
-    producer or behind it, keep its memory for their backward."""
+    """A tensor that one group produces and other groups read.
+
+    Args:
+        num_bytes: size for one microbatch, byte.
+        saved_by: groups that keep the tensor's memory for their backward: the producer or groups after it.
+    """
 
     value: str
     producer: int
@@ -76,16 +79,21 @@ class TensorEdge:
 
 @dataclass(frozen=True)
 class ResidentTensor:
-    """Bytes that every stage with one of ``groups`` must hold.
+    """A tensor on every stage with one of ``groups``: a weight, or an activation that several groups save.
 
-    As a weight: a rank's part of its value, gradient and optimizer state. As a saved activation: one storage that
-    several groups keep for their backward, per microbatch. ``reduce_seconds`` sum its gradient over the data-parallel
-    replicas, which the last backward can hide, and gather it under ZeRO-1, which the first forward can;
-    ``contention_seconds`` are what that slows these nevertheless. ``optimizer_seconds`` are the update and what else nothing
-    hides, such as summing a gradient over shards. ``gradient_bytes`` of ``num_bytes`` are the gradient; a backward
-    first leaves ``wgrad_bytes`` of it, in the precision in which programs read the weight and none where its operation
-    adds to the gradient itself. ``copy_bytes`` are those of the copy that programs read, if they do. ``flattened_grad_bytes``
-    of gradient are packed to be summed over shards.
+    A weight counts one rank's part of its value, gradient and optimizer state, for the whole step. A saved activation
+    is one storage that several groups keep for their backward; it counts once per microbatch.
+
+    Args:
+        optimizer_seconds: the update, and other work that nothing hides, such as summing a gradient over shards.
+        reduce_seconds: gradient reduction over the replicas, which the last backward can hide; under ZeRO-1 also the
+            weight all-gather, which the first forward can hide.
+        contention_seconds: slowdown of compute by that communication even where it is hidden.
+        gradient_bytes: main gradient, included in ``num_bytes``.
+        wgrad_bytes: temporary weight gradient that a backward produces, in the compute dtype; 0 where the wgrad matmul
+            accumulates into the main gradient.
+        copy_bytes: the low-precision copy that programs read, 0 where they read the stored weight.
+        flattened_grad_bytes: gradient that is flattened for the sum over shards.
     """
 
     name: str
@@ -108,10 +116,10 @@ class ResidentTensor:
 
 @dataclass(frozen=True)
 class CostGraph:
-    """A directed acyclic graph of groups, numbered so that every flow goes from a lower to a higher number.
+    """A directed acyclic graph of groups, numbered so that every edge leads from a lower to a higher number.
 
     The last group is the loss: it has no operations, reads the model's outputs and belongs to the last stage.
-    ``together`` lists groups that update the same state and must share a stage.
+    ``colocated`` lists groups that update the same state and must share a stage.
     """
 
     model: str
@@ -124,12 +132,11 @@ class CostGraph:
 
     def __post_init__(self) -> None:
         n = len(self.groups)
-        for flow in self.edges:
-            assert flow.consumers and all(flow.producer < c < n for c in flow.consumers), (
-                f"flow {flow.value} runs backwards"
-            )
-        for holding in (*self.weights, *self.saved):
-            assert holding.groups and all(0 <= g < n for g in holding.groups), f"{holding.name} is held by no group"
+        for edge in self.edges:
+            forwards = all(edge.producer < c < n for c in edge.consumers)
+            assert edge.consumers and forwards, f"edge {edge.value} runs backwards"
+        for tensor in (*self.weights, *self.saved):
+            assert tensor.groups and all(0 <= g < n for g in tensor.groups), f"no group uses {tensor.name}"
 
     @property
     def loss(self) -> int:
@@ -138,58 +145,27 @@ class CostGraph:
 
     @cached_property
     def recomputed(self) -> CostGraph:
-        """The same graph where every stage recomputes."""
-        flows = tuple(replace(flow, saved_by=()) for flow in self.edges)
-        return replace(self, groups=tuple(group.recomputed for group in self.groups), edges=flows, saved=())
+        """The graph if every stage recomputes."""
+        edges = tuple(replace(edge, saved_by=()) for edge in self.edges)
+        return replace(self, groups=tuple(group.recomputed for group in self.groups), edges=edges, saved=())
 
     @cached_property
-    def digraph(self) -> nx.DiGraph:
-        """Groups as nodes (attribute ``group``), an edge where a tensor flows (attribute ``num_bytes``, summed)."""
-        import networkx as nx  # slow: workers, which plan nothing, do without
-
-        graph = nx.DiGraph()
-        graph.add_nodes_from((i, {"group": g}) for i, g in enumerate(self.groups))
-        for flow in self.edges:
-            for consumer in flow.consumers:
-                known = graph.get_edge_data(flow.producer, consumer, {"num_bytes": 0})["num_bytes"]
-                graph.add_edge(flow.producer, consumer, num_bytes=known + flow.num_bytes)
-        return graph
-
-    @cached_property
-    def dominators(self) -> tuple[int, ...]:
-        """Groups that every path from a source to the loss goes through, in order.
-
-        Source: immediate dominators (Cooper, Harvey, Kennedy 2001, as in networkx) from a virtual entry.
-        """
-        import networkx as nx
-
-        graph = self.digraph.copy()
-        graph.add_edges_from([("entry", v) for v in self.digraph if self.digraph.in_degree(v) == 0])
-        parent = nx.immediate_dominators(graph, "entry")
-        chain, node = [], self.loss
-        while node not in (None, "entry"):
-            chain.append(node)
-            node = parent[node]
-        return tuple(reversed(chain))
-
-    @cached_property
-    def cut_candidates(self) -> tuple[tuple[int, int], ...]:
-        """(group, bytes): cutting after each group in order, and the bytes per microbatch that would cross there."""
-        crossing = [0] * len(self.groups)
-        for flow in self.edges:
-            for boundary in range(flow.producer, max(flow.consumers)):
-                crossing[boundary] += flow.num_bytes
-        return tuple((i, crossing[i]) for i in range(self.loss))
+    def cut_bytes(self) -> tuple[int, ...]:
+        """Bytes per microbatch that would cross a cut after each group, in order, without the loss."""
+        crossing = [0] * self.loss
+        for edge in self.edges:
+            for boundary in range(edge.producer, max(edge.consumers)):
+                crossing[boundary] += edge.num_bytes
+        return tuple(crossing)
 
     def __str__(self) -> str:
-        """A row per group; ``|`` marks those that every path goes through, the bytes are what a cut behind sends."""
+        """A row per group: its times, the bytes that it saves, its predecessors, and what crosses a cut after it."""
         rows = [f"{self.model}: {len(self.groups)} groups, {len(self.edges)} flows, microbatch of {self.batch}"]
-        crossing, narrow = dict(self.cut_candidates), set(self.dominators)
         for i, g in enumerate(self.groups):
-            reads = ", ".join(map(str, sorted(self.digraph.predecessors(i))))
-            cut = f", a cut behind sends {crossing[i] / 2**20:.2f} MiB" if i in crossing else ""
+            reads = ", ".join(map(str, sorted({edge.producer for edge in self.edges if i in edge.consumers})))
+            cut = f", a cut after it sends {self.cut_bytes[i] / 2**20:.2f} MiB" if i < self.loss else ""
             rows.append(
-                f"{i:4d} {'|' if i in narrow else ' '} {g.name}: F {g.forward_seconds * 1e3:.3f} ms, "
-                f"B {g.backward_seconds * 1e3:.3f} ms, saves {g.saved_bytes / 2**20:.2f} MiB, reads [{reads}]{cut}"
+                f"{i:4d} {g.name}: F {g.forward_seconds * 1e3:.3f} ms, B {g.backward_seconds * 1e3:.3f} ms, "
+                f"saves {g.saved_bytes / 2**20:.2f} MiB, reads [{reads}]{cut}"
             )
         return "\n".join(rows)

@@ -1,77 +1,83 @@
-"""Which weights' gradients travel together, and which replica updates each of them."""
+"""Which weights share a gradient bucket, and which replica updates each of them.
+
+Every replica owns whole parameters, never parts: optimizers that need a parameter's norm stay right under ZeRO-1.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
+from autopar.ir.comm_sizes import round_up
 from autopar.ir.cost_graph import BUCKET_BYTES
 from autopar.ir.graph import DTYPE_BYTES, Weight
 
 # Elements. Kernels read vectors of 16 bytes and matmuls want more: every parameter begins at a multiple of 256 bytes,
 # also in a copy of two bytes an element.
-ALIGNMENT = 128
-WASTE = 1 / 16  # of a bucket's elements: how much padding ends the search for a better balanced one
-MAX_BUCKET_BYTES = 16 * BUCKET_BYTES  # of a bucket that no fewer parameters balance
-MAX_WASTE = 1 / 8  # above it, and above SPARE_BYTES, a bucket's segments are summed one by one instead of padded
+PARAM_ALIGNMENT = 128
+TARGET_PADDING_SHARE = 1 / 16  # padding by which a bucket's elements may grow; with less, a group is balanced enough
+MAX_BUCKET_BYTES = 16 * BUCKET_BYTES  # size up to which a group grows in search of balance
+# With a larger share, and more than `autopar.runtime.params.flat_buckets.SPARE_BYTES`, a bucket's segments are reduced
+# one by one instead of padded.
+MAX_PADDING_SHARE = 1 / 8
 
 
-def aligned(numel: int) -> int:
-    """Elements that a parameter takes up in a bucket."""
-    return -(-max(numel, 1) // ALIGNMENT) * ALIGNMENT
+def padded_numel(numel: int) -> int:
+    """Elements that a parameter takes up in a bucket: its size rounded up to `PARAM_ALIGNMENT`."""
+    return round_up(max(numel, 1), PARAM_ALIGNMENT)
 
 
-def balanced(
-    numel: Mapping[str, int], num_owners: int, known: Mapping[str, int], before: Sequence[int] = ()
+def assign_owners(
+    numel: Mapping[str, int], num_owners: int, fixed: Mapping[str, int], other_load: Sequence[int] = ()
 ) -> dict[str, int]:
-    """Owners of some parameters: the largest first, each to the owner with the least so far.
+    """The owner of each parameter: the largest parameters first, each to the owner with the fewest elements so far.
 
     Args:
-        known: owners that are given; their load counts.
-        before: what each owner has of other buckets; it decides among those with equally little of this one.
+        numel: elements of each parameter.
+        fixed: owners that some parameters already have; their load counts.
+        other_load: elements of each owner in other buckets. It decides among owners with equal load in this one.
     """
-    before = before or [0] * num_owners
+    other_load = other_load or [0] * num_owners
     load = [0] * num_owners
-    for name in numel.keys() & known.keys():
-        load[known[name]] += numel[name]
-    owners = {name: known[name] for name in numel if name in known}
-    for name in sorted(numel.keys() - known.keys(), key=lambda n: (-numel[n], n)):
-        owners[name] = min(range(num_owners), key=lambda owner: (load[owner], before[owner]))
+    for name in numel.keys() & fixed.keys():
+        load[fixed[name]] += numel[name]
+    owners = {name: fixed[name] for name in numel if name in fixed}
+    for name in sorted(numel.keys() - fixed.keys(), key=lambda n: (-numel[n], n)):
+        owners[name] = min(range(num_owners), key=lambda owner: (load[owner], other_load[owner]))
         load[owners[name]] += numel[name]
     return owners
 
 
-def loads(numel: Mapping[str, int], owners: Mapping[str, int], num_owners: int) -> list[int]:
-    """Elements of each owner."""
+def owner_loads(numel: Mapping[str, int], owners: Mapping[str, int], num_owners: int) -> list[int]:
+    """Number of elements per owner."""
     load = [0] * num_owners
     for name, size in numel.items():
         load[owners[name]] += size
     return load
 
 
-def wasted(numel: Mapping[str, int], owners: Mapping[str, int], num_owners: int) -> float:
-    """What equal segments add to a bucket, as a part of what is in it."""
-    return num_owners * max(loads(numel, owners, num_owners)) / sum(numel.values()) - 1
+def padding_share(numel: Mapping[str, int], owners: Mapping[str, int], num_owners: int) -> float:
+    """Padding that equal segments add to a bucket, as a share of its elements."""
+    return num_owners * max(owner_loads(numel, owners, num_owners)) / sum(numel.values()) - 1
 
 
-def grouped(weights: Sequence[Weight], num_owners: int, limit_bytes: int = BUCKET_BYTES) -> list[list[Weight]]:
-    """Which of a rank's weights travel together, in the order in which a backward fills the groups: about the reverse
-    of the model's.
+def group_weights(weights: Sequence[Weight], num_owners: int, limit_bytes: int = BUCKET_BYTES) -> list[list[Weight]]:
+    """Groups of a rank's weights, one per bucket, in the order in which a backward fills them.
 
-    A group ends at ``limit_bytes``. Among several owners it goes on until its weights, each owned whole, can be shared
-    out almost evenly, as those of a few repeated blocks can; where none can within `MAX_BUCKET_BYTES` (or two of the
-    largest weight for each owner), the best one so far is taken.
+    That order is about the reverse of the model's. A group ends at ``limit_bytes``. With several owners it grows until
+    its weights, each owned whole, can be divided almost evenly; those of a few repeated blocks can. If none can be
+    divided within `MAX_BUCKET_BYTES` (or two of the largest weight for each owner), the best group so far is taken.
     """
     classes: defaultdict[tuple[str, str], list[Weight]] = defaultdict(list)
     for weight in reversed(weights):
         classes[weight.stored_dtype, weight.dtype].append(weight)
     place = {weight.name: i for i, weight in enumerate(reversed(weights))}
-    groups = [group for alike in classes.values() for group in split(alike, num_owners, limit_bytes)]
+    groups = [group for alike in classes.values() for group in split_weights(alike, num_owners, limit_bytes)]
     return sorted(groups, key=lambda group: place[group[-1].name])
 
 
-def split(weights: Sequence[Weight], num_owners: int, limit_bytes: int) -> list[list[Weight]]:
-    """Weights of one class, cut into groups."""
+def split_weights(weights: Sequence[Weight], num_owners: int, limit_bytes: int) -> list[list[Weight]]:
+    """Weights of one pair of dtypes, cut into groups."""
     element = DTYPE_BYTES[weights[0].stored_dtype]
     largest = max(MAX_BUCKET_BYTES, 2 * num_owners * max(w.stored_bytes for w in weights))
     groups: list[list[Weight]] = []
@@ -79,7 +85,7 @@ def split(weights: Sequence[Weight], num_owners: int, limit_bytes: int) -> list[
     while rest:
         best, least, numel = 0, float("inf"), {}
         for count, weight in enumerate(rest, start=1):
-            numel[weight.name] = aligned(weight.numel)
+            numel[weight.name] = padded_numel(weight.numel)
             if num_owners == 1:
                 if sum(numel.values()) * element > limit_bytes:
                     best = max(count - 1, 1)
@@ -87,27 +93,27 @@ def split(weights: Sequence[Weight], num_owners: int, limit_bytes: int) -> list[
                 continue
             if sum(numel.values()) * element < limit_bytes:
                 continue
-            waste = wasted(numel, balanced(numel, num_owners, {}), num_owners)
-            if waste < least:
-                best, least = count, waste
-            if least <= WASTE or sum(numel.values()) * element > largest:
+            share = padding_share(numel, assign_owners(numel, num_owners, {}), num_owners)
+            if share < least:
+                best, least = count, share
+            if least <= TARGET_PADDING_SHARE or sum(numel.values()) * element > largest:
                 break
         else:
-            best = best if num_owners > 1 and least <= MAX_WASTE else len(rest)
+            best = best if num_owners > 1 and least <= MAX_PADDING_SHARE else len(rest)
         groups.append(rest[:best])
         rest = rest[best:]
     return groups
 
 
-def padded_bytes(weights: Sequence[Weight], num_owners: int) -> int:
-    """Size of the largest bucket of some weights, all segments counted as long as its longest, byte.
+def largest_bucket_bytes(weights: Sequence[Weight], num_owners: int) -> int:
+    """Size of the largest bucket of some weights, byte; every segment counts as long as the bucket's longest.
 
     Args:
-        num_owners: replicas that share out the updates, or 1.
+        num_owners: replicas that divide the updates among them, or 1.
     """
     largest = 0
-    for group in grouped(weights, num_owners):
-        numel = {weight.name: aligned(weight.numel) for weight in group}
-        longest = max(loads(numel, balanced(numel, num_owners, {}), num_owners))
+    for group in group_weights(weights, num_owners):
+        numel = {weight.name: padded_numel(weight.numel) for weight in group}
+        longest = max(owner_loads(numel, assign_owners(numel, num_owners, {}), num_owners))
         largest = max(largest, longest * num_owners * DTYPE_BYTES[group[0].stored_dtype])
     return largest

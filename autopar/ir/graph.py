@@ -1,4 +1,9 @@
-"""The traced model as plain data: values, weights, operations and the graph that holds them."""
+"""The traced model as plain data: values, weights, operations and the graph that holds them.
+
+In-place operations become out-of-place ones in a trace, and later readers read the new value. Where the old memory is
+read under another name (a view, a buffer), the operation stays in place, and all operations on this memory up to the
+last update are kept on one stage (`Graph.colocated`). Full functionalisation would cost copies.
+"""
 
 from __future__ import annotations
 
@@ -24,19 +29,23 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a dense tensor in row-major order."""
-    return dense(shape, range(len(shape)))
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a dense row-major tensor."""
+    return dense_strides(shape, range(len(shape)))
 
 
-def dense(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor with its dims in an order in memory, from the outermost to the innermost."""
+def dense_strides(shape: tuple[int, ...], order: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor.
+
+    Args:
+        order: dims from the outermost in memory to the innermost.
+    """
     position = {dim: i for i, dim in enumerate(order)}
     return tuple(prod(shape[d] for d in order[position[dim] + 1 :]) for dim in range(len(shape)))
 
 
 def memory_order(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[int, ...]:
-    """A tensor's dims from the outermost in memory to the innermost; the plain order for an expanded tensor."""
+    """Dims of a tensor from the outermost in memory to the innermost; 0, 1, … for an expanded tensor."""
     dims = tuple(range(len(shape)))
     if any(size != 1 and step == 0 for size, step in zip(shape, stride)):
         return dims
@@ -55,7 +64,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class LocalDevice:
-    """Stands for the device of whoever runs the operation; replaces devices baked in by tracing."""
+    """Stands for the device of the rank that runs the operation; replaces devices that tracing wrote down."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Value:
 
     @property
     def memory_order(self) -> tuple[int, ...]:
-        """Its dims from the outermost in memory to the innermost."""
+        """Dims from the outermost in memory to the innermost."""
         return memory_order(self.shape, self.stride)
 
 
@@ -83,12 +92,14 @@ class Value:
 class Weight:
     """A tensor that lives on a stage between steps.
 
-    ``names`` are all names under which the model's state dict knows it: more than one when it is tied. A ``constant``
-    is a tensor that the trace found in the model's code; it is in no state dict. ``dtype`` is what programs read;
-    ``master`` the dtype in which the tensor is stored and optimised, where that is another one: programs then read a
-    copy of it. ``state_bytes`` of an optimizer are kept for each element of a trained parameter, and
-    ``average_bytes`` of a moving average for each element of any weight. ``order`` has the dims from the outermost in
-    memory to the innermost; none where they are in order.
+    Args:
+        kind: a constant is a tensor in the model's code that the trace met; it is in no state dict. dtype: dtype that
+        programs read. names: keys of the model's state dict for this tensor, more than one where it is tied. master:
+        dtype in which the tensor is stored and optimised, where that differs from ``dtype``: programs then read a
+            copy. Empty otherwise.
+        state_bytes: optimizer state per element of a trained parameter, byte.
+        average_bytes: moving average per element of any weight, byte.
+        order: dims from the outermost in memory to the innermost; empty for 0, 1, ….
     """
 
     name: str
@@ -118,7 +129,7 @@ class Weight:
 
     @property
     def stored_bytes(self) -> int:
-        """Size of that tensor, byte."""
+        """Size of the stored tensor, byte."""
         return self.numel * DTYPE_BYTES[self.stored_dtype]
 
     @property
@@ -128,13 +139,13 @@ class Weight:
 
     @property
     def value(self) -> Value:
-        """What an operation reads."""
-        stride = dense(self.shape, self.order or range(len(self.shape)))
+        """The weight as a value that operations read."""
+        stride = dense_strides(self.shape, self.order or range(len(self.shape)))
         return Value(self.name, self.shape, self.dtype, stride, self.requires_grad)
 
 
 def refs(tree: Any) -> Iterator[str]:
-    """Names referred to anywhere in (nested) arguments, in order, repeats included."""
+    """Names in the references of (nested) arguments, in order, repeats included."""
     if isinstance(tree, Ref):
         yield tree.name
     elif isinstance(tree, tuple):
@@ -143,7 +154,7 @@ def refs(tree: Any) -> Iterator[str]:
 
 
 def renamed(tree: Any, names: Mapping[str, str]) -> Any:
-    """(Nested) arguments with other references."""
+    """(Nested) arguments whose references have other names."""
     if isinstance(tree, Ref):
         return Ref(names[tree.name])
     return tuple(renamed(item, names) for item in tree) if isinstance(tree, tuple) else tree
@@ -153,10 +164,13 @@ def renamed(tree: Any, names: Mapping[str, str]) -> Any:
 class Op:
     """One ATen operation.
 
-    ``name`` is the module path with the operation's own name (``blocks.0.attn.qkv.linear``): the same in train and
-    eval mode and at any batch size, which is what plans rely on. ``mutates`` lists the weights it updates in place.
-    ``home`` is set on a collective that sharding inserted: the traced operation whose stage it shares. ``autocast`` is
-    set inside of the model's own autocast regions: the dtype of the innermost, or `NO_AUTOCAST`.
+    Args:
+        name: module path and kind, ``blocks.0.attn.qkv.linear``. It is equal in train and eval mode, at any batch size
+        and
+            on any device; plans refer to it.
+        mutates: weights that the operation updates in place.
+        home: the traced operation whose stage a collective shares; set on collectives that sharding inserted.
+        autocast: dtype of the innermost autocast region of the model, or `NO_AUTOCAST`; empty outside of such regions.
     """
 
     name: str
@@ -172,24 +186,24 @@ class Op:
 
     @cached_property
     def reads(self) -> tuple[str, ...]:
-        """Names of all values and weights it reads, each once."""
+        """Names of all values and weights that the operation reads, each once."""
         return tuple(dict.fromkeys(refs((self.args, tuple(v for _, v in self.kwargs)))))
 
     def reading(self, names: Mapping[str, str]) -> Op:
-        """The operation with another name for each that it reads."""
+        """The operation with other names for the values that it reads."""
         kwargs = tuple((key, renamed(value, names)) for key, value in self.kwargs)
         return replace(self, args=renamed(self.args, names), kwargs=kwargs)
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A model's forward pass as a list of operations in execution order.
+    """A model's forward pass as a list of operations in execution order; prints, hashes, compares and pickles.
 
-    ``leaves`` are the flattened arguments of the call that was traced: a reference for each tensor, the constant itself
-    for anything else. ``outputs`` are the flattened results in the same manner.
+    ``leaves`` are the flattened arguments of the traced call: a reference for each tensor, the constant itself for
+    anything else. ``outputs`` are the flattened results in the same form.
 
-    Invariants: names are unique; every reference is to an input, a weight or an earlier operation's output; operations
-    listed in one set of ``together`` share state that is updated in place and must stay on one stage.
+    Invariants: names are unique; every reference is to an input, a weight or an earlier operation's output. Each set of
+    ``colocated`` names operations that share state which is updated in place; they must stay on one stage.
     """
 
     model: str
@@ -206,19 +220,19 @@ class Graph:
     constants: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        known = {v.name for v in self.inputs} | {w.name for w in self.weights}
-        assert len(known) == len(self.inputs) + len(self.weights), "input and weight names are not unique"
+        names = {v.name for v in self.inputs} | {w.name for w in self.weights}
+        assert len(names) == len(self.inputs) + len(self.weights), "input and weight names are not unique"
         for op in self.ops:
-            missing = [r for r in op.reads if r not in known]
+            missing = [r for r in op.reads if r not in names]
             assert not missing, f"{op.name} reads {missing}, which nothing before it produces"
             for value in op.outputs:
-                assert value.name not in known, f"two values are named {value.name}"
-                known.add(value.name)
-        assert all(r in known for r in refs(self.outputs)), "an output is produced by nothing"
+                assert value.name not in names, f"two values are named {value.name}"
+                names.add(value.name)
+        assert all(r in names for r in refs(self.outputs)), "an output is produced by nothing"
 
     @cached_property
     def producer(self) -> Mapping[str, Op]:
-        """The operation behind each value."""
+        """The operation that produces each value, by the value's name."""
         return {value.name: op for op in self.ops for value in op.outputs}
 
     @cached_property
@@ -247,7 +261,7 @@ class Graph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hash of what a plan relies on: operations, parameters and their shapes; independent of batch and device."""
+        """Hash of operations, parameters and their shapes, which plans rely on; independent of batch and device."""
         lines = [f"{op.name} {op.target}" for op in self.ops]
         lines += [f"{w.name} {w.shape} {w.dtype}" for w in self.weights if w.kind != "constant"]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]

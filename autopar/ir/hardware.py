@@ -1,6 +1,7 @@
-"""The machine that a plan is priced for: reads the files of cost_models/ and answers "how many seconds".
+"""The machine that a plan is priced for: seconds of operations, collectives and messages.
 
-Imports the standard library only, so that a cost model can be read where torch is not installed.
+`autopar.cost.hardware.load` reads machines from the files of cost_models/. This module imports the standard library
+only, so that a cost model can be read where torch is not installed.
 """
 
 from __future__ import annotations
@@ -13,18 +14,21 @@ from typing import Literal
 
 from autopar.errors import HardwareError
 
-Kind = Literal["matmul", "attention", "convolution", "depthwise", "memory"]
-COMPUTE_KINDS: tuple[Kind, ...] = ("matmul", "attention", "convolution", "depthwise")
+OpKind = Literal["matmul", "attention", "convolution", "depthwise", "memory"]
+COMPUTE_KINDS: tuple[OpKind, ...] = ("matmul", "attention", "convolution", "depthwise")
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all"]
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 LaunchKind = Literal["plain", "compiled", "captured"]
 DEVICE_TYPES = ("cpu", "cuda")
-BANDS = ("analytic", "measured")  # of [calibration]: how far the steps of plans that were run were off, at most
+BANDS = (
+    "analytic",
+    "measured",
+)  # fields of [calibration]: largest error of the steps of plans that were run
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way from one device to another; ``bytes_per_second`` counts one direction."""
+    """A connection between devices; ``bytes_per_second`` counts one direction."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -35,7 +39,7 @@ class Link:
 
 
 def ring_share(kind: CollectiveKind, ranks: int) -> float:
-    """What each of n ranks sends in a collective, as a share of the whole tensor's bytes on one rank.
+    """Bytes that each rank sends in a collective, as a share of the whole tensor's bytes on one rank.
 
     Source: rings, as in nccl-tests (PERFORMANCE.md): an all-reduce is a reduce-scatter and an all-gather.
     """
@@ -45,11 +49,14 @@ def ring_share(kind: CollectiveKind, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How fast kernels of one kind compute: ``asymptote`` of the peak when large, half of that at ``half_flops``.
+    """Speed of one kind of kernel: ``asymptote`` of the peak when large, half of that at ``half_flops``.
 
-    The peak of a dtype is that of its matmuls. A kind that computes on other units is above 1, as convolutions in
-    float32 are that use TF32. ``bytes_per_second`` says what their memory traffic adds where arithmetic does not hide
-    it; by default it hides all. ``backward`` outranks all this for backwards.
+    The peak of a dtype is the peak of its matmuls. A kind that computes on other units can exceed 1, such as float32
+    convolutions that use TF32.
+
+    Args:
+        bytes_per_second: rate of the memory traffic that arithmetic does not hide; infinite where arithmetic hides all.
+        backward: efficiency of backward kernels, where it differs.
     """
 
     asymptote: float
@@ -58,20 +65,24 @@ class Efficiency:
     backward: Efficiency | None = None
 
     def seconds(self, flops: float, num_bytes: float, peak: float) -> float:
-        """Time of a kernel's arithmetic, at a peak in FLOPs per second, and of the traffic that it does not hide."""
+        """Time of a kernel's arithmetic and of the memory traffic that it does not hide.
+
+        Args:
+            peak: FLOPs per second.
+        """
         return (flops + self.half_flops) / (peak * self.asymptote) + num_bytes / self.bytes_per_second
 
 
 @dataclass(frozen=True)
 class ExecutionMode:
-    """How programs run: through torch.compile or not, from a CUDA graph or launched one by one."""
+    """How programs run: compiled by torch.compile or eager, replayed from a CUDA graph or launched one by one."""
 
     compiled: bool = False
     captured: bool = False
 
     @property
     def launch(self) -> LaunchKind:
-        """What launching an operation takes."""
+        """Field of `Launch` with the launch overhead of this mode."""
         return "captured" if self.captured else "compiled" if self.compiled else "plain"
 
 
@@ -79,8 +90,10 @@ class ExecutionMode:
 class Launch:
     """Seconds of an operation beyond its work.
 
-    ``plain`` is eager dispatch, ``compiled`` code of torch.compile, and ``captured`` the pause between
-    kernels of a CUDA graph.
+    Args:
+        plain: eager dispatch.
+        compiled: in code of torch.compile.
+        captured: pause between two kernels of a CUDA graph.
     """
 
     plain: float
@@ -90,19 +103,23 @@ class Launch:
 
 @dataclass(frozen=True)
 class Hardware:
-    """A machine as the planner sees it, in SI base units, running programs in one ``way``.
+    """A machine as the planner sees it, in SI base units, with programs in one ``execution_mode``.
 
     A kernel that moves n bytes reaches n / (n + ``memory_half_bytes``) of the memory's bandwidth times
-    ``memory_efficiency``. ``dtype_efficiency`` outranks ``efficiency``, which holds for the other dtypes, if any.
+    ``memory_efficiency``.
 
-    ``collective`` is what a rank of a collective within one node sends over, and ``group_collective``, by kind and
-    ranks, outranks it; between nodes that is ``network``. A machine of one device may have no ``link`` and no
-    ``collective``. ``error`` is the band of every time predicted from the numbers, relative, and ``measured_error``
-    that of plans whose operations were timed: what plans that were run were off at most (``[calibration]``), or else
-    the largest error among all numbers. ``reserve_bytes`` of a device's memory are taken by libraries for every rank,
-    such as workspaces of matrix products. What travels beside compute makes a step longer nevertheless (``[overlap]``):
-    what replicas sum and gather by a second for each ``replica_bytes_per_second``, and collectives beside the products
-    of linear layers by all but a ``overlap_efficiency``.
+    Args:
+        efficiency: by kind of operation. dtype_efficiency: by kind and dtype; it takes precedence over ``efficiency``.
+        link: connection of two devices of one node; None is allowed for a machine of one device. collective: what a
+        rank of a collective within one node sends over; None is allowed for a machine of one device. group_collective:
+        by kind and number of ranks; it takes precedence over ``collective``. network: connection between nodes. error:
+        relative error band of every predicted time: the largest error of plans that were run (``[calibration]``),
+            else the largest error among all numbers of the file.
+        measured_error: the error band of plans whose operations were timed.
+        reserve_bytes: device memory that libraries take for every rank, such as workspaces of matrix products.
+        replica_bytes_per_second: slowdown by overlapped communication of replicas (``[overlap]``): a second for so many
+            bytes that they reduce and gather.
+        overlap_efficiency: hidden share of collectives that run on a side stream during the products of linear layers.
     """
 
     name: str
@@ -131,16 +148,16 @@ class Hardware:
     execution_mode: ExecutionMode = ExecutionMode()
 
     def with_mode(self, mode: ExecutionMode) -> Hardware:
-        """The machine as it runs programs in another way."""
+        """The machine with programs in another execution mode."""
         return replace(self, execution_mode=mode)
 
     @property
     def launch_seconds(self) -> float:
-        """Of an operation beyond its work."""
+        """Seconds of an operation beyond its work, in this machine's execution mode."""
         return getattr(self.launch, self.execution_mode.launch)
 
-    def op_seconds(self, kind: Kind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
-        """Time of one operation on one device: its arithmetic or its memory traffic, whichever takes longer, + launch.
+    def op_seconds(self, kind: OpKind, flops: float, num_bytes: float, dtype: str, backward: bool = False) -> float:
+        """Time of one operation on one device: launch, plus the longer of its arithmetic and its memory traffic.
 
         Args:
             kind: "memory" prices the traffic alone.
@@ -161,17 +178,18 @@ class Hardware:
                 f"Cost model {self.name} has no peak FLOP/s for {dtype}, which a {kind} of {flops:.3g} FLOPs uses; "
                 f"it has {', '.join(self.peak_flops)}. Run the model in one of these."
             )
-        found = self.dtype_efficiency.get((kind, dtype)) or self.efficiency[kind]
-        efficiency = found.backward if backward and found.backward is not None else found
+        efficiencies = self.dtype_efficiency.get((kind, dtype)) or self.efficiency[kind]
+        efficiency = efficiencies.backward if backward and efficiencies.backward is not None else efficiencies
         return max(efficiency.seconds(flops, num_bytes, self.peak_flops[dtype]), traffic) + self.launch_seconds
 
     def collective_seconds(self, kind: CollectiveKind, num_bytes: float, ranks: int, stride: int = 1) -> float:
         """Time of one collective over a group of ranks at equal distances.
 
         Args:
-            num_bytes: of the whole tensor on one rank: what an all-gather leaves there, what a reduce-scatter and an
-                all-reduce start from, and n times a rank's part in an all-to-all.
-            stride: from one rank of the group to the next.
+            num_bytes: of the whole tensor on one rank: the result of an all-gather, the operand of a reduce-scatter or
+            an
+                all-reduce, and n times a rank's part in an all-to-all.
+            stride: distance from one rank of the group to the next.
         Raises:
             HardwareError: the group crosses nodes and the machine's file has no network.
         Error: `error`, relative.
@@ -182,12 +200,13 @@ class Hardware:
         return self.group_link(kind, ranks, stride).seconds(ring_share(kind, ranks) * num_bytes)
 
     def group_link(self, kind: CollectiveKind, ranks: int, stride: int) -> Link:
-        """What a group of ranks at equal distances, starting with a node's first, communicates over.
+        """The link of a group of ranks at equal distances that starts with a node's first rank.
 
-        Where its size was not measured, that is what the largest measured group below it, or else the smallest, has.
+        A group size that was not measured has the link of the largest measured group below it, else of the smallest
+        one.
 
         Raises:
-            HardwareError: it crosses nodes and the machine's file has no network.
+            HardwareError: the group crosses nodes and the machine's file has no network.
         """
         last = (ranks - 1) * stride
         if last >= self.devices_per_node or self.collective is None:
@@ -202,17 +221,19 @@ class Hardware:
         """Time to move bytes between a device and its memory.
 
         Args:
-            kernels: that share them; with none, as part of a kernel too large for its start to count.
+            kernels: number of kernels that share the bytes. With 0, the bytes are part of a kernel so large that its
+            start
+                does not count.
         """
         moved = num_bytes + kernels * self.memory_half_bytes if num_bytes else 0.0
         return moved / (self.memory_bytes_per_second * self.memory_efficiency)
 
     def update_seconds(self, num_bytes: float) -> float:
-        """Time of an optimizer's part of its step that reads and writes these bytes."""
+        """Time of the part of an optimizer's update that reads and writes these bytes."""
         return num_bytes / self.optimizer_bytes_per_second
 
     def transfer_seconds(self, num_bytes: float, src_rank: int, dst_rank: int) -> float:
-        """Time of one message between two ranks; ranks fill nodes in order, and a rank reaches itself in no time.
+        """Time of one message between two ranks, 0 from a rank to itself; ranks fill nodes in order.
 
         Raises:
             HardwareError: the ranks are on different nodes and the machine's file has no network.
@@ -224,7 +245,11 @@ class Hardware:
         return self.between_nodes(src_rank, dst_rank).seconds(num_bytes)
 
     def between_nodes(self, src_rank: int, dst_rank: int) -> Link:
-        """The network; raises HardwareError where the machine's file has none."""
+        """The network.
+
+        Raises:
+            HardwareError: the machine's file has none.
+        """
         if self.network is None:
             raise HardwareError(
                 f"Cost model {self.name} describes one node of {self.devices_per_node} devices and no network; ranks "

@@ -1,9 +1,9 @@
-"""How a tensor lies on the ranks of a mesh axis: split, replicated, or still to be summed.
+"""How a tensor lies on the ranks of a mesh axis: split, replicated, a partial sum, or with partial gradients.
 
 A split is kept per factor of a dim, not per dim: a dim of size D is read as (outer, ranks, rest), and a rank holds its
-part of the middle factor. ``outer`` 1 is a contiguous part; rows of a fused query, key and value weight [3·h·d, c] are
-split by heads with ``outer`` 3. Put otherwise, a split is one digit of the dim's index in mixed radix, so several axes
-can split one dim, each at a digit of its own.
+part of the middle factor. ``outer`` 1 is a contiguous part. Rows of a fused query, key and value weight [3·h·d, c] are
+split by heads with ``outer`` 3. In other words, a split is one digit of the dim's index in mixed radix. Several axes
+can split one dim, each at another digit.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ class Split:
     axis: str = TP
 
     def fits(self, size: int, ranks: int) -> bool:
-        """Whether a dim of this size can be split so, evenly."""
+        """Whether a dim of this size divides evenly."""
         return size % (self.outer * ranks) == 0
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How one tensor lies on the mesh axes that it is not replicated on.
+    """How one tensor lies on the mesh axes on which it is not replicated.
 
-    ``partial`` axes hold summands: the tensor is the sum over their ranks. ``partial_gradient`` axes hold equal copies
-    whose gradients are summands: the tensor is read on each rank together with what only that rank has.
+    Args:
+        partial: axes whose ranks hold summands; the tensor is their sum. partial_gradient: axes whose ranks hold equal
+        copies with summands of the gradient, because each rank reads its copy
+            together with data that only this rank has.
     """
 
     splits: tuple[Split, ...] = ()
@@ -42,7 +44,7 @@ class Layout:
     partial_gradient: tuple[str, ...] = ()
 
     def fits(self, shape: Sequence[int], ranks: AxisSizes) -> bool:
-        """Whether a tensor of this shape can lie so: every split is even."""
+        """Whether every split of a tensor of this shape is even."""
         return all(s.dim < len(shape) and s.fits(shape[s.dim], ranks[s.axis]) for s in self.splits)
 
     def local_shape(self, shape: Sequence[int], ranks: AxisSizes) -> tuple[int, ...]:
@@ -53,13 +55,10 @@ class Layout:
             local[split.dim] //= ranks[split.axis]
         return tuple(local)
 
-    def on(self, axis: str) -> Layout:
-        """What it says of one axis alone."""
-        return Layout(
-            tuple(s for s in self.splits if s.axis == axis),
-            tuple(a for a in self.partial if a == axis),
-            tuple(a for a in self.partial_gradient if a == axis),
-        )
+    @property
+    def axes(self) -> frozenset[str]:
+        """The mesh axes on which the tensor is not replicated."""
+        return frozenset((*(split.axis for split in self.splits), *self.partial, *self.partial_gradient))
 
     def __str__(self) -> str:
         """As `Layout.parse` reads it: ``tp:0`` (dim 0), ``tp:0x3`` (dim 0 in 3 parts), ``tp:sum``, ``tp:gradient``."""
@@ -72,7 +71,7 @@ class Layout:
         """The layout in a text.
 
         Raises:
-            ValueError: it is none.
+            ValueError: the text is no layout.
         """
         splits, partial, gradient = [], [], []
         for word in text.split() if text != "replicated" else ():
@@ -91,35 +90,35 @@ REPLICATED = Layout()
 
 
 def split_layout(dim: int, outer: int = 1, axis: str = TP) -> Layout:
-    """A tensor split over one axis."""
+    """The layout of a tensor that is split over one axis."""
     return Layout((Split(dim, outer, axis),))
 
 
 def partial_layout(axis: str = TP) -> Layout:
-    """A tensor that is the sum over one axis."""
+    """The layout of a tensor that is the sum over one axis."""
     return Layout(partial=(axis,))
 
 
 def broadcast_layout(axis: str = TP) -> Layout:
-    """A replicated tensor whose gradients are still to be summed over one axis."""
+    """The layout of a replicated tensor whose gradients are still to be summed over one axis."""
     return Layout(partial_gradient=(axis,))
 
 
 def pattern_of(name: str) -> str:
-    """A name with ``*`` for every number in its path: the same for all repetitions of a block."""
+    """A name with ``*`` for every number in its path; all repetitions of a block have one pattern."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def look_up(table: Mapping[str, str], name: str) -> str | None:
-    """What a table of names and patterns says of a name; the name itself outranks its pattern."""
+    """The entry of a table of names and patterns for a name; the name itself outranks its pattern."""
     return table.get(name, table.get(pattern_of(name)))
 
 
 def compressed(table: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
-    """The same table with patterns where every one of ``names`` that fits the pattern has the same entry.
+    """A table with patterns in place of names, where all ``names`` that fit a pattern have one entry.
 
     Args:
-        names: all names that the table can be asked for.
+        names: all names for which the table can be read.
     """
     entries: dict[str, set[str | None]] = {}
     for name in names:

@@ -1,4 +1,4 @@
-"""The device mesh: sizes of its axes, and where each rank is in it."""
+"""The device mesh: sizes of its axes, and each rank's place in it."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from pydantic import ConfigDict, with_config
 
-STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # of everything that a plan file holds
+STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)  # for every type that a plan file holds
 
 
 @dataclass(frozen=True)
 class Place:
     """Coordinates of a rank in the mesh: its stage, its data-parallel replica, its tensor-parallel shard.
 
-    A rank with several chunks of the model has several stages; ``stage`` is the first, its position in the pipeline.
+    A rank with several chunks of the model has several stages; ``stage`` is the first one, the rank's pipeline
+    position.
     """
 
     stage: int
@@ -27,6 +28,7 @@ class Mesh:
     """Sizes of the mesh axes: pipeline, tensor and data parallelism.
 
     Ranks are numbered with the tensor axis innermost, so that its groups lie inside a node, and the pipeline outermost.
+    Each replica takes a contiguous part of the batch.
     """
 
     pp: int
@@ -48,12 +50,16 @@ class Mesh:
         return Place(stage, replica, shard)
 
     def ranks(self, stage: int) -> tuple[int, ...]:
-        """All ranks of one stage: those at the position ``stage % pp``."""
+        """All ranks of one stage: the ranks at position ``stage % pp``."""
         width, position = self.tp * self.dp, stage % self.pp
         return tuple(range(position * width, (position + 1) * width))
 
     def stages(self, rank: int, chunks: int) -> tuple[int, ...]:
-        """The stages that a rank runs, where each runs so many chunks of the model."""
+        """The stages of a rank.
+
+        Args:
+            chunks: number of model chunks of each rank.
+        """
         return tuple(range(self.place(rank).stage, self.pp * chunks, self.pp))
 
     def __str__(self) -> str:

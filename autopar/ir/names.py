@@ -1,4 +1,4 @@
-"""Names of operations, values and modules: dotted paths, each once in a graph."""
+"""Names of operations, values and modules: dotted paths, each unique in a graph."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Container
 
 
 def unused_name(name: str, taken: Container[str]) -> str:
-    """The name, numbered where it is taken: ``relu``, ``relu_1``, ``relu_2``."""
+    """The name, with a number where it is taken: ``relu``, ``relu_1``, ``relu_2``."""
     unique, count = name, 0
     while unique in taken:
         count += 1
@@ -15,5 +15,5 @@ def unused_name(name: str, taken: Container[str]) -> str:
 
 
 def inside(path: str, module: str) -> bool:
-    """Whether a path is a module or lies in it."""
+    """Whether a path is the module or lies in it."""
     return path == module or path.startswith(module + ".")

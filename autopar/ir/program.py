@@ -1,4 +1,8 @@
-"""What one stage runs: its operations, and the tensors that enter and leave it."""
+"""The program of one stage: its operations, and the tensors that enter and leave it.
+
+Each tensor goes straight from the stage that produces it to every stage that reads it. Skips, fan-out and several
+outputs therefore need no special case.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,18 @@ class Edge:
 
 @dataclass(frozen=True)
 class Program:
-    """The forward pass of one stage chunk for one microbatch shape.
+    """The forward pass of one stage for one microbatch shape.
 
-    Its function takes ``arguments`` and returns ``results``, both tuples of tensors. ``outputs`` are the model's
-    flattened outputs (references or constants) on the last stage and empty elsewhere.
+    Its function takes ``arguments`` and returns ``results``, both tuples of tensors.
 
-    ``segments`` are the positions of the operations that each begin a segment: a training step keeps only what enters a
-    segment and runs it again in the backward. Operations before the first are run once; so are all where it is empty.
-
-    ``borders`` are the positions of operations that lead to other outputs of the model than those before them. A loss
-    that leaves an output out gives no gradient, which is not zeros, to weights that lead to no other one.
+    Args:
+        outputs: the model's flattened outputs (references or constants) on the last stage, empty elsewhere. segments:
+        positions of the operations that each begin a checkpoint segment. A training step keeps only the inputs of
+            a segment and recomputes it in the backward. Operations before the first position run once; with no
+            positions, all do.
+        output_boundaries: positions of operations that lead to other model outputs than the operations before them. A
+        loss
+            that leaves an output out gives no gradient, which is not zeros, to weights that lead to no other output.
     """
 
     stage: int
@@ -52,17 +58,17 @@ class Program:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Names of the tensors it takes: model inputs, then received values."""
+        """Names of the tensors that the program takes: model inputs, then received values."""
         return tuple(v.name for v in self.inputs) + tuple(e.value.name for e in self.receives)
 
     @property
     def values(self) -> tuple[Value, ...]:
-        """Everything but weights that its operations can read."""
+        """Everything except weights that the operations can read."""
         return (*self.inputs, *(e.value for e in self.receives), *(v for op in self.ops for v in op.outputs))
 
     @property
     def results(self) -> tuple[str, ...]:
-        """Names of the tensors it returns: sent values, then model outputs, each once."""
+        """Names of the tensors that the program returns: sent values, then model outputs, each once."""
         return tuple(dict.fromkeys([*(e.value.name for e in self.sends), *refs(self.outputs)]))
 
 

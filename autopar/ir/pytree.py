@@ -1,7 +1,7 @@
 """Nested inputs and outputs as flat lists and back.
 
-torch's pytree lives in a private module, ``torch.utils._pytree``, and torch.export hands out its specs; this is the one
-place that touches it. Tried with torch 2.11 and 2.15.
+torch's pytree lives in a private module, ``torch.utils._pytree``, and torch.export returns its specs. No other module
+uses it. Tried with torch 2.11 and 2.15.
 """
 
 from __future__ import annotations
@@ -30,5 +30,5 @@ def unflatten(values: list[Any], spec: Spec) -> Any:
 
 
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same structure with ``function`` applied to each leaf."""
+    """The structure with ``function`` applied to each leaf."""
     return _pytree.tree_map(function, tree)

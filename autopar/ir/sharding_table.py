@@ -1,4 +1,4 @@
-"""How each block of the model is sharded, and the collectives that this takes, as printed."""
+"""The printed sharding of each block of the model, and its collectives."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from itertools import groupby
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.ir.plan import BlockSharding, Collective, Plan
+from autopar.ir.plan_parts import BlockSharding, Collective, PlanView
 from autopar.ir.text import plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, percent, text
 
-HIDES = 0.99  # below this share of their time, something of collectives is hidden
-MAX_BLOCKS = 12  # distinct blocks that are listed; few models have more kinds
+FULLY_EXPOSED = 0.99  # share of collective time; with less of it exposed, the table tells how much is hidden
+MAX_BLOCKS = 12  # distinct blocks in the table; few models have more kinds
 NAME_CELLS, MODULE_CELLS = 24, 28
 
 
-def sharding_parts(plan: Plan) -> Sequence[RenderableType]:
-    """The shardings of every kind of block and, where there are any, its collectives."""
+def sharding_parts(plan: PlanView) -> Sequence[RenderableType]:
+    """The shardings of every kind of block, and their collectives where there are any."""
     parts: list[RenderableType] = [split_table(plan)]
     if any(block.collectives for block in plan.blocks):
         parts += ["", collective_table(plan)]
     return parts
 
 
-def split_table(plan: Plan) -> Table:
-    """A row per module of a block, or per modules that are split alike."""
+def split_table(plan: PlanView) -> Table:
+    """A row per module of a block; neighbouring modules with equal sharding share a row."""
     table = plain_table()
     table.add_column("sharded")
     table.add_column("module")
     table.add_column(f"over {plan.mesh.tp} ranks")
-    kinds = merged(plan.blocks)
-    for block in kinds[:MAX_BLOCKS]:
+    blocks = merged_blocks(plan.blocks)
+    for block in blocks[:MAX_BLOCKS]:
         name = block_name(block)
-        for modules, how in alike(block.rows):
+        for modules, how in grouped_rows(block.rows):
             table.add_row(name, wrapped(modules, MODULE_CELLS), how)
             name = ""
-    hidden = kinds[MAX_BLOCKS:]
+    hidden = blocks[MAX_BLOCKS:]
     if hidden:
         table.add_row(f"and {len(hidden)} more kinds", "", "")
     return table
 
 
-def merged(blocks: Sequence[BlockSharding]) -> list[BlockSharding]:
-    """Repetitions of a block that are split alike as one, whatever their collectives; those without rows left out."""
-    found: dict[tuple, BlockSharding] = {}
+def merged_blocks(blocks: Sequence[BlockSharding]) -> list[BlockSharding]:
+    """Blocks with rows; repetitions of a block with equal rows are one block, even if their collectives differ."""
+    by_pattern: dict[tuple, BlockSharding] = {}
     for block in blocks:
         if block.rows:
             prefix, dot, number = block.name.rpartition(".")
             repeated = f"{prefix}{dot}*" if number.isdigit() else block.name
             key = (repeated, tuple(block.rows.items()))
-            known = found.get(key)
-            found[key] = block if known is None else replace(known, name=repeated, count=known.count + block.count)
-    return list(found.values())
+            known = by_pattern.get(key)
+            by_pattern[key] = block if known is None else replace(known, name=repeated, count=known.count + block.count)
+    return list(by_pattern.values())
 
 
-def collective_table(plan: Plan) -> Table:
-    """A row per block and direction: what it sends, and how long that takes each time the block runs."""
+def collective_table(plan: PlanView) -> Table:
+    """A row per block and direction: the collectives and their time each time the block runs."""
     table = plain_table()
     table.add_column("collectives")
     table.add_column("direction")
@@ -68,33 +68,37 @@ def collective_table(plan: Plan) -> Table:
     for block in [b for b in plan.blocks if b.collectives][:MAX_BLOCKS]:
         name = block_name(block)
         for direction in ("forward", "backward"):
-            here = [c for c in block.collectives if c.direction == direction]
-            if here:
-                table.add_row(name, direction, listed(here), text(sum(c.seconds for c in here), TIME))
+            collectives = [c for c in block.collectives if c.direction == direction]
+            if collectives:
+                table.add_row(
+                    name, direction, collectives_text(collectives), text(sum(c.seconds for c in collectives), TIME)
+                )
                 name = ""
     total = sum(b.count * c.seconds for b in plan.blocks for c in b.collectives)
     whole = sum(s.forward_seconds + s.backward_seconds for s in plan.stages)
     exposed = sum(s.collective_seconds for s in plan.stages)
-    hidden = f"; {text(total - exposed, TIME)} beside linear layers, the rest" if exposed < HIDES * total else ","
+    hidden = (
+        f"; {text(total - exposed, TIME)} beside linear layers, the rest" if exposed < FULLY_EXPOSED * total else ","
+    )
     share = f"{hidden} {percent(exposed / whole, 0)} of its time" if whole else ""
     table.add_row("all", "", f"of one microbatch{share}", text(total, TIME))
     return table
 
 
 def block_name(block: BlockSharding) -> str:
-    """``24 × blocks.*``; the name alone of what there is once."""
+    """``24 × blocks.*``; the name alone for a single block."""
     return wrapped(f"{block.count} × {block.name}" if block.count > 1 else block.name, NAME_CELLS)
 
 
-def alike(rows: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Modules and how they are split; neighbours that are split alike in one row."""
+def grouped_rows(rows: Mapping[str, str]) -> list[tuple[str, str]]:
+    """(modules, sharding) pairs; neighbours with equal sharding share one pair."""
     return [
         (", ".join(module for module, _ in members), how)
         for how, members in groupby(rows.items(), key=lambda row: row[1])
     ]
 
 
-def listed(collectives: Sequence[Collective]) -> str:
+def collectives_text(collectives: Sequence[Collective]) -> str:
     """``2 × all-reduce of 38.5 MiB, all-gather of 4.00 MiB``."""
     counts = Counter((c.kind, c.num_bytes) for c in collectives)
     return ", ".join(

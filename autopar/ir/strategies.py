@@ -1,4 +1,4 @@
-"""How a model can be sharded: the choices of every group and what each costs. The input of the sharding solver."""
+"""How a model can be sharded: the strategies of every group and their costs. The input of the sharding solver."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ from autopar.ir.layout import Layout
 
 @dataclass(frozen=True)
 class ShardingStrategy:
-    """One way to run a group on the ranks of a tensor-parallel axis.
+    """One way to run a group on the ranks of a tensor-parallel axis (Alpa's parallel strategy of a node).
 
-    Times are per microbatch on each rank, collectives inside the group included; ``step_seconds`` is spent once a step
-    (summing the gradients of weights that are replicated and read on split data). ``weight_bytes`` holds value,
-    gradient and optimizer state of a rank's part.
+    For example, strategy ``n`` of a linear layer splits its output features: it reads a replicated input with partial
+    gradient (``tp:gradient``), its weight lies as ``tp:0``, and its output ``[batch, tokens, features]`` as ``tp:2``.
 
     Args:
         labels: the strategy of every operation of the group that is not replicated, by name.
-        takes: the layout in which it reads each of ``StrategyGroup.reads``.
-        gives: the layout of each of ``StrategyGroup.makes``; never partial.
-        stores: the layout of each of ``StrategyGroup.weights``.
+        forward_seconds, backward_seconds: per microbatch on each rank, collectives inside the group included.
+        step_seconds: spent once a step: the sum of the gradients of weights that are replicated and read on split data.
+        saved_bytes: activations kept for the backward, per microbatch.
+        weight_bytes: value, gradient and optimizer state of a rank's part.
+        input_layouts: layout in which the group reads each of ``StrategyGroup.reads``.
+        output_layouts: layout of each of ``StrategyGroup.makes``; never partial.
+        weight_layouts: layout of each of ``StrategyGroup.weights``.
     """
 
     name: str
@@ -36,14 +39,17 @@ class ShardingStrategy:
 
     @property
     def seconds(self) -> float:
+        """Forward and backward time per microbatch."""
         return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True)
 class StrategyGroup:
-    """A group and its choices; the first one replicates everything. Groups of one ``kind`` share their choice.
+    """A group and its strategies; the first one replicates everything. Groups of one ``kind`` use one strategy.
 
-    ``reads`` are values that other groups make, ``makes`` values that other groups read.
+    Args:
+        reads: values that other groups produce.
+        makes: values that other groups read.
     """
 
     name: str
@@ -56,10 +62,11 @@ class StrategyGroup:
 
 @dataclass(frozen=True)
 class ReshardingCost:
-    """What it costs to bring a tensor from the layout in which it is made into one in which it is read, per microbatch.
+    """Cost of bringing a tensor from the layout of its producer into the layout of a reader, per microbatch.
 
-    ``saved_bytes`` of the copy that is made are kept for the backward besides the tensor itself; conversions inside a
-    group have theirs in the group's.
+    Args:
+        saved_bytes: part of the resharded copy that is kept for the backward in addition to the tensor itself. Copies
+            inside a group count in the group's ``saved_bytes``.
     """
 
     forward_seconds: float
@@ -68,16 +75,17 @@ class ReshardingCost:
 
     @property
     def seconds(self) -> float:
+        """Forward and backward time per microbatch."""
         return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True)
 class StrategyGraph:
-    """All groups in the order of a `CostGraph`, the last one being the loss, which reads everything replicated.
+    """All groups in the order of a `CostGraph`; the last one is the loss, which reads everything replicated.
 
-    A tensor is converted once for all groups of a stage that read it in one layout, on their stage. ``conversions``
-    holds every (value, made, read) that can occur with two different layouts. Groups that read one weight must agree
-    on its layout.
+    A tensor is resharded once for all groups of a stage that read it in one layout, on their stage. ``resharding``
+    holds every (value, producer's layout, reader's layout) that can occur with two different layouts. Groups that read
+    one weight must agree on its layout.
     """
 
     groups: tuple[StrategyGroup, ...]
@@ -85,10 +93,11 @@ class StrategyGraph:
     resharding: Mapping[tuple[str, Layout, Layout], ReshardingCost] = field(repr=False)
 
     def __post_init__(self) -> None:
-        made: set[str] = set()
+        produced: set[str] = set()
         for group in self.groups:
-            assert group.strategies and all(value in made for value in group.reads), f"{group.name} reads too early"
-            made.update(group.makes)
-            for choice in group.strategies:
-                assert len(choice.input_layouts) == len(group.reads) and len(choice.output_layouts) == len(group.makes)
-                assert len(choice.weight_layouts) == len(group.weights)
+            assert group.strategies and all(value in produced for value in group.reads), f"{group.name} reads too early"
+            produced.update(group.makes)
+            for strategy in group.strategies:
+                assert len(strategy.input_layouts) == len(group.reads)
+                assert len(strategy.output_layouts) == len(group.makes)
+                assert len(strategy.weight_layouts) == len(group.weights)

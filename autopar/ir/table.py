@@ -9,22 +9,23 @@ from rich.table import Table
 
 from autopar.ir.microbatches import microbatches_text
 from autopar.ir.names import inside
-from autopar.ir.plan import Alternative, Plan, Stage
+from autopar.ir.plan_parts import Alternative, PlanView, Stage
 from autopar.ir.sharding_table import sharding_parts
 from autopar.ir.text import labelled, plain_table, rendered, wrapped
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 
 BAR_CELLS = 8
 GAP = 2  # columns between two cells
-MIN_ROOM, WANTED_ROOM = 12, 18  # columns for module names: however narrow the terminal is, and before there are bars
+MIN_NAME_COLUMNS = 12  # columns for module names, however narrow the terminal is
+BAR_NAME_COLUMNS = 18  # columns for module names without which time bars are left out
 NEARLY_FULL = 0.9  # share of a device's memory from which a stage is marked
-NOTABLE = 0.01  # share of a step from which its end is told apart from the pipeline
-LEFT = "F █ B ░"
-STYLES = {LEFT: "cyan"}
+NOTABLE_SHARE = 0.01  # share of a step from which reduction and optimizer have a row
+TIME_BAR = "F █ B ░"
+STYLES = {TIME_BAR: "cyan"}
 
 
-def plan_text(plan: Plan, width: int = 100, color: bool = False) -> str:
-    """The plan as a table for people, ``width`` columns wide, with terminal colours where asked for."""
+def plan_text(plan: PlanView, width: int = 100, color: bool = False) -> str:
+    """The plan as a table for people, ``width`` columns wide, with terminal colours if ``color``."""
     parts: list[RenderableType] = [header(plan), "", stage_table(plan, width), ""]
     if plan.blocks:
         parts += [*sharding_parts(plan), ""]
@@ -34,8 +35,8 @@ def plan_text(plan: Plan, width: int = 100, color: bool = False) -> str:
     return rendered(parts, width, color)
 
 
-def header(plan: Plan) -> Table:
-    """What is planned, for which machine."""
+def header(plan: PlanView) -> Table:
+    """Rows about the model, its inputs, the machine and the mesh."""
     model, hardware, mesh = plan.model, plan.hardware, plan.mesh
     arguments = ", ".join(f"{k}={v!r}" for k, v in model.kwargs.items())
     name = f"{model.name}({arguments})" if arguments else model.name
@@ -59,24 +60,25 @@ def header(plan: Plan) -> Table:
     )
 
 
-def schedule_text(plan: Plan) -> str:
+def schedule_text(plan: PlanView) -> str:
     """``1f1b``, or ``interleaved, 2 chunks a rank``."""
     return plan.schedule + (f", {plan.chunks} chunks a rank" if plan.chunks > 1 else "")
 
 
-def stage_table(plan: Plan, width: int) -> Table:
-    """A row per stage: what it runs, how long, how much memory, what it sends.
+def stage_table(plan: PlanView, width: int) -> Table:
+    """A row per stage: its modules, times, memory and messages.
 
-    Where ranks have several stages, the memory of each is its part of the rank's peak; what is full is the rank.
+    Where ranks have several stages, each stage shows its part of the rank's peak; a row is marked when the rank is
+    full.
     """
     stages, pp = plan.stages, plan.mesh.pp
     slowest = max(s.forward_seconds + s.backward_seconds for s in stages)
     peaks = column([s.peak_bytes for s in stages], BYTES)
-    full = [s.peak_bytes / plan.hardware.memory_bytes for s in stages]
-    filled = [sum(full[i % pp :: pp]) for i in range(len(stages))]
+    stage_shares = [s.peak_bytes / plan.hardware.memory_bytes for s in stages]
+    rank_shares = [sum(stage_shares[i % pp :: pp]) for i in range(len(stages))]
     chunks = {"chunk": [str(i // pp) for i in range(len(stages))]} if plan.chunks > 1 else {}
-    again = {"recompute": [s.recompute for s in stages]} if any(s.recompute != "none" for s in stages) else {}
-    shares = [percent(share, 0) for share in full]
+    recompute = {"recompute": [s.recompute for s in stages]} if any(s.recompute != "none" for s in stages) else {}
+    shares = [percent(share, 0) for share in stage_shares]
     sends = column([s.send_bytes for s in stages], BYTES)
     numbers = {
         "stage": [str(i) for i in range(len(stages))],
@@ -85,42 +87,44 @@ def stage_table(plan: Plan, width: int) -> Table:
         "params": column([s.params for s in stages], COUNT),
         "forward": column([s.forward_seconds for s in stages], TIME),
         "backward": column([s.backward_seconds for s in stages], TIME),
-        LEFT: [time_bar(s, slowest) for s in stages],
-        **again,
+        TIME_BAR: [time_bar(s, slowest) for s in stages],
+        **recompute,
         "peak memory": [f"{peak} {share:>{max(map(len, shares))}}" for peak, share in zip(peaks, shares)],
         "sends": [sent if s.send_bytes else "–" for s, sent in zip(stages, sends)],
     }
 
-    def left() -> int:
-        """Columns for the modules' names."""
+    def name_columns() -> int:
+        """Columns that are left for the modules' names."""
         return width - sum(GAP + max(map(len, (title, *cells))) for title, cells in numbers.items())
 
-    if left() < WANTED_ROOM:
-        del numbers[LEFT]
-    room = left()
+    if name_columns() < BAR_NAME_COLUMNS:
+        del numbers[TIME_BAR]
+    name_width = name_columns()
     table = plain_table()
     before_names = "chunk" if chunks else "ranks"
     names_at = 1 + list(numbers).index(before_names)
     for title in numbers:
-        table.add_column(title, justify="left" if title == LEFT else "right", no_wrap=True, style=STYLES.get(title, ""))
+        table.add_column(
+            title, justify="left" if title == TIME_BAR else "right", no_wrap=True, style=STYLES.get(title, "")
+        )
         if title == before_names:
             table.add_column("from … to")
     for i, (first, last) in enumerate(stage_ends(stages)):
-        where = wrapped(f"{first} … {last}" if first != last else first, max(room, MIN_ROOM))
+        where = wrapped(f"{first} … {last}" if first != last else first, max(name_width, MIN_NAME_COLUMNS))
         row = [cells[i] for cells in numbers.values()]
         row.insert(names_at, where)
-        table.add_row(*row, style="yellow" if filled[i] > NEARLY_FULL else "")
+        table.add_row(*row, style="yellow" if rank_shares[i] > NEARLY_FULL else "")
     return table
 
 
-def footer(plan: Plan) -> Table:
-    """What is predicted, what bounds it, and how good the cuts are."""
+def footer(plan: PlanView) -> Table:
+    """Rows about the prediction, its bound, the solver and the exceptions."""
     prediction, solver = plan.prediction, plan.solver
     seconds, rate, error = prediction.step_seconds, prediction.samples_per_second, prediction.error
     band = f"±{percent(error, 0)}"
     rows = [("step", f"{text(seconds, TIME)} {band}, {rate:,.1f} samples/s {band} (predicted)")]
     ends = {"reduction": prediction.reduce_seconds, "optimizer": prediction.optimizer_seconds}
-    if sum(ends.values()) >= NOTABLE * seconds:
+    if sum(ends.values()) >= NOTABLE_SHARE * seconds:
         pipeline = {"pipeline": seconds - sum(ends.values())}
         rows.append(("", " + ".join(f"{name} {text(t, TIME)}" for name, t in (pipeline | ends).items() if t)))
     if plan.chunks > 1:
@@ -148,22 +152,22 @@ def footer(plan: Plan) -> Table:
     return labelled(rows)
 
 
-def alternative_table(plan: Plan) -> Table:
-    """The plans that were considered and not chosen."""
+def alternative_table(plan: PlanView) -> Table:
+    """A row per plan that was considered and not chosen."""
     table = plain_table()
     table.add_column("rejected", no_wrap=True)
     table.add_column("step", justify="right", no_wrap=True)
     table.add_column("against this plan", justify="right")
     table.add_column("")
     best = plan.prediction.step_seconds
-    for other in plan.alternatives:
-        seconds = text(other.step_seconds, TIME) if other.step_seconds is not None else "–"
-        table.add_row(other.label, seconds, compared(other, best), other.note)
+    for alternative in plan.alternatives:
+        seconds = text(alternative.step_seconds, TIME) if alternative.step_seconds is not None else "–"
+        table.add_row(alternative.label, seconds, comparison_text(alternative, best), alternative.note)
     return table
 
 
-def batch_text(plan: Plan) -> str:
-    """How the batch is cut: ``64 in 8 microbatches of 8``, of each replica where there are several."""
+def batch_text(plan: PlanView) -> str:
+    """Microbatches of the batch: ``64 in 8 microbatches of 8``; with several replicas, of each replica."""
     dp = plan.mesh.dp
     cut = microbatches_text(plan.batch // dp, plan.microbatches)
     return f"{plan.batch:,} in {cut}" + (f" on each of {dp} replicas" if dp > 1 else "")
@@ -181,7 +185,7 @@ def stage_ends(stages: Sequence[Stage]) -> list[tuple[str, str]]:
 
 
 def module_of(op: str) -> str:
-    """The module that an operation's name starts with; the operation where it lies in none."""
+    """The module that an operation's name starts with; the operation itself where it is in no module."""
     return op.rpartition(".")[0] or op
 
 
@@ -198,11 +202,11 @@ def time_bar(stage: Stage, slowest_seconds: float) -> str:
     return ("█" * forward + "░" * (both - forward)).ljust(BAR_CELLS)
 
 
-def compared(other: Alternative, best_seconds: float) -> str:
-    """How an alternative's step compares with the chosen one."""
-    if other.step_seconds is None or not best_seconds:
+def comparison_text(alternative: Alternative, best_seconds: float) -> str:
+    """An alternative's step time relative to the chosen plan's."""
+    if alternative.step_seconds is None or not best_seconds:
         return "–"
-    ratio = other.step_seconds / best_seconds
+    ratio = alternative.step_seconds / best_seconds
     if ratio >= 2:
         return f"{ratio:.1f} × as long"
     return f"{percent(abs(ratio - 1))} {'slower' if ratio >= 1 else 'faster'}"

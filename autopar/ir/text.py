@@ -1,4 +1,4 @@
-"""Printed tables: how they look, whatever is in them."""
+"""Helpers of printed tables: rendering, columns, wrapping; independent of their content."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LABEL_CELLS = 10
 
 
 def rendered(parts: Sequence[RenderableType], width: int, color: bool) -> str:
-    """What rich makes of the parts, one below the other, without spaces at line ends."""
+    """Rich parts as text, one below the other, without spaces at line ends."""
     console = Console(
         file=StringIO(),
         width=width,
@@ -36,7 +36,7 @@ def plain_table() -> Table:
 
 
 def labelled(rows: Sequence[tuple[str, str]]) -> Table:
-    """Lines of label and text, the texts in one column."""
+    """Lines of label and text; the texts form one column."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", min_width=LABEL_CELLS)
     table.add_column(overflow="fold")
@@ -46,7 +46,10 @@ def labelled(rows: Sequence[tuple[str, str]]) -> Table:
 
 
 def wrapped(path: str, width: int) -> str:
-    """Module paths on as many lines as they need, broken at spaces; one longer than a line after its dots too."""
+    """Module paths on as many lines as they need.
+
+    Lines are broken at spaces. A path longer than a line is also broken after its dots.
+    """
     lines = [""]
     for word in path.split(" "):
         for i, piece in enumerate([word] if len(word) <= width else re.findall(r"[^.]+\.?", word)):

@@ -1,4 +1,4 @@
-"""Numbers for people: seconds, bytes and counts as text with a unit. Inside, everything is in SI base units."""
+"""Numbers for people: seconds, bytes and counts as text with a unit. Inside the package all are SI base units."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ COUNT: Scale = (("G", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0))
 
 
 def unit_of(value: float, scale: Scale) -> tuple[str, float]:
-    """Name and size of the largest unit that is not larger than the value; the smallest unit for less than that."""
+    """Name and size of the largest unit that is at most the value; the smallest unit for smaller values."""
     return next((unit for unit in scale if abs(value) >= unit[1]), scale[-1])
 
 
 def decimals(scaled: float) -> int:
-    """Decimals that leave three digits or a bit more."""
+    """Number of decimals with which a value shows three digits or a bit more."""
     return 2 if abs(scaled) < 10 else 1
 
 
 def in_unit(value: float, unit: tuple[str, float], digits: int) -> str:
-    """The value in a unit; a whole number of the base unit of a countable thing has no decimals."""
+    """The value in a unit. Values in bytes and plain counts have no decimals."""
     name, size = unit
     number = f"{value / size:,.0f}" if name in ("", "B") else f"{value / size:,.{digits}f}"
     return f"{number} {name}".rstrip()
 
 
 def text(value: float, scale: Scale) -> str:
-    """One value in the unit that suits it: ``3.31 ms``, ``2.34 GiB``, ``304.3 M``."""
+    """One value in a unit of matching size: ``3.31 ms``, ``2.34 GiB``, ``304.3 M``."""
     unit = unit_of(value, scale)
     return in_unit(value, unit, decimals(value / unit[1]))
 
 
 def column(values: Sequence[float], scale: Scale) -> list[str]:
-    """All values in the unit and with the decimals that suit the largest, so that they can be compared at a glance."""
+    """All values in the unit and with the decimals of the largest, so that they can be compared down the column."""
     largest = max(values, key=abs, default=0.0)
     unit = unit_of(largest, scale)
     return [in_unit(value, unit, decimals(largest / unit[1])) for value in values]
@@ -47,7 +47,7 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def of_type(thing: object) -> str:
-    """The type of a thing with its article: ``a str``, ``an int``."""
+    """The type of an object with its article: ``a str``, ``an int``."""
     name = type(thing).__name__
     return f"{'an' if name[0].lower() in 'aeio' else 'a'} {name}"  # a u is mostly spoken as in unit
 

@@ -1,10 +1,9 @@
-"""Operators that bring a tensor from one layout on a mesh axis into another, with their gradients.
+"""Operators that change a tensor's layout on one mesh axis, with their gradients.
 
 They are true torch operators (``torch.ops.autopar.all_reduce.default`` and so on): differentiable, known to
-torch.compile, and they run on meta tensors. ``axis`` names the communicator that the runtime registered under this key
-in this process; with it an operator knows its rank, so one program serves all ranks of the axis. Every result is
-contiguous. The layouts' letters are those of `autopar.ir.layout`: replicated R, split S, partial sums P, and B,
-replicated with gradients still to be summed.
+torch.compile, and defined on meta tensors. ``axis`` names a communicator that the runtime registered in this process.
+The communicator knows its rank, so one program serves all ranks of the axis. Every result is contiguous. The letters
+are layouts of `autopar.ir.layout`: replicated R, split S, partial sums P, and B, replicated with partial gradients.
 
 | operator | from → to | backward |
 |---|---|---|
@@ -17,8 +16,7 @@ replicated with gradients still to be summed.
 | share_gradient(x, ranks) | B → R | divided by the ranks |
 | first_rank(x, axis) | R → P | identity |
 
-This module stands below the other layers' code and knows neither graphs nor process groups: graphs name its operators,
-the runtime gives it communicators.
+This module knows neither graphs nor process groups: graphs name its operators, the runtime registers communicators.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from torch import Tensor
 
 
 class Communicator(Protocol):
-    """The ranks of one axis around this process, which is number ``rank`` of ``ranks``; all tensors are contiguous.
+    """The ranks of one axis around this process, which is number ``rank`` of ``ranks``. All tensors are contiguous.
 
-    A stacked tensor has one part for each rank along its first dim.
+    A stacked tensor has one part per rank along its first dim: [ranks, *local].
     """
 
     @property
@@ -42,48 +40,62 @@ class Communicator(Protocol):
     def ranks(self) -> int: ...
 
     def reserve(self, num_bytes: int) -> None:
-        """Have memory for collectives that take so much of it on each rank; all ranks call, between steps."""
+        """Reserve buffers for collectives of up to ``num_bytes`` per rank; all ranks call it, between steps."""
         ...
 
     def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
-        """Sum in place; the result is the same to the last bit on all ranks.
+        """Sum in place; the result is bitwise equal on all ranks.
 
-        ``beside``: other work runs at the same time and needs the device's multiprocessors.
+        Args:
+            overlapped: whether other work runs concurrently and needs the device's multiprocessors.
         """
         ...
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, stacked."""
+        """All ranks' tensors, stacked: [ranks, *tensor.shape]."""
         ...
 
     def reduce_scatter(self, stacked: Tensor, overlapped: bool = False) -> Tensor:
-        """The sum over the ranks of their parts for this rank; ``beside`` as in `all_reduce`."""
+        """The sum over the ranks of their parts for this rank, [*local].
+
+        Args:
+            stacked: this rank's parts for all ranks, [ranks, *local].
+            overlapped: as in `all_reduce`.
+        """
         ...
 
     def all_to_all(self, stacked: Tensor) -> Tensor:
-        """From each rank its part for this rank, stacked."""
+        """The parts that all ranks have for this rank, stacked: [ranks, *local].
+
+        Args:
+            stacked: this rank's parts for all ranks, [ranks, *local].
+        """
         ...
 
-    # What a linear layer calls beside its products, each rank in the same order:
+    # Calls of a linear layer that overlap with its matrix products, in the same order on each rank:
 
     def peer_order(self) -> list[int]:
-        """The other ranks, those after this one first, so that no two ranks begin with the same."""
+        """The other ranks in ring order, starting after this one, so that no two ranks start with the same peer."""
         ...
 
     def publish(self, tensor: Tensor) -> Tensor:
-        """All ranks' tensors, stacked, but for this one's; they are there until `release`."""
+        """All ranks' tensors, [ranks, *tensor.shape], readable until `unpublish`; this rank's own part is undefined."""
         ...
 
     def unpublish(self) -> None:
-        """What was given has been read."""
+        """Declare that this rank has read what the others published."""
         ...
 
     def push_shard(self, rank: int, stacked: Tensor) -> None:
-        """Send a rank its part of what `reduce_pushed` will sum."""
+        """Send part ``rank`` of ``stacked`` [ranks, *local] to that rank, for its `reduce_pushed`."""
         ...
 
     def reduce_pushed(self, stacked: Tensor) -> Tensor:
-        """The sum over the ranks of their parts for this rank, which the others have put."""
+        """The sum of the parts that all ranks have for this rank, [*local]; the other ranks pushed theirs.
+
+        Args:
+            stacked: this rank's parts for all ranks, [ranks, *local].
+        """
         ...
 
 
@@ -102,30 +114,36 @@ def unregister(key: str) -> None:
 
 
 def on(axis: str, ranks: int | None = None) -> Communicator:
-    """The communicator of an axis; where the program was made for a number of ranks, that is checked."""
+    """The communicator of an axis.
+
+    Args:
+        ranks: number of ranks for which the program was made; asserted where given.
+    """
     assert axis in COMMUNICATORS, f"no axis {axis!r} among {sorted(COMMUNICATORS)}"
-    found = COMMUNICATORS[axis]
-    assert ranks in (None, found.ranks), f"axis {axis} has {found.ranks} ranks, the program was made for {ranks}"
-    return found
+    communicator = COMMUNICATORS[axis]
+    assert ranks in (None, communicator.ranks), (
+        f"axis {axis} has {communicator.ranks} ranks, the program was made for {ranks}"
+    )
+    return communicator
 
 
 # -- parts: a dim is read as (outer, ranks, rest) ------------------------------------------------------------------
 
 
-def parts(x: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
-    """The parts of a whole tensor, stacked: [ranks, *local shape]."""
+def stack_parts(x: Tensor, dim: int, outer: int, ranks: int) -> Tensor:
+    """The parts of a whole tensor, stacked: [ranks, *local]."""
     rest = x.shape[dim] // (outer * ranks)
     return x.unflatten(dim, (outer, ranks, rest)).movedim(dim + 1, 0).flatten(dim + 1, dim + 2)
 
 
-def joined(stacked: Tensor, dim: int, outer: int) -> Tensor:
-    """The whole tensor of stacked parts; inverse of `parts`."""
+def join_parts(stacked: Tensor, dim: int, outer: int) -> Tensor:
+    """The whole tensor of stacked parts [ranks, *local]; inverse of `stack_parts`."""
     rest = stacked.shape[dim + 1] // outer
     return stacked.unflatten(dim + 1, (outer, rest)).movedim(0, dim + 1).flatten(dim, dim + 2).contiguous()
 
 
-def resized(x: Tensor, sizes: dict[int, int]) -> Tensor:
-    """An empty contiguous tensor like ``x`` with other sizes of some dims."""
+def empty_resized(x: Tensor, sizes: dict[int, int]) -> Tensor:
+    """An empty contiguous tensor with the shape of ``x``, except for the sizes of some dims."""
     return x.new_empty([sizes.get(dim, size) for dim, size in enumerate(x.shape)])
 
 
@@ -143,39 +161,41 @@ def all_reduce(x: Tensor, axis: str) -> Tensor:
 @torch.library.custom_op("autopar::reduce_scatter", mutates_args=())
 def reduce_scatter(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
     """This rank's part of the sum over the ranks."""
-    return on(axis, ranks).reduce_scatter(parts(x, dim, outer, ranks).contiguous())
+    return on(axis, ranks).reduce_scatter(stack_parts(x, dim, outer, ranks).contiguous())
 
 
 @torch.library.custom_op("autopar::all_gather", mutates_args=())
 def all_gather(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
-    """The whole tensor of the ranks' parts; with a partial gradient, each rank's gradient is a summand."""
-    return joined(on(axis, ranks).all_gather(x.contiguous()), dim, outer)
+    """The whole tensor of the ranks' parts; ``partial_gradient`` says that each rank's gradient is a summand."""
+    return join_parts(on(axis, ranks).all_gather(x.contiguous()), dim, outer)
 
 
 @torch.library.custom_op("autopar::all_to_all", mutates_args=())
 def all_to_all(x: Tensor, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int, ranks: int, axis: str) -> Tensor:
-    """This rank's part along another dim than the one that is split now."""
+    """This rank's part along another dim than the dim that is split now."""
     assert src_dim != dst_dim
-    return joined(on(axis, ranks).all_to_all(parts(x, dst_dim, dst_outer, ranks).contiguous()), src_dim, src_outer)
+    stacked = stack_parts(x, dst_dim, dst_outer, ranks).contiguous()
+    return join_parts(on(axis, ranks).all_to_all(stacked), src_dim, src_outer)
 
 
 @torch.library.custom_op("autopar::shard", mutates_args=())
 def shard(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
-    """This rank's part of a whole tensor; with a partial gradient, zeros stand for the other parts' gradients."""
-    return parts(x, dim, outer, ranks)[on(axis, ranks).rank].clone(memory_format=torch.contiguous_format)
+    """This rank's part of a whole tensor; with a partial gradient, the gradient of the other parts is zeros."""
+    part = stack_parts(x, dim, outer, ranks)[on(axis, ranks).rank]
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 @torch.library.custom_op("autopar::pad", mutates_args=())
 def pad(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
-    """A whole tensor of zeros but for this rank's part."""
+    """A whole tensor: this rank's part, and zeros elsewhere."""
     stacked = x.new_zeros([ranks, *x.shape])
     stacked[on(axis, ranks).rank] = x
-    return joined(stacked, dim, outer)
+    return join_parts(stacked, dim, outer)
 
 
 @torch.library.custom_op("autopar::first_rank", mutates_args=())
 def first_rank(x: Tensor, axis: str) -> Tensor:
-    """The tensor on the first rank of an axis and zeros on the others: summands of the tensor."""
+    """The tensor on the first rank of an axis and zeros on the others: summands whose sum is the tensor."""
     mine = x.clone(memory_format=torch.contiguous_format)
     return mine if on(axis).rank == 0 else mine.zero_()
 
@@ -186,32 +206,32 @@ def first_rank(x: Tensor, axis: str) -> Tensor:
 @all_reduce.register_fake
 @first_rank.register_fake
 def _same(x: Tensor, axis: str) -> Tensor:
-    return resized(x, {})
+    return empty_resized(x, {})
 
 
 @reduce_scatter.register_fake
 def _scattered(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
-    return resized(x, {dim: x.shape[dim] // ranks})
+    return empty_resized(x, {dim: x.shape[dim] // ranks})
 
 
 @shard.register_fake
 def _part(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
-    return resized(x, {dim: x.shape[dim] // ranks})
+    return empty_resized(x, {dim: x.shape[dim] // ranks})
 
 
 @all_gather.register_fake
 def _gathered(x: Tensor, dim: int, outer: int, ranks: int, axis: str, partial_gradient: bool) -> Tensor:
-    return resized(x, {dim: x.shape[dim] * ranks})
+    return empty_resized(x, {dim: x.shape[dim] * ranks})
 
 
 @pad.register_fake
 def _padded(x: Tensor, dim: int, outer: int, ranks: int, axis: str) -> Tensor:
-    return resized(x, {dim: x.shape[dim] * ranks})
+    return empty_resized(x, {dim: x.shape[dim] * ranks})
 
 
 @all_to_all.register_fake
 def _moved(x: Tensor, src_dim: int, src_outer: int, dst_dim: int, dst_outer: int, ranks: int, axis: str) -> Tensor:
-    return resized(x, {src_dim: x.shape[src_dim] * ranks, dst_dim: x.shape[dst_dim] // ranks})
+    return empty_resized(x, {src_dim: x.shape[src_dim] * ranks, dst_dim: x.shape[dst_dim] // ranks})
 
 
 # -- gradients -----------------------------------------------------------------------------------------------------
@@ -254,7 +274,7 @@ shard.register_autograd(_pad_or_gather, setup_context=_keep_arguments)
 all_to_all.register_autograd(_move_back, setup_context=_keep_arguments)
 
 
-# -- operators that act on the gradient alone: forward they return their argument, uncopied, which custom_op forbids ---
+# -- operators on the gradient alone: their forward returns its argument uncopied, which custom_op forbids ------------
 
 
 class _SumGradient(torch.autograd.Function):
@@ -291,5 +311,5 @@ def sum_gradient(x: Tensor, axis: str) -> Tensor:
 
 @torch.library.impl("autopar::share_gradient", "CompositeImplicitAutograd")
 def share_gradient(x: Tensor, ranks: int) -> Tensor:
-    """The tensor itself; its gradient is divided by the ranks, who all have it and whose gradients will be summed."""
+    """The tensor itself; its gradient is divided by the number of ranks, whose equal gradients will be summed."""
     return _ShareGradient.apply(x, ranks)  # type: ignore[return-value]

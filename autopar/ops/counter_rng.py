@@ -1,12 +1,12 @@
-"""Random numbers that depend on nothing but a seed, a step, an operation, a sample and an element.
+"""Random numbers that depend only on a seed, a step, an operation, a sample and an element: the same under every plan.
 
-``torch.ops.autopar.uniform`` is Philox4x32-10 on the counter (element // 4, hash of a name, sample, step) with the seed
-as its key; element e takes word e % 4. There is no state: whoever computes an element, in whatever order and beside
-whichever others, gets the same bits, eager or compiled, on CPU or GPU. Elements are counted in the sample of the whole
-tensor, so a rank that holds a part of it computes that part alone.
+``torch.ops.autopar.uniform`` is Philox4x32-10. Its counter is (element // 4, hash of a name, sample, step), its key the
+seed; element e takes word e % 4. There is no state. Every process that computes an element gets the same bits, in any
+order and any part of the tensor, eager or compiled, on CPU or GPU. Elements are counted in the sample of the whole
+tensor, so a rank that holds a part of the tensor computes only that part.
 
-What changes from call to call comes in a tensor ``draws`` of int64 [samples, 4], rows (low word of the seed, high word,
-step, sample), see `rows`: a captured graph can be fed new numbers.
+The numbers that change from call to call are a tensor ``draws`` of int64 [samples, 4] with rows (low word of the seed,
+high word, step, sample), see `counter_rows`. A captured graph can therefore be replayed with new numbers.
 
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; constants and test vectors of Random123.
 """
@@ -29,9 +29,9 @@ WORD = 0xFFFFFFFF
 ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 KEY_STEPS = 0x9E3779B9, 0xBB67AE85
-WORDS = 4  # of a counter and of what it gives
-BITS = 24  # of a uniform number: what a float32 holds of [0, 1)
-NO_SAMPLE = WORD  # stands for the sample in tensors that belong to none
+WORDS = 4  # words of a counter and of its result
+BITS = 24  # random bits of a uniform number: all that float32 can represent in [0, 1)
+NO_SAMPLE = WORD  # the sample of tensors without samples
 # Counters that a CPU thread works on at once. 100 passes over int64 took 8 ns per number at 16 Ki, which fit its cache,
 # 15 at 4 Ki and 14 at 128 Ki; torch's own dropout took 10.
 TILE = 1 << 14
@@ -44,7 +44,7 @@ torch.library.define(
 
 
 def counter_rows(seed: int, step: int, first: int, count: int) -> Tensor:
-    """The ``draws`` of samples ``first`` and following in a step."""
+    """The ``draws`` [count, 4] of samples ``first``, ``first`` + 1, … in a step."""
     draws = torch.empty(count, WORDS, dtype=torch.int64)
     for column, word in enumerate((seed & WORD, seed >> 32 & WORD, step & WORD)):
         draws[:, column] = word
@@ -52,22 +52,23 @@ def counter_rows(seed: int, step: int, first: int, count: int) -> Tensor:
     return draws
 
 
-def number_of(name: str) -> int:
-    """A word that stands for a name: two of a thousand names share one with a probability of 1e-4."""
+def name_hash(name: str) -> int:
+    """A word for a name. Two of a thousand names share one with a probability of 1e-4."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:WORDS], "little")
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, ...]:
-    """Four words, each in an int64, for counters of four words and keys of two that broadcast together.
+    """Four words of random bits, each in an int64 tensor.
 
     Args:
-        in_place: half the time where every operation is a pass over memory; compilers cannot take it apart.
+        counter: four words, tensors that broadcast with the key's. key: two words. in_place: halves the time where
+        every operation is a pass over memory; compilers cannot fuse in-place operations.
     """
     xor, cut = (Tensor.bitwise_xor_, Tensor.bitwise_and_) if in_place else (Tensor.bitwise_xor, Tensor.bitwise_and)
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)
     number = torch.arange(ROUNDS, device=c0.device).view(-1, *[1] * key[0].dim())
     for k0, k1 in zip(*((word + number * step & WORD for word, step in zip(key, KEY_STEPS)))):
-        # What is above a word in a product of 64 bits, sign included, is cut off before it is multiplied again.
+        # Bits above the word in a 64-bit product, sign included, are cut off before the next multiplication.
         low, high = c2 * MULTIPLIERS[1], c0 * MULTIPLIERS[0]
         c0 = cut(xor(xor(low >> 32, c1), k0), WORD)
         c2 = cut(xor(xor(high >> 32, c3), k1), WORD)
@@ -75,17 +76,21 @@ def philox(counter: Sequence[Tensor], key: Sequence[Tensor], in_place: bool = Fa
     return c0, c1 & WORD, c2, c3 & WORD
 
 
-# -- which elements --------------------------------------------------------------------------------------------------
+# -- elements of a rank ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Part:
-    """The elements of each sample that are wanted: ``runs`` of ``length`` in a row, every ``pitch`` from ``start`` on.
+class ElementRuns:
+    """Elements of each sample that a rank draws: runs of consecutive elements.
 
     Args:
-        dims: sizes of what is made, without the samples.
-        at: where among ``dims`` the samples belong.
-        shape: of what is made.
+        dims: sizes of the result without the samples.
+        at: position of the samples among ``dims``.
+        shape: shape of the result.
+        runs: number of runs.
+        length: elements of a run.
+        pitch: distance from the start of one run to the next, elements.
+        start: first element of the first run.
     """
 
     dims: tuple[int, ...]
@@ -98,25 +103,24 @@ class Part:
 
     @property
     def width(self) -> int:
-        """Counters of a run, one more where it may begin inside of one."""
-        return -(-self.length // WORDS) if self.aligned else (self.length + 2 * WORDS - 2) // WORDS
+        """Counters of a run; one more where a run can begin inside a counter."""
+        return -(-self.length // WORDS) if self.starts_on_counter else (self.length + 2 * WORDS - 2) // WORDS
 
     @property
-    def aligned(self) -> bool:
+    def starts_on_counter(self) -> bool:
         """Whether every run begins with a counter."""
         return self.start % WORDS == 0 and (self.runs == 1 or self.pitch % WORDS == 0)
 
 
-def part_of(
+def element_runs(
     shape: Sequence[int], samples: int, sample_dim: int, sample_outer: int, split_dim: int, split_outer: int,
     ranks: int, rank: int,
-) -> Part:  # fmt: skip
-    """The elements that a rank makes of a tensor.
+) -> ElementRuns:  # fmt: skip
+    """The elements that a rank draws of a tensor.
 
     Args:
-        shape: of the tensor before it is split.
-        sample_dim, sample_outer: the dim that is (outer, samples, rest); no dim holds samples if it is negative.
-        split_dim, split_outer: the dim that is (outer, ranks, rest).
+        shape: of the tensor before it is split. sample_dim, sample_outer: the dim that is (outer, samples, rest); a
+        negative dim means that no dim holds samples. split_dim, split_outer: the dim that is (outer, ranks, rest).
     """
     dims, at = list(shape), max(sample_dim, 0)
     split = split_dim + (split_dim > sample_dim >= 0)
@@ -129,10 +133,10 @@ def part_of(
             split, outer = split_dim + 1, split_outer // (sample_outer * samples)
     whole = prod(dims)
     if ranks == 1:
-        return Part(tuple(dims), at, tuple(shape), 1, whole, whole, 0)
+        return ElementRuns(tuple(dims), at, tuple(shape), 1, whole, whole, 0)
     length = prod(dims[split:]) // (outer * ranks)
     dims[split] //= ranks
-    return Part(
+    return ElementRuns(
         tuple(dims),
         at,
         local_shape(shape, split_dim, ranks),
@@ -155,80 +159,79 @@ def uniform(
     draws: Tensor, shape: Sequence[int], name: str, sample_dim: int, sample_outer: int, split_dim: int = -1,
     split_outer: int = 1, ranks: int = 1, axis: str = "", *, generate: Callable[[Tensor, Tensor, str], Tensor],
 ) -> Tensor:  # fmt: skip
-    """Numbers of [0, 1) in float32, multiples of 2**-24.
+    """Uniform float32 numbers in [0, 1), multiples of 2**-24.
 
     Args:
-        draws: a row for each sample; the first one counts where the tensor has no samples.
-        shape: of the result, before it is split over ranks.
-        name: of the operation that draws.
-        sample_dim, sample_outer: where the samples lie: the dim is (outer, samples, rest). No dim if it is negative.
-        split_dim, split_outer, ranks, axis: this rank makes its part of the dim as (outer, ranks, rest), if any.
-        generate: `at_once` or `in_tiles`.
+        draws: [samples, 4], a row per sample; only the first row counts where the tensor has no samples. shape: of the
+        result before it is split over ranks. name: of the operation that draws. sample_dim, sample_outer: the dim that
+        is (outer, samples, rest); a negative dim means that no dim holds samples. split_dim, split_outer, ranks, axis:
+        this rank draws its part of the dim that is (outer, ranks, rest), if any. generate: `generate_whole`,
+        `generate_tiled` or `generate_triton`.
     """
-    if draws.is_meta:  # no rank is asked
+    if draws.is_meta:  # needs no communicator
         return draws.new_empty(local_shape(shape, split_dim, ranks), dtype=torch.float32)
     if sample_dim < 0:
         draws = torch.cat([draws[:1, :3], torch.full_like(draws[:1, 3:], NO_SAMPLE)], 1)
     rank = on(axis, ranks).rank if ranks > 1 else 0
-    part = part_of(shape, len(draws), sample_dim, sample_outer, split_dim, split_outer, ranks, rank)
-    first = torch.arange(part.runs, device=draws.device) * part.pitch + part.start
-    counters = (first // WORDS)[:, None] + torch.arange(part.width, device=draws.device)
-    return arranged(generate(counters.flatten(), draws, name), first, part)
+    runs = element_runs(shape, len(draws), sample_dim, sample_outer, split_dim, split_outer, ranks, rank)
+    first = torch.arange(runs.runs, device=draws.device) * runs.pitch + runs.start
+    counters = (first // WORDS)[:, None] + torch.arange(runs.width, device=draws.device)
+    return arrange(generate(counters.flatten(), draws, name), first, runs)
 
 
-def at_once(counters: Tensor, draws: Tensor, name: str) -> Tensor:
-    """The numbers of all counters for each sample, [samples, counters, 4]: a compiler makes one pass of it."""
-    return torch.stack(drawn(counters, draws, name, in_place=False), -1)
+def generate_whole(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+    """Numbers of all counters for each sample, [samples, counters, 4]. A compiler fuses this into one pass."""
+    return torch.stack(uniform_words(counters, draws, name, in_place=False), -1)
 
 
-def in_tiles(counters: Tensor, draws: Tensor, name: str) -> Tensor:
-    """The same, so few at a time that they stay in a CPU's cache."""
+def generate_tiled(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+    """As `generate_whole`, in tiles that stay in a CPU's cache."""
     numbers = torch.empty(len(draws), len(counters), WORDS)
     tile = TILE * torch.get_num_threads()
     samples = max(1, tile // max(1, len(counters)))
-    for own, into in zip(draws.split(samples), numbers.split(samples)):
-        for some, made in zip(counters.split(tile), into.split(tile, 1)):
-            for word, values in enumerate(drawn(some, own, name, in_place=True)):
+    for some_draws, into in zip(draws.split(samples), numbers.split(samples)):
+        for some_counters, made in zip(counters.split(tile), into.split(tile, 1)):
+            for word, values in enumerate(uniform_words(some_counters, some_draws, name, in_place=True)):
                 made[..., word] = values
     return numbers
 
 
-def in_a_kernel(counters: Tensor, draws: Tensor, name: str) -> Tensor:
-    """The same on a GPU, in one pass."""
+def generate_triton(counters: Tensor, draws: Tensor, name: str) -> Tensor:
+    """As `generate_whole`, on a GPU in one Triton kernel."""
     from autopar.ops.kernels.philox import generate
 
-    return generate(counters, draws, number_of(name), ROUNDS)
+    return generate(counters, draws, name_hash(name), ROUNDS)
 
 
-def drawn(counters: Tensor, draws: Tensor, name: str, in_place: bool) -> tuple[Tensor, ...]:
-    """The four numbers of each counter, [samples, counters] each."""
+def uniform_words(counters: Tensor, draws: Tensor, name: str, in_place: bool) -> tuple[Tensor, ...]:
+    """The four numbers of each counter, four tensors [samples, counters]."""
     seed_low, seed_high, step, sample = draws[:, :, None].unbind(1)
-    number = torch.full_like(sample, number_of(name))
-    # Cut to a word although they have no more: inductor would multiply a plain range as an index, in 32 bits.
+    number = torch.full_like(sample, name_hash(name))
+    # The mask changes no value. Without it inductor multiplies a plain range as an index, in 32 bits.
     words = philox((counters & WORD, number, sample, step), (seed_low, seed_high), in_place)
     return tuple((word >> (32 - BITS)).to(torch.float32) * 2.0**-BITS for word in words)
 
 
-def arranged(numbers: Tensor, first: Tensor, part: Part) -> Tensor:
+def arrange(numbers: Tensor, first: Tensor, runs: ElementRuns) -> Tensor:
     """The result, from the numbers of all counters of all runs.
 
     Args:
         numbers: [samples, counters, 4].
-        first: element with which each run begins.
+        first: the element with which each run begins, [runs].
     """
     samples = len(numbers)
-    numbers = numbers.reshape(samples, part.runs, part.width * WORDS)
-    if part.aligned:
-        numbers = numbers[..., : part.length]
+    numbers = numbers.reshape(samples, runs.runs, runs.width * WORDS)
+    if runs.starts_on_counter:
+        numbers = numbers[..., : runs.length]
     else:
-        taken = (first % WORDS)[:, None] + torch.arange(part.length, device=first.device)
-        numbers = numbers.gather(2, taken.expand(samples, -1, -1))
-    apart = numbers.reshape(samples, *part.dims).movedim(0, part.at)
-    return apart.reshape(part.shape).contiguous()
+        index = (first % WORDS)[:, None] + torch.arange(runs.length, device=first.device)
+        numbers = numbers.gather(2, index.expand(samples, -1, -1))
+    unflattened = numbers.reshape(samples, *runs.dims).movedim(0, runs.at)
+    return unflattened.reshape(runs.shape).contiguous()
 
 
-# A compiler takes the composite apart; eager calls find the kernels of their devices first.
-torch.library.impl("autopar::uniform", "CompositeImplicitAutograd", partial(uniform, generate=at_once))
-torch.library.impl("autopar::uniform", "CPU", partial(uniform, generate=in_tiles))
+# Compilers trace through the composite; eager calls find the kernels of their devices first.
+torch.library.impl("autopar::uniform", "CompositeImplicitAutograd", partial(uniform, generate=generate_whole))
+torch.library.impl("autopar::uniform", "CPU", partial(uniform, generate=generate_tiled))
 if find_spec("triton"):
-    torch.library.impl("autopar::uniform", "CUDA", partial(uniform, generate=in_a_kernel))
+    torch.library.impl("autopar::uniform", "CUDA", partial(uniform, generate=generate_triton))

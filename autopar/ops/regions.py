@@ -1,4 +1,4 @@
-"""Where a program's operations are divided into regions that are each compiled alone: equal blocks share one."""
+"""Regions of a program's operations that are compiled separately: equal blocks share one compiled region."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 from autopar.ir.graph import Op, Ref
 from autopar.ops.registry import operator
 
-MIN_REGION_OPS = 8  # operations of a region between others
+MIN_REGION_OPS = 8  # operations
 
 
-def region_starts(ops: Sequence[Op], borders: Collection[int] = ()) -> tuple[int, ...]:
+def region_starts(ops: Sequence[Op], required_starts: Collection[int] = ()) -> tuple[int, ...]:
     """Positions of the operations that each begin a region, 0 first: runs of one numbered module, such as ``blocks.3``.
 
-    A module counts from `MIN_REGION_OPS` operations up; of nested ones (``stages.2``, ``stages.2.blocks.7``) the
-    innermost. Fewer operations in between join what comes before them.
-    Operations that write into a value keep everything in one region: who else reads that memory is not looked at.
+    A module counts from `MIN_REGION_OPS` operations up; of nested modules (``stages.2``, ``stages.2.blocks.7``) the
+    innermost one counts. Fewer operations in between join the region before them. If an operation writes into a value,
+    everything is one region, because other readers of that memory are not tracked.
 
     Args:
-        borders: positions that begin a region in any case.
+        required_starts: positions that begin a region in any case.
     """
     if not ops or any(writes_into_value(op) for op in ops):
         return (0,) if ops else ()
-    sizes = Counter(path for op in ops for path in numbered(op.module))
-    homes = [next((p for p in numbered(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
+    sizes = Counter(path for op in ops for path in numbered_modules(op.module))
+    homes = [next((p for p in numbered_modules(op.module) if sizes[p] >= MIN_REGION_OPS), "") for op in ops]
     runs = [len(list(run)) for _, run in groupby(homes)]
     last = len(runs) - 1
     starts = zip(accumulate(runs, initial=0), enumerate(runs))
     whole = {start for start, (k, length) in starts if k in (0, last) or length >= MIN_REGION_OPS}
-    return tuple(sorted(whole.union(borders)))
+    return tuple(sorted(whole.union(required_starts)))
 
 
-def numbered(module: str) -> Iterator[str]:
+def numbered_modules(module: str) -> Iterator[str]:
     """The modules on a path whose last name has a number, the innermost first."""
     names = module.split(".")
     for depth in range(len(names), 0, -1):
@@ -44,7 +44,7 @@ def numbered(module: str) -> Iterator[str]:
 
 
 def writes_into_value(op: Op) -> bool:
-    """Whether it updates something in place that is not a weight's."""
+    """Whether an operation updates a tensor in place that is not a weight's."""
     target = operator(op.target)
     if not isinstance(target, torch._ops.OpOverload) or not target._schema.is_mutable:
         return False

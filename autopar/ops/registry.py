@@ -1,6 +1,6 @@
-"""The torch operators behind the targets that operations name, their arguments, and what they make of them.
+"""Operators behind the targets that operations name: their arguments, and their results on tensors without data.
 
-Operators run here on tensors without data: torch's own kernels say what comes out.
+torch's own meta kernels compute these results.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import autopar.ops.async_tp.rows
 import autopar.ops.collectives
 import autopar.ops.counter_rng
 import autopar.ops.patch_embed
-import autopar.ops.wgrad_accumulation  # noqa: F401  (they define operators of torch.ops.autopar)
+import autopar.ops.wgrad_accumulation  # noqa: F401  (these define operators of torch.ops.autopar)
 from autopar.ir.graph import LocalDevice, Op, Ref, Value, dtype_name
 
 META = torch.device("meta")
@@ -31,10 +31,10 @@ def operator(target: str) -> Any:
 
 
 def named_arguments(op: Op) -> dict[str, Any]:
-    """All arguments of an operation by name, those left to their defaults included."""
+    """All arguments of an operation by name, defaults included."""
     schema = operator(op.target)._schema.arguments
-    given = dict(zip((a.name for a in schema), op.args)) | dict(op.kwargs)
-    return given | {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in given}
+    arguments = dict(zip((a.name for a in schema), op.args)) | dict(op.kwargs)
+    return arguments | {a.name: a.default_value for a in schema if a.has_default_value() and a.name not in arguments}
 
 
 # -- without data ---------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def named_arguments(op: Op) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor as an operation meets it."""
+    """A tensor as an operation reads it: a `Value` without a name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -51,19 +51,19 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Stands for operand ``index``: operations that differ in names alone become equal."""
+class OperandSlot:
+    """Stands for operand ``index``; operations that differ only in names become equal."""
 
     index: int
 
 
 def operand_of(value: Value) -> Operand:
-    """What a value is to its readers, whatever its name."""
+    """The operand that a value is to its readers."""
     return Operand(value.shape, value.dtype, value.stride, value.requires_grad)
 
 
 def operand_from(tensor: Tensor) -> Operand:
-    """The same of a tensor."""
+    """As `operand_of`, for a tensor instead of a value."""
     return Operand(tuple(tensor.shape), dtype_name(tensor.dtype), tuple(tensor.stride()), tensor.requires_grad)
 
 
@@ -79,68 +79,72 @@ def meta_tensor(like: Operand | Value) -> Tensor:
 
 
 def slotted_arguments(op: Op) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments with operands as slots and local devices as meta."""
+    """Positional and keyword arguments with slots in place of operands and meta in place of local devices."""
 
     def convert(tree: Any) -> Any:
         if isinstance(tree, Ref):
-            return Slot(op.reads.index(tree.name))
+            return OperandSlot(op.reads.index(tree.name))
         if isinstance(tree, LocalDevice):
             return META
-        if tree == op.name:  # an operation that draws is told its own
+        if tree == op.name:  # a random operation has its own name as an argument
             return ""
         return tuple(convert(item) for item in tree) if isinstance(tree, tuple) else tree
 
     return convert(op.args), {name: convert(value) for name, value in op.kwargs}
 
 
-def filled(tree: Any, tensors: Sequence[Tensor]) -> Any:
-    """Arguments with tensors in their slots."""
-    if isinstance(tree, Slot):
+def fill_slots(tree: Any, tensors: Sequence[Tensor]) -> Any:
+    """Arguments with tensors in place of slots."""
+    if isinstance(tree, OperandSlot):
         return tensors[tree.index]
-    return tuple(filled(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
+    return tuple(fill_slots(item, tensors) for item in tree) if isinstance(tree, tuple) else tree
 
 
-def results_without_data(op: Op, read: Sequence[Operand | Value]) -> list[Tensor]:
-    """What `results_of` makes of tensors like those."""
+def meta_results(op: Op, read: Sequence[Operand | Value]) -> list[Tensor]:
+    """As `results_of`, on meta tensors like ``read``."""
     return results_of(op, [meta_tensor(like) for like in read])
 
 
 def results_of(op: Op, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that an operation makes of its operands, which are numbered as in ``Op.reads``.
+    """The result tensors of an operation; ``tensors`` are its operands in the order of ``Op.reads``.
 
     Raises:
         RuntimeError: torch refuses the operands, or has no meta kernel.
     """
     args, kwargs = slotted_arguments(op)
-    made = operator(op.target)(*filled(args, tensors), **{name: filled(x, tensors) for name, x in kwargs.items()})
-    return [t for t in (made if isinstance(made, list | tuple) else (made,)) if isinstance(t, Tensor)]
+    results = operator(op.target)(
+        *fill_slots(args, tensors), **{name: fill_slots(x, tensors) for name, x in kwargs.items()}
+    )
+    return [t for t in (results if isinstance(results, list | tuple) else (results,)) if isinstance(t, Tensor)]
 
 
 def signature(op: Op, read: Sequence[Operand | Value]) -> str:
-    """Equal for operations of which equal operands make equal results."""
+    """A text that is equal for operations that compute equal results from equal operands."""
     return repr((op.target, slotted_arguments(op), tuple(read)))
 
 
 def differentiable_inputs(op: Op, read: Sequence[Operand | Value]) -> tuple[frozenset[int], ...]:
-    """For each result the numbers of the operands whose gradient depends on the result's.
+    """For each result the numbers of the operands whose gradient depends on the result's gradient.
 
-    That of ``round`` is zeros whatever comes, and ``a.type_as(b)`` asks only what ``b`` looks like. Of what torch
-    cannot differentiate without data there are none.
+    The gradient of ``round`` is zeros for any input, and ``a.type_as(b)`` reads only the dtype of ``b``. Results of
+    operations that torch cannot differentiate without data have no such operands.
     """
     leaves = [meta_tensor(like) for like in read]
     tracked = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
 
-    def reached(result: Tensor) -> frozenset[int]:
+    def inputs_of_gradient(result: Tensor) -> frozenset[int]:
         if not result.requires_grad:
             return frozenset()
-        # That a gradient depends on what arrives is what a second derivative would need to know.
-        arriving = torch.empty_like(result).requires_grad_()
-        wanted = [leaves[number] for number in tracked]
-        found = torch.autograd.grad(result, wanted, arriving, retain_graph=True, create_graph=True, allow_unused=True)
-        return frozenset(number for number, g in zip(tracked, found) if g is not None and g.requires_grad)
+        # create_graph shows whether an operand's gradient depends on the result's, as a second derivative needs.
+        result_gradient = torch.empty_like(result).requires_grad_()
+        inputs = [leaves[number] for number in tracked]
+        gradients = torch.autograd.grad(
+            result, inputs, result_gradient, retain_graph=True, create_graph=True, allow_unused=True
+        )
+        return frozenset(number for number, g in zip(tracked, gradients) if g is not None and g.requires_grad)
 
     try:
         with torch.enable_grad():
-            return tuple(reached(result) for result in results_of(op, leaves))
-    except RuntimeError:  # NotImplementedError is one
+            return tuple(inputs_of_gradient(result) for result in results_of(op, leaves))
+    except RuntimeError:  # includes NotImplementedError
         return ()

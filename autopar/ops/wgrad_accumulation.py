@@ -1,11 +1,13 @@
-"""Linear layers whose backward adds the weight's gradient to its sum over microbatches, in the product that makes it.
+"""Linear layers whose wgrad matmul adds to the main gradient directly (Megatron's gradient accumulation fusion).
 
-Elsewhere a gradient is written, read again and added to the sum, which with small microbatches takes as long as some of
-the products: 7 ms of kernels in a step of 141 ms (ViT-L on 4 pipeline stages, 32 microbatches of 16, H200).
+Without fusion a weight gradient is written, read again and added to the sum over microbatches. With small microbatches
+that takes as long as some of the matmuls: 7 ms of kernels in a step of 141 ms (ViT-L on 4 pipeline stages, 32
+microbatches of 16, H200).
 
-The sum is an argument of the operator, and whoever owns it says here whether it holds anything yet and is told when it
-has grown. That it is written is hidden from torch.compile, which would copy it: nothing else in a compiled region reads
-it, and the operator's result, the gradient of what the layer read, keeps it alive.
+The main gradient is an argument of the operator. Its owner registers here, says whether the buffer is initialized, and
+is notified after each accumulation. The write is hidden from torch.compile, which would otherwise copy the buffer:
+nothing else in a compiled region reads it, and the operator's result, the gradient of the layer's input, keeps the
+operator alive.
 """
 
 from __future__ import annotations
@@ -17,18 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autopar.ops.collectives import resized
+from autopar.ops.collectives import empty_resized
 
 
 class MainGradOwner(Protocol):
-    """Of one weight's sum."""
+    """Owner of one weight's main gradient."""
 
     def is_initialized(self) -> bool:
-        """Whether there is a sum already; otherwise its memory has anything."""
+        """Whether the buffer holds a sum; otherwise its content is undefined."""
         ...
 
     def mark_accumulated(self) -> None:
-        """A gradient was added."""
+        """Note that a gradient was added."""
         ...
 
 
@@ -36,7 +38,7 @@ OWNERS: WeakValueDictionary[int, MainGradOwner] = WeakValueDictionary()  # by ad
 
 
 def register(sums: Tensor, owner: MainGradOwner) -> None:
-    """Make the owner of a sum known to the operator for as long as there is one."""
+    """Register the owner of a main gradient, for as long as the owner exists."""
     OWNERS[sums.data_ptr()] = owner
 
 
@@ -45,23 +47,23 @@ def unregister(sums: Tensor) -> None:
     del OWNERS[sums.data_ptr()]
 
 
-def add_product(total: Tensor, left: Tensor, right: Tensor, holds: bool) -> None:
-    """Make ``total`` the product of two matrices, or add it."""
+def add_product(total: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
+    """Write the product of two matrices into ``total``, or add it to ``total`` if ``accumulate``."""
     if total.dtype == left.dtype:
-        torch.addmm(total, left, right, beta=int(holds), out=total)
+        torch.addmm(total, left, right, beta=int(accumulate), out=total)
     elif total.is_cuda:
-        torch.addmm(total, left, right, out_dtype=total.dtype, beta=int(holds), out=total)
-    else:  # without products of another dtype than their factors'
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=int(accumulate), out=total)
+    else:  # the CPU has no products in another dtype than their factors'
         product = (left @ right).to(total.dtype)
-        total.add_(product) if holds else total.copy_(product)
+        total.add_(product) if accumulate else total.copy_(product)
 
 
 @torch.library.custom_op("autopar::linear_wgrad_fused_backward", mutates_args=())
 def linear_wgrad_fused_backward(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
-    """The gradient of x; the weight's is added to ``sums``."""
+    """The gradient of x; the weight's gradient is added to ``sums``."""
     owner, rows = OWNERS[sums.data_ptr()], gradient.flatten(0, -2)
     made = (rows @ weight).view(x.shape)
-    # ``data``: autograd would take a sum that has grown since a forward for a mistake.
+    # ``data``: autograd would report a buffer that was modified since the forward.
     add_product(sums.data, rows.t(), x.flatten(0, -2), owner.is_initialized())
     owner.mark_accumulated()
     return made
@@ -69,7 +71,7 @@ def linear_wgrad_fused_backward(gradient: Tensor, x: Tensor, weight: Tensor, sum
 
 @linear_wgrad_fused_backward.register_fake
 def _like_x(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
-    return resized(x, {})
+    return empty_resized(x, {})
 
 
 class _LinearWgradFused(torch.autograd.Function):
@@ -82,7 +84,7 @@ class _LinearWgradFused(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, weight, sums = ctx.saved_tensors
         for_x = linear_wgrad_fused_backward(gradient, x, weight, sums)
-        # Behind the operator: a compiler would compute the gradient twice if the sum came first.
+        # After the operator: a compiler would compute the gradient twice if the bias sum came first.
         return for_x, None, gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None, None
 
 
@@ -91,5 +93,5 @@ torch.library.define("autopar::linear_wgrad_fused", "(Tensor x, Tensor weight, T
 
 @torch.library.impl("autopar::linear_wgrad_fused", "CompositeImplicitAutograd")
 def linear_wgrad_fused(x: Tensor, weight: Tensor, bias: Tensor | None, sums: Tensor) -> Tensor:
-    """``aten.linear``, of whose ``weight`` autograd makes no gradient."""
+    """``aten.linear`` whose ``weight`` gets no gradient from autograd; it is added to ``sums`` [out, in] instead."""
     return _LinearWgradFused.apply(x, weight, bias, sums)  # type: ignore[return-value]

@@ -9,9 +9,9 @@ from typing import Literal, TypeAlias, get_args
 
 from autopar.errors import ScheduleError
 
-Kind = Literal["F", "B"]
+ActionKind = Literal["F", "B"]
 
-ACTION = re.compile(rf"(0|[1-9][0-9]*)([{''.join(get_args(Kind))}])(0|[1-9][0-9]*)")
+ACTION = re.compile(rf"(0|[1-9][0-9]*)([{''.join(get_args(ActionKind))}])(0|[1-9][0-9]*)")
 ROW = re.compile(r"\s*rank (0|[1-9][0-9]*):")
 GRID_CELLS = 24
 
@@ -24,7 +24,7 @@ class Action:
     rank has one chunk.
     """
 
-    kind: Kind
+    kind: ActionKind
     chunk: int
     microbatch: int
 
@@ -59,7 +59,7 @@ def format_schedule(schedule: Schedule) -> str:
 
 
 def parse_schedule(text: str) -> Schedule:
-    """The schedule that `format_schedule` printed; blank lines and extra spaces do not count.
+    """The schedule that `format_schedule` printed; blank lines and extra spaces are ignored.
 
     Raises:
         ScheduleError: a line does not start with its rank, or a word is no action; names line and column.
@@ -74,11 +74,11 @@ def parse_schedule(text: str) -> Schedule:
                 f"Cannot read the schedule at line {number}, column 1: {line[:20]!r} does not start with "
                 f"'rank {len(rows)}:'. Write one line per rank, in order: rank 0: 0F0 0F1 0B0 0B1"
             )
-        rows.append(tuple(_word(word, number) for word in re.compile(r"\S+").finditer(line, head.end())))
+        rows.append(tuple(_parse_action(word, number) for word in re.compile(r"\S+").finditer(line, head.end())))
     return tuple(rows)
 
 
-def _word(word: re.Match[str], line: int) -> Action:
+def _parse_action(word: re.Match[str], line: int) -> Action:
     try:
         return Action.parse(word[0])
     except ScheduleError as error:
@@ -86,19 +86,22 @@ def _word(word: re.Match[str], line: int) -> Action:
 
 
 def format_grid(schedule: Schedule, marked: Collection[tuple[int, int]]) -> str:
-    """The actions of all ranks in columns, those at ``marked`` (rank, index) in brackets.
+    """The actions of all ranks in columns, with ``marked`` actions in brackets.
 
-    An index one past a rank's last action marks its end. Of a longer row only 24 actions around the mark are shown.
+    An index one past a rank's last action marks its end. Of a longer row, only 24 actions around the mark are shown.
+
+    Args:
+        marked: (rank, index) of actions.
     """
     width = max((len(str(action)) for row in schedule for action in row), default=3)
     middle = min((index for _, index in marked), default=0)
     lines = []
     for rank, row in enumerate(schedule):
-        own = [index for marked_rank, index in marked if marked_rank == rank]
-        words = [*map(str, row), *(["end"] if len(row) in own else [])]
-        first = max(0, min(max(own, default=middle) - GRID_CELLS // 2, len(words) - GRID_CELLS))
+        marked_here = [index for marked_rank, index in marked if marked_rank == rank]
+        words = [*map(str, row), *(["end"] if len(row) in marked_here else [])]
+        first = max(0, min(max(marked_here, default=middle) - GRID_CELLS // 2, len(words) - GRID_CELLS))
         shown = range(first, min(first + GRID_CELLS, len(words)))
-        cells = [(f"[{words[i]}]" if i in own else f" {words[i]} ").ljust(width + 2) for i in shown]
+        cells = [(f"[{words[i]}]" if i in marked_here else f" {words[i]} ").ljust(width + 2) for i in shown]
         left, right = " …" if first else "", "…" if shown.stop < len(words) else ""
         lines.append(f"rank {rank}:{left} {''.join(cells)}{right}".rstrip())
     return "\n".join(lines)

@@ -9,9 +9,9 @@ from typing import NoReturn
 
 from autopar.errors import ScheduleError, UsageError
 from autopar.schedule.actions import Action, Schedule, format_grid
-from autopar.schedule.order import Links, circle, consecutive, progress, run_order
+from autopar.schedule.order import Links, chain_edges, run_order, topological_order, wait_cycle
 
-Place = tuple[int, int]
+GridCell = tuple[int, int]
 Transfer = tuple[Action, Action]
 
 
@@ -24,26 +24,27 @@ def check(
     in_flight: Sequence[int] | None = None,
     training: bool = True,
 ) -> None:
-    """Nothing, if the schedule keeps every promise that a runtime relies on.
+    """Prove that the schedule keeps every promise on which a runtime relies.
 
-    1. Each forward, and when training each backward, of every chunk and microbatch runs exactly once, on rank
-       chunk % ranks, a backward after its own forward. So each receive has its send.
-    2. Between any two chunks, and in each direction, messages are taken in the order in which they are sent. Where
-       ranks have one chunk each, that is so between ranks.
-    3. No deadlock when sends never wait and an action waits for all it receives.
-    4. No deadlock in `check_rendezvous` either, provided that ranks have one chunk each and every edge joins
-       consecutive ones. With an edge that skips chunks only promise 3 is made, because 1F1B cannot keep the fourth
-       where an edge spans three or more ranks (with edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient
-       that rank 0 takes only after forwards whose activations rank 3 is yet to take); nor with several chunks a rank,
-       where the last rank offers the first one an activation that the first one takes only when it has run a whole
-       group of microbatches. A transport without buffers must then call `check_rendezvous` itself.
+    1. Each forward of every chunk and microbatch runs exactly once, on rank chunk % ranks; when training each backward
+    too,
+       after its own forward. So each receive has its send.
+    2. Between any two chunks, in each direction, messages are received in the order in which they are sent. Where ranks
+       have one chunk each, that holds between ranks.
+    3. No deadlock when sends never wait and an action waits for all it receives. 4. No deadlock in `check_rendezvous`
+    either, if ranks have one chunk each and every edge joins consecutive chunks. With
+       an edge that skips chunks only promise 3 is made, because 1F1B cannot keep the fourth where an edge spans three
+       or more ranks. With edge (0, 3) and 4 microbatches, rank 3 offers rank 0 a gradient that rank 0 receives only
+       after forwards whose activations rank 3 has yet to receive. Several chunks per rank break it too: the last rank
+       offers the first one an activation that the first one receives only after a whole group of microbatches. A
+       transport without buffers must then call `check_rendezvous` itself.
     5. No rank keeps activations of more (chunk, microbatch) pairs than ``in_flight`` allows.
 
     Args:
         edges: pairs (src, dst) with src < dst along which activations travel, gradients travelling back; by default
             all pairs of consecutive chunks.
         in_flight: a bound per rank; see `max_in_flight`.
-        training: whether backwards must be there; otherwise they must not, and nothing is kept in flight.
+        training: whether each forward has a backward; otherwise there must be none, and nothing is in flight.
     Raises:
         ScheduleError: a promise is broken; prints all ranks' actions with the bad ones marked.
         UsageError: an edge, a number or the length of ``in_flight`` does not fit the pipeline.
@@ -58,27 +59,27 @@ def check(
     _check_backward_follows(schedule, where)
     _check_channels(schedule, links, where)
     run_order(schedule, links)
-    if num_chunks <= len(schedule) and (edges is None or set(edges) <= set(consecutive(num_chunks))):
+    if num_chunks <= len(schedule) and (edges is None or set(edges) <= set(chain_edges(num_chunks))):
         check_rendezvous(schedule, num_chunks=num_chunks, edges=edges)
     if in_flight is not None:
         _check_in_flight(schedule, in_flight)
 
 
 def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[tuple[int, int]] | None = None) -> None:
-    """Nothing, if the schedule also runs when a send waits for its receiver.
+    """Prove that the schedule also runs when a send waits for its receiver.
 
     Between two consecutive actions a rank posts all sends of the earlier and all receives of the later together, and
-    goes on when all of them are complete; a transfer completes once both of its ends are posted. The schedule must
+    continues when all of them are complete. A transfer completes once both of its ends are posted. The schedule must
     hold promises 1 to 3 of `check`.
 
     Raises:
-        ScheduleError: the ranks wait for each other for ever; names the circle.
+        ScheduleError: the ranks wait for each other; names the cycle.
         UsageError: an edge does not fit the pipeline.
     Source: Megatron-LM's batched isend and irecv (send_forward_recv_backward and its relatives).
     """
     links = Links.of(edges, num_chunks)
-    where = _places(schedule)
-    peers: dict[Place, list[tuple[Place, Transfer]]] = defaultdict(list)
+    where = _grid_cells(schedule)
+    peers: dict[GridCell, list[tuple[GridCell, Transfer]]] = defaultdict(list)
     for action, (rank, index) in where.items():
         for taker in links.after(action):
             assert taker in where, f"{taker} is missing: check the schedule first"
@@ -90,11 +91,11 @@ def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[t
     # Node (rank, gap) is "the rank has posted the transfers before its action number gap"; it needs those of the gap
     # before it to be complete, that is posted on their other side too.
     rows = [[(rank, gap) for gap in range(len(row) + 2)] for rank, row in enumerate(schedule)]
-    reached = progress(rows, lambda node: [place for place, _ in peers[node[0], node[1] - 1]])
+    reached = topological_order(rows, lambda node: [place for place, _ in peers[node[0], node[1] - 1]])
     if not reached.stuck:
         return
     words, marked = [], []
-    for rank in circle(reached.stuck, lambda node: node[0]):
+    for rank in wait_cycle(reached.stuck, lambda node: node[0]):
         (_, next_gap), (other, other_gap) = reached.stuck[rank]
         gap = next_gap - 1
         source, taker = next(transfer for place, transfer in peers[rank, gap] if place == (other, other_gap))
@@ -113,23 +114,25 @@ def check_rendezvous(schedule: Schedule, *, num_chunks: int, edges: Collection[t
     )
 
 
-def activations_kept(row: Sequence[Action]) -> tuple[int, ...]:
-    """After each action of a rank, how many forwards of which the backward is still to come."""
+def in_flight_counts(row: Sequence[Action]) -> tuple[int, ...]:
+    """After each action of a rank, the number of forwards whose backward is still to come."""
     backwards = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
     return tuple(accumulate((-1 if a.kind == "B" else 1) if (a.chunk, a.microbatch) in backwards else 0 for a in row))
 
 
-def _fail(words: str, schedule: Schedule, marked: Collection[Place]) -> NoReturn:
+def _fail(words: str, schedule: Schedule, marked: Collection[GridCell]) -> NoReturn:
     raise ScheduleError(f"{words}\n{format_grid(schedule, marked)}")
 
 
-def _places(schedule: Schedule) -> dict[Action, Place]:
+def _grid_cells(schedule: Schedule) -> dict[Action, GridCell]:
     return {action: (rank, index) for rank, row in enumerate(schedule) for index, action in enumerate(row)}
 
 
-def _check_each_once(schedule: Schedule, num_chunks: int, microbatches: int, training: bool) -> Mapping[Action, Place]:
+def _check_each_once(
+    schedule: Schedule, num_chunks: int, microbatches: int, training: bool
+) -> Mapping[Action, GridCell]:
     pp = len(schedule)
-    where: dict[Action, Place] = {}
+    where: dict[Action, GridCell] = {}
     for rank, row in enumerate(schedule):
         for index, action in enumerate(row):
             if action.chunk >= num_chunks or action.microbatch >= microbatches:
@@ -155,7 +158,7 @@ def _check_each_once(schedule: Schedule, num_chunks: int, microbatches: int, tra
     return where
 
 
-def _check_backward_follows(schedule: Schedule, where: Mapping[Action, Place]) -> None:
+def _check_backward_follows(schedule: Schedule, where: Mapping[Action, GridCell]) -> None:
     for action, place in where.items():
         forward = where[Action("F", action.chunk, action.microbatch)]
         if action.kind == "B" and place < forward:
@@ -164,7 +167,7 @@ def _check_backward_follows(schedule: Schedule, where: Mapping[Action, Place]) -
             _fail(f"{action} runs before its own forward, {words}", schedule, [place])
 
 
-def _check_channels(schedule: Schedule, links: Links, where: Mapping[Action, Place]) -> None:
+def _check_channels(schedule: Schedule, links: Links, where: Mapping[Action, GridCell]) -> None:
     sent: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     taken: dict[tuple[int, int], list[Transfer]] = defaultdict(list)
     for action in where:
@@ -187,7 +190,7 @@ def _check_in_flight(schedule: Schedule, in_flight: Sequence[int]) -> None:
     if len(in_flight) != len(schedule):
         raise UsageError(f"in_flight has {len(in_flight)} bounds for {len(schedule)} ranks. Give one per rank.")
     for rank, (row, bound) in enumerate(zip(schedule, in_flight)):
-        for index, kept in enumerate(activations_kept(row)):
+        for index, kept in enumerate(in_flight_counts(row)):
             if kept > bound:
                 several = any(action.chunk != rank for action in row)
                 what = "(chunk, microbatch) pairs" if several else "microbatches"

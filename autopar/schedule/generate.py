@@ -1,19 +1,18 @@
 """Schedules by name: one pure function per schedule, from rank, ranks, microbatches and chunks to the rank's actions.
 
-Every backward phase runs its microbatches in forward order, so that gradients accumulate in the order in which one
-device would add them, and so that channels may be in-order.
+Every backward phase runs its microbatches in forward order. Gradients then accumulate in the order in which one device
+would add them, and messages between two stages stay in order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import lru_cache, partial
 from itertools import pairwise
 
-from autopar.errors import UsageError
-from autopar.ir.plan import INTERLEAVED
+from autopar.errors import UsageError, suggest
+from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.actions import Action, Schedule
 
 
@@ -21,7 +20,7 @@ def forward_only(rank: int, pp: int, microbatches: int, chunks: int, ahead: int 
     """Actions of a rank for inference: every forward, no backward; chunks take turns as in `interleaved`."""
     return tuple(
         Action("F", rank + chunk * pp, i)
-        for group in groups(pp, microbatches, ahead)
+        for group in microbatch_groups(pp, microbatches, ahead)
         for chunk in range(chunks)
         for i in group
     )
@@ -47,17 +46,21 @@ def one_f_one_b(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Act
 def interleaved(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> tuple[Action, ...]:
     """Actions of a rank for interleaved 1F1B: `warmup` forwards, pairs F B, the other backwards.
 
-    Microbatches pass in `groups`: a rank runs a group's forwards on its first chunk, then on its second one, and so on,
-    and the group's backwards from its last chunk to its first. With equal chunks on p ranks, v a rank, and m >= p
-    microbatches the bubble is (p - 1) / (v · m) of the busy time, whether or not p divides m and whatever ``ahead``.
+    Microbatches pass in `microbatch_groups`. A rank runs a group's forwards on its first chunk, then on its second one,
+    and so on; it runs the group's backwards from its last chunk to its first. With equal chunks on p ranks, v per rank,
+    and m >= p microbatches, the bubble is (p - 1) / (v · m) of the busy time. That holds whether or not p divides m,
+    and for any ``ahead``.
 
-    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.2, whose order this is where p divides m and nothing is
-        ``ahead``. Megatron-LM asks for that; groups of p and a shorter rest instead take up to 1.4 times as long.
+    Args:
+        ahead: microbatches of a group beyond the number of ranks.
+    Source: Narayanan et al. 2021 (Megatron-LM), section 2.2.2; the order is Megatron-LM's where p divides m and
+    ``ahead``
+        is 0, as Megatron-LM requires. Groups of p and a shorter rest would take up to 1.4 times as long.
     """
     forwards = forward_only(rank, pp, microbatches, chunks, ahead)
     backwards = tuple(
         Action("B", rank + chunk * pp, i)
-        for group in groups(pp, microbatches, ahead)
+        for group in microbatch_groups(pp, microbatches, ahead)
         for chunk in reversed(range(chunks))
         for i in group
     )
@@ -67,29 +70,29 @@ def interleaved(rank: int, pp: int, microbatches: int, chunks: int, ahead: int =
 
 
 def interleaved_overlap(rank: int, pp: int, microbatches: int, chunks: int) -> tuple[Action, ...]:
-    """Actions of a rank for `interleaved` with `groups` of one microbatch more than ranks, which hides transfers.
+    """Actions of a rank for `interleaved` whose groups have one microbatch more than ranks, which hides transfers.
 
-    Around p ranks a microbatch takes p · (F + T), F a forward and T a transfer. A rank with p microbatches in a group
-    has p · F to do meanwhile and waits for p · T on every chunk, in its first forwards and in its last backwards; with
-    one more it does not wait where p · T <= F. On 4 ranks with 6 chunks each, 8 microbatches, forwards of 0.9,
-    backwards of 1.45 and transfers of 0.09 ms that is 120.4 instead of 124.0 ms, and 119.9 with free transfers. For
-    this it keeps more: there 47 activations instead of 27.
+    A microbatch needs p · (F + T) to pass p ranks, F a forward and T a transfer. A rank with p microbatches in a group
+    has work for p · F in that time. It waits for p · T on every chunk, in its first forwards and in its last backwards.
+    With one microbatch more it does not wait where p · T <= F. On 4 ranks with 6 chunks each, 8 microbatches, forwards
+    of 0.9, backwards of 1.45 and transfers of 0.09 ms, a step takes 120.4 instead of 124.0 ms, and 119.9 with free
+    transfers. The price is memory: there 47 activations instead of 27.
 
     Source: Narayanan et al. 2021, section 2.2.2, for the order; the size of the groups by simulation.
     """
-    return interleaved(rank, pp, microbatches, chunks, OVERLAP)
+    return interleaved(rank, pp, microbatches, chunks, OVERLAP_EXTRA)
 
 
-# Microbatches of a group beyond the number of ranks, of `interleaved_overlap`.
-OVERLAP = 1
+# Microbatches of a group beyond the number of ranks in `interleaved_overlap`.
+OVERLAP_EXTRA = 1
 
 
-def groups(pp: int, microbatches: int, ahead: int = 0) -> tuple[range, ...]:
-    """Microbatches in groups of at least n = pp + ahead, fewer than 2·n and as equal as possible, larger ones first;
-    one group where there are fewer than n.
+def microbatch_groups(pp: int, microbatches: int, ahead: int = 0) -> tuple[range, ...]:
+    """Microbatches in groups of at least n = pp + ahead and fewer than 2·n, as equal as possible, larger ones first.
 
-    While a rank runs a group on one chunk, the group's first microbatch comes around the other ranks; a group smaller
-    than pp would have to wait for it, and one that is no larger has to wait for its transfers.
+    There is one group where there are fewer than n microbatches. While a rank runs a group on one chunk, the group's
+    first microbatch passes the other ranks. A group smaller than pp would wait for that microbatch; a group of pp waits
+    for its transfers.
     """
     count = max(1, microbatches // (pp + ahead))
     size, larger = divmod(microbatches, count)
@@ -98,99 +101,111 @@ def groups(pp: int, microbatches: int, ahead: int = 0) -> tuple[range, ...]:
 
 
 def may_overlap(pp: int, microbatches: int) -> bool:
-    """Whether `interleaved_overlap` is another order than `interleaved`: not with fewer than 2·pp microbatches, nor
-    where those groups have pp + 1 already."""
-    return groups(pp, microbatches, OVERLAP) != groups(pp, microbatches)
+    """Whether `interleaved_overlap` differs from `interleaved`.
+
+    It does not with fewer than 2·pp microbatches, nor where the groups have pp + 1 microbatches already.
+    """
+    return microbatch_groups(pp, microbatches, OVERLAP_EXTRA) != microbatch_groups(pp, microbatches)
 
 
 def warmup(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> int:
     """Forwards of a rank before its first pair F B, if it has as many.
 
-    With several chunks the first backward is that of the last chunk: the first group has passed all others by then. Two
-    more for each later rank let an activation and a gradient travel while the ranks compute. With one chunk, half of
-    them take as long where transfers are free, and keep less: this is 1F1B.
+    With several chunks, the first backward is that of the last chunk; by then the first group has passed all other
+    chunks. Two more forwards for each later rank let an activation and a gradient travel while the ranks compute. With
+    one chunk, half of those take as long where transfers are free, and keep fewer activations: this is 1F1B.
     """
     later = pp - rank - 1
-    return later if chunks == 1 else (chunks - 1) * len(groups(pp, microbatches, ahead)[0]) + 2 * later
+    return later if chunks == 1 else (chunks - 1) * len(microbatch_groups(pp, microbatches, ahead)[0]) + 2 * later
 
 
 def interleaved_in_flight(rank: int, pp: int, microbatches: int, chunks: int, ahead: int = 0) -> int:
-    """What `warmup` runs ahead and the forward of a pair, or all there are."""
+    """Maximum number of activations in flight: the `warmup` forwards and the forward of a pair, or all there are."""
     return min(chunks * microbatches, warmup(rank, pp, microbatches, chunks, ahead) + 1)
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A rank's actions, and the most (chunk, microbatch) pairs it keeps activations of; both from (rank, pp,
-    microbatches, chunks). ``several`` says whether a rank may have more than one chunk."""
+class ScheduleSpec:
+    """Functions of a schedule, each of (rank, pp, microbatches, chunks).
+
+    Args:
+        actions: the actions of a rank.
+        max_in_flight: the most (chunk, microbatch) pairs whose activations a rank keeps at one time.
+        allows_chunks: whether a rank may have more than one chunk.
+    """
 
     actions: Callable[[int, int, int, int], tuple[Action, ...]]
     max_in_flight: Callable[[int, int, int, int], int]
-    several: bool = False
+    allows_chunks: bool = False
 
 
-RECIPES: Mapping[str, Recipe] = {
-    "forward-only": Recipe(forward_only, lambda rank, pp, microbatches, chunks: 0, several=True),
-    "gpipe": Recipe(gpipe, lambda rank, pp, microbatches, chunks: microbatches),
-    "1f1b": Recipe(one_f_one_b, interleaved_in_flight),
-    "interleaved": Recipe(interleaved, interleaved_in_flight, several=True),
-    "interleaved-overlap": Recipe(interleaved_overlap, partial(interleaved_in_flight, ahead=OVERLAP), several=True),
+SCHEDULES: Mapping[str, ScheduleSpec] = {
+    "forward-only": ScheduleSpec(forward_only, lambda rank, pp, microbatches, chunks: 0, allows_chunks=True),
+    "gpipe": ScheduleSpec(gpipe, lambda rank, pp, microbatches, chunks: microbatches),
+    "1f1b": ScheduleSpec(one_f_one_b, interleaved_in_flight),
+    "interleaved": ScheduleSpec(interleaved, interleaved_in_flight, allows_chunks=True),
+    "interleaved-overlap": ScheduleSpec(
+        interleaved_overlap, partial(interleaved_in_flight, ahead=OVERLAP_EXTRA), allows_chunks=True
+    ),
 }
 
 
 def generate(name: str, pp: int, microbatches: int, chunks: int = 1) -> Schedule:
-    """The actions of every rank, for any number of ranks, microbatches and chunks a rank from 1 up.
+    """The actions of every rank, for any number of ranks, microbatches and chunks per rank.
 
     Raises:
-        UsageError: no schedule has that name, or a number is below 1 or more than the schedule has.
+        UsageError: no schedule has that name, a number is below 1, or the schedule allows fewer chunks.
     """
-    recipe = _recipe(name, pp, microbatches, chunks)
-    return tuple(recipe.actions(rank, pp, microbatches, chunks) for rank in range(pp))
+    spec = _schedule_spec(name, pp, microbatches, chunks)
+    return tuple(spec.actions(rank, pp, microbatches, chunks) for rank in range(pp))
 
 
 def max_in_flight(name: str, rank: int, pp: int, microbatches: int, chunks: int = 1) -> int:
     """The most (chunk, microbatch) pairs whose activations ``rank`` keeps for a backward at one time.
 
-    With p ranks, v chunks a rank and m microbatches: 0 without backwards, m for GPipe, min(m, p - rank) for 1F1B, and
-    for more than one chunk min(v·m, (v - 1)·n + 2·(p - rank - 1) + 1), where n is the size of the largest of `groups`:
-    of interleaved at most 2·p - 1, and p where p divides m; of interleaved-overlap at most 2·p + 1, and p + 1 where
-    p + 1 divides m.
+    With p ranks, v chunks per rank and m microbatches: 0 without backwards, m for GPipe, min(m, p - rank) for 1F1B.
+    With more than one chunk it is min(v·m, (v - 1)·n + 2·(p - rank - 1) + 1), where n is the size of the largest of
+    `microbatch_groups`. Interleaved has n of at most 2·p - 1, and p where p divides m; interleaved-overlap at most 2·p
+    + 1, and p + 1 where p + 1 divides m.
 
     Raises:
-        UsageError: no schedule has that name, the rank is not in the pipeline, or a number is below 1 or more than the
-            schedule has.
+        UsageError: no schedule has that name, the rank is not in the pipeline, a number is below 1, or the schedule
+        allows
+            fewer chunks.
     """
-    recipe = _recipe(name, pp, microbatches, chunks)
+    spec = _schedule_spec(name, pp, microbatches, chunks)
     if not 0 <= rank < pp:
         raise UsageError(f"Rank {rank} is not in a pipeline of {pp} ranks. Give a rank from 0 to {pp - 1}.")
-    return recipe.max_in_flight(rank, pp, microbatches, chunks)
+    return spec.max_in_flight(rank, pp, microbatches, chunks)
 
 
 @lru_cache(maxsize=256)
-def kept_at_once(name: str, rank: int, pp: int, microbatches: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
-    """How many microbatches of each of its chunks a rank keeps activations of, at every moment that no other exceeds in
-    all of them. Fullest first, in pairs together: its sum is `max_in_flight`. Raises as that does.
+def in_flight_profiles(
+    name: str, rank: int, pp: int, microbatches: int, chunks: int = 1
+) -> tuple[tuple[int, ...], ...]:
+    """Microbatches in flight per chunk of a rank, at every moment that no other moment dominates in all chunks.
+
+    The largest sum is first and equals `max_in_flight`. Raises as `max_in_flight`.
     """
     row = generate(name, pp, microbatches, chunks)[rank]
-    kept, moments = [0] * chunks, {(0,) * chunks}
+    kept, profiles = [0] * chunks, {(0,) * chunks}
     trained = {(a.chunk, a.microbatch) for a in row if a.kind == "B"}
     for action in row:
         if (action.chunk, action.microbatch) in trained:
             kept[action.chunk // pp] += 1 if action.kind == "F" else -1
-            moments.add(tuple(kept))
-    exceeded = {m for m in moments for other in moments if m != other and all(a <= b for a, b in zip(m, other))}
-    return tuple(sorted(moments - exceeded, key=lambda moment: (-sum(moment), moment)))
+            profiles.add(tuple(kept))
+    dominated = {m for m in profiles for other in profiles if m != other and all(a <= b for a, b in zip(m, other))}
+    return tuple(sorted(profiles - dominated, key=lambda moment: (-sum(moment), moment)))
 
 
-def _recipe(name: str, pp: int, microbatches: int, chunks: int) -> Recipe:
-    if name not in RECIPES:
-        near = get_close_matches(name.lower(), RECIPES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UsageError(f"No schedule is named {name!r}. Known schedules: {', '.join(RECIPES)}.{hint}")
+def _schedule_spec(name: str, pp: int, microbatches: int, chunks: int) -> ScheduleSpec:
+    if name not in SCHEDULES:
+        hint = suggest(name.lower(), SCHEDULES)
+        raise UsageError(f"No schedule is named {name!r}. Known schedules: {', '.join(SCHEDULES)}.{hint}")
     for label, number in (("pp", pp), ("microbatches", microbatches), ("chunks", chunks)):
         if number < 1:
             raise UsageError(f"Schedule {name} with {label}={number}: {label} must be at least 1.")
-    if chunks > 1 and not RECIPES[name].several:
+    if chunks > 1 and not SCHEDULES[name].allows_chunks:
         several = " or ".join(INTERLEAVED)
         raise UsageError(f"Schedule {name} with chunks={chunks}: it has one chunk a rank. Use {several}, or chunks=1.")
-    return RECIPES[name]
+    return SCHEDULES[name]

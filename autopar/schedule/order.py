@@ -1,4 +1,4 @@
-"""What an action waits for, and the order in which ranks that wait for each other get through their actions."""
+"""Dependencies of actions, and an order in which ranks that wait for each other can run their actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Node = TypeVar("Node", bound=Hashable)
 
 @dataclass(frozen=True)
 class Links:
-    """For each chunk, the chunks whose activations it takes (``sources``) and those that take its own (``targets``)."""
+    """For each chunk, the chunks whose activations it receives (``sources``) and that receive its own (``targets``)."""
 
     sources: tuple[tuple[int, ...], ...]
     targets: tuple[tuple[int, ...], ...]
@@ -25,9 +25,9 @@ class Links:
         """The links of (src, dst) pairs; None stands for consecutive chunks.
 
         Raises:
-            UsageError: an edge does not go from a lower to a higher chunk of the pipeline.
+            UsageError: an edge does not lead from a lower to a higher chunk of the pipeline.
         """
-        pairs = sorted(set(consecutive(num_chunks) if edges is None else edges))
+        pairs = sorted(set(chain_edges(num_chunks) if edges is None else edges))
         for src, dst in pairs:
             if not 0 <= src < dst < num_chunks:
                 raise UsageError(
@@ -40,36 +40,43 @@ class Links:
         )
 
     def before(self, action: Action) -> tuple[Action, ...]:
-        """Actions of other chunks whose activation or gradient ``action`` takes."""
+        """Actions of other chunks whose activation or gradient ``action`` receives."""
         chunks = self.sources if action.kind == "F" else self.targets
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in chunks[action.chunk])
 
     def after(self, action: Action) -> tuple[Action, ...]:
-        """Actions of other chunks that take the activation or gradient of ``action``."""
+        """Actions of other chunks that receive the activation or gradient of ``action``."""
         chunks = self.targets if action.kind == "F" else self.sources
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in chunks[action.chunk])
 
     def needs(self, action: Action) -> tuple[Action, ...]:
-        """All that must have run before ``action``: a backward also needs the forward of its own chunk."""
+        """All actions that must run before ``action``; for a backward, also the forward of its own chunk."""
         own = (Action("F", action.chunk, action.microbatch),) if action.kind == "B" else ()
         return own + self.before(action)
 
 
-def consecutive(num_chunks: int) -> tuple[tuple[int, int], ...]:
-    """The edges of a plain chain of chunks."""
+def chain_edges(num_chunks: int) -> tuple[tuple[int, int], ...]:
+    """The edges between consecutive chunks."""
     return tuple((chunk, chunk + 1) for chunk in range(num_chunks - 1))
 
 
 @dataclass(frozen=True)
-class Progress(Generic[Node]):
-    """``order``: (row, node) as they can run. ``stuck``: per row that does not end, its next node and what it lacks."""
+class TopologicalOrder(Generic[Node]):
+    """Rows of nodes, run as far as they get.
+
+    Args:
+        order: (row, node) in an order that satisfies all dependencies.
+        stuck: for each row that does not end, its next node and a dependency that never runs.
+    """
 
     order: tuple[tuple[int, Node], ...]
     stuck: Mapping[int, tuple[Node, Node]]
 
 
-def progress(rows: Sequence[Sequence[Node]], needs: Callable[[Node], Iterable[Node]]) -> Progress[Node]:
-    """How far rows of nodes get when each row runs in order and a node waits for all its ``needs``.
+def topological_order(
+    rows: Sequence[Sequence[Node]], needs: Callable[[Node], Iterable[Node]]
+) -> TopologicalOrder[Node]:
+    """The order in which rows of nodes run when each row is in order and a node waits for all its ``needs``.
 
     A row that waits is looked at again only when the node it waits for has run, so the time is linear in nodes and
     needs. Which rows get stuck, and where, does not depend on the order in which rows are served.
@@ -94,11 +101,11 @@ def progress(rows: Sequence[Sequence[Node]], needs: Callable[[Node], Iterable[No
             order.append((row, node))
             position[row] += 1
             ready.extend(waiting.pop(node, ()))
-    return Progress(tuple(order), stuck)
+    return TopologicalOrder(tuple(order), stuck)
 
 
-def circle(stuck: Mapping[int, tuple[Node, Node]], row_of: Callable[[Node], int | None]) -> tuple[int, ...]:
-    """Rows that wait for each other in a circle, or those that wait in turn for a node that is in no row."""
+def wait_cycle(stuck: Mapping[int, tuple[Node, Node]], row_of: Callable[[Node], int | None]) -> tuple[int, ...]:
+    """Rows that wait for each other in a cycle, or a chain of rows that ends at a node that is in no row."""
     path: list[int] = []
     row: int | None = min(stuck)
     while row is not None and row not in path:
@@ -108,16 +115,16 @@ def circle(stuck: Mapping[int, tuple[Node, Node]], row_of: Callable[[Node], int 
 
 
 def run_order(schedule: Schedule, links: Links) -> tuple[tuple[int, Action], ...]:
-    """(rank, action) in an order that satisfies every dependency, when sends never wait and receives do.
+    """(rank, action) in an order that satisfies every dependency, when sends do not wait and receives do.
 
     Raises:
-        ScheduleError: the ranks wait for each other for ever, or for an action that is nowhere.
+        ScheduleError: the ranks wait for each other, or for an action that no rank has.
     """
-    reached = progress(schedule, links.needs)
+    reached = topological_order(schedule, links.needs)
     if not reached.stuck:
         return reached.order
     where = {action: (rank, index) for rank, row in enumerate(schedule) for index, action in enumerate(row)}
-    ranks = circle(reached.stuck, lambda action: where[action][0] if action in where else None)
+    ranks = wait_cycle(reached.stuck, lambda action: where[action][0] if action in where else None)
     words = []
     for rank in ranks:
         action, missing = reached.stuck[rank]
@@ -125,8 +132,8 @@ def run_order(schedule: Schedule, links: Links) -> tuple[tuple[int, Action], ...
             words.append(f"rank {rank} waits before {action} for {missing}, which no rank runs")
             continue
         other = where[missing][0]
-        held = reached.stuck[other][0]
-        reason = f"is held up on rank {other}" if held == missing else f"rank {other} runs only after {held}"
+        blocker = reached.stuck[other][0]
+        reason = f"is held up on rank {other}" if blocker == missing else f"rank {other} runs only after {blocker}"
         words.append(f"rank {rank} waits before {action} for {missing}, which {reason}")
     raise ScheduleError(
         f"The schedule comes to a halt: {'; '.join(words)}. Move or add the awaited action.\n"

@@ -1,14 +1,18 @@
-"""The time a schedule takes, from the durations of its actions and transfers."""
+"""The time of a step under a schedule, from the durations of its actions and transfers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from autopar.errors import UsageError
 from autopar.schedule.actions import Action, Schedule
-from autopar.schedule.check import activations_kept
-from autopar.schedule.order import Links, consecutive, run_order
+from autopar.schedule.check import in_flight_counts
+from autopar.schedule.fast_1f1b import pipeline_seconds
+from autopar.schedule.generate import generate
+from autopar.schedule.order import Links, chain_edges, run_order
 from autopar.schedule.timeline import Span, Timeline
 
 
@@ -37,24 +41,117 @@ def simulate(
     num_microbatches = 1 + max((action.microbatch for row in schedule for action in row), default=-1)
     factors = [1.0] * num_microbatches if sizes is None else sizes
     num_chunks = len(forward_seconds)
-    edges = {*consecutive(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
+    edges = {*chain_edges(num_chunks), *(pair for pair in transfers if pair[0] < pair[1])}
     _validate(schedule, forward_seconds, backward_seconds, transfers, factors, num_microbatches, edges)
-    links = Links.of(edges, num_chunks)
-
-    ends: dict[Action, float] = {}
-    free = [0.0] * len(schedule)
-    busy = [0.0] * len(schedule)
-    spans = []
-    for rank, action in run_order(schedule, links):
-        factor = factors[action.microbatch]
-        arrivals = (ends[a] + transfers.get((a.chunk, action.chunk), 0.0) * factor for a in links.before(action))
-        start = max(free[rank], *arrivals, 0.0)
-        seconds = (forward_seconds if action.kind == "F" else backward_seconds)[action.chunk] * factor
-        free[rank] = ends[action] = start + seconds
-        busy[rank] += seconds
-        spans.append(Span(rank, action, start, start + seconds))
+    durations = [*forward_seconds, *backward_seconds]
+    actions = in_run_order(schedule, edges, num_chunks)
+    spans: list[Span] = []
+    run(actions, len(schedule), durations, transfers, factors, spans)
     spans.sort(key=lambda span: span.rank)
-    return Timeline(tuple(spans), tuple(busy), tuple(max(activations_kept(row), default=0) for row in schedule))
+    busy = [0.0] * len(schedule)
+    for timed in actions:
+        busy[timed.rank] += durations[timed.duration] * factors[timed.action.microbatch]
+    return Timeline(tuple(spans), tuple(busy), tuple(max(in_flight_counts(row), default=0) for row in schedule))
+
+
+def scheduled_seconds(
+    schedule: str,
+    pp: int,
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfers: Mapping[tuple[int, int], float],
+    sizes: Sequence[float],
+) -> float:
+    """As `replayed_seconds`, in the fastest way; with one chunk per rank all schedules except GPipe are 1F1B."""
+    if len(forward_seconds) > pp:
+        return replayed_seconds(schedule, pp, forward_seconds, backward_seconds, transfers, sizes)
+    name = "gpipe" if schedule == "gpipe" else "1f1b"
+    return pipeline_seconds(name, forward_seconds, backward_seconds, transfers, sizes)
+
+
+def replayed_seconds(
+    schedule: str,
+    pp: int,
+    forward_seconds: Sequence[float],
+    backward_seconds: Sequence[float],
+    transfers: Mapping[tuple[int, int], float],
+    sizes: Sequence[float],
+) -> float:
+    """The ``step_seconds`` of `simulate` for ``generate(schedule, pp, …)``, whose order of actions is cached."""
+    num_chunks = len(forward_seconds)
+    skips = tuple(sorted((src, dst) for src, dst in transfers if src + 1 < dst))
+    actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp, skips)
+    return run(actions, pp, [*forward_seconds, *backward_seconds], transfers, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class TimedAction:
+    """An action with what its start and end depend on.
+
+    Args:
+        duration: index of its time in [*forward seconds per chunk, *backward seconds per chunk].
+        sources: for each action whose tensor it receives, that action's position in the run order and the two chunks.
+    """
+
+    rank: int
+    action: Action
+    duration: int
+    sources: tuple[tuple[int, tuple[int, int]], ...]
+
+
+def run(
+    actions: Sequence[TimedAction],
+    num_ranks: int,
+    durations: Sequence[float],
+    transfers: Mapping[tuple[int, int], float],
+    sizes: Sequence[float],
+    spans: list[Span] | None = None,
+) -> float:
+    """Seconds until the last action ends, if each starts as soon as its rank is free and its tensors have arrived.
+
+    Args:
+        spans: takes each action's start and end, if given.
+    """
+    ends: list[float] = []
+    free = [0.0] * num_ranks
+    for timed in actions:
+        rank, size = timed.rank, sizes[timed.action.microbatch]
+        start = free[rank]
+        for source, chunks in timed.sources:
+            arrival = ends[source] + transfers.get(chunks, 0.0) * size
+            if arrival > start:
+                start = arrival
+        end = free[rank] = start + durations[timed.duration] * size
+        ends.append(end)
+        if spans is not None:
+            spans.append(Span(rank, timed.action, start, end))
+    return max(free, default=0.0)
+
+
+@lru_cache(maxsize=32)
+def generated_in_run_order(
+    schedule: str, pp: int, microbatches: int, chunks: int, skips: tuple[tuple[int, int], ...]
+) -> tuple[TimedAction, ...]:
+    """As `in_run_order`, for a generated schedule; ``skips`` are edges between chunks that are not consecutive."""
+    edges = [*chain_edges(pp * chunks), *skips]
+    return in_run_order(generate(schedule, pp, microbatches, chunks), edges, pp * chunks)
+
+
+def in_run_order(schedule: Schedule, edges: Collection[tuple[int, int]], num_chunks: int) -> tuple[TimedAction, ...]:
+    """The actions of a schedule in an order in which they can run.
+
+    Raises:
+        ScheduleError: the ranks wait for each other, or for an action that no rank has.
+    """
+    links = Links.of(edges, num_chunks)
+    order = run_order(schedule, links)
+    position = {action: i for i, (_, action) in enumerate(order)}
+
+    def timed(rank: int, action: Action) -> TimedAction:
+        sources = tuple((position[a], (a.chunk, action.chunk)) for a in links.before(action))
+        return TimedAction(rank, action, action.chunk + num_chunks * (action.kind == "B"), sources)
+
+    return tuple(timed(rank, action) for rank, action in order)
 
 
 def one_f_one_b_seconds(stage_seconds: Sequence[float], microbatches: int) -> float:
@@ -65,7 +162,7 @@ def one_f_one_b_seconds(stage_seconds: Sequence[float], microbatches: int) -> fl
       forward and backward are proportional on all stages. Otherwise simulated <= sum t + (microbatches - 1) ·
       (max f + max b), which may exceed the formula: f = (1, 0, 0, 0), b = (0, 1, 0, 0), 4 microbatches take 7, not 5.
     - Simulated >= formula where the last stage is a slowest one. For every stage s, simulated >= microbatches · t[s] +
-      the t before s, so where an early stage is the slowest, later ones may hide in its shadow and the formula is high.
+      the t before s. Where an early stage is the slowest, later ones may be hidden by it, and the formula is high.
     - Hence equal when forward and backward are proportional and the last stage is a slowest one, as in balanced stages.
 
     Error: 0 in those cases; elsewhere high by at most the sum of t after the slowest stage, and low by at most

@@ -1,4 +1,4 @@
-"""A simulated step: who runs what from when to when, and its picture in text."""
+"""A simulated step: the start and end of each action, and a picture in text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from autopar.schedule.actions import Action
 
 COLUMNS = 100
-WIDEST_CELL = 8
+MAX_ACTION_CELLS = 8
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step. ``busy_seconds`` and ``in_flight`` are per rank.
+    """One simulated step.
 
-    ``in_flight`` is the most (chunk, microbatch) pairs whose activations a rank keeps for their backward at one time.
+    Args:
+        spans: actions with their times, by rank.
+        busy_seconds: per rank.
+        in_flight: per rank, the most (chunk, microbatch) pairs whose activations it keeps for a backward at one time.
     """
 
     spans: tuple[Span, ...]
@@ -34,7 +37,7 @@ class Timeline:
 
     @property
     def step_seconds(self) -> float:
-        """From the start of the step to the end of its last action."""
+        """Seconds from the start of the step to the end of its last action."""
         return max((span.end_seconds for span in self.spans), default=0.0)
 
     @property
@@ -56,10 +59,12 @@ class Timeline:
         return "\n".join([head, *self.rows()])
 
     def rows(self, columns: int = COLUMNS, names: Sequence[str] | None = None) -> tuple[str, ...]:
-        """A row per rank of at most so many columns: each action from its letter on, as wide as it is long; dots are
-        idle. Letters carry the microbatch where it fits, and the chunk before it where a rank has several.
+        """A row per rank: each action from its letter on, as wide as it is long; dots are idle.
+
+        Letters carry the microbatch where it fits, and the chunk before it where a rank has several.
 
         Args:
+            columns: maximum width of a row.
             names: of the rows, by default ``rank 0``, ``rank 1``, …
         """
         names = names or _names(self)
@@ -78,7 +83,7 @@ class Timeline:
         )
 
     def fits(self, columns: int = COLUMNS, names: Sequence[str] | None = None) -> bool:
-        """Whether `rows` have a cell for every action, but for those of a smaller last microbatch."""
+        """Whether `rows` have a cell for every action; actions of a smaller last microbatch do not count."""
         last = max((span.action.microbatch for span in self.spans), default=0)
         whole = [s.end_seconds - s.start_seconds for s in self.spans if s.action.microbatch < last or not last]
         return bool(whole) and min(whole) * _cells(columns, names or _names(self)) >= self.step_seconds
@@ -93,13 +98,13 @@ def _cells(columns: int, names: Sequence[str]) -> int:
 
 
 def _scale(timeline: Timeline, columns: int) -> float:
-    """Cells per second: a whole number per shortest action where there is room, so that equal ones look equal."""
+    """Cells per second: a whole number per shortest action where there is room, so that equal actions look equal."""
     shortest = min(
         (s.end_seconds - s.start_seconds for s in timeline.spans if s.end_seconds > s.start_seconds), default=0
     )
     if not shortest:
         return 0.0
-    whole = min(WIDEST_CELL, int(columns * shortest / timeline.step_seconds + 1e-9))
+    whole = min(MAX_ACTION_CELLS, int(columns * shortest / timeline.step_seconds + 1e-9))
     return whole / shortest if whole else columns / timeline.step_seconds
 
 

@@ -1,1 +1,16 @@
-"""Sharding rules: what of an operation can be split over ranks, as one line of text or a function of its shapes."""
+"""Sharding rules: which dims of an operation can be split over ranks, as one line of text or a function of its shapes.
+
+Question: which graph does every rank of a tensor-parallel group run? Input: a `Graph`, a label per operation, a layout
+per weight. Output: the local `Graph`, with collectives as operations. To split one letter of a rule is a strategy.
+Operands with the letter are split. Operands without it are read whole, and their gradient is a sum over ranks; an
+output without it is a partial sum itself. Only sizes that divide evenly are split.
+
+Read rule (rules, strategies, layouts), table with parse and functions (the rule of every operator), bound_call and
+lookup (the rule of one operation), propagate (the strategy of every operation), reshard (collectives between two
+layouts), localise and shard_graph (the local graph), fuse_linear and buffer_sizes (async tensor parallelism and its
+buffers), batch_dim (where the samples lie), tensors (cutting and joining whole tensors).
+
+>>> k = strategy(rule, "k", 2)  # rule of aten.linear: ``... k, n k, +n -> ... n``, x [8, 16, 32], weight [64, 32]
+>>> [str(layout) for layout in (*k.operands, *k.outputs)]
+['tp:2', 'tp:1', 'tp:sum', 'tp:sum']
+"""

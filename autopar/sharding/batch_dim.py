@@ -1,4 +1,8 @@
-"""Where the samples of the batch lie in every value of a graph."""
+"""The dim of the batch's samples in every value of a graph.
+
+Rules say where samples lie after an operation. An operation that reads no value with samples, such as
+``torch.rand(b, n)``, has none here; tracing at another batch size finds it.
+"""
 
 from __future__ import annotations
 
@@ -6,35 +10,38 @@ from collections.abc import Callable, Mapping
 
 from autopar.ir.graph import Graph, Op
 from autopar.ir.layout import Layout, split_layout
-from autopar.sharding.rule import LABEL, Rule, has, laid_out, letter_of
+from autopar.sharding.rule import LABEL, Rule, has_letter, label_of_layout, letter_layout
 
 
 def sample_dims(graph: Graph, rule_of: Callable[[Op], Rule | None]) -> Mapping[str, Layout]:
-    """The split along the samples of every value that has them: followed from the inputs' first dim.
+    """For every value with samples, the layout that splits them, followed from the first dim of the inputs.
 
     Args:
-        rule_of: an operation's rule, or None.
+        rule_of: the rule of an operation, or None.
     """
     batch = graph.batch
-    found = {v.name: split_layout(0) for v in graph.inputs if v.shape and v.shape[0] == batch}
+    layouts = {v.name: split_layout(0) for v in graph.inputs if v.shape and v.shape[0] == batch}
     for op in graph.ops:
-        number = next((i for i, name in enumerate(op.reads) if name in found), None)
+        number = next((i for i, name in enumerate(op.reads) if name in layouts), None)
         if number is None:
             continue
         rule, read = rule_of(op), op.reads[number]
         for j, value in enumerate(op.outputs):
-            carried = carry(rule, number, j, found[read], batch) if rule is not None else None
-            if carried is None and value.shape[:1] == graph.shapes[read][:1] and found[read] == split_layout(0):
-                carried = found[read]
-            if carried is not None:
-                found[value.name] = carried
-    return found
+            layout = output_layout(rule, number, j, layouts[read], batch) if rule is not None else None
+            if layout is None and value.shape[:1] == graph.shapes[read][:1] and layouts[read] == split_layout(0):
+                layout = layouts[read]
+            if layout is not None:
+                layouts[value.name] = layout
+    return layouts
 
 
-def carry(rule: Rule, operand: int, output: int, layout: Layout, ranks: int) -> Layout | None:
-    """The layout of an output when an operand is laid out so, even if the letter is whole; None where it has none."""
-    label = letter_of(rule, rule.operands[operand], layout, ranks)
+def output_layout(rule: Rule, operand: int, output: int, layout: Layout, ranks: int) -> Layout | None:
+    """The layout of an output when an operand has ``layout``, even if the letter must be whole.
+
+    None where the operand's split is no letter's, or the output lacks the letter.
+    """
+    label = label_of_layout(rule, rule.operands[operand], layout, ranks)
     match = LABEL.fullmatch(label) if label else None
-    if match is None or not has(rule.outputs[output], match[1]):
+    if match is None or not has_letter(rule.outputs[output], match[1]):
         return None
-    return laid_out(rule, rule.outputs[output], match[1], int(match[2] or 1), layout.splits[0].axis)
+    return letter_layout(rule, rule.outputs[output], match[1], int(match[2] or 1), layout.splits[0].axis)

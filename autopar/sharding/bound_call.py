@@ -1,4 +1,4 @@
-"""One call of an operation as the rules see it, and how a rule is put together from letters."""
+"""One call of an operation with its shapes, and rules built from letters for it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from math import prod
 from typing import Any
 
 from autopar.ir.graph import Op
-from autopar.sharding.rule import Dims, Rule, has
+from autopar.sharding.rule import Dims, Rule, has_letter
 
 Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Call:
+class BoundCall:
     """An operation at its shapes. A tensor that stands at two positions is two operands here."""
 
     op: Op
@@ -22,11 +22,11 @@ class Call:
     outputs: tuple[Shape, ...]
 
     def argument(self, position: int, name: str, default: Any = None) -> Any:
-        """An argument, wherever the call has it."""
+        """An argument of the call, given by position or by name."""
         return argument(self.op, position, name, default)
 
 
-Function = Callable[[Call], Rule | None]
+RuleFunction = Callable[[BoundCall], Rule | None]
 
 
 def argument(op: Op, position: int, name: str, default: Any = None) -> Any:
@@ -34,8 +34,8 @@ def argument(op: Op, position: int, name: str, default: Any = None) -> Any:
     return op.args[position] if len(op.args) > position else dict(op.kwargs).get(name, default)
 
 
-def build(
-    call: Call,
+def make_rule(
+    call: BoundCall,
     operands: Sequence[Dims],
     outputs: Sequence[Dims],
     *,
@@ -47,40 +47,45 @@ def build(
 ) -> Rule | None:
     """The rule with these letters; None where they do not match the shapes.
 
-    Whatever is neither in every output nor said to be summed or unread becomes whole, so that a function that forgets
-    about a letter costs speed and not numbers.
+    A letter that is neither in every output nor declared as summed or unread becomes whole. A rule function that
+    forgets a letter therefore costs speed but stays correct.
 
     Args:
-        sizes: of letters that share a dim with others; the rest follow from the shapes.
+        operands, outputs: letters of each tensor's dims.
+        sizes: sizes of letters that share a dim with others; the shapes give the rest.
+        whole: letters that are never split.
+        summed: letters that no output has and that are summed over.
+        added: operands that enter a sum as one further summand.
+        unread: letters of operands whose values are not read.
     """
     tensors = [*zip(operands, call.operands), *zip(outputs, call.outputs)]
     if len(operands) != len(call.operands) or len(outputs) != len(call.outputs):
         return None
-    known = dict(sizes or {})
+    size_of = dict(sizes or {})
     for dims, shape in tensors:
         if len(dims) != len(shape):
             return None
-        known |= {dim[0]: size for dim, size in zip(dims, shape) if len(dim) == 1 and dim[0] not in known}
-    if any(prod(known[x] for x in dim) != size for dims, shape in tensors for dim, size in zip(dims, shape) if dim):
+        size_of |= {dim[0]: size for dim, size in zip(dims, shape) if len(dim) == 1 and dim[0] not in size_of}
+    if any(prod(size_of[x] for x in dim) != size for dims, shape in tensors for dim, size in zip(dims, shape) if dim):
         return None
-    everywhere = {letter for letter in known if outputs and all(has(dims, letter) for dims in outputs)}
-    nowhere = {letter for letter in known if not any(has(dims, letter) for dims in outputs)}
+    everywhere = {letter for letter in size_of if outputs and all(has_letter(dims, letter) for dims in outputs)}
+    nowhere = {letter for letter in size_of if not any(has_letter(dims, letter) for dims in outputs)}
     free = everywhere | (nowhere & (set(summed) | set(unread)))
-    used = {letter: size for letter, size in known.items() if any(has(dims, letter) for dims, _ in tensors)}
-    held = frozenset(letter for letter in used if letter not in free) | frozenset(whole) & frozenset(used)
-    return Rule(tuple(operands), tuple(outputs), used, held, frozenset(added), frozenset(unread) & frozenset(used))
+    used = {letter: size for letter, size in size_of.items() if any(has_letter(dims, letter) for dims, _ in tensors)}
+    unsplit = frozenset(letter for letter in used if letter not in free) | frozenset(whole) & frozenset(used)
+    return Rule(tuple(operands), tuple(outputs), used, unsplit, frozenset(added), frozenset(unread) & frozenset(used))
 
 
-def numbered(shape: Shape, prefix: str = "d") -> Dims:
+def dim_letters(shape: Shape, prefix: str = "d") -> Dims:
     """A letter for each dim: d0, d1, …"""
     return tuple((f"{prefix}{i}",) for i in range(len(shape)))
 
 
-def aligned(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
-    """Letters of a tensor that is broadcast onto a shape; None where it cannot be.
+def broadcast_letters(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
+    """Letters of a tensor that is broadcast to a shape; None where it cannot be. Dims of size 1 that stretch get none.
 
     Args:
-        letters: of the shape broadcast to. Dims of size 1 that stretch get none.
+        letters: of the shape ``onto``.
     """
     lead = len(onto) - len(shape)
     if lead < 0 or any(a not in (1, b) for a, b in zip(shape, onto[lead:])):
@@ -88,8 +93,8 @@ def aligned(shape: Shape, onto: Shape, letters: Dims) -> Dims | None:
     return tuple(letters[lead + i] if size == onto[lead + i] else () for i, size in enumerate(shape))
 
 
-def broadcast(shapes: Sequence[Shape]) -> Shape | None:
-    """The shape that shapes broadcast to together; None where they do not."""
+def broadcast_shape(shapes: Sequence[Shape]) -> Shape | None:
+    """The common shape to which shapes broadcast; None where they do not."""
     rank = max(map(len, shapes), default=0)
     padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
     result = tuple(max(sizes, key=lambda size: size != 1) for sizes in zip(*padded))
@@ -97,11 +102,11 @@ def broadcast(shapes: Sequence[Shape]) -> Shape | None:
 
 
 def ints(value: Any) -> tuple[int, ...]:
-    """An argument that takes one integer or several, as several."""
+    """An argument of one integer or several, as a tuple."""
     return value if isinstance(value, tuple) else (value,)
 
 
-def wrapped(dims: Any, rank: int) -> frozenset[int]:
-    """Dims counted from the front; all of them where none are given."""
-    given = () if dims is None else ints(dims)
-    return frozenset(dim % rank for dim in given) if given and rank else frozenset(range(rank))
+def dims_from_front(dims: Any, rank: int) -> frozenset[int]:
+    """Non-negative dims; all dims where none are given."""
+    listed = () if dims is None else ints(dims)
+    return frozenset(dim % rank for dim in listed) if listed and rank else frozenset(range(rank))

@@ -1,26 +1,26 @@
-"""What collectives take of the boards that the ranks of an axis write into and read of each other.
+"""Symmetric memory that the collectives of an axis need, in the buffers that its ranks write and read of each other.
 
-| collective | on each board, of a whole tensor |
+| collective | elements of each buffer, of a whole tensor |
 |---|---|
-| all-reduce | all of it, or a segment for each rank: of one length, so rounded up |
+| all-reduce | all, or a segment for each rank: segments are of equal length, so rounded up |
 | all-gather | a part |
-| reduce-scatter | all of it |
+| reduce-scatter | all |
 | all-to-all | a part |
 
 An operator of `autopar.ops.collectives` runs one of them for the tensor and one for its gradient, which has the same
-dtype (`autopar.sharding.reshard.SENDS`); ``pad``, ``first_rank`` and ``share_gradient`` run none. One of
-`autopar.ops.async_tp` takes no more than the two operations in whose place codegen puts it:
+dtype (`autopar.sharding.reshard.COLLECTIVES`); ``pad``, ``first_rank`` and ``share_gradient`` run none. An operator of
+`autopar.ops.async_tp` needs no more than the two operations that it replaces:
 
-| operator | forward | backward | in place of |
+| operator | forward | backward | replaces |
 |---|---|---|---|
 | gathered_linear | all-gather | reduce-scatter | all_gather with a partial gradient |
 | summed_linear | | all-reduce | sum_gradient |
 | gathered_rows_linear | all ranks' rows | reduce-scatter | all_gather with a partial gradient |
 | scattered_rows_linear | all ranks' rows | all ranks' rows, or all-gather | reduce_scatter |
 
-All ranks' rows (``give``, ``put``) are the whole tensor: more than an all-gather takes, and as much as the
-reduce-scatter of the other direction. Both directions therefore count wherever there is a gradient, also in programs
-that only evaluate.
+All ranks' rows (``publish``, ``push_shard``) are the whole tensor: more than an all-gather needs, and as much as the
+reduce-scatter of the other direction. Both directions therefore count wherever there is a gradient, even in programs
+that only evaluate. The runtime reserves the buffers between steps.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
+from autopar.ir.comm_sizes import round_up
 from autopar.ir.graph import DTYPE_BYTES, Op
-from autopar.sharding.reshard import Kind, Step, step_of
+from autopar.ir.hardware import CollectiveKind
+from autopar.sharding.reshard import ReshardStep, reshard_step
 
-# Elements on each board, by those of the whole tensor and the number of ranks.
-TAKEN: Mapping[Kind, Callable[[int, int], int]] = {
-    "all-reduce": lambda whole, ranks: -(-whole // ranks) * ranks,
+# Elements of each rank's buffer, from the elements of the whole tensor and the number of ranks.
+BUFFER_NUMEL: Mapping[CollectiveKind, Callable[[int, int], int]] = {
+    "all-reduce": round_up,
     "all-gather": lambda whole, ranks: whole // ranks,
     "reduce-scatter": lambda whole, ranks: whole,
     "all-to-all": lambda whole, ranks: whole // ranks,
 }
-MAKE_A_PART = ("reduce_scatter", "all_to_all", "shard")
+PART_RESULTS = ("reduce_scatter", "all_to_all", "shard")
 
 
 def symmetric_buffer_bytes(op: Op, axis: str, ranks: int) -> Iterator[int]:
-    """How much of a board an operation takes if it communicates over an axis, forward and backward, byte."""
-    step = step_of(op)
+    """Buffer bytes of an operation that communicates over an axis: forward, then backward if there is a gradient."""
+    step = reshard_step(op)
     if step is not None and axis in step.args:
-        yield from taken(step, op, ranks)
+        yield from collective_buffer_bytes(step, op, ranks)
 
 
-def taken(step: Step, op: Op, ranks: int) -> Iterator[int]:
-    """The same for the tensor, and for its gradient if it has one."""
-    (made,) = op.outputs
-    whole = prod(made.shape) * (ranks if step.name in MAKE_A_PART else 1)
-    for kind in (step.forward, step.backward if made.requires_grad else None):
+def collective_buffer_bytes(step: ReshardStep, op: Op, ranks: int) -> Iterator[int]:
+    """Buffer bytes of a reshard step for the tensor, and for its gradient if it has one."""
+    (result,) = op.outputs
+    whole = prod(result.shape) * (ranks if step.name in PART_RESULTS else 1)
+    for kind in (step.forward, step.backward if result.requires_grad else None):
         if kind is not None:
-            yield TAKEN[kind](whole, ranks) * DTYPE_BYTES[made.dtype]
+            yield BUFFER_NUMEL[kind](whole, ranks) * DTYPE_BYTES[result.dtype]

@@ -1,7 +1,7 @@
-"""Linear layers that are one operation with the collective before or behind them.
+"""Linear layers that can be fused with the collective before or after them (async tensor parallelism).
 
-What a layer reads or makes travels while something is computed where nothing else needs it: `autopar.ops.async_tp`
-says beside what, and has an operator for each case.
+The fused operators of `autopar.ops.async_tp` overlap the collective with a matrix product that does not need its
+result.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.ir.graph import Op, Ref
-from autopar.sharding.reshard import Step, step_of
+from autopar.sharding.reshard import ReshardStep, reshard_step
 
 LINEAR = "aten.linear.default"
 FIRST_DIM = (0, 1)  # dim and outer
 
 
 @dataclass(frozen=True)
-class Joined:
-    """A layer and a collective, one of which alone reads what the other makes, and the operator that is both."""
+class FusableLinear:
+    """A linear layer and a collective, one the only reader of the other, and the operator that replaces both."""
 
     layer: Op
     collective: Op
@@ -27,40 +27,40 @@ class Joined:
 
     @property
     def first(self) -> Op:
-        """The one that makes what the other reads."""
+        """The operation whose result the other one reads."""
         return self.layer if self.operator == "scattered_rows_linear" else self.collective
 
 
-def joined(ops: Sequence[Op], kept: Collection[str]) -> Iterator[Joined]:
-    """The layers and collectives that become one operation, each once.
+def find_fusable(ops: Sequence[Op], kept: Collection[str]) -> Iterator[FusableLinear]:
+    """The pairs of linear layer and collective that one operator can replace; each operation is in one pair at most.
 
     Args:
-        kept: values that others than these operations read too.
+        kept: values that operations other than ``ops`` read too.
     """
     readers = Counter(name for op in ops for name in op.reads)
-    made = {op.outputs[0].name: op for op in ops if op.outputs}
-    taken: set[str] = set()
+    producer = {op.outputs[0].name: op for op in ops if op.outputs}
+    fused: set[str] = set()
     for op in ops:
         x, *others = op.args or (None,)
-        if not isinstance(x, Ref) or x in others or x.name not in made or readers[x.name] != 1 or x.name in kept:
+        if not isinstance(x, Ref) or x in others or x.name not in producer or readers[x.name] != 1 or x.name in kept:
             continue
-        first = made[x.name]
-        if is_layer(op) and (name := before_layer(step_of(first), first.outputs[0].requires_grad)):
-            taken.add(op.name)
-            yield Joined(op, first, name)
-        elif is_layer(first) and first.name not in taken and (name := behind_layer(step_of(op))):
-            yield Joined(first, op, name)
+        first = producer[x.name]
+        if is_layer(op) and (name := before_layer(reshard_step(first), first.outputs[0].requires_grad)):
+            fused.add(op.name)
+            yield FusableLinear(op, first, name)
+        elif is_layer(first) and first.name not in fused and (name := after_layer(reshard_step(op))):
+            yield FusableLinear(first, op, name)
 
 
 def is_layer(op: Op) -> bool:
-    """Whether it is a linear layer of rows, and of real numbers: gradients of complex ones have conjugates."""
+    """Whether an operation is a linear layer of real rows; gradients of complex numbers have conjugates."""
     return op.target == LINEAR and len(op.outputs[0].shape) > 1 and "complex" not in op.outputs[0].dtype
 
 
-def before_layer(step: Step | None, trained: bool) -> str | None:
-    """The operator that is a layer and the step that makes what it reads; None where they stay two.
+def before_layer(step: ReshardStep | None, trained: bool) -> str | None:
+    """The operator that replaces a step and the layer that reads its result; None where none does.
 
-    Such a step brings a tensor to all ranks, each of which has a summand of its gradient.
+    Such a step brings a tensor to all ranks, and each rank has a summand of its gradient.
     """
     if step is None or not trained:
         return None
@@ -71,6 +71,6 @@ def before_layer(step: Step | None, trained: bool) -> str | None:
     return "gathered_rows_linear" if step.args[:2] == FIRST_DIM else "gathered_linear"
 
 
-def behind_layer(step: Step | None) -> str | None:
-    """The same of a step that reads what a layer makes."""
+def after_layer(step: ReshardStep | None) -> str | None:
+    """As `before_layer`, for a step that reads the layer's output."""
     return "scattered_rows_linear" if step and step.name == "reduce_scatter" and step.args[:2] == FIRST_DIM else None

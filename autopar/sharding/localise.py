@@ -1,4 +1,4 @@
-"""One rank's part of an operation: what its integer arguments say of the whole, said of the part."""
+"""One rank's part of an operation: integer arguments that describe whole tensors are rewritten for local ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.ir.graph import Op, Value, dense
+from autopar.ir.graph import Op, Value, dense_strides
 from autopar.ir.layout import Layout
 from autopar.sharding.bound_call import Shape, argument
 from autopar.sharding.lookup import key_of
@@ -14,11 +14,11 @@ from autopar.sharding.rule import Rule, Strategy, letter_and_parts
 
 
 @dataclass(frozen=True)
-class Part:
-    """An operation with its outputs' layouts and shapes on one rank, the letter that is split, over how many ranks."""
+class LocalOp:
+    """An operation with its outputs' layouts and local shapes, the letter that is split, and the number of ranks."""
 
     op: Op
-    made: tuple[Layout, ...]
+    layouts: tuple[Layout, ...]
     shapes: tuple[Shape, ...]
     letter: str
     ranks: int
@@ -27,8 +27,8 @@ class Part:
 def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int) -> Op:
     """The operation that each rank runs under a strategy, with its outputs' local shapes and strides.
 
-    A view becomes a reshape even where nothing is split, since what a collective or another strategy hands it need not
-    be laid out as the trace had it.
+    A view becomes a reshape even where nothing is split: a collective or another strategy may give its input other
+    strides than the trace had.
 
     Args:
         ranks: number of ranks that the strategy splits over.
@@ -36,45 +36,47 @@ def localised(op: Op, rule: Rule, strategy: Strategy, ranks: int) -> Op:
     assert len(strategy.outputs) == len(op.outputs) == len(rule.outputs), f"{strategy} of {op.name}"
     sizes = {split.axis: ranks for made in strategy.outputs for split in made.splits}
     shapes = tuple(made.local_shape(v.shape, sizes) for made, v in zip(strategy.outputs, op.outputs))
-    part = Part(op, strategy.outputs, shapes, letter_and_parts(strategy.label)[0], ranks)
+    part = LocalOp(op, strategy.outputs, shapes, letter_and_parts(strategy.label)[0], ranks)
     outputs = tuple(local_value(value, shape) for value, shape in zip(op.outputs, shapes))
     key = key_of(op.target)
-    localise = (LOCAL if part.letter else REPLICATED_TOO).get(key or "", as_it_is)
+    localise = (LOCALISED if part.letter else ALWAYS_LOCALISED).get(key or "", unchanged)
     return replace(localise(part), outputs=outputs)
 
 
 def local_value(value: Value, shape: Shape) -> Value:
-    """The value of one rank: dense, its dims in memory in the order of the whole value's."""
-    return value if shape == value.shape else replace(value, shape=shape, stride=dense(shape, value.memory_order))
+    """The value of one rank: dense, with its dims in memory in the order of the whole value's."""
+    if shape == value.shape:
+        return value
+    return replace(value, shape=shape, stride=dense_strides(shape, value.memory_order))
 
 
-def as_it_is(part: Part) -> Op:
-    """The operation, for whose arguments it makes no difference what is split."""
+def unchanged(part: LocalOp) -> Op:
+    """The operation itself, whose arguments do not depend on what is split."""
     return part.op
 
 
-def reshaped(part: Part) -> Op:
-    """A reshape to the local shape, of whatever operation only changes the shape.
+def reshaped(part: LocalOp) -> Op:
+    """A reshape to the local shape, for any operation that only changes the shape.
 
     That includes squeeze, which would also drop a dim of which each rank has one element.
     """
     return replace(part.op, target="aten.reshape.default", args=(part.op.args[0], part.shapes[0]), kwargs=())
 
 
-def reshaped_alike(part: Part) -> Op:
-    """view_as without its demands on memory."""
+def reshaped_alike(part: LocalOp) -> Op:
+    """view_as without its requirements on strides."""
     return replace(part.op, target="aten.reshape_as.default")
 
 
-def sized(position: int, name: str) -> Callable[[Part], Op]:
-    """Puts the output's local shape where the whole shape was given."""
+def local_size(position: int, name: str) -> Callable[[LocalOp], Op]:
+    """A function that replaces the output's whole shape in an argument by the local shape."""
     return lambda part: with_argument(part.op, position, name, part.shapes[0])
 
 
-def grouped(position: int, name: str) -> Callable[[Part], Op]:
-    """Puts a rank's number of groups where groups are split."""
+def local_groups(position: int, name: str) -> Callable[[LocalOp], Op]:
+    """A function that replaces the number of groups by a rank's number where groups are split."""
 
-    def localise(part: Part) -> Op:
+    def localise(part: LocalOp) -> Op:
         if part.letter != "g":
             return part.op
         return with_argument(part.op, position, name, argument(part.op, position, name) // part.ranks)
@@ -82,44 +84,47 @@ def grouped(position: int, name: str) -> Callable[[Part], Op]:
     return localise
 
 
-def repeated(name: str) -> Callable[[Part], Op]:
-    """Puts a rank's number of repetitions where those are split; they count the last dims if they are fewer."""
+def local_repeats(name: str) -> Callable[[LocalOp], Op]:
+    """A function that replaces repetitions by a rank's number where they are split.
 
-    def localise(part: Part) -> Op:
-        given = argument(part.op, 1, name)
-        first = len(part.shapes[0]) - len(given)
-        repeats = (n // part.ranks if part.letter == f"r{first + i}" else n for i, n in enumerate(given))
+    Repetitions count the last dims if they are fewer than dims.
+    """
+
+    def localise(part: LocalOp) -> Op:
+        whole_repeats = argument(part.op, 1, name)
+        first = len(part.shapes[0]) - len(whole_repeats)
+        repeats = (n // part.ranks if part.letter == f"r{first + i}" else n for i, n in enumerate(whole_repeats))
         return with_argument(part.op, 1, name, tuple(repeats))
 
     return localise
 
 
-def split_by_size(part: Part) -> Op:
+def local_split_size(part: LocalOp) -> Op:
     """split.Tensor with the local size of a piece."""
     dim = argument(part.op, 2, "dim", 0)
     return with_argument(part.op, 1, "split_size", part.shapes[0][dim])
 
 
-def split_by_sizes(name: str) -> Callable[[Part], Op]:
+def local_split_sizes(name: str) -> Callable[[LocalOp], Op]:
     """split_with_sizes with the local sizes of the pieces."""
 
-    def localise(part: Part) -> Op:
+    def localise(part: LocalOp) -> Op:
         dim = argument(part.op, 2, "dim", 0)
         return with_argument(part.op, 1, name, tuple(shape[dim] for shape in part.shapes))
 
     return localise
 
 
-def narrowed(part: Part) -> Op:
+def local_length(part: LocalOp) -> Op:
     """narrow with the local length."""
     return with_argument(part.op, 3, "length", part.shapes[0][argument(part.op, 1, "dim")])
 
 
-def drawn_part(part: Part) -> Op:
+def local_uniform(part: LocalOp) -> Op:
     """Random numbers of a rank's samples, or of its part of every sample."""
     if part.letter == "b":
         return with_argument(part.op, 1, "shape", part.shapes[0])
-    (split,) = part.made[0].splits
+    (split,) = part.layouts[0].splits
     return replace(part.op, args=(*part.op.args, split.dim, split.outer, part.ranks, split.axis))
 
 
@@ -130,29 +135,29 @@ def with_argument(op: Op, position: int, name: str, value: Any) -> Op:
     return replace(op, kwargs=tuple((dict(op.kwargs) | {name: value}).items()))
 
 
-# Replicated or not, these ask more of the memory they read than that it holds the right numbers.
-REPLICATED_TOO: Mapping[str, Callable[[Part], Op]] = {"view.default": reshaped, "view_as": reshaped_alike}
+# Even if replicated, these require strides that their input may lack.
+ALWAYS_LOCALISED: Mapping[str, Callable[[LocalOp], Op]] = {"view.default": reshaped, "view_as": reshaped_alike}
 
-LOCAL: Mapping[str, Callable[[Part], Op]] = {
-    **REPLICATED_TOO,
+LOCALISED: Mapping[str, Callable[[LocalOp], Op]] = {
+    **ALWAYS_LOCALISED,
     "_unsafe_view": reshaped,
     "reshape": reshaped,
     "squeeze": reshaped,
     "unflatten.int": reshaped,
-    "expand": sized(1, "size"),
-    "broadcast_to": sized(1, "size"),
-    "repeat": repeated("repeats"),
-    "tile": repeated("dims"),
-    "conv1d": grouped(6, "groups"),
-    "conv2d": grouped(6, "groups"),
-    "conv3d": grouped(6, "groups"),
-    "conv_transpose1d": grouped(6, "groups"),
-    "conv_transpose2d": grouped(6, "groups"),
-    "conv_transpose3d": grouped(6, "groups"),
-    "group_norm": grouped(1, "num_groups"),
-    "split.Tensor": split_by_size,
-    "split.sizes": split_by_sizes("split_size"),
-    "split_with_sizes": split_by_sizes("split_sizes"),
-    "narrow": narrowed,
-    "autopar.uniform": drawn_part,
+    "expand": local_size(1, "size"),
+    "broadcast_to": local_size(1, "size"),
+    "repeat": local_repeats("repeats"),
+    "tile": local_repeats("dims"),
+    "conv1d": local_groups(6, "groups"),
+    "conv2d": local_groups(6, "groups"),
+    "conv3d": local_groups(6, "groups"),
+    "conv_transpose1d": local_groups(6, "groups"),
+    "conv_transpose2d": local_groups(6, "groups"),
+    "conv_transpose3d": local_groups(6, "groups"),
+    "group_norm": local_groups(1, "num_groups"),
+    "split.Tensor": local_split_size,
+    "split.sizes": local_split_sizes("split_size"),
+    "split_with_sizes": local_split_sizes("split_sizes"),
+    "narrow": local_length,
+    "autopar.uniform": local_uniform,
 }

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from itertools import zip_longest
-from typing import Any
 
-from autopar.ir.graph import Op, Ref, refs
-from autopar.sharding.bound_call import Call, Function, Shape
+from autopar.ir.graph import Op, refs, renamed
+from autopar.sharding.bound_call import BoundCall, RuleFunction, Shape
 from autopar.sharding.parse import bind
 from autopar.sharding.rule import Dims, Rule
 from autopar.sharding.table import RULES, UPDATING
 
-Entry = str | Function
+Entry = str | RuleFunction
 
 
 def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
-    """The rule of an operation, operands as in ``Op.reads``; None where there is none and it has to be replicated.
+    """The rule of an operation, operands as in ``Op.reads``; None where there is none and it must be replicated.
 
-    In-place operations have none, but for the normalisations that update their statistics.
+    In-place operations have none, except for normalisations that update their statistics.
 
     Args:
         shape_of: the whole shape of a value or weight.
@@ -28,41 +27,35 @@ def rule_of(op: Op, shape_of: Callable[[str], Shape]) -> Rule | None:
     key = key_of(op.target)
     if key is None or not op.outputs or (op.mutates and key not in UPDATING):
         return None
-    slots = {name: Ref(str(number)) for number, name in enumerate(op.reads)}
-    args, kwargs = (in_slots(tree, slots) for tree in (op.args, op.kwargs))
+    numbers = {name: str(number) for number, name in enumerate(op.reads)}
+    args, kwargs = (renamed(tree, numbers) for tree in (op.args, op.kwargs))
     shapes = tuple(tuple(shape_of(name)) for name in op.reads)
-    return bound(RULES[key], Op("", op.target, args, kwargs, (), ""), shapes, tuple(v.shape for v in op.outputs))
+    outputs = tuple(v.shape for v in op.outputs)
+    return rule_of_entry(RULES[key], Op("", op.target, args, kwargs, (), ""), shapes, outputs)
 
 
 @lru_cache(maxsize=4096)
-def bound(entry: Entry, op: Op, shapes: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule | None:
-    """The rule that an entry of `RULES` gives for an operation, whose references are numbers of its operands.
+def rule_of_entry(entry: Entry, op: Op, shapes: tuple[Shape, ...], outputs: tuple[Shape, ...]) -> Rule | None:
+    """The rule that an entry of `RULES` gives for an operation whose references are numbers of its operands.
 
-    A model's operations are few but for names, and each is asked for at every number of ranks.
+    Cached: without names, a model has few different operations, and each is looked up for every number of ranks.
     """
     occurrences = tuple(refs((op.args, tuple(value for _, value in op.kwargs))))
-    call = Call(op, tuple(shapes[int(number)] for number in occurrences), outputs)
+    call = BoundCall(op, tuple(shapes[int(number)] for number in occurrences), outputs)
     rule = bind(entry, call) if isinstance(entry, str) else entry(call)
-    return rule and merged(rule, occurrences)
-
-
-def in_slots(tree: Any, slots: Mapping[str, Ref]) -> Any:
-    """(Nested) arguments with other references."""
-    if isinstance(tree, Ref):
-        return slots[tree.name]
-    return tuple(in_slots(item, slots) for item in tree) if isinstance(tree, tuple) else tree
+    return rule and merge_repeated(rule, occurrences)
 
 
 def key_of(target: str) -> str | None:
-    """The entry of `RULES` for an operation: by its overload, else by its name."""
+    """The key of `RULES` for an operation: its overload, else its name."""
     overload = target.removeprefix("aten.")
     return next((key for key in (overload, overload.rpartition(".")[0]) if key in RULES), None)
 
 
-def merged(rule: Rule, occurrences: tuple[str, ...]) -> Rule:
-    """The same rule with one operand for each distinct tensor.
+def merge_repeated(rule: Rule, occurrences: tuple[str, ...]) -> Rule:
+    """A rule with one operand for each distinct tensor.
 
-    Where a tensor stands at several positions, what is not the same letter at all of them is whole.
+    Where a tensor stands at several positions, a letter that is not the same at all of them becomes whole.
     """
     first: dict[str, Dims] = {}
     whole = set(rule.whole)

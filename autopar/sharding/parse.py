@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.sharding.bound_call import Call, build
+from autopar.sharding.bound_call import BoundCall, make_rule
 from autopar.sharding.rule import Dims, Rule
 
 WORD = re.compile(r"([a-z]|\.\.\.)(!?)")
@@ -15,7 +15,7 @@ REST = "..."
 
 @dataclass(frozen=True)
 class Pattern:
-    """A parsed rule: the letters of each operand and output, ``...`` for any number of dims, one letter each."""
+    """A parsed rule: the letters of each operand and output; ``...`` stands for any number of dims, one letter each."""
 
     operands: tuple[tuple[str, ...], ...]
     outputs: tuple[tuple[str, ...], ...]
@@ -25,7 +25,7 @@ class Pattern:
 
 @lru_cache
 def parse(text: str) -> Pattern:
-    """The rule in a text; ``!`` marks what must be whole and ``+`` an operand that is added to a sum."""
+    """The rule in a text; ``!`` marks letters that must be whole and ``+`` an operand that is added to a sum."""
     left, right = text.split("->")
     operands = [part.strip() for part in left.split(",")]
     whole: set[str] = set()
@@ -44,7 +44,7 @@ def parse(text: str) -> Pattern:
     )
 
 
-def bind(text: str, call: Call) -> Rule | None:
+def bind(text: str, call: BoundCall) -> Rule | None:
     """The rule of a text for a call's shapes; None where they do not match it.
 
     Operands at the end of the text may be missing from the call. Letters that no output has are summed over.
@@ -53,12 +53,12 @@ def bind(text: str, call: Call) -> Rule | None:
     if len(call.operands) > len(pattern.operands):
         return None
     names = (*pattern.operands[: len(call.operands)], *pattern.outputs)
-    tensors = [bound(letters, len(shape)) for letters, shape in zip(names, call.operands + call.outputs)]
+    tensors = [letters_per_dim(letters, len(shape)) for letters, shape in zip(names, call.operands + call.outputs)]
     if None in tensors:
         return None
     dims = [t for t in tensors if t is not None]
     rest = {x for tensor in dims for dim in tensor for x in dim if len(x) > 1} if REST in pattern.whole else set()
-    return build(
+    return make_rule(
         call,
         dims[: len(call.operands)],
         dims[len(call.operands) :],
@@ -68,8 +68,8 @@ def bind(text: str, call: Call) -> Rule | None:
     )
 
 
-def bound(letters: tuple[str, ...], rank: int) -> Dims | None:
-    """Letters for each dim of a tensor, ``...`` as d0, d1, … by their position; None if the rank does not match."""
+def letters_per_dim(letters: tuple[str, ...], rank: int) -> Dims | None:
+    """Letters for each dim of a tensor; None if the rank does not match. ``...`` is d0, d1, … by position."""
     if REST not in letters:
         return tuple((x,) for x in letters) if len(letters) == rank else None
     at, more = letters.index(REST), rank - len(letters) + 1

@@ -1,4 +1,4 @@
-"""Which strategy every operation of a graph runs under, and in which layout every value is made and weight stored."""
+"""The strategy of every operation of a graph, and the layout of every value and weight."""
 
 from __future__ import annotations
 
@@ -13,27 +13,26 @@ from autopar.sharding.rule import REPLICATE, Rule, Strategy, by_operand, replica
 
 
 @dataclass(frozen=True)
-class Assignment:
-    """What `assign` found.
+class GraphSharding:
+    """The result of `assign`.
 
     Args:
-        rules: of the operations that can run under several strategies.
-        strategies: of every operation, operands as in ``Op.reads``. Nothing in them is partial in its gradient that has
-            no gradient.
-        made: layout of every value and weight.
+        rules: rules of the operations that can run under several strategies.
+        strategies: of every operation, operands as in ``Op.reads``. A tensor without gradient is never partial in it.
+        layouts: layout of every value, as produced, and of every weight.
     """
 
     rules: Mapping[str, Rule]
     strategies: Mapping[str, Strategy]
-    made: Mapping[str, Layout]
+    layouts: Mapping[str, Layout]
 
 
-def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout], ranks: AxisSizes) -> Assignment:
+def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout], ranks: AxisSizes) -> GraphSharding:
     """The strategy of every operation of a graph.
 
-    An operation runs under its label. Without one, or if the label does not fit its shapes, it follows: the first
-    operand that is split, values before weights, decides if the rule has a strategy for it; otherwise it is replicated,
-    as is everything that touches memory which the model updates in place.
+    An operation runs under its label. Without a label that fits its shapes, it follows its operands: the first operand
+    that is split decides, values before weights, if the rule has a strategy for it. Otherwise the operation is
+    replicated, and so is everything that touches memory which the model updates in place.
 
     Args:
         labels: by operation name; the empty label is replicated.
@@ -43,24 +42,26 @@ def assign(graph: Graph, labels: Mapping[str, str], stored: Mapping[str, Layout]
         PlanError: an operation cannot update a weight in place where it is stored.
     """
     trained = trained_names(graph)
-    made = {name: in_gradient(stored.get(name, REPLICATED), name in trained) for name in graph.shapes}
-    still = updated_in_place(graph)
+    layouts = {name: without_gradient_sum(stored.get(name, REPLICATED), name in trained) for name in graph.shapes}
+    stateful = updated_in_place(graph)
     rules: dict[str, Rule] = {}
     chosen: dict[str, Strategy] = {}
     for op in graph.ops:
         rule = rule_of(op, graph.shapes.__getitem__)
-        if rule is None or op.name in still:
-            found = replicated(op)
+        if rule is None or op.name in stateful:
+            decided = replicated(op)
         else:
             rules[op.name] = rule
-            found = keeping_state(op, rule, fitting(op, rule, labels, made, graph, ranks[TP]), stored, ranks[TP])
+            decided = state_preserving(
+                op, rule, choose_strategy(op, rule, labels, layouts, graph, ranks[TP]), stored, ranks[TP]
+            )
         operands = tuple(
-            in_gradient(read, name in trained) for name, read in zip(op.reads, found.operands, strict=True)
+            without_gradient_sum(read, name in trained) for name, read in zip(op.reads, decided.operands, strict=True)
         )
-        check_updates(op, found, stored)
-        chosen[op.name] = Strategy(found.label, operands, found.outputs)
-        made |= {value.name: layout for value, layout in zip(op.outputs, found.outputs, strict=True)}
-    return Assignment(rules, chosen, made)
+        check_updates(op, decided, stored)
+        chosen[op.name] = Strategy(decided.label, operands, decided.outputs)
+        layouts |= {value.name: layout for value, layout in zip(op.outputs, decided.outputs, strict=True)}
+    return GraphSharding(rules, chosen, layouts)
 
 
 def ops_without_rule(graph: Graph) -> tuple[str, ...]:
@@ -74,47 +75,47 @@ def replicated(op: Op) -> Strategy:
     return Strategy(REPLICATE, (REPLICATED,) * len(op.reads), (REPLICATED,) * len(op.outputs))
 
 
-def fitting(
-    op: Op, rule: Rule, labels: Mapping[str, str], made: Mapping[str, Layout], graph: Graph, ranks: int
+def choose_strategy(
+    op: Op, rule: Rule, labels: Mapping[str, str], layouts: Mapping[str, Layout], graph: Graph, ranks: int
 ) -> Strategy:
-    """The strategy of an operation's label, or else the one that follows its operands."""
+    """The strategy of an operation's label, or else the strategy that follows its operands."""
     labelled = strategy(rule, labels[op.name], ranks) if op.name in labels else None
     if labelled is not None:
         return labelled
     order = sorted(range(len(op.reads)), key=lambda i: op.reads[i] in graph.weight)
-    first = next((i for i in order if made[op.reads[i]].splits), None)
-    followed = by_operand(rule, first, made[op.reads[first]], ranks) if first is not None else None
+    first = next((i for i in order if layouts[op.reads[i]].splits), None)
+    followed = by_operand(rule, first, layouts[op.reads[first]], ranks) if first is not None else None
     return followed or replicate(rule)
 
 
-def keeping_state(op: Op, rule: Rule, found: Strategy, stored: Mapping[str, Layout], ranks: int) -> Strategy:
-    """The strategy, unless it would update a weight elsewhere than where it is stored; then one that would not."""
+def state_preserving(op: Op, rule: Rule, preferred: Strategy, stored: Mapping[str, Layout], ranks: int) -> Strategy:
+    """The preferred strategy; another one where that would update a weight in another layout than it is stored in."""
     for name in op.mutates:
-        if name not in stored or reads(op, found, name) == stored[name]:
+        if name not in stored or read_layout(op, preferred, name) == stored[name]:
             continue
         return by_operand(rule, op.reads.index(name), stored[name], ranks) or replicate(rule)
-    return found
+    return preferred
 
 
-def check_updates(op: Op, found: Strategy, stored: Mapping[str, Layout]) -> None:
+def check_updates(op: Op, chosen: Strategy, stored: Mapping[str, Layout]) -> None:
     """Raise a PlanError where an operation would update a weight in another layout than it is stored in."""
     for name in op.mutates:
-        if name in stored and reads(op, found, name) != stored[name]:
+        if name in stored and read_layout(op, chosen, name) != stored[name]:
             together = [other for other in op.mutates if other != name]
             alike = f" and {' and '.join(together)} alike" if together else ""
             raise PlanError(
                 f"Plan field shardings.{name}: {op.name} updates it in place and cannot do so while it lies as "
-                f"'{stored[name]}'. Write '{reads(op, found, name)}'{alike}."
+                f"'{stored[name]}'. Write '{read_layout(op, chosen, name)}'{alike}."
             )
 
 
-def reads(op: Op, found: Strategy, name: str) -> Layout:
+def read_layout(op: Op, chosen: Strategy, name: str) -> Layout:
     """The layout in which an operation reads a value or weight."""
-    return found.operands[op.reads.index(name)]
+    return chosen.operands[op.reads.index(name)]
 
 
-def kept(layouts: set[Layout]) -> Layout:
-    """The layout in which a weight that is read in these layouts is kept."""
+def storage_layout(layouts: set[Layout]) -> Layout:
+    """The layout in which a weight is stored that is read in these layouts."""
     if len(layouts) != 1:
         return REPLICATED
     (layout,) = layouts
@@ -131,28 +132,28 @@ def trained_names(graph: Graph) -> frozenset[str]:
     return frozenset(x.name for x in (*graph.values.values(), *graph.weights) if x.requires_grad)
 
 
-def in_gradient(layout: Layout, trained: bool) -> Layout:
-    """The layout of a tensor with or without gradient: without one, nothing is partial in it."""
+def without_gradient_sum(layout: Layout, trained: bool) -> Layout:
+    """The layout of a tensor; a tensor without gradient is not partial in it."""
     return layout if trained or not layout.partial_gradient else Layout(layout.splits, layout.partial)
 
 
 def updated_in_place(graph: Graph) -> frozenset[str]:
     """Names of the operations that touch memory which an operation without outputs updates.
 
-    A conversion would put a copy into that operation's hands.
+    A resharding would give that operation a copy of the memory.
     """
-    of_name = {op.name: op for op in graph.ops}
-    found = {op.name for op in graph.ops if not op.outputs}
+    by_name = {op.name: op for op in graph.ops}
+    stateful = {op.name for op in graph.ops if not op.outputs}
     for names in graph.colocated:
-        members = [of_name[name] for name in names]
+        members = [by_name[name] for name in names]
         if any(touches(other, op) for op in members if not op.outputs for other in members if other is not op):
-            found.update(names)
-    return frozenset(found)
+            stateful.update(names)
+    return frozenset(stateful)
 
 
 def touches(other: Op, op: Op) -> bool:
-    """Whether an operation reads, makes or updates what another one reads.
+    """Whether an operation reads, produces or updates what another one reads.
 
-    A counter of batches is kept together with an operation of its module that does none of this.
+    A counter of batches is colocated with an operation of its module that does none of this.
     """
     return not set(op.reads).isdisjoint((*other.reads, *(v.name for v in other.outputs), *other.mutates))

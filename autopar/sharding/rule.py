@@ -1,4 +1,4 @@
-"""What can be split in one operation at given shapes, and the layouts that each way of splitting it implies."""
+"""Rules: which dims of an operation can be split at given shapes, and the layouts that each split implies."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import prod
 
 from autopar.ir.layout import REPLICATED, TP, Layout, Split, broadcast_layout, partial_layout, split_layout
 
-# For each dim of a tensor the letters (factors) that it is made of, outermost first; () for a dim that is never split.
+# For each dim of a tensor the letters (factors) of its size, outermost first; () for a dim that is never split.
 Dims = tuple[tuple[str, ...], ...]
 REPLICATE = ""
 LABEL = re.compile(r"(\w+?)(?:x([1-9]\d*))?")
@@ -18,11 +18,16 @@ LABEL = re.compile(r"(\w+?)(?:x([1-9]\d*))?")
 
 @dataclass(frozen=True)
 class Rule:
-    """Which dims of an operation's tensors carry the same factor, so that splitting it splits the operation.
+    """Which dims of an operation's tensors share a factor; splitting the factor splits the operation.
 
-    A letter of the outputs is split there alike; a letter that no output has is summed over. ``whole`` letters are
-    never split. ``added`` operands enter a sum over letters as one further summand (a bias). ``unread`` letters belong
-    to operands that say nothing but their dtype and device: however they lie, the outputs are replicated.
+    Args:
+        operands, outputs: the letters of each dim of each tensor. An output with a letter is split in it; a letter that
+        no
+            output has is summed over.
+        sizes: of each letter.
+        whole: letters that are never split.
+        added: operands that enter a sum over letters as one further summand (a bias). Only the first rank adds it.
+        unread: letters of operands of which only dtype and device are read; the outputs are replicated in any case.
 
     Invariants: a letter stands in at most one dim of a tensor, unless it is whole; a letter that is not whole stands in
     all outputs or in none.
@@ -42,7 +47,9 @@ class Rule:
             assert twice <= self.whole, f"{self} has {twice} in two dims of one tensor"
             assert set(letters) <= set(self.sizes), f"{self} does not know the size of every letter"
         for letter in self.free:
-            assert sum(has(dims, letter) for dims in self.outputs) in (0, len(self.outputs)), f"{letter} in {self}"
+            assert sum(has_letter(dims, letter) for dims in self.outputs) in (0, len(self.outputs)), (
+                f"{letter} in {self}"
+            )
 
     @cached_property
     def free(self) -> tuple[str, ...]:
@@ -67,10 +74,10 @@ class Rule:
 
 @dataclass(frozen=True)
 class Strategy:
-    """One way to run an operation: the layout in which each operand is read and each output made.
+    """One way to run an operation: the layout in which each operand is read and each output produced.
 
-    ``label`` names the letter that is split, ``nx3`` letter n read in 3 parts; the empty label is the whole operation
-    on every rank.
+    ``label`` names the letter that is split; ``nx3`` is letter n read in 3 parts. The empty label is the whole
+    operation on every rank.
     """
 
     label: str
@@ -78,7 +85,7 @@ class Strategy:
     outputs: tuple[Layout, ...]
 
 
-def has(dims: Dims, letter: str) -> bool:
+def has_letter(dims: Dims, letter: str) -> bool:
     """Whether a tensor has a letter."""
     return any(letter in dim for dim in dims)
 
@@ -92,7 +99,7 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     """The strategy of a label; None where the letter is unknown or whole, or its size does not divide evenly.
 
     Args:
-        label: as `Strategy.label` holds it.
+        label: as in `Strategy.label`.
         ranks: number of ranks on the axis, at least 2.
     """
     if label == REPLICATE:
@@ -100,11 +107,11 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     letter, parts = letter_and_parts(label)
     if letter not in rule.free or not rule.sizes[letter] or rule.sizes[letter] % (parts * ranks):
         return None
-    summed = not any(has(dims, letter) for dims in rule.outputs)
+    summed = not any(has_letter(dims, letter) for dims in rule.outputs)
 
     def read(number: int, dims: Dims) -> Layout:
-        if has(dims, letter):
-            return laid_out(rule, dims, letter, parts, axis)
+        if has_letter(dims, letter):
+            return letter_layout(rule, dims, letter, parts, axis)
         if letter in rule.unread:
             return REPLICATED
         return partial_layout(axis) if summed and number in rule.added else broadcast_layout(axis)
@@ -112,13 +119,13 @@ def strategy(rule: Rule, label: str, ranks: int, axis: str = TP) -> Strategy | N
     def made(dims: Dims) -> Layout:
         if letter in rule.unread:
             return REPLICATED
-        return partial_layout(axis) if summed else laid_out(rule, dims, letter, parts, axis)
+        return partial_layout(axis) if summed else letter_layout(rule, dims, letter, parts, axis)
 
     operands = tuple(read(number, dims) for number, dims in enumerate(rule.operands))
     return Strategy(label, operands, tuple(map(made, rule.outputs)))
 
 
-def laid_out(rule: Rule, dims: Dims, letter: str, parts: int, axis: str) -> Layout:
+def letter_layout(rule: Rule, dims: Dims, letter: str, parts: int, axis: str) -> Layout:
     """The layout of a tensor that has the letter, split in that letter's ``parts`` parts."""
     dim = next(i for i, letters in enumerate(dims) if letter in letters)
     before = dims[dim][: dims[dim].index(letter)]
@@ -131,19 +138,19 @@ def label_of(letter: str, parts: int = 1) -> str:
 
 
 def letter_and_parts(label: str) -> tuple[str, int]:
-    """What a label splits; no letter for a text that is no label."""
+    """The letter and the number of parts of a label; no letter for a text that is no label."""
     match = LABEL.fullmatch(label)
     return (match[1], int(match[2] or 1)) if match else ("", 1)
 
 
-def strategies(rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]], axis: str = TP) -> tuple[Strategy, ...]:
+def strategies(rule: Rule, ranks: int, parts: Mapping[str, tuple[int, ...]]) -> tuple[Strategy, ...]:
     """All strategies, the replicated one first, then those of each letter in order of appearance.
 
     Args:
-        parts: for letters that are worth splitting other than contiguously, the numbers of parts to offer as well.
+        parts: numbers of parts to offer besides 1, for letters that are worth splitting other than contiguously.
     """
     labels = [label_of(letter, n) for letter in rule.free for n in dict.fromkeys((1, *parts.get(letter, ())))]
-    found = (strategy(rule, label, ranks, axis) for label in labels)
+    found = (strategy(rule, label, ranks) for label in labels)
     return (replicate(rule), *(s for s in found if s is not None))
 
 
@@ -153,22 +160,22 @@ def by_operand(rule: Rule, number: int, layout: Layout, ranks: int) -> Strategy 
     Args:
         number: of the operand, as in ``Op.reads``.
     """
-    found = letter_of(rule, rule.operands[number], layout, ranks)
-    return strategy(rule, found, ranks, layout.splits[0].axis) if found else None
+    label = label_of_layout(rule, rule.operands[number], layout, ranks)
+    return strategy(rule, label, ranks, layout.splits[0].axis) if label else None
 
 
 def by_output(rule: Rule, number: int, layout: Layout, ranks: int) -> Strategy | None:
-    """The strategy that makes an output in exactly this split layout; None if there is none.
+    """The strategy that produces an output in exactly this split layout; None if there is none.
 
     Args:
         number: of the output, as in ``Op.outputs``.
     """
-    found = letter_of(rule, rule.outputs[number], layout, ranks)
-    return strategy(rule, found, ranks, layout.splits[0].axis) if found else None
+    label = label_of_layout(rule, rule.outputs[number], layout, ranks)
+    return strategy(rule, label, ranks, layout.splits[0].axis) if label else None
 
 
-def letter_of(rule: Rule, dims: Dims, layout: Layout, ranks: int) -> str | None:
-    """The label whose letter holds the digit that a layout splits; None where the digit lies across letters."""
+def label_of_layout(rule: Rule, dims: Dims, layout: Layout, ranks: int) -> str | None:
+    """The label whose letter contains the digit that a layout splits; None where the digit spans letters."""
     if len(layout.splits) != 1 or layout.partial or layout.partial_gradient:
         return None
     split: Split = layout.splits[0]

@@ -1,18 +1,21 @@
-"""From a whole graph and its strategies to the graph that every rank of a tensor-parallel group runs."""
+"""From a whole graph and its strategies to the graph that every rank of a tensor-parallel group runs.
+
+The local graph is priced, cut, printed and compiled like any other graph, so the plan that was compared is what runs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Op, Ref, Value, contiguous, refs, renamed
+from autopar.ir.graph import Graph, Op, Ref, Value, contiguous_strides, refs, renamed
 from autopar.ir.layout import REPLICATED, TP, AxisSizes, Layout
 from autopar.ir.names import unused_name
 from autopar.sharding.localise import localised
-from autopar.sharding.propagate import Assignment, assign, kept
-from autopar.sharding.reshard import Step, steps
+from autopar.sharding.propagate import GraphSharding, assign, storage_layout
+from autopar.sharding.reshard import ReshardStep, reshard_steps
 
-UNCOPIED = ("sum_gradient", "share_gradient")  # operators that return their argument itself
+UNCOPIED = ("sum_gradient", "share_gradient")  # operators that return their argument uncopied
 
 
 def shard_graph(
@@ -24,11 +27,11 @@ def shard_graph(
 ) -> Graph:
     """The graph that every rank runs: local shapes, and collectives between its operations.
 
-    Inputs, constants and outputs are replicated. A tensor is converted once for all readers of a stage that want it in
-    one layout: a sum on the stage that makes it, anything else on the stage that reads it.
+    Inputs, constants and outputs are replicated. A tensor is resharded once for all readers of a stage that read it in
+    one layout. A partial sum is reduced on the stage of its producer, everything else on the stage of its reader.
 
     Args:
-        strategies: label of an operation's strategy by its name; see `assign` for those without.
+        strategies: label of an operation's strategy by its name; see `assign` for operations without.
         storage: layout of every weight.
         stage_of: stage of every operation.
     """
@@ -45,79 +48,79 @@ def shard_graph(
 
 
 def storage(graph: Graph, labels: Mapping[str, str], ranks: AxisSizes) -> Mapping[str, Layout]:
-    """The layout in which each weight is kept between steps.
+    """The layout in which each weight is stored between steps.
 
-    A weight is split if all its readers read it split alike, replicated with a gradient that is summed once a step if
-    all use it on split data, and replicated otherwise. Constants are replicated: the trace holds them whole.
+    A weight is split if all its readers read it split alike. It is replicated with a gradient that is summed once a
+    step if all readers use it on split data. Otherwise it is replicated, as are constants, which the trace holds whole.
     """
-    found = assign(graph, labels, {}, ranks)
+    sharding = assign(graph, labels, {}, ranks)
     readers: dict[str, set[Layout]] = {w.name: set() for w in graph.weights}
     for op in graph.ops:
-        for name, layout in zip(op.reads, found.strategies[op.name].operands):
+        for name, layout in zip(op.reads, sharding.strategies[op.name].operands):
             if name in readers:
                 readers[name].add(layout)
     for name in refs(graph.outputs):
         if name in readers:
             readers[name].add(REPLICATED)
-    return {w.name: REPLICATED if w.kind == "constant" else kept(readers[w.name]) for w in graph.weights}
+    return {w.name: REPLICATED if w.kind == "constant" else storage_layout(readers[w.name]) for w in graph.weights}
 
 
 class Builder:
-    """Localises operations one after the other and collects the conversions between them."""
+    """Localises operations one after the other and collects the collectives between them."""
 
     def __init__(
         self,
         graph: Graph,
-        assigned: Assignment,
+        assigned: GraphSharding,
         storage: Mapping[str, Layout],
         ranks: AxisSizes,
         stage_of: Mapping[str, int],
     ) -> None:
-        self.graph, self.assigned, self.ranks, self.stage_of = graph, assigned, ranks, stage_of
+        self.graph, self.sharding, self.ranks, self.stage_of = graph, assigned, ranks, stage_of
         self.local_values = {value.name: value for value in graph.inputs}
         for w in graph.weights:
             self.local_values[w.name] = replace(w, shape=storage[w.name].local_shape(w.shape, ranks)).value
-        self.taken = {op.name for op in graph.ops} | set(graph.shapes)
-        self.known: dict[tuple[str, Layout, int], str] = {}  # (value, layout, stage) -> the converted value
+        self.used_names = {op.name for op in graph.ops} | set(graph.shapes)
+        self.converted_names: dict[tuple[str, Layout, int], str] = {}  # (value, layout, stage) -> the converted value
         self.before: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
         self.after: dict[str, list[Op]] = {op.name: [] for op in graph.ops}
 
     def local(self, op: Op) -> Op:
-        """An operation with local arguments, which reads converted values."""
-        strategy = self.assigned.strategies[op.name]
-        names = {name: self.converted(name, read, op) for name, read in zip(op.reads, strategy.operands)}
-        if op.name in self.assigned.rules:
-            op = localised(op, self.assigned.rules[op.name], strategy, self.ranks[TP])
+        """An operation with local arguments that reads resharded values."""
+        strategy = self.sharding.strategies[op.name]
+        names = {name: self.convert(name, read, op) for name, read in zip(op.reads, strategy.operands)}
+        if op.name in self.sharding.rules:
+            op = localised(op, self.sharding.rules[op.name], strategy, self.ranks[TP])
         self.local_values |= {value.name: value for value in op.outputs}
         return op.reading(names)
 
     def output(self, name: str) -> str:
-        """Name of an output of the model, replicated; converted where it is made, or a weight on the last stage."""
-        if self.assigned.made[name] == REPLICATED:
+        """Name of a replicated output of the model; values are resharded on their stage, weights on the last stage."""
+        if self.sharding.layouts[name] == REPLICATED:
             return name
         last = max(self.graph.ops, key=lambda op: self.stage_of[op.name])
-        return self.converted(name, REPLICATED, self.graph.producer.get(name, last))
+        return self.convert(name, REPLICATED, self.graph.producer.get(name, last))
 
-    def converted(self, name: str, read: Layout, reader: Op) -> str:
-        """Name of a value in the layout in which an operation reads it, converted before that where need be."""
-        current, layout = name, self.assigned.made[name]
-        found = steps(layout, read, TP, self.ranks[TP])
-        for step in found:
+    def convert(self, name: str, read: Layout, reader: Op) -> str:
+        """Name of a value in the layout in which an operation reads it; inserts the collectives that this takes."""
+        current, layout = name, self.sharding.layouts[name]
+        steps = reshard_steps(layout, read, TP, self.ranks[TP])
+        for step in steps:
             home = self.graph.producer[name] if layout.partial else reader
-            layout = read if step is found[-1] else REPLICATED
+            layout = read if step is steps[-1] else REPLICATED
             key = (name, layout, self.stage_of[home.name])
-            if key not in self.known:
-                self.known[key] = self.insert(step, name, current, layout, home)
-            current = self.known[key]
+            if key not in self.converted_names:
+                self.converted_names[key] = self.insert(step, name, current, layout, home)
+            current = self.converted_names[key]
         return current
 
-    def insert(self, step: Step, name: str, current: str, layout: Layout, home: Op) -> str:
-        """Name of the result of a new operation that takes a step from the current form of a value."""
+    def insert(self, step: ReshardStep, name: str, current: str, layout: Layout, home: Op) -> str:
+        """Name of the result of a new operation that takes a reshard step from the current form of a value."""
         source = self.local_values[current]
-        unique = unused_name(f"{name}.{step.name}", self.taken)
-        self.taken.add(unique)
+        unique = unused_name(f"{name}.{step.name}", self.used_names)
+        self.used_names.add(unique)
         shape = layout.local_shape(self.graph.shapes[name], self.ranks)
-        stride = source.stride if step.name in UNCOPIED else contiguous(shape)
+        stride = source.stride if step.name in UNCOPIED else contiguous_strides(shape)
         result = Value(unique, shape, source.dtype, stride, source.requires_grad)
         op = Op(unique, f"autopar.{step.name}.default", (Ref(current), *step.args), (), (result,), home.module,
                 home.source, home=home.name)  # fmt: skip

@@ -1,18 +1,17 @@
 """The rule of every operation that can be split: one line each.
 
-A text names the letters of each operand and output, a function makes them from the shapes. Keys are ATen names, with
-their overload where the overloads differ. ``replicated`` is for operations that are known not to split: unlike one
-without an entry, they are no reason for a warning.
+A text names the letters of each operand and output; a function makes them from the shapes. Keys are ATen names, with
+their overload where overloads differ. ``replicated`` is for operations that are known not to split: an operation
+without an entry is replicated too, but with a warning. In operations with weight matrices, the samples of a microbatch
+are not split by tensor parallelism, because that is data parallelism.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.sharding.bound_call import Function
-from autopar.sharding.functions import products as algebra
-from autopar.sharding.functions import shapes
-from autopar.sharding.functions import views as parts
+from autopar.sharding.bound_call import RuleFunction
+from autopar.sharding.functions import products, shapes, views
 
 POOL_1D = "... w! -> ... x!"
 POOL_2D = "... h! w! -> ... y! x!"
@@ -30,7 +29,7 @@ PER_ELEMENT = (
     "where.ScalarOther where.ScalarSelf where.self xlogy zeros_like"
 )
 RESHAPES = "_unsafe_view flatten.using_ints reshape reshape_as squeeze unflatten.int unsqueeze view.default view_as"
-# By a generator; `autopar.trace.passes.counter_rng` leaves only few of them.
+# Stateful random operations; `autopar.trace.passes.counter_rng` rewrites most of them before rules are looked up.
 DRAWN = (
     "alpha_dropout bernoulli.default bernoulli.p exponential feature_alpha_dropout feature_dropout "
     "normal_functional rand_like randint_like randn_like rrelu uniform"
@@ -40,34 +39,34 @@ NEVER_SPLIT = (
     "ones rand randint randn randperm scalar_tensor tril_indices triu_indices zeros"
 )
 
-RULES: Mapping[str, str | Function] = {
-    # products: what the left or right side alone has and no output has is summed
+RULES: Mapping[str, str | RuleFunction] = {
+    # products: a letter of one or both sides that no output has is summed
     "linear": "... k, n k, +n -> ... n",
     "mm": "n k, k m -> n m",
     "bmm": "b n k, b k m -> b n m",
     "mv": "n k, k -> n",
     "dot": "k, k ->",
-    "matmul": algebra.matmul,
-    "addmm": algebra.add_matmul,
-    "baddbmm": algebra.add_matmul,
-    "einsum": algebra.einsum,
-    "conv1d": algebra.convolution,
-    "conv2d": algebra.convolution,
-    "conv3d": algebra.convolution,
-    "conv_transpose1d": algebra.transposed_convolution,
-    "conv_transpose2d": algebra.transposed_convolution,
-    "conv_transpose3d": algebra.transposed_convolution,
-    "scaled_dot_product_attention": algebra.attention,
-    "embedding": algebra.embedding,
+    "matmul": products.matmul,
+    "addmm": products.add_matmul,
+    "baddbmm": products.add_matmul,
+    "einsum": products.einsum,
+    "conv1d": products.convolution,
+    "conv2d": products.convolution,
+    "conv3d": products.convolution,
+    "conv_transpose1d": products.transposed_convolution,
+    "conv_transpose2d": products.transposed_convolution,
+    "conv_transpose3d": products.transposed_convolution,
+    "scaled_dot_product_attention": products.attention,
+    "embedding": products.embedding,
     # normalisations
-    "layer_norm": algebra.layer_norm,
-    "rms_norm": algebra.layer_norm,
-    "group_norm": algebra.group_norm,
+    "layer_norm": products.layer_norm,
+    "rms_norm": products.layer_norm,
+    "group_norm": products.group_norm,
     "batch_norm": "n! c ...!, c, c, c, c -> n! c ...!",
     "instance_norm": "n! c ...!, c, c, c, c -> n! c ...!",
-    "softmax.int": parts.along(1, "dim"),
-    "_safe_softmax": parts.along(1, "dim"),
-    "log_softmax.int": parts.along(1, "dim"),
+    "softmax.int": views.along(1, "dim"),
+    "_safe_softmax": views.along(1, "dim"),
+    "log_softmax.int": views.along(1, "dim"),
     # pixels
     "adaptive_avg_pool1d": POOL_1D,
     "adaptive_avg_pool2d": POOL_2D,
@@ -92,86 +91,86 @@ RULES: Mapping[str, str | Function] = {
     "grid_sampler": "n c h! w!, n y! x! t! -> n c y! x!",
     "col2im": "n m! p! -> n c! h! w!",
     "im2col": "n c! h! w! -> n m! p!",
-    "pixel_shuffle": parts.shuffled,
-    "pixel_unshuffle": parts.shuffled,
-    "pad": parts.padded,
-    "constant_pad_nd": parts.padded,
+    "pixel_shuffle": views.shuffled,
+    "pixel_unshuffle": views.shuffled,
+    "pad": views.padded,
+    "constant_pad_nd": views.padded,
     "prelu": "n c ..., c -> n c ...",
     # dims in another order
-    "permute": shapes.reordered(shapes.permuted),
-    "transpose.int": shapes.reordered(shapes.swapped),
-    "swapaxes": shapes.reordered(shapes.swapped),
-    "swapdims": shapes.reordered(shapes.swapped),
-    "t": shapes.reordered(shapes.swapped),
-    "mT": shapes.reordered(shapes.swapped),
-    "numpy_T": shapes.reordered(shapes.turned),
-    "movedim": shapes.reordered(shapes.moved),
+    "permute": shapes.reordered(shapes.permute_order),
+    "transpose.int": shapes.reordered(shapes.transpose_order),
+    "swapaxes": shapes.reordered(shapes.transpose_order),
+    "swapdims": shapes.reordered(shapes.transpose_order),
+    "t": shapes.reordered(shapes.transpose_order),
+    "mT": shapes.reordered(shapes.transpose_order),
+    "numpy_T": shapes.reordered(shapes.reversed_order),
+    "movedim": shapes.reordered(shapes.movedim_order),
     "one_hot": "... -> ... c!",
     "view_as_real": "... -> ... c!",
     "view_as_complex": "... c! -> ...",
     # parts of dims
-    "slice.Tensor": parts.resized,
-    "narrow": parts.resized,
-    "select.int": parts.selected,
-    "unbind.int": parts.selected,
-    "split.Tensor": parts.split(2),
-    "split.sizes": parts.split(2),
-    "split_with_sizes": parts.split(2),
-    "chunk": parts.split(2),
-    "glu": parts.split(1, -1),
-    "cat": parts.joined,
-    "concat": parts.joined,
-    "stack": parts.stacked,
-    "repeat": parts.repeated,
-    "tile": parts.repeated,
-    "unfold": parts.unfolded,
-    "repeat_interleave.self_int": parts.repeated_each,
-    "index.Tensor": parts.indexed,
-    "index_select": parts.index_selected,
-    "gather": parts.gathered,
+    "slice.Tensor": views.resized,
+    "narrow": views.resized,
+    "select.int": views.selected,
+    "unbind.int": views.selected,
+    "split.Tensor": views.split(2),
+    "split.sizes": views.split(2),
+    "split_with_sizes": views.split(2),
+    "chunk": views.split(2),
+    "glu": views.split(1, -1),
+    "cat": views.joined,
+    "concat": views.joined,
+    "stack": views.stacked,
+    "repeat": views.repeated,
+    "tile": views.repeated,
+    "unfold": views.unfolded,
+    "repeat_interleave.self_int": views.repeated_each,
+    "index.Tensor": views.indexed,
+    "index_select": views.index_selected,
+    "gather": views.gathered,
     # along dims
-    "roll": parts.along(2, "dims"),
-    "flip": parts.along(1, "dims"),
-    "argsort": parts.along(1, "dim"),
-    "cumsum": parts.along(1, "dim"),
-    "cumprod": parts.along(1, "dim"),
+    "roll": views.along(2, "dims"),
+    "flip": views.along(1, "dims"),
+    "argsort": views.along(1, "dim"),
+    "cumsum": views.along(1, "dim"),
+    "cumprod": views.along(1, "dim"),
     "tril": "... r! c! -> ... r! c!",
     "triu": "... r! c! -> ... r! c!",
     # fewer dims
-    "sum.default": parts.reduced(1, "dim", summed=True),
-    "sum.dim_IntList": parts.reduced(1, "dim", summed=True),
-    "mean.dim": parts.reduced(1, "dim"),
-    "amax": parts.reduced(1, "dim"),
-    "amin": parts.reduced(1, "dim"),
-    "max.dim": parts.reduced(1, "dim"),
+    "sum.default": views.reduced(1, "dim", summed=True),
+    "sum.dim_IntList": views.reduced(1, "dim", summed=True),
+    "mean.dim": views.reduced(1, "dim"),
+    "amax": views.reduced(1, "dim"),
+    "amin": views.reduced(1, "dim"),
+    "max.dim": views.reduced(1, "dim"),
     "max.other": shapes.elementwise,
-    "min.dim": parts.reduced(1, "dim"),
+    "min.dim": views.reduced(1, "dim"),
     "min.other": shapes.elementwise,
-    "argmax": parts.reduced(1, "dim"),
-    "argmin": parts.reduced(1, "dim"),
-    "logsumexp": parts.reduced(1, "dim"),
-    "linalg_vector_norm": parts.reduced(2, "dim"),
-    "norm.ScalarOpt_dim": parts.reduced(2, "dim"),
-    "prod.dim_int": parts.reduced(1, "dim"),
-    "std.dim": parts.reduced(1, "dim"),
-    "std.correction": parts.reduced(1, "dim"),
-    "var.dim": parts.reduced(1, "dim"),
-    "var.correction": parts.reduced(1, "dim"),
-    "var_mean.correction": parts.reduced(1, "dim"),
-    # what depends on dtype alone, and what is random
-    "to.other": shapes.made_like,
-    "type_as": shapes.made_like,
-    "new_empty": shapes.made_new,
-    "new_full": shapes.made_new,
-    "new_ones": shapes.made_new,
-    "new_zeros": shapes.made_new,
+    "argmax": views.reduced(1, "dim"),
+    "argmin": views.reduced(1, "dim"),
+    "logsumexp": views.reduced(1, "dim"),
+    "linalg_vector_norm": views.reduced(2, "dim"),
+    "norm.ScalarOpt_dim": views.reduced(2, "dim"),
+    "prod.dim_int": views.reduced(1, "dim"),
+    "std.dim": views.reduced(1, "dim"),
+    "std.correction": views.reduced(1, "dim"),
+    "var.dim": views.reduced(1, "dim"),
+    "var.correction": views.reduced(1, "dim"),
+    "var_mean.correction": views.reduced(1, "dim"),
+    # operands of which only the dtype is read, and random operations
+    "to.other": shapes.like_second,
+    "type_as": shapes.like_second,
+    "new_empty": shapes.new_tensor,
+    "new_full": shapes.new_tensor,
+    "new_ones": shapes.new_tensor,
+    "new_zeros": shapes.new_tensor,
     "dropout": shapes.dropout,
-    "autopar.uniform": shapes.counted,
-    **dict.fromkeys(DRAWN.split(), shapes.drawn),
+    "autopar.uniform": shapes.counter_random,
+    **dict.fromkeys(DRAWN.split(), shapes.random),
     **dict.fromkeys(PER_ELEMENT.split(), shapes.elementwise),
     **dict.fromkeys(RESHAPES.split(), shapes.reshape),
     **dict.fromkeys(NEVER_SPLIT.split(), shapes.replicated),
 }
 
-# Operations that update weights they read, each rank its part.
+# Operations that update weights that they read; each rank updates its part.
 UPDATING = ("batch_norm", "instance_norm")

@@ -1,4 +1,4 @@
-"""Cutting whole tensors into the parts of a layout, and joining the parts: exact, so that state survives any mesh."""
+"""Whole tensors cut into the parts of a layout, and parts joined: exact, so that state survives any mesh."""
 
 from __future__ import annotations
 
@@ -16,8 +16,14 @@ Index = Mapping[str, int]  # a rank's number on each axis
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A box that a rank holds of a tensor: where it starts in the whole and in the rank's part, and its size."""
+class Box:
+    """A box of a tensor that a rank stores.
+
+    Args:
+        whole: start in the whole tensor, per dim.
+        part: start in the rank's part, per dim.
+        sizes: size, per dim.
+    """
 
     whole: tuple[int, ...]
     part: tuple[int, ...]
@@ -32,26 +38,24 @@ class Chunk:
         return narrowed(tensor, self.part, self.sizes)
 
 
-def chunks(shape: Sequence[int], layout: Layout, ranks: AxisSizes, index: Index) -> list[Chunk]:
-    """The boxes that the part of a rank consists of, as few as there can be.
+def boxes(shape: Sequence[int], layout: Layout, ranks: AxisSizes, index: Index) -> list[Box]:
+    """The boxes of a rank's part, as few as possible.
 
-    A contiguous split has one; a digit further inside of a dim has as many as there are values of the digits outside.
+    A contiguous split has one box. A split of an inner digit of a dim has one for each value of the digits outside.
 
     Args:
         shape: of the whole tensor.
     """
-    splits = by_dim(layout)
+    splits = splits_by_dim(layout)
     runs = [
-        runs_of(held(size, splits[dim], ranks, index)) if dim in splits else [(0, 0, size)]
+        runs_of(held_indices(size, splits[dim], ranks, index)) if dim in splits else [(0, 0, size)]
         for dim, size in enumerate(shape)
     ]
-    return [
-        Chunk(tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box)) for box in product(*runs)
-    ]
+    return [Box(tuple(r[0] for r in box), tuple(r[1] for r in box), tuple(r[2] for r in box)) for box in product(*runs)]
 
 
 def runs_of(indices: torch.Tensor) -> list[tuple[int, int, int]]:
-    """Stretches of consecutive indices: the first index, its position, how many."""
+    """(first index, its position, length) of each stretch of consecutive indices."""
     starts = [0, *(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()] if len(indices) else []
     ends = [*starts[1:], len(indices)]
     return [(int(indices[start]), start, end - start) for start, end in zip(starts, ends)]
@@ -65,53 +69,61 @@ def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) 
 
 
 def whole_shape(shape: Sequence[int], layout: Layout, ranks: AxisSizes) -> tuple[int, ...]:
-    """The shape of the tensor that a rank's part of this shape is of; inverse of `Layout.local_shape`."""
+    """The shape of the whole tensor of which a rank's part has this shape; inverse of `Layout.local_shape`."""
     sizes = list(shape)
     for split in layout.splits:
         sizes[split.dim] *= ranks[split.axis]
     return tuple(sizes)
 
 
-def part(tensor: torch.Tensor, layout: Layout, ranks: AxisSizes, index: Index) -> torch.Tensor:
-    """The part of a whole tensor that the rank with this index holds; the tensor itself where nothing is split.
+def local_part(tensor: torch.Tensor, layout: Layout, ranks: AxisSizes, index: Index) -> torch.Tensor:
+    """The part of a whole tensor that the rank with this index stores; the tensor itself where nothing is split.
 
-    A partial layout has no parts that could be cut out, and is a bug here.
+    Partial layouts are our own bug here: a summand cannot be cut out.
     """
     assert not layout.partial, f"{layout} cannot be stored"
-    for dim, splits in by_dim(layout).items():
-        tensor = tensor.index_select(dim, held(tensor.shape[dim], splits, ranks, index).to(tensor.device))
+    for dim, splits in splits_by_dim(layout).items():
+        tensor = tensor.index_select(dim, held_indices(tensor.shape[dim], splits, ranks, index).to(tensor.device))
     return tensor
 
 
-def whole(parts: Iterable[tuple[Index, torch.Tensor]], layout: Layout, ranks: AxisSizes) -> torch.Tensor:
-    """The tensor whose parts these are, one for each index on the axes that split it; inverse of `part`."""
-    found = list(parts)
-    for dim, splits in by_dim(layout).items():
+def whole_tensor(parts: Iterable[tuple[Index, torch.Tensor]], layout: Layout, ranks: AxisSizes) -> torch.Tensor:
+    """The whole tensor of its parts, one for each index on the axes that split it; inverse of `local_part`."""
+    remaining = list(parts)
+    for dim, splits in splits_by_dim(layout).items():
         axes = {split.axis for split in splits}
         groups: dict[frozenset[tuple[str, int]], list[tuple[Index, torch.Tensor]]] = {}
-        for index, tensor in found:
+        for index, tensor in remaining:
             groups.setdefault(frozenset((a, i) for a, i in index.items() if a not in axes), []).append((index, tensor))
-        found = [(dict(key), joined(members, dim, splits, ranks)) for key, members in groups.items()]
-    return found[0][1]
+        remaining = [(dict(key), join_along_dim(members, dim, splits, ranks)) for key, members in groups.items()]
+    return remaining[0][1]
 
 
 def assembled(
     parts: Mapping[int, Mapping[str, torch.Tensor]], storage: Mapping[str, Layout], mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Whole tensors by name, from the parts of them that ranks gave; layouts that are not listed are replicated."""
-    found: dict[str, dict[int, torch.Tensor]] = {}
-    for rank, own in parts.items():
-        for name, tensor in own.items():
-            found.setdefault(name, {})[mesh.place(rank).shard] = tensor
-    return {n: whole(by_shard(own), storage.get(n, REPLICATED), {TP: mesh.tp}) for n, own in found.items()}
+    """Whole tensors by name, from the parts of each rank.
+
+    Args:
+        parts: tensors by rank and name.
+        storage: layouts by name; names that are not listed are replicated.
+    """
+    shards_of: dict[str, dict[int, torch.Tensor]] = {}
+    for rank, tensors in parts.items():
+        for name, tensor in tensors.items():
+            shards_of.setdefault(name, {})[mesh.place(rank).shard] = tensor
+    return {
+        name: whole_tensor(by_shard(shards), storage.get(name, REPLICATED), {TP: mesh.tp})
+        for name, shards in shards_of.items()
+    }
 
 
-def summed(
+def summed_gradients(
     gradients: Mapping[int, Mapping[str, torch.Tensor]], storage: Mapping[str, Layout], mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """Whole gradients by name, from those that ranks have of their own replica, stage and shard.
+    """Whole gradients by name, from the gradients of each rank's own replica, stage and shard.
 
-    They add up over replicas and over the stages of a tied weight; over shards where each has a summand.
+    Gradients are summed over replicas and over the stages of a tied weight; over shards where each has a summand.
     """
     sums: dict[str, dict[int, torch.Tensor]] = {}
     for rank, own in gradients.items():
@@ -125,30 +137,31 @@ def summed(
         if TP in layout.partial_gradient:
             total[name] = torch.stack([own[shard] for shard in sorted(own)]).sum(0)
         else:
-            total[name] = whole(by_shard(own), layout, {TP: mesh.tp})
+            total[name] = whole_tensor(by_shard(own), layout, {TP: mesh.tp})
     return total
 
 
 def by_shard(tensors: Mapping[int, torch.Tensor]) -> list[tuple[Index, torch.Tensor]]:
+    """(index on the tensor axis, tensor) of each shard."""
     return [({TP: shard}, tensor) for shard, tensor in tensors.items()]
 
 
-def joined(
+def join_along_dim(
     members: Sequence[tuple[Index, torch.Tensor]], dim: int, splits: Sequence[Split], ranks: AxisSizes
 ) -> torch.Tensor:
-    """The tensor made of parts that differ along one dim."""
+    """The tensor of parts that differ along one dim."""
     count = prod(ranks[split.axis] for split in splits)
     assert len(members) == count, f"{len(members)} parts of {count}"
     shape = list(members[0][1].shape)
     shape[dim] *= count
     result = members[0][1].new_empty(shape)
     for index, tensor in members:
-        result.index_copy_(dim, held(shape[dim], splits, ranks, index).to(tensor.device), tensor)
+        result.index_copy_(dim, held_indices(shape[dim], splits, ranks, index).to(tensor.device), tensor)
     return result
 
 
-def held(size: int, splits: Sequence[Split], ranks: AxisSizes, index: Index) -> torch.Tensor:
-    """The indices of a whole dim that a rank holds, in order: those whose digit of every split is the rank's."""
+def held_indices(size: int, splits: Sequence[Split], ranks: AxisSizes, index: Index) -> torch.Tensor:
+    """The indices of a whole dim that a rank stores, in order: those whose digit of every split is the rank's."""
     indices = torch.arange(size)
     mine = torch.ones(size, dtype=torch.bool)
     for split in splits:
@@ -158,7 +171,7 @@ def held(size: int, splits: Sequence[Split], ranks: AxisSizes, index: Index) -> 
     return indices[mine]
 
 
-def by_dim(layout: Layout) -> dict[int, list[Split]]:
+def splits_by_dim(layout: Layout) -> dict[int, list[Split]]:
     """The splits of each dim that has any."""
     splits: dict[int, list[Split]] = {}
     for split in layout.splits:

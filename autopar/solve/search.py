@@ -10,7 +10,8 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import ModelInfo, Plan, SolverInfo
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import ModelInfo, SolverInfo
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
 from autopar.solve.cuts.local_search import simulated_faster

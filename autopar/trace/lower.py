@@ -12,7 +12,7 @@ from torch import nn
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Mode
-from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import Precision
 from autopar.ir.pytree import unflatten
 from autopar.trace.call import Call, is_batched
 from autopar.trace.export import ADVICE

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from autopar.api.model_source import need
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.runtime.spec import Parameters
 from autopar.train.timm_optional import needed
 
@@ -95,8 +94,7 @@ def timm_optimizer(
         options["momentum"] = momentum
     unknown = [name for name in options if name not in accepted]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], accepted, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = suggest(unknown[0], accepted)
         raise UsageError(f"timm's {opt} has no option {unknown[0]!r}.{hint} It has {', '.join(accepted)}.")
     limit = None
     if "max_grad_norm" in accepted:
@@ -123,8 +121,7 @@ def arguments(library: Any, opt: str) -> dict[str, Any]:
     known = library.list_optimizers()
     prefix, _, name = opt.lower().rpartition("_")  # timm knows lookahead_adam too
     if name not in known or prefix not in ("", "lookahead"):
-        near = difflib.get_close_matches(opt.lower(), known, 3)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = suggest(opt.lower(), known, 3)
         raise UsageError(
             f"timm has no optimizer {opt!r}.{hint} It has {len(known)}, such as adamw, sgd, lamb, lars, adafactor, "
             "muon: timm.optim.list_optimizers()."

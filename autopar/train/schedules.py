@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import OneCycleLR
 
 from autopar.api.model_source import need
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.ir.units import plural
 
 ONE_CYCLE, NONE = "onecycle", "none"
@@ -115,14 +114,12 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
         UsageError: unknown name or option, or options that contradict each other.
     """
     if sched not in NAMES:
-        near = difflib.get_close_matches(sched, NAMES, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = suggest(sched, NAMES)
         raise UsageError(f"There is no learning-rate schedule {sched!r}.{hint} It is one of {', '.join(NAMES)}.")
     accepted = options_of(sched)
     unknown = [name for name in options if name not in accepted]
     if unknown:
-        near = difflib.get_close_matches(unknown[0], accepted, 1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = suggest(unknown[0], accepted)
         raise UsageError(f"Schedule {sched!r} has no option {unknown[0]!r}.{hint} It has {', '.join(accepted)}.")
     by_updates = sched == ONE_CYCLE or options.get("step_on_epochs") is False
     if epochs < 1 or (by_updates and updates_per_epoch < 1):

@@ -11,7 +11,8 @@ from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, Op, Ref, Value, Weight
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.layout import Layout
-from autopar.ir.plan import BlockSharding, Collective, ModelInfo, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import BlockSharding, Collective, ModelInfo
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.search import Refine, search
 from autopar.solve.space.constraints import Constraints

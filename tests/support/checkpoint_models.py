@@ -21,7 +21,7 @@ from autopar.api.checkpoint import read_header
 from autopar.ir.layout import REPLICATED
 from autopar.runtime.checkpoint.dcp_planners import DataReader, PartsLoadPlanner, read_metadata
 from autopar.runtime.checkpoint.rank_state import ShardedTensor, decoded_training
-from autopar.sharding.tensors import chunks
+from autopar.sharding.tensors import boxes
 
 torch.manual_seed(0)
 IMAGES, LABELS = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
@@ -84,7 +84,7 @@ def contents(folder: Path) -> dict[str, torch.Tensor]:
     for key, about in saved.items():
         assert isinstance(about, TensorStorageMetadata)
         found[key] = torch.empty(about.size, dtype=about.properties.dtype)
-    pieces = [ShardedTensor(k, tuple(t.shape), chunks(t.shape, REPLICATED, {}, {}), t) for k, t in found.items()]
+    pieces = [ShardedTensor(k, tuple(t.shape), boxes(t.shape, REPLICATED, {}, {}), t) for k, t in found.items()]
     with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
         dcp.load({}, storage_reader=DataReader(data), planner=PartsLoadPlanner(lambda _: pieces), no_dist=True)
     training = decoded_training((data / "training.pt").read_bytes())

@@ -19,13 +19,14 @@ from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Graph, Ref
 from autopar.ir.layout import TP
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import HardwareInfo, InputInfo, ModelInfo, Plan, Precision, Prediction, SolverInfo, Stage
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import HardwareInfo, InputInfo, ModelInfo, Precision, Prediction, SolverInfo, Stage
 from autopar.ir.program import Program
 from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.launch.devices import this_machine
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
-from autopar.sharding.tensors import part
+from autopar.sharding.tensors import local_part
 from autopar.trace import lower
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
@@ -126,7 +127,7 @@ class ThreadRanks:
 
 def own_part(tensor: torch.Tensor, name: str, spec: RankSpec) -> torch.Tensor:
     """A rank's own copy of its part of a weight."""
-    return part(tensor, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard}).clone()
+    return local_part(tensor, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard}).clone()
 
 
 def in_threads(

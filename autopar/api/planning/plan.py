@@ -20,8 +20,9 @@ from autopar.cost.hardware.load import load_hardware
 from autopar.errors import MicrobatchWarning, UnknownOpWarning, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
-from autopar.ir.microbatches import microbatch_size, unlike_asked
-from autopar.ir.plan import InputInfo, ModelInfo, Plan
+from autopar.ir.microbatches import microbatch_mismatch, microbatch_size
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import InputInfo, ModelInfo
 from autopar.ir.units import of_type, plural
 from autopar.measure.regions.region_times import region_timer_for
 from autopar.runtime.launch.devices import default_hardware_name, this_machine
@@ -176,7 +177,7 @@ def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
 
 def warn_of_microbatches(plan: Plan, options: Options) -> None:
     """Say what became of the microbatches that were asked for, where they come out otherwise."""
-    changed = unlike_asked(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
+    changed = microbatch_mismatch(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
     if changed:
         warnings.warn(changed, MicrobatchWarning, stacklevel=4)  # the caller of plan or parallelize
 

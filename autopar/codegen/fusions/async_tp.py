@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.ir.graph import Op
 from autopar.ops.registry import named_arguments
-from autopar.sharding.fuse_linear import Joined, joined
+from autopar.sharding.fuse_linear import FusableLinear, find_fusable
 
 
 def fuse_async_tp(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
@@ -20,13 +20,13 @@ def fuse_async_tp(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
     Args:
         kept: values that are also read outside ``ops``.
     """
-    pairs = list(joined(ops, kept))
+    pairs = list(find_fusable(ops, kept))
     second = {(p.layer if p.first is p.collective else p.collective).name: fused_op(p) for p in pairs}
     first = {p.first.name for p in pairs}
     return [second.get(op.name, op) for op in ops if op.name not in first]
 
 
-def fused_op(pair: Joined) -> Op:
+def fused_op(pair: FusableLinear) -> Op:
     """The fused operation of a layer and a collective; it takes the place of the later one."""
     given, collective = named_arguments(pair.layer), pair.collective
     behind = pair.first is pair.layer

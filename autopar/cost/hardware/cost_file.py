@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import HardwareError
+from autopar.errors import HardwareError, suggest
 
 DECIMAL = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 BYTES = {f"{p}B": f for p, f in DECIMAL.items()} | {f"{p}iB": 1024.0**i for i, p in enumerate("KMGT", start=1)}
@@ -89,7 +88,4 @@ class Table:
         """Refuse fields that nothing has read."""
         for key in self.data:
             if key not in self.seen:
-                near = difflib.get_close_matches(key, self.seen, 1)
-                raise self.fail(
-                    key, f"is unknown.{f' Did you mean {near[0]}?' if near else ''} Known: {sorted(self.seen)}."
-                )
+                raise self.fail(key, f"is unknown.{suggest(key, self.seen)} Known: {sorted(self.seen)}.")

@@ -5,7 +5,6 @@ Needs no torch: a cost model can be read where torch is not installed.
 
 from __future__ import annotations
 
-import difflib
 import math
 import tomllib
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from autopar.cost.hardware.cost_file import Table
-from autopar.errors import HardwareError
+from autopar.errors import HardwareError, suggest
 from autopar.ir.hardware import (
     BANDS,
     COMPUTE_KINDS,
@@ -78,10 +77,9 @@ def find_file(name_or_path: str | PathLike[str]) -> Path:
         return path
     names = hardware_names()
     if name_or_path not in names:
-        near = difflib.get_close_matches(name_or_path, names, cutoff=0.5)
-        guess = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = suggest(name_or_path, names, 3, cutoff=0.5)
         raise HardwareError(
-            f"No cost model is named {name_or_path!r}.{guess} There are {', '.join(names)}; "
+            f"No cost model is named {name_or_path!r}.{hint} There are {', '.join(names)}; "
             "or give the path of a .toml file."
         )
     return cost_model_dir() / f"{name_or_path}.toml"

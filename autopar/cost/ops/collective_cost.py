@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from autopar.ir.graph import Op
 from autopar.ir.hardware import Hardware
 from autopar.ir.strategies import ReshardingCost
-from autopar.sharding.reshard import Step
+from autopar.sharding.reshard import ReshardStep
 
 
 def is_collective(op: Op) -> bool:
@@ -21,7 +21,9 @@ def sum_costs(parts: Iterable[ReshardingCost]) -> ReshardingCost:
     return ReshardingCost(sum(c.forward_seconds for c in listed), sum(c.backward_seconds for c in listed))
 
 
-def reshard_step_cost(step: Step, num_bytes: float, trained: bool, hardware: Hardware, ranks: int) -> ReshardingCost:
+def reshard_step_cost(
+    step: ReshardStep, num_bytes: float, trained: bool, hardware: Hardware, ranks: int
+) -> ReshardingCost:
     """Seconds of one resharding step per microbatch: a collective, or the copy that a local step makes.
 
     Copies that a collective makes before and after it communicates are not counted.
@@ -42,6 +44,6 @@ def reshard_step_cost(step: Step, num_bytes: float, trained: bool, hardware: Har
     return ReshardingCost(forward, backward)
 
 
-def full_tensor_bytes(step: Step, source_bytes: float, made_bytes: float, ranks: int) -> float:
+def full_tensor_bytes(step: ReshardStep, source_bytes: float, made_bytes: float, ranks: int) -> float:
     """Bytes of the unsharded tensor that a resharding step works on; its input or its output may be one rank's part."""
     return source_bytes * ranks if step.name == "all_to_all" else max(source_bytes, made_bytes)

@@ -17,11 +17,11 @@ from autopar.cost.ops.memory_traffic import (
 )
 from autopar.cost.ops.op_stats import ATTENTION, GraphStats, OpStats, storage_names
 from autopar.ir.graph import Graph, Op, Ref
-from autopar.ir.hardware import Hardware, Kind
+from autopar.ir.hardware import Hardware, OpKind
 from autopar.ir.layout import TP
 from autopar.ops.registry import named_arguments
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
-from autopar.sharding.reshard import step_of
+from autopar.sharding.reshard import reshard_step
 
 # A complex multiplication is a few real ones of this precision.
 REAL_PART = {"complex64": "float32", "complex128": "float64"}
@@ -120,7 +120,7 @@ class Pricing:
         return found
 
 
-def op_kind(op: Op, graph: Graph, flops: float) -> Kind:
+def op_kind(op: Op, graph: Graph, flops: float) -> OpKind:
     """Efficiency curve of an operation, as in a cost model's ``[efficiency]``."""
     if op.target == ATTENTION:
         return "attention"
@@ -140,14 +140,14 @@ def is_depthwise(op: Op, graph: Graph) -> bool:
     return arguments["groups"] > 1 and shape[1] == 1
 
 
-def num_backward_kernels(kind: Kind, stats: OpStats) -> int:
+def num_backward_kernels(kind: OpKind, stats: OpStats) -> int:
     """Number of equal kernels in a backward: one GEMM per gradient; attention has one kernel for all gradients."""
     if kind in ("attention", "memory"):
         return 1
     return max(1, round(stats.backward_flops / stats.forward_flops))
 
 
-def sums_over_samples(op: Op, pricing: Pricing, kind: Kind, products: int) -> bool:
+def sums_over_samples(op: Op, pricing: Pricing, kind: OpKind, products: int) -> bool:
     """Whether a gradient of an operation is a sum over samples that no GEMM computes, such as a bias's."""
     gradients = pricing.stats.ops[op.name].gradients
     if op.name not in pricing.batch_dependent or kind == "attention":
@@ -246,7 +246,7 @@ def measured_factors(pricing: Pricing, measured: MeasuredRegions) -> Factors:
 def collective_cost(op: Op, pricing: Pricing) -> OpCost:
     """Cost of an operation that sharding inserted; its backward is 0 s if its output has no gradient."""
     input_bytes, output_bytes = pricing.num_bytes(op.reads[0]), pricing.num_bytes(op.outputs[0].name)
-    step, trained = step_of(op), pricing.stats.ops[op.name].outputs[0].requires_grad
+    step, trained = reshard_step(op), pricing.stats.ops[op.name].outputs[0].requires_grad
     assert step is not None, f"{op.name}: {op.target} has no price"
     full_bytes = full_tensor_bytes(step, input_bytes, output_bytes, pricing.ranks)
     time = reshard_step_cost(step, full_bytes, trained, pricing.hardware, pricing.ranks)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import TraceError
-from autopar.ir.graph import DTYPE_BYTES, Graph, Op, Ref, dense, memory_order
+from autopar.ir.graph import DTYPE_BYTES, Graph, Op, Ref, dense_strides, memory_order
 from autopar.ops.registry import Operand, meta_tensor, named_arguments, operand_from, operand_of, results_of, signature
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
@@ -250,7 +250,7 @@ def attention_stats(op: Op, read: tuple[Operand, ...], device_type: str) -> OpSt
         saved_outputs=(0,) if trained else (),
         saved_bytes=4 * prod(query.shape[:-1]) + copied if trained else 0,
         aliases=(),
-        outputs=(Operand(shape, query.dtype, dense(shape, memory_order(query.shape, query.stride)), trained),),
+        outputs=(Operand(shape, query.dtype, dense_strides(shape, memory_order(query.shape, query.stride)), trained),),
     )
 
 

@@ -9,7 +9,7 @@ from autopar.cost.ops.op_cost import OpCost, Pricing
 from autopar.cost.ops.op_stats import GraphStats
 from autopar.ir.graph import Op, refs
 from autopar.ir.strategies import ReshardingCost
-from autopar.sharding.fuse_linear import joined
+from autopar.sharding.fuse_linear import find_fusable
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def with_exposed_collectives(pricing: Pricing, costs: Mapping[str, OpCost]) -> M
         pricing: of the local graph that each rank runs.
     """
     exposed = dict(costs)
-    for pair in joined(pricing.graph.ops, frozenset(refs(pricing.graph.outputs))):
+    for pair in find_fusable(pricing.graph.ops, frozenset(refs(pricing.graph.outputs))):
         moved = costs[pair.collective.name]
         layer = gemm_seconds(pair.layer, costs[pair.layer.name], pricing.stats)
         seconds = exposed_seconds(

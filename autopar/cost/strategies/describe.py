@@ -13,10 +13,10 @@ from autopar.cost.ops.op_stats import GraphStats
 from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Graph, Op, Value
 from autopar.ir.layout import Layout, pattern_of
-from autopar.ir.plan import BlockSharding, Collective
+from autopar.ir.plan_parts import BlockSharding, Collective
 from autopar.sharding.batch_dim import sample_dims
-from autopar.sharding.reshard import step_of
-from autopar.sharding.rule import Rule, has
+from autopar.sharding.reshard import reshard_step
+from autopar.sharding.rule import Rule, has_letter
 
 REDUCTIONS = {"all_reduce": "all-reduce", "reduce_scatter": "reduce-scatter"}
 CHANNELS_FIRST = ("conv", "batch_norm", "group_norm", "instance_norm")
@@ -47,10 +47,9 @@ def sharding_limits(graph: Graph, stats: GraphStats, ranks: int) -> tuple[str, .
 def size_limit(op: Op, rule: Rule, letter: str, book: RuleCache, samples: Mapping[str, Layout]) -> Iterator[str]:
     """The words for one letter of a rule whose size the ranks do not divide."""
     size, where = rule.sizes[letter], pattern_of(op.module or op.name)
-    fed = [i for i, name in enumerate(op.reads) if name in book.batch_dependent and has(rule.operands[i], letter)]
-    weights = [
-        i for i, name in enumerate(op.reads) if name not in book.batch_dependent and has(rule.operands[i], letter)
-    ]
+    readers = [i for i, dims in enumerate(rule.operands) if has_letter(dims, letter)]
+    fed = [i for i in readers if op.reads[i] in book.batch_dependent]
+    weights = [i for i in readers if op.reads[i] not in book.batch_dependent]
     if any(op.reads[i] not in book.graph.producer for i in fed):
         return  # a graph input, such as the channels of an image
     if weights and book.multiplies_weights(op):
@@ -91,7 +90,7 @@ def block_shardings(pricing: Pricing, local: Graph, storage: Mapping[str, Layout
     graph, local_pricing = pricing.graph, replace(pricing, graph=local)
     book = RuleCache(graph, pricing.stats, pricing.ranks)
     parts = {op.name: op for op in local.ops}
-    ways = [(op.home, step_of(op)) for op in local.ops if op.home]
+    ways = [(op.home, reshard_step(op)) for op in local.ops if op.home]
     reduced = {home: REDUCTIONS[step.name] for home, step in ways if step is not None and step.name in REDUCTIONS}
     samples = sample_dims(graph, book.rule)
     rows: dict[str, dict[str, str]] = {}
@@ -191,7 +190,7 @@ def split_word(op: Op, value: Value, local: Value, samples: Mapping[str, Layout]
 
 def collectives(op: Op, pricing: Pricing) -> Iterator[Collective]:
     """The collectives of an inserted operation: forward, backward, or both."""
-    step, made = step_of(op), op.outputs[0]
+    step, made = reshard_step(op), op.outputs[0]
     assert step is not None, f"{op.name}: {op.target} sends nothing"
     num_bytes = full_tensor_bytes(step, pricing.num_bytes(op.reads[0]), pricing.num_bytes(made.name), pricing.ranks)
     seconds = reshard_step_cost(step, num_bytes, made.requires_grad, pricing.hardware, pricing.ranks)

@@ -28,7 +28,7 @@ from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy, StrategyGraph, StrategyGroup
 from autopar.sharding.fuse_linear import before_layer, is_layer
-from autopar.sharding.reshard import steps
+from autopar.sharding.reshard import reshard_steps
 
 MAX_STRATEGIES = 8
 
@@ -211,7 +211,7 @@ def resharding_cost(
         trained: whether the tensor has a gradient.
         layer: GEMM seconds of the linear layer that alone reads it, if there is one; the last step overlaps with it.
     """
-    *first, last = steps(made, read, TP, pricing.ranks)
+    *first, last = reshard_steps(made, read, TP, pricing.ranks)
     parts = [reshard_step_cost(step, num_bytes, trained, pricing.hardware, pricing.ranks) for step in (*first, last)]
     operator = before_layer(last, trained)
     if operator is not None and layer is not None:

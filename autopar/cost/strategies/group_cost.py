@@ -24,8 +24,8 @@ from autopar.ir.cost_graph import ResidentTensor
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, TP, Layout, pattern_of
 from autopar.ir.strategies import ReshardingCost, ShardingStrategy
-from autopar.sharding.fuse_linear import behind_layer, is_layer
-from autopar.sharding.reshard import Step, steps
+from autopar.sharding.fuse_linear import after_layer, is_layer
+from autopar.sharding.reshard import ReshardStep, reshard_steps
 
 
 @dataclass(frozen=True)
@@ -244,9 +244,9 @@ class GroupCosting:
 
     def reshard_once(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
         """Cost of each resharding step from one layout into several; steps that these have in common count once."""
-        taken: dict[Layout, Step] = {}
+        taken: dict[Layout, ReshardStep] = {}
         for layout in wanted:
-            way = steps(made, layout, TP, self.ranks)
+            way = reshard_steps(made, layout, TP, self.ranks)
             for step in way:
                 taken.setdefault(layout if step is way[-1] else REPLICATED, step)
         trained, num_bytes = name in self.group.context.book.trained, self.group.pricing.num_bytes(name)
@@ -254,10 +254,10 @@ class GroupCosting:
             seconds = reshard_step_cost(step, num_bytes, trained, self.group.pricing.hardware, self.ranks)
             yield self.exposed_after_layer(name, step, seconds) if len(taken) == 1 else seconds
 
-    def exposed_after_layer(self, name: str, step: Step, seconds: ReshardingCost) -> ReshardingCost:
+    def exposed_after_layer(self, name: str, step: ReshardStep, seconds: ReshardingCost) -> ReshardingCost:
         """Exposed seconds of a step that is the only reader of a value: it overlaps with the layer that makes it."""
         op = next((op for op in self.group.members.ops if any(v.name == name for v in op.outputs)), None)
-        operator = behind_layer(step)
+        operator = after_layer(step)
         if operator is None or op is None or not is_layer(op):
             return seconds
         return exposed_seconds(

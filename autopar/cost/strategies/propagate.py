@@ -12,7 +12,7 @@ from autopar.cost.strategies.candidate_splits import CandidateSplits, depends_on
 from autopar.cost.strategies.rule_cache import RuleCache
 from autopar.ir.graph import Op
 from autopar.ir.layout import REPLICATED, TP, Layout
-from autopar.sharding.propagate import in_gradient, kept, replicated
+from autopar.sharding.propagate import replicated, storage_layout, without_gradient_sum
 from autopar.sharding.rule import Strategy, letter_and_parts
 
 
@@ -90,7 +90,7 @@ class GroupSharding:
 
     def weight_layout(self, name: str, book: RuleCache) -> Layout:
         """The layout in which a weight is stored for its readers in this group."""
-        return REPLICATED if book.graph.weight[name].kind == "constant" else kept(set(self.layouts(name)))
+        return REPLICATED if book.graph.weight[name].kind == "constant" else storage_layout(set(self.layouts(name)))
 
 
 def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context: PropagationContext) -> GroupSharding:
@@ -168,7 +168,7 @@ def follow_reader(
 def in_gradients(op: Op, found: Strategy, book: RuleCache) -> Strategy:
     """The strategy without partial gradients for operands that have no gradient."""
     pairs = zip(op.reads, found.operands, strict=True)
-    operands = tuple(in_gradient(layout, name in book.trained) for name, layout in pairs)
+    operands = tuple(without_gradient_sum(layout, name in book.trained) for name, layout in pairs)
     return Strategy(found.label, operands, found.outputs)
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from autopar.ir.hardware import CollectiveKind, Kind
+from autopar.ir.hardware import CollectiveKind, OpKind
 
-PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "overlap"] | Kind | CollectiveKind
+PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "overlap"] | OpKind | CollectiveKind
 STEADY_SPREAD = 0.25  # more than this between the quartiles of the repeats, and something else was using the machine
 
 

@@ -15,7 +15,7 @@ import torch
 from autopar.errors import MeasuringWarning, UsageError, WorkerError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
-from autopar.ir.plan import CostSource
+from autopar.ir.plan_parts import CostSource
 from autopar.ir.program import Program
 from autopar.ir.units import percent, plural
 from autopar.measure.machine.points import STEADY_SPREAD

@@ -1,11 +1,13 @@
-"""Linear layers and the collective before or behind them as one operator: what travels does so beside a product.
+"""Async tensor parallelism: a linear layer and the collective before or after it as one operator that overlaps them.
 
-Results are those of the collective and ``aten.linear`` of real numbers, but for how products of fewer rows round.
+Results equal the collective and ``aten.linear`` of real numbers, except for rounding in products of fewer rows.
 
-| operator | is | beside |
+| operator | is | the collective overlaps with |
 |---|---|---|
-| gathered_linear(x, weight, bias, dim, outer, ranks, axis) | all_gather, then linear | gradient of x, the weight's |
-| summed_linear(x, weight, bias, axis) | sum_gradient, then linear | gradient of x, the weight's |
-| gathered_rows_linear(x, weight, bias, ranks, axis) | the first, along the first dim | also rows of x, own ones |
-| scattered_rows_linear(x, weight, bias, ranks, axis) | linear, then reduce_scatter | others' rows, own ones |
+| gathered_linear(x, weight, bias, dim, outer, ranks, axis) | all_gather, then linear | backward: the wgrad matmul |
+| summed_linear(x, weight, bias, axis) | sum_gradient, then linear | backward: the wgrad matmul |
+| gathered_rows_linear(x, weight, bias, ranks, axis) | all_gather of rows, then linear | also products of rows |
+| scattered_rows_linear(x, weight, bias, ranks, axis) | linear, then reduce_scatter of rows | products of rows |
+
+Read side_stream (the CUDA stream of the collectives), input_grad (the first two), rows (the last two).
 """

@@ -1,7 +1,7 @@
-"""Linear layers whose input's gradient travels while the weight's is computed.
+"""Linear layers whose input gradient is reduced while the weight gradient is computed.
 
-Where ranks split a weight by its outputs, each computes a summand of the input's gradient. To sum these takes a
-collective, which nothing in the weight's gradient waits for.
+Where ranks split a weight by its outputs, each computes a summand of the input's gradient. Their sum takes a
+collective, which the weight's gradient does not wait for (Megatron's linear with asynchronous gradient all-reduce).
 """
 
 from __future__ import annotations
@@ -15,11 +15,16 @@ from torch import Tensor
 
 from autopar.ops import collectives
 from autopar.ops.async_tp.side_stream import on_side_stream
-from autopar.ops.collectives import on, parts, resized
+from autopar.ops.collectives import empty_resized, on, stack_parts
 
 
-def with_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-    """What sending the gradient of ``x`` returns, and beside it the gradient of the weight."""
+def send_and_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    """The result of ``send``, run on the side stream, and the weight's gradient, computed meanwhile.
+
+    Args:
+        rows: gradient of the layer's output, [rows, out].
+        x: input of the layer, [..., in].
+    """
     with on_side_stream(x.device) as join:
         for_x = send()
     for_weight = rows.t() @ x.flatten(0, -2)
@@ -31,15 +36,15 @@ def with_weight_gradient(rows: Tensor, x: Tensor, send: Callable[[], Tensor]) ->
 def gathered_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
-    """This rank's part of the gradient of a gathered ``x``, and the weight's."""
+    """This rank's part of the gradient of a gathered ``x``, and the weight's gradient."""
     rows = gradient.flatten(0, -2)
-    stacked = parts((rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
-    return with_weight_gradient(rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, overlapped=True))
+    stacked = stack_parts((rows @ weight).view(x.shape), dim, outer, ranks).contiguous()
+    return send_and_weight_gradient(rows, x, lambda: on(axis, ranks).reduce_scatter(stacked, overlapped=True))
 
 
 @torch.library.custom_op("autopar::summed_linear_backward", mutates_args=())
 def summed_linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, axis: str) -> tuple[Tensor, Tensor]:
-    """The gradient of an ``x`` that all ranks have, and the weight's."""
+    """The gradient of an ``x`` that all ranks have, and the weight's gradient."""
     rows = gradient.flatten(0, -2)
     total = (rows @ weight).view(x.shape)
 
@@ -47,23 +52,23 @@ def summed_linear_backward(gradient: Tensor, x: Tensor, weight: Tensor, axis: st
         on(axis).all_reduce(total, overlapped=True)
         return total
 
-    return with_weight_gradient(rows, x, send)
+    return send_and_weight_gradient(rows, x, send)
 
 
 @gathered_linear_backward.register_fake
 def _part_and_weight(
     gradient: Tensor, x: Tensor, weight: Tensor, dim: int, outer: int, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
-    return resized(x, {dim: x.shape[dim] // ranks}), resized(weight, {})
+    return empty_resized(x, {dim: x.shape[dim] // ranks}), empty_resized(weight, {})
 
 
 @summed_linear_backward.register_fake
 def _whole_and_weight(gradient: Tensor, x: Tensor, weight: Tensor, axis: str) -> tuple[Tensor, Tensor]:
-    return resized(x, {}), resized(weight, {})
+    return empty_resized(x, {}), empty_resized(weight, {})
 
 
 class OverlappedLinear(torch.autograd.Function):
-    """``where`` is what the collective takes: dim, outer, ranks and axis of a gather, the axis alone of a sum."""
+    """``where`` are the collective's arguments: dim, outer, ranks and axis of an all-gather, the axis of a sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *where: Any) -> Tensor:
@@ -82,7 +87,7 @@ class OverlappedLinear(torch.autograd.Function):
         else:
             send = collectives.reduce_scatter if ctx.gathers else collectives.all_reduce
             for_x, for_weight = send(gradient @ weight, *ctx.where), None
-        # Behind the operator: a compiler would compute the gradient twice if the sum came first.
+        # After the operator: a compiler would compute the gradient twice if the bias sum came first.
         for_bias = gradient.flatten(0, -2).sum(0) if bias_needed else None
         return for_x, for_weight, for_bias, None, *[None] * len(ctx.where)
 
@@ -96,11 +101,11 @@ torch.library.define("autopar::summed_linear", "(Tensor x, Tensor weight, Tensor
 
 @torch.library.impl("autopar::gathered_linear", "CompositeImplicitAutograd")
 def gathered_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *where: Any) -> Tensor:
-    """A linear layer of the whole tensor of which each rank has a part; ``where`` is dim, outer, ranks and axis."""
+    """A linear layer of the whole tensor of the ranks' parts; ``where`` is dim, outer, ranks and axis."""
     return OverlappedLinear.apply(x, weight, bias, True, *where)  # type: ignore[return-value]
 
 
 @torch.library.impl("autopar::summed_linear", "CompositeImplicitAutograd")
 def summed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, axis: str) -> Tensor:
-    """A linear layer of a tensor that all ranks have, each with a part of the outputs."""
+    """A linear layer of a replicated tensor; each rank computes a part of the outputs."""
     return OverlappedLinear.apply(x, weight, bias, False, axis)  # type: ignore[return-value]

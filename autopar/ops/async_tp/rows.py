@@ -1,8 +1,8 @@
-"""Linear layers that compute one rank's rows while another's travel.
+"""Linear layers that multiply one rank's rows while another rank's rows are transferred.
 
-Rows lie along the first dim, of which each rank has a part. What a layer reads is gathered while this rank's own rows
-are multiplied, then the others' are; what it makes is computed for the others first, and travels while this rank's own
-rows are multiplied. Backwards do the same with gradients.
+Each rank has a part of the first dim. An input is gathered while this rank's own rows are multiplied; then the peers'
+rows are. An output is computed for the peers first and transferred while this rank's own rows are multiplied. Backwards
+do the same with gradients.
 """
 
 from __future__ import annotations
@@ -15,43 +15,43 @@ from torch import Tensor
 
 from autopar.ops.async_tp.input_grad import OverlappedLinear
 from autopar.ops.async_tp.side_stream import on_side_stream
-from autopar.ops.collectives import all_gather, on, resized
+from autopar.ops.collectives import all_gather, empty_resized, on
 
-Multiply = Callable[[Tensor, Tensor], None]  # rows, and where their product is written
+Multiply = Callable[[Tensor, Tensor], None]  # rows, and the tensor for their product
 
 
-def linear_by(weight: Tensor, bias: Tensor | None) -> Multiply:
-    """What multiplies rows by ``weight`` [out, in]."""
+def linear_into(weight: Tensor, bias: Tensor | None) -> Multiply:
+    """A function that writes the product of rows [..., in] with ``weight`` [out, in] into a tensor [..., out]."""
 
-    def multiply(rows: Tensor, made: Tensor) -> None:
-        rows, made = rows.flatten(0, -2), made.flatten(0, -2)
+    def multiply(rows: Tensor, out: Tensor) -> None:
+        rows, out = rows.flatten(0, -2), out.flatten(0, -2)
         if bias is None:
-            torch.mm(rows, weight.t(), out=made)
+            torch.mm(rows, weight.t(), out=out)
         else:
-            torch.addmm(bias, rows, weight.t(), out=made)
+            torch.addmm(bias, rows, weight.t(), out=out)
 
     return multiply
 
 
-def gathered_and(multiply: Multiply, x: Tensor, columns: int, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
-    """The product of all ranks' rows, of so many columns, and the rows themselves."""
+def gather_and_multiply(multiply: Multiply, x: Tensor, columns: int, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
+    """The product [ranks · rows, ..., columns] of all ranks' rows, and the gathered rows [ranks · rows, ...]."""
     communicator = on(axis, ranks)
-    own, x = communicator.rank, x.contiguous()
-    whole, made = x.new_empty([ranks, *x.shape]), x.new_empty([ranks, *x.shape[:-1], columns])
+    rank, x = communicator.rank, x.contiguous()
+    whole, product = x.new_empty([ranks, *x.shape]), x.new_empty([ranks, *x.shape[:-1], columns])
     with on_side_stream(x.device) as join:
-        given = communicator.publish(x)
-    multiply(x, made[own])
-    whole[own].copy_(x)
+        published = communicator.publish(x)
+    multiply(x, product[rank])
+    whole[rank].copy_(x)
     join()
-    others = [some for some in (slice(own), slice(own + 1, ranks)) if len(whole[some])]
+    peer_slices = [some for some in (slice(rank), slice(rank + 1, ranks)) if len(whole[some])]
     with on_side_stream(x.device) as join:
-        for some in others:
-            whole[some].copy_(given[some])
-    for some in others:
-        multiply(given[some], made[some])
+        for peers in peer_slices:
+            whole[peers].copy_(published[peers])
+    for peers in peer_slices:
+        multiply(published[peers], product[peers])
     join()
     communicator.unpublish()
-    return made.flatten(0, 1), whole.flatten(0, 1)
+    return product.flatten(0, 1), whole.flatten(0, 1)
 
 
 @torch.library.custom_op(
@@ -62,8 +62,8 @@ def gathered_and(multiply: Multiply, x: Tensor, columns: int, ranks: int, axis: 
 def gathered_rows_linear_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor]:
-    """The layer of all ranks' rows, and these."""
-    return gathered_and(linear_by(weight, bias), x, len(weight), ranks, axis)
+    """The layer of all ranks' rows, and the gathered rows."""
+    return gather_and_multiply(linear_into(weight, bias), x, len(weight), ranks, axis)
 
 
 @torch.library.custom_op(
@@ -73,7 +73,7 @@ def gathered_rows_linear_forward(
 )
 def scattered_rows_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
     """This rank's rows of the sum of all ranks' layers."""
-    communicator, multiply = on(axis, ranks), linear_by(weight, bias)
+    communicator, multiply = on(axis, ranks), linear_into(weight, bias)
     rows = x.contiguous().unflatten(0, (ranks, -1))
     made = x.new_empty([*rows.shape[:-1], len(weight)])
     for k in communicator.peer_order():
@@ -91,29 +91,29 @@ def scattered_rows_linear_forward(x: Tensor, weight: Tensor, bias: Tensor | None
 def scattered_rows_linear_backward(
     gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x and weight, and the whole gradient of what the layer made."""
-    for_x, whole = gathered_and(linear_by(weight.t(), None), gradient, weight.shape[1], ranks, axis)
+    """The gradients of x and weight, and the whole gradient of the layer's output."""
+    for_x, whole = gather_and_multiply(linear_into(weight.t(), None), gradient, weight.shape[1], ranks, axis)
     return for_x, whole.flatten(0, -2).t() @ x.flatten(0, -2), whole
 
 
 @gathered_rows_linear_forward.register_fake
 def _made_and_whole(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> tuple[Tensor, Tensor]:
-    whole = resized(x, {0: ranks * x.shape[0]})
-    return resized(whole, {x.dim() - 1: weight.shape[0]}), whole
+    whole = empty_resized(x, {0: ranks * x.shape[0]})
+    return empty_resized(whole, {x.dim() - 1: weight.shape[0]}), whole
 
 
 @scattered_rows_linear_forward.register_fake
 def _part(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
-    return resized(x, {0: x.shape[0] // ranks, x.dim() - 1: weight.shape[0]})
+    return empty_resized(x, {0: x.shape[0] // ranks, x.dim() - 1: weight.shape[0]})
 
 
 @scattered_rows_linear_backward.register_fake
 def _gradients(gradient: Tensor, x: Tensor, weight: Tensor, ranks: int, axis: str) -> tuple[Tensor, Tensor, Tensor]:
-    return resized(x, {}), resized(weight, {}), resized(gradient, {0: x.shape[0]})
+    return empty_resized(x, {}), empty_resized(weight, {}), empty_resized(gradient, {0: x.shape[0]})
 
 
 class _GatheredRowsLinear(OverlappedLinear):
-    """Its gradients are those of any gathered layer."""
+    """Its backward is that of any gathered layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gathers: bool, *where: Any) -> Tensor:
@@ -152,11 +152,11 @@ for name in ("gathered", "scattered"):
 
 @torch.library.impl("autopar::gathered_rows_linear", "CompositeImplicitAutograd")
 def gathered_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
-    """A linear layer of the rows of all ranks, each of which makes some of the outputs."""
+    """A linear layer of the rows of all ranks; each rank computes a part of the outputs."""
     return _GatheredRowsLinear.apply(x, weight, bias, True, 0, 1, ranks, axis)  # type: ignore[return-value]
 
 
 @torch.library.impl("autopar::scattered_rows_linear", "CompositeImplicitAutograd")
 def scattered_rows_linear(x: Tensor, weight: Tensor, bias: Tensor | None, ranks: int, axis: str) -> Tensor:
-    """This rank's rows of a linear layer of which each rank has some of the inputs."""
+    """This rank's rows of a linear layer whose inputs are split over the ranks."""
     return _ScatteredRowsLinear.apply(x, weight, bias, ranks, axis)  # type: ignore[return-value]

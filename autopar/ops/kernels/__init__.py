@@ -1,1 +1,1 @@
-"""Triton kernels of the operators."""
+"""Triton kernels of the operators, imported only on machines with Triton."""

@@ -15,7 +15,7 @@ import torch
 
 from autopar.errors import CheckpointError
 from autopar.ir.layout import REPLICATED, TP, Layout
-from autopar.sharding.tensors import Chunk, chunks, whole_shape
+from autopar.sharding.tensors import Box, boxes, whole_shape
 
 if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
@@ -30,7 +30,7 @@ class ShardedTensor:
 
     key: str
     shape: tuple[int, ...]
-    chunks: Sequence[Chunk]
+    chunks: Sequence[Box]
     tensor: torch.Tensor
 
 
@@ -129,7 +129,7 @@ def sharded_tensor(rank: Rank, key: str, layout: Layout, tensor: torch.Tensor) -
     """A rank's part of a tensor that lies so."""
     ranks = {TP: rank.mesh.tp}
     shape = whole_shape(tensor.shape, layout, ranks)
-    return ShardedTensor(key, shape, chunks(shape, layout, ranks, {TP: rank.place.shard}), tensor)
+    return ShardedTensor(key, shape, boxes(shape, layout, ranks, {TP: rank.place.shard}), tensor)
 
 
 def named_groups(rank: Rank) -> list[list[str]]:

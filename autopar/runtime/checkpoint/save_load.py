@@ -36,7 +36,7 @@ from autopar.runtime.checkpoint.rank_state import EMA, MODEL, OptionChange, Shar
 from autopar.runtime.checkpoint.restore import Restore
 from autopar.runtime.comm.transport import TransportError
 from autopar.runtime.spec import rank_text
-from autopar.sharding.tensors import chunks
+from autopar.sharding.tensors import boxes
 
 if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
@@ -111,7 +111,7 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
             key = f"{EMA if averaged else MODEL}.{name}"
             saved = saved_tensor(metadata, key)
             found[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
-            pieces.append(ShardedTensor(key, tuple(saved.size), chunks(saved.size, REPLICATED, {}, {}), found[name]))
+            pieces.append(ShardedTensor(key, tuple(saved.size), boxes(saved.size, REPLICATED, {}, {}), found[name]))
         return pieces
 
     try:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from autopar.ir.comm_sizes import MAX_SYMMETRIC_BUFFER_BYTES, exchange_bytes
+from autopar.ir.comm_sizes import MAX_SYMMETRIC_BUFFER_BYTES, replica_buffer_bytes
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.comm.transport import SendHandle, Transport
 from autopar.runtime.params.flat_buckets import FlatBucket
@@ -42,7 +42,7 @@ def make_replica_collectives(
     boards = transport.symmetric_buffer(ranks)
     if boards is None:
         return TransportReplicaCollectives(transport, ranks)
-    boards.reserve(exchange_bytes(largest_bytes, len(ranks)))
+    boards.reserve(replica_buffer_bytes(largest_bytes, len(ranks)))
     return SymmetricReplicaCollectives(
         SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), boards), device
     )

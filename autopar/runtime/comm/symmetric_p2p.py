@@ -15,7 +15,7 @@ import torch.distributed as dist
 # Not public in torch 2.11 and 2.15, and the only way to memory that peers write and signal without a NCCL kernel.
 from torch.distributed import _symmetric_memory as symmetric_memory
 
-from autopar.ir.comm_sizes import ALIGNMENT, aligned
+from autopar.ir.comm_sizes import MESSAGE_ALIGNMENT, message_bytes
 
 Messages = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
 SendHandle = Callable[[], None]
@@ -48,7 +48,7 @@ class SymmetricMemory:
         """
         sizes = torch.zeros(self.world + 1, dtype=torch.int64)
         for (src, _), num_bytes in incoming.items():
-            sizes[src] += aligned(num_bytes)
+            sizes[src] += message_bytes(num_bytes)
         sizes[self.world] = max((sum(peer == p for peer, _ in incoming) for p in range(self.world)), default=0)
         everybody = [torch.empty_like(sizes) for _ in range(self.world)]
         dist.all_gather(everybody, sizes, group=self.cpu_group)
@@ -117,7 +117,7 @@ class SymmetricChannel:
 
 def allocated(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
     """Bytes of this rank that the group's others reach, and the handle to theirs; all of its ranks call."""
-    buffer = symmetric_memory.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
+    buffer = symmetric_memory.empty(max(num_bytes, MESSAGE_ALIGNMENT), dtype=torch.uint8, device=device)
     count(buffer)
     return buffer, symmetric_memory.rendezvous(buffer, group)
 
@@ -144,7 +144,7 @@ def places(messages: Messages, starts: Mapping[int, int]) -> dict[tuple[int, int
     ends, counts = dict(starts), dict.fromkeys(starts, 0)
     for peer, tag in sorted(messages):
         found[peer, tag] = ends[peer], counts[peer]
-        ends[peer] += aligned(messages[peer, tag])
+        ends[peer] += message_bytes(messages[peer, tag])
         counts[peer] += 1
     return found
 

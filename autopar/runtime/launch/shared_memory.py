@@ -12,6 +12,8 @@ from math import prod
 
 import torch
 
+from autopar.ir.comm_sizes import round_up
+
 ALIGNMENT = 64  # bytes, a cache line
 
 
@@ -48,7 +50,7 @@ class SharedMemory:
         slots, end = [], 0
         for tensor in tensors:
             slots.append(Slot(tensor.dtype, tuple(tensor.shape), end))
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+            end += round_up(tensor.nbytes, ALIGNMENT)
         if end > os.fstat(self.fd).st_size:
             allocate(self.fd, end)
         for view, tensor in zip(self.read(slots), tensors, strict=True):

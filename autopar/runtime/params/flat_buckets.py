@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from autopar.ir.grad_buckets import MAX_WASTE, aligned, balanced, grouped, loads
+from autopar.ir.grad_buckets import MAX_PADDING_SHARE, assign_owners, group_weights, owner_loads, padded_numel
 from autopar.ir.graph import DTYPE_BYTES, Weight
 
 SPARE_BYTES = 8 * 2**20  # of padding: moving it takes as long as starting one more collective (25 µs over NVLink)
@@ -86,14 +86,14 @@ def replica_owners(
         holders: the stages that hold each weight.
     """
     trained = [[weight for weight in own if weight.requires_grad] for own in stages]
-    tied = {w.name: aligned(w.numel) for own in trained for w in own if len(holders.get(w.name, ())) > 1}
-    owners = balanced(tied, num_owners, {})
+    tied = {w.name: padded_numel(w.numel) for own in trained for w in own if len(holders.get(w.name, ())) > 1}
+    owners = assign_owners(tied, num_owners, {})
     for own in trained:
         total = [0] * num_owners
-        for group in grouped(own, num_owners):
-            numel = {weight.name: aligned(weight.numel) for weight in group}
-            owners |= balanced(numel, num_owners, owners, total)
-            total = [a + b for a, b in zip(total, loads(numel, owners, num_owners), strict=True)]
+        for group in group_weights(own, num_owners):
+            numel = {weight.name: padded_numel(weight.numel) for weight in group}
+            owners |= assign_owners(numel, num_owners, owners, total)
+            total = [a + b for a, b in zip(total, owner_loads(numel, owners, num_owners), strict=True)]
     return owners
 
 
@@ -104,17 +104,17 @@ def flat_buckets(weights: Sequence[Weight], owners: Mapping[str, int], num_repli
         owners: of all of them, or empty where each replica updates every weight.
     """
     num_owners = num_replicas if owners else 1
-    return tuple(placed(group, owners, num_owners) for group in grouped(weights, num_owners))
+    return tuple(placed(group, owners, num_owners) for group in group_weights(weights, num_owners))
 
 
 def placed(group: Sequence[Weight], owners: Mapping[str, int], num_owners: int) -> FlatBucket:
     """A group's bucket: padded to equal segments unless that would add too much."""
-    numel = {weight.name: aligned(weight.numel) for weight in group}
+    numel = {weight.name: padded_numel(weight.numel) for weight in group}
     owner = {name: owners.get(name, 0) for name in numel}
-    sizes = loads(numel, owner, num_owners)
+    sizes = owner_loads(numel, owner, num_owners)
     element = DTYPE_BYTES[group[0].stored_dtype]
     padding = num_owners * max(sizes) - sum(sizes)
-    if padding <= MAX_WASTE * sum(sizes) or padding * element <= SPARE_BYTES:
+    if padding <= MAX_PADDING_SHARE * sum(sizes) or padding * element <= SPARE_BYTES:
         sizes = [max(sizes)] * num_owners
     bounds = [0, *accumulate(sizes)]
     names = sorted(numel, key=owner.__getitem__)  # stable: within a segment the order of a backward

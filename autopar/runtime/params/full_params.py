@@ -11,7 +11,7 @@ from autopar.ir.layout import TP
 from autopar.runtime.comm.transport import Transport
 from autopar.runtime.params.grad_reduce import Bucket, balanced_owners, buckets_of
 from autopar.runtime.spec import RankSpec
-from autopar.sharding.tensors import part, whole, whole_shape
+from autopar.sharding.tensors import local_part, whole_shape, whole_tensor
 
 
 class FullParams:
@@ -60,7 +60,7 @@ class FullParams:
     def unshard(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         """The whole tensor, from every shard's part in one row."""
         shape = self.parts[name].shape
-        return whole([({TP: i}, p.view(shape)) for i, p in enumerate(parts)], self.spec.layout(name), self.sizes)
+        return whole_tensor([({TP: i}, p.view(shape)) for i, p in enumerate(parts)], self.spec.layout(name), self.sizes)
 
     def scatter(self) -> None:
         """Give every shard its part of the weights that were updated."""
@@ -80,4 +80,4 @@ class FullParams:
 
     def shard_of(self, name: str, shard: int) -> torch.Tensor:
         """A shard's part of a whole weight, in one row."""
-        return part(self.owned[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)
+        return local_part(self.owned[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)

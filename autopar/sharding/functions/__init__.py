@@ -1,1 +1,1 @@
-"""Rules of operations whose text depends on shapes."""
+"""Rules of operations whose letters depend on shapes and arguments: products, shapes (rearranged elements), views."""

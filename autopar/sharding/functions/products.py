@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from autopar.sharding.bound_call import Call, aligned, broadcast, build, numbered
+from autopar.sharding.bound_call import BoundCall, broadcast_letters, broadcast_shape, dim_letters, make_rule
 from autopar.sharding.rule import Dims, Rule
 
 
-def matmul(call: Call) -> Rule | None:
+def matmul(call: BoundCall) -> Rule | None:
     """Vectors, matrices, or batches of matrices that are broadcast."""
     left, right = call.operands if len(call.operands) == 2 else ((), ())
-    batch = broadcast([left[:-2], right[:-2]])
+    batch = broadcast_shape([left[:-2], right[:-2]])
     if not left or not right or batch is None:
         return None
-    letters = numbered(batch)
+    letters = dim_letters(batch)
     rows: Dims = (("n",),) if len(left) > 1 else ()
     columns: Dims = (("m",),) if len(right) > 1 else ()
-    lead = aligned(left[:-2], batch, letters), aligned(right[:-2], batch, letters)
+    lead = broadcast_letters(left[:-2], batch, letters), broadcast_letters(right[:-2], batch, letters)
     if lead[0] is None or lead[1] is None:
         return None
     operands = [(*lead[0], *rows, ("k",)), (*lead[1], ("k",), *columns)]
-    return build(call, operands, [(*letters, *rows, *columns)], summed="k")
+    return make_rule(call, operands, [(*letters, *rows, *columns)], summed="k")
 
 
-def add_matmul(call: Call) -> Rule | None:
+def add_matmul(call: BoundCall) -> Rule | None:
     """addmm and baddbmm: the first operand is broadcast onto the product and added to it."""
     product: Dims = (("b",), ("n",), ("m",))[-len(call.outputs[0]) :]
     batch = product[:-2]
-    added = aligned(call.operands[0], call.outputs[0], product)
+    added = broadcast_letters(call.operands[0], call.outputs[0], product)
     if added is None:
         return None
     operands = [added, (*batch, ("n",), ("k",)), (*batch, ("k",), ("m",))]
-    return build(call, operands, [product], summed="k", added=[0])
+    return make_rule(call, operands, [product], summed="k", added=[0])
 
 
-def einsum(call: Call) -> Rule | None:
-    """The equation's own letters; a letter that the output lacks is summed over."""
+def einsum(call: BoundCall) -> Rule | None:
+    """The equation's letters; a letter that the output lacks is summed over."""
     equation = call.argument(0, "equation").replace(" ", "")
     left, arrow, right = equation.partition("->")
     terms = left.split(",")
@@ -44,10 +44,10 @@ def einsum(call: Call) -> Rule | None:
     taken_twice = [x for x in letters if any(term.count(x) > 1 for term in terms)]
     operands: list[Dims] = [tuple((x,) for x in term) for term in terms]
     summed = [x for x in letters if x not in right]
-    return build(call, operands, [tuple((x,) for x in right)], summed=summed, whole=taken_twice)
+    return make_rule(call, operands, [tuple((x,) for x in right)], summed=summed, whole=taken_twice)
 
 
-def convolution(call: Call) -> Rule | None:
+def convolution(call: BoundCall) -> Rule | None:
     """conv1d to conv3d: channels of a group in, out, and groups.
 
     Where the kernel tiles the image without overlap or padding (patch embedding, 1×1), a dim of the image can be split
@@ -68,11 +68,11 @@ def convolution(call: Call) -> Rule | None:
     into, out = channels("i", groups), channels("o", groups)
     operands: list[Dims] = [(*lead, into, *image), (out, ("i",), *((f"k{i}",) for i in range(len(kernel)))), (out,)]
     whole = [f"{letter}{i}" for i in range(len(kernel)) for letter in "kv"]
-    made = (*lead, out, *pixels)
-    return build(call, operands[: len(call.operands)], [made], sizes=sizes, summed="i", whole=whole, added=biases(call))
+    operands, made = operands[: len(call.operands)], (*lead, out, *pixels)
+    return make_rule(call, operands, [made], sizes=sizes, summed="i", whole=whole, added=bias_operands(call))
 
 
-def transposed_convolution(call: Call) -> Rule | None:
+def transposed_convolution(call: BoundCall) -> Rule | None:
     """conv_transpose1d to 3d, whose weight has its input channels first."""
     shape, kernel = call.operands[0], call.operands[1][2:]
     groups = call.argument(6, "groups", 1)
@@ -82,11 +82,11 @@ def transposed_convolution(call: Call) -> Rule | None:
     operands: list[Dims] = [(*lead, into, *free), (into, ("o",), *free), (out,)]
     sizes = channel_sizes(groups, call.operands[1][0] // groups, call.operands[1][1])
     made = (*lead, out, *free)
-    return build(call, operands[: len(call.operands)], [made], sizes=sizes, summed="i", added=biases(call))
+    return make_rule(call, operands[: len(call.operands)], [made], sizes=sizes, summed="i", added=bias_operands(call))
 
 
 def channels(letter: str, groups: int) -> tuple[str, ...]:
-    """A dim of channels."""
+    """The letters of a dim of channels."""
     return ("g", letter) if groups > 1 else (letter,)
 
 
@@ -95,35 +95,35 @@ def channel_sizes(groups: int, into: int, out: int) -> dict[str, int]:
     return {"g": groups, "i": into, "o": out}
 
 
-def biases(call: Call) -> list[int]:
-    """Number of the bias, if there is one."""
+def bias_operands(call: BoundCall) -> list[int]:
+    """Number of the bias operand, if there is one."""
     return [2] if len(call.operands) > 2 else []
 
 
-def tiles(call: Call, dim: int, kernel: int, size: int, made: int) -> bool:
+def tiles(call: BoundCall, dim: int, kernel: int, size: int, made: int) -> bool:
     """Whether windows of the kernel cover a dim of the image exactly, each element once."""
-    stride, padding = at(call.argument(3, "stride", 1), dim), at(call.argument(4, "padding", 0), dim)
-    dilation = at(call.argument(5, "dilation", 1), dim)
+    stride, padding = per_dim(call.argument(3, "stride", 1), dim), per_dim(call.argument(4, "padding", 0), dim)
+    dilation = per_dim(call.argument(5, "dilation", 1), dim)
     unpadded = padding in (0, "valid") or (padding == "same" and kernel == 1)
     return stride == kernel and unpadded and (dilation == 1 or kernel == 1) and size == kernel * made
 
 
-def at(value: object, dim: int) -> object:
-    """What an argument says of one dim, given for each, or once for all."""
+def per_dim(value: object, dim: int) -> object:
+    """The value of an argument for one dim; the argument has a value per dim, or one for all."""
     return value[dim if len(value) > 1 else 0] if isinstance(value, tuple) else value
 
 
-def attention(call: Call) -> Rule | None:
+def attention(call: BoundCall) -> Rule | None:
     """scaled_dot_product_attention: batch, heads, and queries where no causal mask counts them.
 
-    Keys are whole, since softmax runs over them. With dropout everything is, as in any random operation.
+    Keys are whole, since softmax runs over them. With dropout all letters are whole, as in any random operation.
     """
     if len(call.operands) < 3:
         return None
     (query, key, value, *masks), made = call.operands, call.outputs[0]
-    batch = numbered(made[:-2])
+    batch = dim_letters(made[:-2])
     sizes = {f"d{i}": size for i, size in enumerate(made[:-2])} | {"q": query[-2], "s": key[-2]}
-    of_query, of_key, of_value = (aligned(shape[:-2], made[:-2], batch) for shape in (query, key, value))
+    of_query, of_key, of_value = (broadcast_letters(shape[:-2], made[:-2], batch) for shape in (query, key, value))
     if call.argument(7, "enable_gqa", False) and len(made) > 2 and query[-3] % key[-3] == 0:
         # query head j reads key head j // (query heads / key heads)
         sizes |= {"h": key[-3], "g": query[-3] // key[-3]}
@@ -134,7 +134,7 @@ def attention(call: Call) -> Rule | None:
     operands: list[Dims] = [(*of_query, ("q",), ("e",)), (*of_key, ("s",), ("e",)), (*of_value, ("s",), ("v",))]
     scores = (*made[:-1], key[-2])
     for mask in masks:
-        dims = aligned(mask, scores, (*batch, ("q",), ("s",)))
+        dims = broadcast_letters(mask, scores, (*batch, ("q",), ("s",)))
         if dims is None:
             return None
         operands.append(dims)
@@ -143,31 +143,31 @@ def attention(call: Call) -> Rule | None:
         whole |= {"q"}
     if call.argument(4, "dropout_p", 0.0):
         whole |= sizes.keys()
-    return build(call, operands, [(*batch, ("q",), ("v",))], sizes=sizes, whole=whole)
+    return make_rule(call, operands, [(*batch, ("q",), ("v",))], sizes=sizes, whole=whole)
 
 
-def layer_norm(call: Call) -> Rule | None:
+def layer_norm(call: BoundCall) -> Rule | None:
     """The normalised dims, the last ones, are whole (also rms_norm)."""
-    letters = numbered(call.operands[0])
+    letters = dim_letters(call.operands[0])
     normalised = letters[len(letters) - len(call.argument(1, "normalized_shape")) :]
     operands = [letters] + [normalised] * (len(call.operands) - 1)
-    return build(call, operands, [letters], whole=[dim[0] for dim in normalised])
+    return make_rule(call, operands, [letters], whole=[dim[0] for dim in normalised])
 
 
-def group_norm(call: Call) -> Rule | None:
-    """Samples and groups of channels are apart."""
+def group_norm(call: BoundCall) -> Rule | None:
+    """Samples and groups of channels are independent."""
     shape, groups = call.operands[0], call.argument(1, "num_groups")
-    pixels: Dims = numbered(shape[2:], "v")
+    pixels: Dims = dim_letters(shape[2:], "v")
     channel: Dims = (("g", "c"),)
     sizes = {"g": groups, "c": shape[1] // groups}
     whole = ["c", *(dim[0] for dim in pixels)]
     operands = [(("n",), *channel, *pixels)] + [channel] * (len(call.operands) - 1)
-    return build(call, operands, [operands[0]], sizes=sizes, whole=whole)
+    return make_rule(call, operands, [operands[0]], sizes=sizes, whole=whole)
 
 
-def embedding(call: Call) -> Rule | None:
+def embedding(call: BoundCall) -> Rule | None:
     """Rows of a table: their gradients are sums, unless divided by each row's count in the batch, or sparse."""
-    letters = numbered(call.operands[1])
+    letters = dim_letters(call.operands[1])
     unlike_sums = call.argument(3, "scale_grad_by_freq", False) or call.argument(4, "sparse", False)
     whole = ["v", *(dim[0] for dim in letters)] if unlike_sums else ["v"]
-    return build(call, [(("v",), ("e",)), letters], [(*letters, ("e",))], whole=whole)
+    return make_rule(call, [(("v",), ("e",)), letters], [(*letters, ("e",))], whole=whole)

@@ -1,40 +1,48 @@
-"""Rules of operations that select from dims, cut, join or reduce them: functions of the shapes."""
+"""Rules of operations that select, cut, join or reduce dims: functions of the shapes."""
 
 from __future__ import annotations
 
 from autopar.ir.graph import Ref
-from autopar.sharding.bound_call import Call, Function, aligned, broadcast, build, numbered, wrapped
+from autopar.sharding.bound_call import (
+    BoundCall,
+    RuleFunction,
+    broadcast_letters,
+    broadcast_shape,
+    dim_letters,
+    dims_from_front,
+    make_rule,
+)
 from autopar.sharding.rule import Dims, Rule
 
 # -- dims that are read as a whole -------------------------------------------------------------------------------
 
 
-def along(position: int, name: str) -> Function:
+def along(position: int, name: str) -> RuleFunction:
     """A rule for outputs of the operand's shape that mix elements along the dims in one argument (softmax, roll)."""
 
-    def rule(call: Call) -> Rule | None:
-        letters = numbered(call.operands[0])
-        dims = wrapped(call.argument(position, name), len(letters))
-        return build(call, [letters], [letters] * len(call.outputs), whole=[f"d{dim}" for dim in dims])
+    def rule(call: BoundCall) -> Rule | None:
+        letters = dim_letters(call.operands[0])
+        dims = dims_from_front(call.argument(position, name), len(letters))
+        return make_rule(call, [letters], [letters] * len(call.outputs), whole=[f"d{dim}" for dim in dims])
 
     return rule
 
 
-def reduced(position: int, name: str, summed: bool = False) -> Function:
+def reduced(position: int, name: str, summed: bool = False) -> RuleFunction:
     """A rule for outputs without the dims in one argument.
 
     Args:
         summed: whether it is a sum, which partial sums add up to; a mean or a maximum is not.
     """
 
-    def rule(call: Call) -> Rule | None:
-        letters = numbered(call.operands[0])
-        dims = wrapped(call.argument(position, name), len(letters))
+    def rule(call: BoundCall) -> Rule | None:
+        letters = dim_letters(call.operands[0])
+        dims = dims_from_front(call.argument(position, name), len(letters))
         kept = [letter for dim, letter in enumerate(letters) if dim not in dims]
         if len(call.outputs[0]) == len(letters):
             kept = [() if dim in dims else letter for dim, letter in enumerate(letters)]
         gone = [f"d{dim}" for dim in dims]
-        return build(
+        return make_rule(
             call, [letters], [tuple(kept)] * len(call.outputs),
             summed=gone if summed else (), whole=() if summed else gone,
         )  # fmt: skip
@@ -42,152 +50,153 @@ def reduced(position: int, name: str, summed: bool = False) -> Function:
     return rule
 
 
-def resized(call: Call) -> Rule | None:
-    """Dims that keep their size pass, all others are whole: slices, which leave the former alone."""
-    letters = numbered(call.operands[0])
+def resized(call: BoundCall) -> Rule | None:
+    """Dims that keep their size pass, all others are whole: a slice leaves a dim of equal size as it was."""
+    letters = dim_letters(call.operands[0])
     made = tuple(
         letter if before == after else ()
         for letter, before, after in zip(letters, call.operands[0], call.outputs[0])
     )  # fmt: skip
-    return build(call, [letters], [made])
+    return make_rule(call, [letters], [made])
 
 
-def padded(call: Call) -> Rule | None:
-    """Padded dims are whole; a dim padded by as much as it is cut keeps its size, so the amounts are what counts."""
+def padded(call: BoundCall) -> Rule | None:
+    """Padded dims are whole. A dim can be padded and cut by equal amounts and keep its size, so the amounts decide."""
     amounts = call.argument(1, "pad")
-    letters = numbered(call.operands[0])
+    letters = dim_letters(call.operands[0])
     touched = {len(letters) - 1 - i // 2 for i, amount in enumerate(amounts) if amount}
     made = tuple(() if dim in touched else letter for dim, letter in enumerate(letters))
-    return build(call, [letters], [made], whole=[f"d{dim}" for dim in touched])
+    return make_rule(call, [letters], [made], whole=[f"d{dim}" for dim in touched])
 
 
-def selected(call: Call) -> Rule | None:
-    """One index of a dim (select), or each of them as an output (unbind): that dim goes."""
-    letters = numbered(call.operands[0])
+def selected(call: BoundCall) -> Rule | None:
+    """One index of a dim (select), or each of them as an output (unbind): the dim disappears."""
+    letters = dim_letters(call.operands[0])
     dim = call.argument(1, "dim", 0) % len(letters)
-    return build(call, [letters], [letters[:dim] + letters[dim + 1 :]] * len(call.outputs), whole=[f"d{dim}"])
+    return make_rule(call, [letters], [letters[:dim] + letters[dim + 1 :]] * len(call.outputs), whole=[f"d{dim}"])
 
 
-def unfolded(call: Call) -> Rule | None:
-    """Windows over one dim (Tensor.unfold), their elements in a last dim of their own."""
-    letters = numbered(call.operands[0])
+def unfolded(call: BoundCall) -> Rule | None:
+    """Windows over one dim (Tensor.unfold); their elements are a new last dim."""
+    letters = dim_letters(call.operands[0])
     dim = call.argument(1, "dimension") % max(1, len(letters))
-    return build(call, [letters], [(*letters[:dim], (), *letters[dim + 1 :], ())], whole=[f"d{dim}"])
+    return make_rule(call, [letters], [(*letters[:dim], (), *letters[dim + 1 :], ())], whole=[f"d{dim}"])
 
 
-def index_selected(call: Call) -> Rule | None:
-    """One dim is looked up by a list of indices, which takes its place."""
-    letters = numbered(call.operands[0])
+def index_selected(call: BoundCall) -> Rule | None:
+    """One dim is looked up by a list of indices, which replaces it."""
+    letters = dim_letters(call.operands[0])
     if not letters or len(call.operands[1]) != 1:
         return None
     dim = call.argument(1, "dim") % len(letters)
     made = (*letters[:dim], ("i",), *letters[dim + 1 :])
-    return build(call, [letters, (("i",),)], [made], whole=[f"d{dim}"])
+    return make_rule(call, [letters, (("i",),)], [made], whole=[f"d{dim}"])
 
 
-def indexed(call: Call) -> Rule | None:
-    """Dims looked up by index tensors, which are broadcast together and stand where the dims stood.
+def indexed(call: BoundCall) -> Rule | None:
+    """Dims looked up by index tensors, which are broadcast together and replace those dims.
 
     Where those dims are not neighbours the index comes first, as in NumPy.
     """
     indices = call.argument(1, "indices")
     at = [dim for dim, index in enumerate(indices) if isinstance(index, Ref)]
-    shape = broadcast(call.operands[1:])
+    shape = broadcast_shape(call.operands[1:])
     if not at or shape is None or len(indices) > len(call.operands[0]):
         return None
-    letters, looked_up = numbered(call.operands[0]), numbered(shape, "i")
+    letters, looked_up = dim_letters(call.operands[0]), dim_letters(shape, "i")
     kept = [letter for dim, letter in enumerate(letters) if dim not in at]
     first = at[0] if at == list(range(at[0], at[-1] + 1)) else 0
     made = (*kept[:first], *looked_up, *kept[first:])
-    operands = [aligned(operand, shape, looked_up) for operand in call.operands[1:]]
-    return build(
+    operands = [broadcast_letters(operand, shape, looked_up) for operand in call.operands[1:]]
+    return make_rule(
         call, [letters, *(o for o in operands if o is not None)], [made], whole=[f"d{dim}" for dim in at]
     )  # fmt: skip
 
 
-def gathered(call: Call) -> Rule | None:
+def gathered(call: BoundCall) -> Rule | None:
     """One dim looked up element by element (gather); the index may be smaller in the others, which are whole then."""
     if len(call.operands[0]) != len(call.operands[1]) or not call.operands[0]:
         return None
-    letters, dim = numbered(call.operands[0]), call.argument(1, "dim") % len(call.operands[0])
+    letters, dim = dim_letters(call.operands[0]), call.argument(1, "dim") % len(call.operands[0])
     index = tuple(
         letters[i] if size == call.operands[0][i] and i != dim else (f"i{i}",)
         for i, size in enumerate(call.operands[1])
     )  # fmt: skip
-    return build(call, [letters, index], [index], whole=[f"d{dim}", *(x[0] for x in index if x[0][0] == "i")])
+    return make_rule(call, [letters, index], [index], whole=[f"d{dim}", *(x[0] for x in index if x[0][0] == "i")])
 
 
 # -- dims in equal parts -----------------------------------------------------------------------------------------
 
 
 def parted(rank: int, dim: int, parts: str, rest: str) -> Dims:
-    """Letters of a tensor of which one dim is made of parts."""
-    letters = numbered((0,) * rank)
+    """Letters of a tensor with one dim that consists of parts."""
+    letters = dim_letters((0,) * rank)
     return (*letters[:dim], (parts, rest), *letters[dim + 1 :])
 
 
-def split(position: int, default: int = 0) -> Function:
-    """A rule for a dim cut in pieces (split, chunk, glu); where they are equal, each piece is split alike.
+def split(position: int, default: int = 0) -> RuleFunction:
+    """A rule for a dim cut in pieces (split, chunk, glu); equal pieces are split alike.
 
     Args:
-        position: of the argument that holds the dim, and ``default`` that dim where it is not given.
+        position: of the argument with the dim.
+        default: the dim where that argument is missing.
     """
 
-    def rule(call: Call) -> Rule | None:
+    def rule(call: BoundCall) -> Rule | None:
         shape = call.operands[0]
         dim = call.argument(position, "dim", default) % len(shape)
         pieces = {made[dim] for made in call.outputs}
         size = call.outputs[0][dim]
-        letters = numbered(shape)
+        letters = dim_letters(shape)
         if len(pieces) > 1 or not size or shape[dim] % size or not is_equal_split(call, shape[dim] // size):
             apart = (*letters[:dim], (), *letters[dim + 1 :])
-            return build(call, [letters], [apart] * len(call.outputs))
+            return make_rule(call, [letters], [apart] * len(call.outputs))
         made = (*letters[:dim], ("r",), *letters[dim + 1 :])
         sizes = {"p": shape[dim] // size, "r": size}
-        return build(call, [parted(len(shape), dim, "p", "r")], [made] * len(call.outputs), sizes=sizes)
+        return make_rule(call, [parted(len(shape), dim, "p", "r")], [made] * len(call.outputs), sizes=sizes)
 
     return rule
 
 
-def is_equal_split(call: Call, parts: int) -> bool:
-    """Whether the pieces stay as many on a rank: chunk makes fewer than it is asked for where sizes do not divide."""
+def is_equal_split(call: BoundCall, parts: int) -> bool:
+    """Whether a rank has as many pieces: chunk makes fewer than requested where sizes do not divide."""
     return not call.op.target.startswith("aten.chunk") or call.argument(1, "chunks") == parts
 
 
-def joined(call: Call) -> Rule | None:
-    """Tensors one after the other along a dim (cat); where they are equally long, split alike."""
+def joined(call: BoundCall) -> Rule | None:
+    """Tensors one after the other along a dim (cat); tensors of equal length are split alike."""
     rank = len(call.outputs[0])
     dim = call.argument(1, "dim", 0) % rank
-    letters = numbered(call.outputs[0])
+    letters = dim_letters(call.outputs[0])
     lengths = {shape[dim] for shape in call.operands if len(shape) == rank}
     if len(lengths) != 1:
         apart = (*letters[:dim], (), *letters[dim + 1 :])
-        return build(call, [apart] * len(call.operands), [apart])
+        return make_rule(call, [apart] * len(call.operands), [apart])
     sizes = {"p": len(call.operands), "r": min(lengths)}
     each = (*letters[:dim], ("r",), *letters[dim + 1 :])
-    return build(call, [each] * len(call.operands), [parted(rank, dim, "p", "r")], sizes=sizes, whole="p")
+    return make_rule(call, [each] * len(call.operands), [parted(rank, dim, "p", "r")], sizes=sizes, whole="p")
 
 
-def stacked(call: Call) -> Rule | None:
-    """Tensors along a dim of their own."""
-    letters = numbered(call.operands[0])
+def stacked(call: BoundCall) -> Rule | None:
+    """Tensors along a new dim."""
+    letters = dim_letters(call.operands[0])
     dim = call.argument(1, "dim", 0) % len(call.outputs[0])
     made = (*letters[:dim], ("p",), *letters[dim:])
-    return build(call, [letters] * len(call.operands), [made], whole="p")
+    return make_rule(call, [letters] * len(call.operands), [made], whole="p")
 
 
-def repeated(call: Call) -> Rule | None:
-    """Every dim over and over (repeat, tile): the repetitions are a factor outside of the dim."""
+def repeated(call: BoundCall) -> Rule | None:
+    """Every dim repeated (repeat, tile): the repetitions are a factor outside the dim."""
     repeats = call.argument(1, "dims" if call.op.target.startswith("aten.tile") else "repeats")
     repeats = (1,) * (len(call.operands[0]) - len(repeats)) + repeats
     lead = len(repeats) - len(call.operands[0])
     sizes = {f"r{i}": times for i, times in enumerate(repeats)}
     sizes |= {f"d{i + lead}": size for i, size in enumerate(call.operands[0])}
     made = tuple((f"r{i}", f"d{i}") if i >= lead else (f"r{i}",) for i in range(len(repeats)))
-    return build(call, [numbered(call.outputs[0])[lead:]], [made], sizes=sizes)
+    return make_rule(call, [dim_letters(call.outputs[0])[lead:]], [made], sizes=sizes)
 
 
-def repeated_each(call: Call) -> Rule | None:
+def repeated_each(call: BoundCall) -> Rule | None:
     """Every element of a dim several times in a row (repeat_interleave)."""
     dim, rank = call.argument(2, "dim"), len(call.operands[0])
     if dim is None or call.argument(3, "output_size") is not None:
@@ -195,19 +204,19 @@ def repeated_each(call: Call) -> Rule | None:
     dim %= rank
     sizes = {"p": call.operands[0][dim], "r": call.argument(1, "repeats")}
     made = parted(rank, dim, "p", "r")
-    return build(call, [(*made[:dim], ("p",), *made[dim + 1 :])], [made], sizes=sizes, whole="r")
+    return make_rule(call, [(*made[:dim], ("p",), *made[dim + 1 :])], [made], sizes=sizes, whole="r")
 
 
-def shuffled(call: Call) -> Rule | None:
+def shuffled(call: BoundCall) -> Rule | None:
     """Channels become pixels (pixel_shuffle): [c r s, h, w] -> [c, h r, w s]; or back (pixel_unshuffle)."""
     deep, wide = call.operands[0], call.outputs[0]
     back = deep[-2] > wide[-2]
     if back:
         deep, wide = wide, deep
-    lead = numbered(deep[:-3])
+    lead = dim_letters(deep[:-3])
     factor = call.argument(1, "downscale_factor" if back else "upscale_factor")
     sizes = {"c": wide[-3], "h": deep[-2], "w": deep[-1], "r": factor, "s": factor}
     deep_dims: Dims = (*lead, ("c", "r", "s"), ("h",), ("w",))
     wide_dims: Dims = (*lead, ("c",), ("h", "r"), ("w", "s"))
     sides = (wide_dims, deep_dims) if back else (deep_dims, wide_dims)
-    return build(call, [sides[0]], [sides[1]], sizes=sizes, whole="rs")
+    return make_rule(call, [sides[0]], [sides[1]], sizes=sizes, whole="rs")

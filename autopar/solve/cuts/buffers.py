@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.ir.comm_sizes import aligned
+from autopar.ir.comm_sizes import message_bytes
 from autopar.solve.cuts.problem import CutProblem
 
 
@@ -37,7 +37,7 @@ def incoming_bytes(problem: CutProblem, stage_of: Sequence[int]) -> list[int]:
     if not problem.places:
         return incoming
     for flow in problem.cost.edges:
-        src, size = stage_of[flow.producer], problem.places * aligned(flow.num_bytes)
+        src, size = stage_of[flow.producer], problem.places * message_bytes(flow.num_bytes)
         for dst in {stage_of[c] for c in flow.consumers}:
             if (dst - src) % problem.pp:
                 incoming[dst] += size

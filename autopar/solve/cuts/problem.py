@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, Protocol
 
-from autopar.ir.comm_sizes import exchange_bytes
+from autopar.ir.comm_sizes import replica_buffer_bytes
 from autopar.ir.cost_graph import CostGraph, ResidentTensor
-from autopar.ir.grad_buckets import padded_bytes
+from autopar.ir.grad_buckets import largest_bucket_bytes
 from autopar.ir.graph import DTYPE_BYTES, Weight
 from autopar.ir.hardware import Link
 from autopar.ir.layout import Layout
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo
+from autopar.ir.plan_parts import Balance, BlockSharding, Recompute, ScheduleName, SolverInfo
 
 Axis = Literal["pp", "tp", "dp"]
 
@@ -179,7 +179,7 @@ class CutProblem:
                    requires_grad=True, master=stored if w.copy_bytes else "")
             for w in trained
         ]  # fmt: skip
-        return exchange_bytes(padded_bytes(weights, self.owners), self.dp)
+        return replica_buffer_bytes(largest_bucket_bytes(weights, self.owners), self.dp)
 
     def fixed_bytes(self, stage: int) -> int:
         """Bytes of a stage that do not depend on its groups: inputs and, on a rank's first stage, the replicas'

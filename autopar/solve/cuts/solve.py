@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.ir.plan import SolverInfo
+from autopar.ir.plan_parts import SolverInfo
 from autopar.solve.backend import Solved, SolverName, default_solver, solve
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts
 from autopar.solve.cuts.evaluate import floor_seconds, objective_seconds, stage_costs

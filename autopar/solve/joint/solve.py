@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.plan import SolverInfo
+from autopar.ir.plan_parts import SolverInfo
 from autopar.solve.backend import Outcome, SolverName, default_solver, run, stages_found
 from autopar.solve.cuts.evaluate import floor_seconds
 from autopar.solve.cuts.ranges import check_pins, slowest_limit, stage_ranges

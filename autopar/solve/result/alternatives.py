@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Alternative, Balance
+from autopar.ir.plan_parts import Alternative, Balance
 from autopar.ir.units import plural
 from autopar.solve.cuts.evaluate import stage_costs
 from autopar.solve.result.make_plan import Decision, Setting, step_time

@@ -10,18 +10,18 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.layout import REPLICATED, compressed
 from autopar.ir.microbatches import microbatch_factors
-from autopar.ir.plan import (
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import (
     Alternative,
     HardwareInfo,
     Message,
     ModelInfo,
-    Plan,
     Prediction,
     SolverInfo,
     Stage,
     StageMemory,
 )
-from autopar.schedule.replay import scheduled_seconds
+from autopar.schedule.simulate import scheduled_seconds
 from autopar.solve.cuts.evaluate import StageCost, one_way_seconds, rank_costs, stage_costs
 from autopar.solve.cuts.problem import Costs, CutProblem, Priced
 from autopar.solve.space.constraints import Constraints, hop_link

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.plan import SolverInfo
+from autopar.ir.plan_parts import SolverInfo
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.backend import SolverName, default_solver, run
 from autopar.solve.cuts.solve import SOLVER_TOLERANCE

@@ -8,9 +8,9 @@ from itertools import count
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_size
-from autopar.ir.plan import INTERLEAVED, ScheduleName
+from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
 from autopar.ir.units import BYTES, text
-from autopar.schedule.generate import kept_at_once, max_in_flight, may_overlap
+from autopar.schedule.generate import in_flight_profiles, max_in_flight, may_overlap
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, least_memory_cuts
 from autopar.solve.cuts.evaluate import fullest_bytes, stage_costs
 from autopar.solve.cuts.local_search import local_search
@@ -206,7 +206,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         if point.stages > priced.cost.loss:  # more than groups: refused, while listing what they hold takes minutes
             profiles = (((1,) * chunks,),) * mesh.pp
         else:
-            profiles = tuple(kept_at_once(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
+            profiles = tuple(in_flight_profiles(schedule, p, mesh.pp, microbatches, chunks) for p in range(mesh.pp))
         in_flight = [profiles[p][0][chunk] for chunk in range(chunks) for p in range(mesh.pp)]
     return CutProblem(
         cost=priced.cost.recomputed if asked.recompute == "all" else priced.cost,

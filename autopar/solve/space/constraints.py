@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.names import inside
-from autopar.ir.plan import INTERLEAVED, AskedSchedule, Balance, Recompute
+from autopar.ir.plan_parts import INTERLEAVED, Balance, Recompute, RequestedSchedule
 
 # The rest is left to the device's context, the allocator's fragments and the buffers of collectives.
 USABLE_MEMORY = 0.97
@@ -46,7 +45,7 @@ class Constraints:
     zero1: bool | None = None
     microbatches: int | None = None
     microbatch_size: int | None = None
-    schedule: AskedSchedule = "1f1b"
+    schedule: RequestedSchedule = "1f1b"
     chunks: int | None = None
     memory_bytes: int | None = None
     balance: Balance = "time"
@@ -182,6 +181,5 @@ def _reached(cost: CostGraph, graph: Graph, name: str) -> list[int]:
     if ops:
         return [i for i, g in enumerate(cost.groups) if ops.intersection(g.ops)]
     paths = {op.module.rsplit(".", k)[0] for op in graph.ops for k in range(op.module.count(".") + 1)}
-    near = difflib.get_close_matches(name, sorted(paths | {op.name for op in graph.ops}), n=3, cutoff=0.4)
-    guess = f" Did you mean {' or '.join(near)}?" if near else ""
-    raise UsageError(f"Cannot pin {name!r}: {graph.model} has no operation or module of that name.{guess}")
+    hint = suggest(name, sorted(paths | {op.name for op in graph.ops}), 3, cutoff=0.4)
+    raise UsageError(f"Cannot pin {name!r}: {graph.model} has no operation or module of that name.{hint}")

@@ -14,7 +14,8 @@ from pydantic import TypeAdapter, ValidationError, with_config
 
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.mesh import STRICT, Mesh
-from autopar.ir.plan import Plan, PriceSource
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import PriceSource
 from autopar.ir.units import percent, plural
 from autopar.tools.bench.baselines.registry import CONTESTANTS, Variant
 from autopar.tools.bench.result import Row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 
 
 def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
@@ -32,8 +31,7 @@ def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
     for key, value in given.items():
         name = key.replace("-", "_")
         if name not in flags:
-            near = difflib.get_close_matches(name, flags, 2)
-            hint = f" Did you mean {' or '.join(n.replace('_', '-') for n in near)}?" if near else ""
+            hint = suggest(key, [flag.replace("_", "-") for flag in flags], 2)
             raise UsageError(
                 f"--config {path}: there is no flag --{key}.{hint} Keys are the names of flags, see --help."
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -140,8 +139,7 @@ def kinds_of(texts: Sequence[str] | None) -> frozenset[str]:
     names = [n.strip() for text in texts for n in text.split(",") if n.strip()]
     unknown = [n for n in names if n not in KINDS]
     if unknown or not names:
-        near = difflib.get_close_matches(unknown[0], KINDS, 1) if unknown else []
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = suggest(unknown[0], KINDS) if unknown else ""
         raise UsageError(f"--only {','.join(texts)!r} names no kind.{hint} There are {', '.join(KINDS)}.")
     return frozenset(names)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.tools.cli.flags import PlanFlags
 from autopar.tools.explain.why_not import Query
 
@@ -35,8 +34,7 @@ def parse_constraints(text: str) -> dict[str, Any]:
         if not equals or not name or not value:
             raise UsageError(f"Cannot read --why-not {text!r}. Write NAME=VALUE[,NAME=VALUE ...], such as pp=2,tp=2.")
         if name not in hints:
-            near = difflib.get_close_matches(name, hints, 1, cutoff=0.5)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = suggest(name, hints, cutoff=0.5)
             raise UsageError(f"--why-not {text}: unknown constraint {name!r}.{hint} Known: {', '.join(hints)}.")
         try:
             read = TypeAdapter(hints[name]).validate_python(value)

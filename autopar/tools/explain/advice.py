@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.ir.microbatches import microbatch_sizes
-from autopar.ir.plan import Alternative, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Alternative
 from autopar.ir.table import NEARLY_FULL, ranks_text, stage_ends
 from autopar.ir.units import BYTES, TIME, percent, plural, text
 from autopar.solve.result.step_breakdown import NOTABLE, Slowest, bound_text, memory_said

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.ir.microbatches import microbatch_factors
 from autopar.ir.plan import Plan
-from autopar.schedule.replay import scheduled_seconds
+from autopar.schedule.simulate import scheduled_seconds
 from autopar.solve.result.step_breakdown import StepBreakdown, mean
 from autopar.tools.explain.memory import PositionMemory, memory_of
 

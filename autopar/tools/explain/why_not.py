@@ -15,8 +15,9 @@ from autopar.api.planning.plan import constraints_of, make_plan
 from autopar.cost.hardware.load import hardware_names, load_hardware
 from autopar.errors import HardwareError, InfeasibleError, PlanError, UsageError
 from autopar.ir.hardware import Hardware
-from autopar.ir.plan import Alternative, Plan
-from autopar.ir.table import compared
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Alternative
+from autopar.ir.table import comparison_text
 from autopar.ir.units import TIME, text
 from autopar.solve.result.step_breakdown import excess_text
 from autopar.tools.explain.breakdown import Breakdown, breakdown_of
@@ -150,7 +151,7 @@ def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, A
             found,
             breakdown,
         )
-    step, against = f"{text(seconds, TIME)} a step", compared(Alternative(asked, seconds), before.step_seconds)
+    step, against = f"{text(seconds, TIME)} a step", comparison_text(Alternative(asked, seconds), before.step_seconds)
     if found.decision == plan.decision:
         return WhyNotResult(asked, f"{step}: that is the plan in the file.", found, breakdown)
     if abs(seconds - before.step_seconds) < ALIKE * seconds:

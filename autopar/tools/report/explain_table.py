@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from rich.console import RenderableType
 from rich.table import Table
 
-from autopar.ir.plan import Alternative, Plan
-from autopar.ir.table import GAP, NEARLY_FULL, batch_text, compared, ranks_text, schedule_text
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Alternative
+from autopar.ir.table import GAP, NEARLY_FULL, batch_text, comparison_text, ranks_text, schedule_text
 from autopar.ir.text import labelled, plain_table, wrapped
 from autopar.ir.units import BYTES, TIME, column, decimals, in_unit, percent, text, unit_of
 from autopar.solve.result.step_breakdown import StepBreakdown
@@ -126,7 +127,7 @@ def help_table(explanation: Explanation, step_seconds: float) -> Table:
     table.add_column("", justify="right", no_wrap=True)
     for item in explanation.suggestions:
         row = Alternative(item.text, item.step_seconds)
-        table.add_row(item.text, text(item.step_seconds, TIME), compared(row, step_seconds))
+        table.add_row(item.text, text(item.step_seconds, TIME), comparison_text(row, step_seconds))
     return table
 
 

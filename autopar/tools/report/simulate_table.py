@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.ir.table import NEARLY_FULL, NOTABLE, batch_text, ranks_text
+from autopar.ir.table import NEARLY_FULL, NOTABLE_SHARE, batch_text, ranks_text
 from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 from autopar.tools.simulate.step import Position, SimulatedStep
@@ -61,7 +61,7 @@ def header(step: SimulatedStep) -> list[tuple[str, str]]:
 
 def ends(step: SimulatedStep) -> list[str]:
     """What follows the pipeline, where it is worth a line."""
-    if step.end_seconds < NOTABLE * step.step_seconds:
+    if step.end_seconds < NOTABLE_SHARE * step.step_seconds:
         return []
     reduce_seconds = step.plan.prediction.reduce_seconds
     parts = {
@@ -76,7 +76,7 @@ def notes(step: SimulatedStep, own: SimulatedStep) -> list[tuple[str, str]]:
     """What the plan does not say, or says otherwise, and what does not fit."""
     found = []
     said, seconds = step.plan.prediction.step_seconds, own.step_seconds
-    if abs(seconds - said) > NOTABLE * said:
+    if abs(seconds - said) > NOTABLE_SHARE * said:
         found.append(
             (
                 "note",

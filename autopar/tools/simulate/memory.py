@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.ir.plan import StageMemory
+from autopar.ir.plan_parts import StageMemory
 from autopar.schedule.timeline import Span
 
 

@@ -8,11 +8,12 @@ from itertools import groupby
 
 from autopar.errors import PlanError, UsageError
 from autopar.ir.microbatches import microbatch_factors
-from autopar.ir.plan import INTERLEAVED, Message, Plan, ScheduleName
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import INTERLEAVED, Message, ScheduleName
 from autopar.ir.table import ranks_text
 from autopar.ir.units import plural
 from autopar.schedule.actions import Action
-from autopar.schedule.generate import RECIPES, generate
+from autopar.schedule.generate import SCHEDULES, generate
 from autopar.schedule.simulate import simulate
 from autopar.schedule.timeline import Span, Timeline
 from autopar.tools.simulate.memory import MemoryCurve, memory_curve
@@ -140,7 +141,7 @@ def checked_schedule(plan: Plan, asked: str | None) -> ScheduleName:
         if name == (asked or plan.schedule):
             return name
     words = f"it has {plural(plan.chunks, 'chunk')} a rank, which can be simulated under {' or '.join(able)}"
-    if asked not in RECIPES:
+    if asked not in SCHEDULES:
         raise UsageError(f"No schedule is named {asked!r}. This plan is for {plan.schedule}: {words}.")
     if asked == "forward-only":
         raise UsageError(

@@ -11,7 +11,7 @@ import torch
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph, Op, Ref, Value, Weight, dtype_name, refs
 from autopar.ir.names import unused_name
-from autopar.ops.registry import named_arguments, results_without_data, slotted_arguments
+from autopar.ops.registry import meta_results, named_arguments, slotted_arguments
 from autopar.trace.passes.autocast_policy import base_name, treatment_of
 
 CAST = "aten.to.dtype"
@@ -156,7 +156,7 @@ class AutocastRewriter:
             self.names.add(unique)
             op = Op(unique, CAST, (Ref(name), getattr(torch, dtype)), (), (), home.module, home.source)
             with torch.no_grad():
-                (tensor,) = results_without_data(op, (source,))
+                (tensor,) = meta_results(op, (source,))
             value = Value(unique, source.shape, dtype, tensor.stride(), source.requires_grad)
             (self.after if made_by else self.before)[home.name].append(replace(op, outputs=(value,)))
             self.current[unique] = value
@@ -200,7 +200,7 @@ def dtypes_on_meta(op: Op, read: tuple[Value, ...]) -> tuple[str, ...] | None:
     """The dtypes of an operation's results, none for an in-place operation; None if torch refuses its operands."""
     try:
         with torch.no_grad():
-            made = results_without_data(op, read)
+            made = meta_results(op, read)
     except RuntimeError:  # NotImplementedError is one
         return None
     return tuple(dtype_name(tensor.dtype) for tensor in made) if op.outputs else ()

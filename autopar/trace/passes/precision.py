@@ -9,7 +9,7 @@ import torch
 
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import Precision
 from autopar.trace.passes.autocast import apply_autocast
 
 PRECISIONS: Mapping[str, Precision] = {"float32": "fp32", "float64": "fp64", "bfloat16": "bf16", "float16": "fp16"}

@@ -10,7 +10,7 @@ import torch
 
 from autopar.ir.graph import Op, Ref, Value
 from autopar.ir.names import unused_name
-from autopar.ops.registry import results_without_data, value_from
+from autopar.ops.registry import meta_results, value_from
 
 
 class Expansion:
@@ -35,7 +35,7 @@ class Expansion:
         module, source, autocast = self.op.module, self.op.source, self.op.autocast
         op = Op(name, target, args, tuple(kwargs.items()), (), module, source, autocast=autocast)
         with torch.enable_grad():
-            (made,) = results_without_data(op, [self.values[read] for read in op.reads])
+            (made,) = meta_results(op, [self.values[read] for read in op.reads])
         self.values[name] = value_from(name, made)
         self.ops.append(replace(op, outputs=(self.values[name],)))
         return Ref(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.errors import UsageError
+from autopar.errors import UsageError, suggest
 from autopar.ir.units import plural
 from autopar.runtime.launch.environment import launched
 from autopar.train.data.images import Arrays, Files, Images, Noise, first
@@ -77,8 +76,7 @@ def load_data(name: str, wanted: Wanted) -> Data:
             is.
     """
     if name not in DATASETS:
-        near = difflib.get_close_matches(name, DATASETS, 2, cutoff=0.4)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        hint = suggest(name, DATASETS, 2, cutoff=0.4)
         raise UsageError(f"No data set is named {name!r}.{hint} There is {', '.join(DATASETS)}.")
     data = DATASETS[name](wanted)
     train, test = first(data.train, wanted.num_train), first(data.test, wanted.num_test)

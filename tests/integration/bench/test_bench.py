@@ -26,7 +26,8 @@ from torch import nn
 
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan, Precision
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Precision
 from autopar.ir.text import rendered
 from autopar.runtime.engine.executor import Span
 from autopar.schedule.actions import Action

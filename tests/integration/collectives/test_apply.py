@@ -24,7 +24,7 @@ from autopar.ir.program import Program
 from autopar.runtime.comm.mesh_groups import Axes
 from autopar.sharding.propagate import ops_without_rule
 from autopar.sharding.shard_graph import shard_graph, storage
-from autopar.sharding.tensors import part
+from autopar.sharding.tensors import local_part
 from autopar.trace.trace import trace, weight_tensors
 
 CPU = torch.device("cpu")
@@ -195,7 +195,7 @@ def close(found: torch.Tensor | None, expected: torch.Tensor | None, what: str) 
 def hold(whole: Mapping[str, torch.Tensor], graph: Graph, stored: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
     """This rank's part of each weight, as leaves."""
     tp = {"tp": axes.communicators["tp"].ranks}
-    parts = {name: part(tensor, stored[name], tp, index(axes)).detach().clone() for name, tensor in whole.items()}
+    parts = {name: local_part(tensor, stored[name], tp, index(axes)).detach().clone() for name, tensor in whole.items()}
     return {name: t.requires_grad_(graph.weight[name].requires_grad) for name, t in parts.items()}
 
 
@@ -225,10 +225,10 @@ def equals_the_whole(example: Example, tp: int) -> None:
         gradient = held[name].grad
         if gradient is not None and stored[name].partial_gradient:
             gradient = summed(gradient, axes)
-        one = parameter.grad if parameter.grad is None else part(parameter.grad, stored[name], sizes, index(axes))
+        one = parameter.grad if parameter.grad is None else local_part(parameter.grad, stored[name], sizes, index(axes))
         close(gradient, one, f"gradient of {name}")
     for name, buffer in model.named_buffers():
-        close(held[name], part(buffer, stored[name], sizes, index(axes)), name)
+        close(held[name], local_part(buffer, stored[name], sizes, index(axes)), name)
     evaluates(example, model, labels, stored, tp)
 
 

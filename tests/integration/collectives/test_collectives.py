@@ -16,7 +16,7 @@ from support.ranks import TIMEOUT_SECONDS, axis_key, main, run_on_ranks, summed,
 from autopar import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
-from autopar.ops.collectives import joined, parts
+from autopar.ops.collectives import join_parts, stack_parts
 from autopar.ops.registry import operator
 from autopar.runtime.comm.connect import connected_rank
 from autopar.runtime.comm.mesh_groups import axis_ranks, connect
@@ -197,11 +197,11 @@ def test_on_ranks(found: Mapping[str, str], case: str) -> None:
 def test_a_part_is_a_digit_of_the_index(dim: int, outer: int) -> None:
     ranks, size = 4, 24
     x = torch.arange(size * 24).view(24, 24)
-    stacked = parts(x, dim, outer, ranks)
+    stacked = stack_parts(x, dim, outer, ranks)
     for i in range(ranks):
         held = [j for j in range(size) if (j // (size // (outer * ranks))) % ranks == i]
         assert torch.equal(stacked[i], x.index_select(dim, torch.tensor(held)))
-    assert torch.equal(joined(stacked.contiguous(), dim, outer), x)
+    assert torch.equal(join_parts(stacked.contiguous(), dim, outer), x)
 
 
 def test_tensors_without_data_get_their_shapes() -> None:

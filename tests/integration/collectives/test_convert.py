@@ -13,8 +13,8 @@ from support.ranks import axis_key, index, main, run_on_ranks, summed, tensor_ax
 from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, partial_layout, split_layout
 from autopar.ops.registry import operator
 from autopar.runtime.comm.mesh_groups import Axes
-from autopar.sharding.reshard import steps
-from autopar.sharding.tensors import part
+from autopar.sharding.reshard import reshard_steps
+from autopar.sharding.tensors import local_part
 
 SHAPE = (8, 24, 4)
 LAYOUTS = {
@@ -59,7 +59,7 @@ def laid_out(whole: torch.Tensor, layout: Layout, axes: Axes) -> torch.Tensor:
     if layout.partial:
         summands = [torch.randn_like(whole) for _ in range(communicator.ranks - 1)]
         return [*summands, whole - sum(summands)][communicator.rank].clone()
-    return part(whole, layout, {"tp": communicator.ranks}, index(axes)).clone()
+    return local_part(whole, layout, {"tp": communicator.ranks}, index(axes)).clone()
 
 
 def assert_is(local: torch.Tensor, whole: torch.Tensor, layout: Layout, axes: Axes) -> None:
@@ -80,7 +80,7 @@ def converts(made: Layout, read: Layout, tp: int) -> None:
     axes = tensor_axis(tp)
     x = laid_out(whole, made, axes).requires_grad_()
     y = x
-    for step in steps(made, read, "tp", tp):
+    for step in reshard_steps(made, read, "tp", tp):
         args = tuple(axis_key(tp) if argument == "tp" else argument for argument in step.args)
         y = operator(f"autopar.{step.name}.default")(y, *args)
     assert_is(y, whole, read, axes)
@@ -109,7 +109,7 @@ def test_a_conversion_equals_the_whole_tensor(found: Mapping[str, str], case: st
 def test_steps_and_what_they_send() -> None:
     rows = []
     for made, read in product(("R", "S0", "S1x3", "P", "B"), repeat=2):
-        found = steps(LAYOUTS[made], LAYOUTS[read], "tp", 4)
+        found = reshard_steps(LAYOUTS[made], LAYOUTS[read], "tp", 4)
         texts = [f"{s.name}{s.args} {s.forward or '–'} | {s.backward or '–'}" for s in found]
         rows.append(f"{made} → {read}: {', '.join(texts) or 'nothing'}".replace("'", ""))
     assert "\n".join(rows) == STEPS

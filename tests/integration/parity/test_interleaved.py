@@ -17,7 +17,7 @@ from support.parity import images, labels, outputs_agree, state_agrees, step_agr
 from support.reference import Reference
 
 import autopar
-from autopar.ir.plan import INTERLEAVED
+from autopar.ir.plan_parts import INTERLEAVED
 from autopar.schedule.generate import may_overlap
 from autopar.tools.parity.compare import EPSILON
 

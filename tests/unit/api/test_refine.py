@@ -20,7 +20,8 @@ from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.graph import Graph, Op, Ref, Value
 from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import ModelInfo, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import ModelInfo
 from autopar.ir.strategies import StrategyGraph
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.joint.problem import JointProblem

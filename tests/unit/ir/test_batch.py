@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.ir.microbatches import unlike_asked
+from autopar.ir.microbatches import microbatch_mismatch
 
 
 @pytest.mark.parametrize(
@@ -29,13 +29,13 @@ from autopar.ir.microbatches import unlike_asked
     ],
 )  # fmt: skip
 def test_the_text(batch: int, replicas: int, microbatches: int | None, size: int | None, text: str) -> None:
-    assert unlike_asked(batch, replicas, microbatches, size) == text
+    assert microbatch_mismatch(batch, replicas, microbatches, size) == text
 
 
 @pytest.mark.parametrize("samples", range(1, 25))
 def test_it_is_said_where_chunk_makes_another_number_or_size(samples: int) -> None:
     for asked in range(1, samples + 1):
         parts = torch.arange(samples).chunk(asked)
-        assert bool(unlike_asked(samples, 1, asked, None)) == (len(parts) != asked)
+        assert bool(microbatch_mismatch(samples, 1, asked, None)) == (len(parts) != asked)
         parts = torch.arange(samples).chunk(-(-samples // asked))
-        assert bool(unlike_asked(samples, 1, None, asked)) == (len(parts[0]) != asked)
+        assert bool(microbatch_mismatch(samples, 1, None, asked)) == (len(parts[0]) != asked)

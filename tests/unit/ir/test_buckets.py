@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
 
-from autopar.ir.grad_buckets import ALIGNMENT, MAX_WASTE, aligned, grouped
+from autopar.ir.grad_buckets import MAX_PADDING_SHARE, PARAM_ALIGNMENT, group_weights, padded_numel
 from autopar.ir.graph import Weight
 from autopar.runtime.params.flat_buckets import FlatBucket, flat_buckets, laid_out, replica_owners
 
@@ -39,11 +39,11 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bo
     owners = replica_owners([weights], {}, dp) if zero1 else {}
     buckets = flat_buckets(weights, owners, dp)
     assert sorted(name for b in buckets for name in b.names) == sorted(w.name for w in weights)
-    groups = grouped(weights, 1, limit)
+    groups = group_weights(weights, 1, limit)
     assert sorted(w.name for group in groups for w in group) == sorted(w.name for w in weights)
     for group in groups:
         assert len({(w.stored_dtype, w.dtype) for w in group}) == 1
-        size = sum(aligned(w.numel) for w in group) * getattr(torch, group[0].stored_dtype).itemsize
+        size = sum(padded_numel(w.numel) for w in group) * getattr(torch, group[0].stored_dtype).itemsize
         assert len(group) == 1 or size <= limit
     about = {w.name: w for w in weights}
     tensors = all_weights(weights)
@@ -51,8 +51,8 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bo
         assert {(w.stored_dtype, w.dtype) for w in map(about.get, bucket.names) if w} == {
             (str(bucket.dtype).removeprefix("torch."), str(bucket.copy_dtype or bucket.dtype).removeprefix("torch."))
         }
-        ends = [(k, k + aligned(about[name].numel)) for name, k in zip(bucket.names, bucket.offsets, strict=True)]
-        assert all(k % ALIGNMENT == 0 for k, _ in ends)
+        ends = [(k, k + padded_numel(about[name].numel)) for name, k in zip(bucket.names, bucket.offsets, strict=True)]
+        assert all(k % PARAM_ALIGNMENT == 0 for k, _ in ends)
         assert all(low[1] <= high[0] for low, high in pairwise(sorted(ends)))
         assert len(bucket.bounds) == (dp if zero1 else 1) + 1
         for owner, (low, high) in enumerate(pairwise(bucket.bounds)):
@@ -71,9 +71,9 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bo
 @given(models(), st.integers(2, 4))
 def test_no_owner_has_more_than_the_others_by_a_bucket_s_largest(weights: list[Weight], dp: int) -> None:
     owners = replica_owners([weights], {}, dp)
-    for group in grouped(weights, dp):
-        load = [sum(aligned(w.numel) for w in group if owners[w.name] == owner) for owner in range(dp)]
-        assert max(load) - min(load) <= max(aligned(w.numel) for w in group)
+    for group in group_weights(weights, dp):
+        load = [sum(padded_numel(w.numel) for w in group if owners[w.name] == owner) for owner in range(dp)]
+        assert max(load) - min(load) <= max(padded_numel(w.numel) for w in group)
 
 
 @settings(max_examples=examples(60), deadline=None)
@@ -117,7 +117,7 @@ def test_a_bucket_that_would_be_mostly_padding_is_not_padded() -> None:
     assert bucket.names == ("large", "small") and bucket.owned(1) == ("small",)
     few = [weight("small", (128,)), weight("large", (256,))]
     (padded,) = flat_buckets(few, {"small": 1, "large": 0}, 2)
-    assert padded.bounds == (0, 256, 512) and padded.even and MAX_WASTE < 128 / 384
+    assert padded.bounds == (0, 256, 512) and padded.even and MAX_PADDING_SHARE < 128 / 384
 
 
 def test_views_keep_memory_formats() -> None:
@@ -134,6 +134,6 @@ def test_views_keep_memory_formats() -> None:
 
 def test_without_owners_buckets_end_at_the_limit() -> None:
     weights = [weight(name, (size,)) for name, size in (("a", 200), ("b", 300), ("c", 9000), ("d", 100))]
-    assert [[w.name for w in group] for group in grouped(weights, 1, 4096)] == [["d"], ["c"], ["b", "a"]]
+    assert [[w.name for w in group] for group in group_weights(weights, 1, 4096)] == [["d"], ["c"], ["b", "a"]]
     (bucket,) = flat_buckets(weights, {}, 4)
     assert isinstance(bucket, FlatBucket) and bucket.names == ("d", "c", "b", "a") and len(bucket.bounds) == 2

@@ -16,7 +16,7 @@ from torch import nn
 
 from autopar import Plan, PlanError
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import BlockSharding, Collective
+from autopar.ir.plan_parts import BlockSharding, Collective
 
 
 def plan() -> Plan:

@@ -10,14 +10,14 @@ import torch
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatches_text
-from autopar.ir.plan import (
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import (
     Alternative,
     BlockSharding,
     Collective,
     HardwareInfo,
     InputInfo,
     ModelInfo,
-    Plan,
     Prediction,
     SolverInfo,
     Stage,

@@ -213,8 +213,8 @@ def test_a_gpu_draws_the_same() -> None:
 def test_the_kernel_of_gpus_draws_the_same() -> None:
     code = (
         "import torch, autopar.ops.counter_rng as r; counters = torch.arange(5, 2000, 3);"
-        "draws = r.rows(1 << 40, 7, 3, 2);"
-        "made = r.in_a_kernel(counters, draws, 'op'); wanted = r.in_tiles(counters, draws, 'op');"
+        "draws = r.counter_rows(1 << 40, 7, 3, 2);"
+        "made = r.generate_triton(counters, draws, 'op'); wanted = r.generate_tiled(counters, draws, 'op');"
         "assert made.shape == (2, 665, 4) and torch.equal(made, wanted); print('same')"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TRITON_INTERPRET": "1"}
@@ -231,7 +231,7 @@ def test_it_runs_without_data() -> None:
 def test_other_processes_draw_the_same() -> None:
     code = (
         "import torch, autopar.ops.counter_rng as r; torch.set_num_threads(2);"
-        "print(torch.ops.autopar.uniform.default(r.rows(3, 1, 4, 2), (2, 5), 'op', 0, 1).tolist())"
+        "print(torch.ops.autopar.uniform.default(r.counter_rows(3, 1, 4, 2), (2, 5), 'op', 0, 1).tolist())"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "PYTHONHASHSEED": "7"}
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)

@@ -120,10 +120,10 @@ def test_training_through_boards(dp: int, zero1: bool, precision: str, request: 
 @pytest.fixture
 def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of unequal length, in several pieces; many buckets, each of which a forward asks for before it comes."""
-    monkeypatch.setattr(buckets.grouped, "__defaults__", (2**16,))
+    monkeypatch.setattr(buckets.group_weights, "__defaults__", (2**16,))
     monkeypatch.setattr(replica_weights, "PREFETCH_BUCKETS", 0)
     monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
-    monkeypatch.setattr(buckets, "MAX_WASTE", -1.0)
+    monkeypatch.setattr(buckets, "MAX_PADDING_SHARE", -1.0)
     monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", 2**16)
 
 

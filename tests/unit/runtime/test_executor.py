@@ -31,7 +31,7 @@ from autopar.runtime.engine.send_lifetimes import send_lifetimes
 from autopar.runtime.memory import peaks as memory
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate, max_in_flight
-from autopar.schedule.order import Links, progress
+from autopar.schedule.order import Links, topological_order
 
 PIPELINES = [(schedule, stages, 1) for schedule in ("1f1b", "gpipe") for stages in (1, 2, 4)]
 PIPELINES += [("interleaved", 4, 2), ("interleaved", 6, 2), ("interleaved", 6, 3), ("interleaved", 3, 3)]
@@ -164,7 +164,7 @@ def test_waiting_for_sends_never_halts_and_bounds_them(schedule: str, chunks: in
         def needs(action: Action, waits: Any = waits) -> list[Action]:
             return [*links.needs(action), *(Action(own.kind, to, own.microbatch) for to, own in waits[action])]
 
-        assert progress(rows, needs).stuck == {}
+        assert topological_order(rows, needs).stuck == {}
         for rank, row in enumerate(rows):
             under_way: set[tuple[int, Action]] = set()
             most = 0

@@ -19,8 +19,8 @@ import autopar
 from autopar import UsageError
 from autopar.api.options import Options
 from autopar.errors import CaptureWarning
-from autopar.ir.comm_sizes import ALIGNMENT, aligned
-from autopar.ir.plan import Precision
+from autopar.ir.comm_sizes import MESSAGE_ALIGNMENT, message_bytes
+from autopar.ir.plan_parts import Precision
 from autopar.runtime.comm.symmetric_p2p import places
 from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine import cuda_graph as graphed
@@ -347,12 +347,12 @@ def test_the_transport_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch) -> Non
 @given(st.dictionaries(st.tuples(st.integers(0, 3), st.integers(0, 50)), st.integers(1, 5000)))
 def test_messages_lie_apart_and_both_ends_agree(messages: dict[tuple[int, int], int]) -> None:
     """The receiver lays out what each peer sends; a sender knows its own messages alone, and where they begin."""
-    sizes = [sum(aligned(n) for (peer, _), n in messages.items() if peer == p) for p in range(4)]
+    sizes = [sum(message_bytes(n) for (peer, _), n in messages.items() if peer == p) for p in range(4)]
     starts = {peer: sum(sizes[:peer]) for peer in range(4)}
     found = places(messages, starts)
     taken = sorted((place, place + messages[key]) for key, (place, _) in found.items())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
-    assert all(place % ALIGNMENT == 0 for place, _ in found.values())
+    assert all(place % MESSAGE_ALIGNMENT == 0 for place, _ in found.values())
     for peer in range(4):
         own = {(9, tag): n for (p, tag), n in messages.items() if p == peer}
         sent = places(own, {9: starts[peer]})

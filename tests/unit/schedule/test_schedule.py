@@ -11,18 +11,17 @@ from hypothesis import strategies as st
 from support.effort import examples
 
 from autopar.errors import ScheduleError, UsageError
-from autopar.ir.plan import INTERLEAVED, ScheduleName
+from autopar.ir.plan_parts import INTERLEAVED, ScheduleName
 from autopar.schedule.actions import Action, Schedule, format_grid, format_schedule, parse_schedule
 from autopar.schedule.check import check, check_rendezvous
-from autopar.schedule.generate import RECIPES, generate, kept_at_once, max_in_flight, may_overlap
-from autopar.schedule.replay import replayed_seconds
-from autopar.schedule.simulate import one_f_one_b_seconds, simulate
+from autopar.schedule.generate import SCHEDULES, generate, in_flight_profiles, max_in_flight, may_overlap
+from autopar.schedule.simulate import one_f_one_b_seconds, replayed_seconds, simulate
 
 numbers = st.integers(0, 10**6)
 actions = st.builds(Action, st.sampled_from(["F", "B"]), numbers, numbers)
 schedules = st.lists(st.lists(actions, max_size=5).map(tuple), max_size=5).map(tuple)
 costs = st.integers(0, 9)
-sizes = st.tuples(st.sampled_from(list(RECIPES)), st.integers(1, 5), st.integers(1, 6))
+sizes = st.tuples(st.sampled_from(list(SCHEDULES)), st.integers(1, 5), st.integers(1, 6))
 
 
 def chain(*pairs: tuple[int, int], pp: int) -> set[tuple[int, int]]:
@@ -111,8 +110,8 @@ def test_generated(name: str, pp: int, microbatches: int) -> None:
 
 
 def test_every_schedule_of_a_plan_has_a_recipe() -> None:
-    assert set(RECIPES) == set(get_args(ScheduleName))
-    assert {name for name, recipe in RECIPES.items() if recipe.several} == {"forward-only", *INTERLEAVED}
+    assert set(SCHEDULES) == set(get_args(ScheduleName))
+    assert {name for name, recipe in SCHEDULES.items() if recipe.allows_chunks} == {"forward-only", *INTERLEAVED}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +120,7 @@ def test_every_schedule_of_a_plan_has_a_recipe() -> None:
         (
             lambda: generate("gpip", 2, 2),
             "No schedule is named 'gpip'. Known schedules: forward-only, gpipe, 1f1b, interleaved, "
-            "interleaved-overlap. Did you mean 'gpipe'?",
+            "interleaved-overlap. Did you mean gpipe?",
         ),
         (
             lambda: generate("?", 2, 2),
@@ -150,7 +149,7 @@ def test_generate_refuses(call, message: str) -> None:
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("pp", range(1, 9))
 def test_generated_schedules_pass_and_reach_their_bound(name: str, pp: int) -> None:
     for microbatches in range(1, 13):
@@ -161,7 +160,7 @@ def test_generated_schedules_pass_and_reach_their_bound(name: str, pp: int) -> N
         assert simulate(schedule, [1.0] * pp, [2.0] * pp).in_flight == bounds
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", SCHEDULES)
 def test_generated_schedules_pass_with_every_skip(name: str) -> None:
     for pp, microbatches in ((3, 5), (4, 2), (5, 7)):
         edges = [(src, dst) for dst in range(pp) for src in range(dst)]
@@ -252,7 +251,7 @@ def test_interleaved_schedules_pass_and_reach_their_bound(pp: int, chunks: int, 
         timeline = simulate(schedule, stages, stages)
         assert timeline.in_flight == bounds
         for rank in range(pp):
-            moments = kept_at_once(name, rank, pp, microbatches, chunks)
+            moments = in_flight_profiles(name, rank, pp, microbatches, chunks)
             assert max(map(sum, moments)) == sum(moments[0]) == bounds[rank]
             assert not any(all(map(operator.le, a, b)) for a in moments for b in moments if a != b)
 

@@ -25,14 +25,14 @@ from autopar.api.model import ParallelModel
 from autopar.codegen import compile as regions
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Op, Ref
-from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import Precision
 from autopar.ir.program import Program
 from autopar.ops import collectives
-from autopar.ops.registry import operator, results_without_data, value_from
+from autopar.ops.registry import meta_results, operator, value_from
 from autopar.runtime.comm import symmetric_collectives as symmetric_axis
 from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
-from autopar.sharding.reshard import SENDS
+from autopar.sharding.reshard import COLLECTIVES
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
 
@@ -109,7 +109,7 @@ def program_of(name: str, shape: Sequence[int], args: Sequence[Any], dtype: torc
     """A program of one operation of ``x``."""
     given = value_from("x", torch.empty(*shape, dtype=dtype, requires_grad=trained))
     op = Op("y", f"autopar.{name}.default", (Ref("x"), *args), (), (given,), "")
-    (made,) = results_without_data(op, [given])
+    (made,) = meta_results(op, [given])
     assert made.requires_grad == trained
     return Program(0, "train", shape[0], (given,), (), (), (replace(op, outputs=(value_from("y", made),)),), ())
 
@@ -137,7 +137,7 @@ def test_operators_take_what_is_reserved(
     ranks: int, dtype: torch.dtype, one_shot_bytes: int, registered: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(symmetric_axis, "ONE_SHOT_BYTES", one_shot_bytes)
-    assert {name for name, *_ in operators(ranks)} == SENDS.keys()
+    assert {name for name, *_ in operators(ranks)} == COLLECTIVES.keys()
     for (name, shape, args), trained in itertools.product(operators(ranks), (True, False)):
         boards = registered(ranks)
         asked = list(symmetric_buffer_bytes(program_of(name, shape, args, dtype, trained).ops[0], AXIS, ranks))

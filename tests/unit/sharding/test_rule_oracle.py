@@ -11,7 +11,7 @@ from support.rule_cases import Case, all_cases, case, fixed, x
 from support.rule_oracle import Example, check, example
 
 from autopar.ir.layout import REPLICATED
-from autopar.sharding.bound_call import Call, Function, build
+from autopar.sharding.bound_call import BoundCall, RuleFunction, make_rule
 from autopar.sharding.functions import products as algebra
 from autopar.sharding.functions import shapes
 from autopar.sharding.functions import views as parts
@@ -23,7 +23,7 @@ from autopar.sharding.table import RULES
 
 CASES = list(all_cases())
 OUTERS = (2, 3)
-UNSPLIT = {key for key, entry in RULES.items() if entry in (shapes.replicated, shapes.drawn)}
+UNSPLIT = {key for key, entry in RULES.items() if entry in (shapes.replicated, shapes.random)}
 
 
 @functools.cache
@@ -88,26 +88,26 @@ def test_every_rule_function_is_in_the_table() -> None:
 # -- the judge itself ------------------------------------------------------------------------------------------------
 
 
-def text(rule: str) -> Function:
+def text(rule: str) -> RuleFunction:
     return lambda call: bind(rule, call)
 
 
-def contiguous_heads(call: Call) -> Rule | None:
+def contiguous_heads(call: BoundCall) -> Rule | None:
     """The fused query, key and value split as if its heads were outermost."""
     sizes = {"q": 3, "h": 4, "d": 2}
-    return build(call, [(("b",), ("h", "q", "d"))], [(("b",), ("q",), ("h",), ("d",))], sizes=sizes)
+    return make_rule(call, [(("b",), ("h", "q", "d"))], [(("b",), ("q",), ("h",), ("d",))], sizes=sizes)
 
 
-def contiguous_channels(call: Call) -> Rule | None:
+def contiguous_channels(call: BoundCall) -> Rule | None:
     """A grouped convolution's channels split as if they were one group's."""
     dims = (("n",), ("i", "g"), (), ()), (("o", "g"), ("i",), (), ()), (("o", "g"),)
-    return build(call, dims, [(("n",), ("o", "g"), (), ())], sizes={"g": 4, "i": 2, "o": 4}, summed="i", added=[2])
+    return make_rule(call, dims, [(("n",), ("o", "g"), (), ())], sizes={"g": 4, "i": 2, "o": 4}, summed="i", added=[2])
 
 
-def contiguous_joint(call: Call) -> Rule | None:
+def contiguous_joint(call: BoundCall) -> Rule | None:
     """A concatenation split as if its operands were interleaved."""
     each = (("n",), ("r",))
-    return build(call, [each, each], [(("n",), ("r", "p"))], sizes={"p": 2, "r": 4}, whole="p")
+    return make_rule(call, [each, each], [(("n",), ("r", "p"))], sizes={"p": 2, "r": 4}, whole="p")
 
 
 ATTENTION = case("scaled_dot_product_attention.default", x(2, 4, 8, 4), x(2, 4, 8, 4), x(2, 4, 8, 4))
@@ -116,7 +116,7 @@ STATISTICS = case("batch_norm.default", x(8, 4), x(4), x(4), fixed(4), fixed(4),
 IMAGE = case("conv2d.default", x(2, 8, 4, 4), x(16, 2, 3, 3), x(16), (1, 1), (1, 1), (1, 1), 4)
 
 # A call, a wrong rule for it, and a letter that shows it.
-PLANTED: dict[str, tuple[Case, Function, str]] = {
+PLANTED: dict[str, tuple[Case, RuleFunction, str]] = {
     "a normalised group in parts": (case("group_norm.default", x(2, 8, 4), 4), text("n c p! -> n c p!"), "c"),
     "softmax over a split dim": (case("softmax.int", x(4, 8), 1), text("n c -> n c"), "c"),
     "batch norm over split samples": (STATISTICS, text("n c, c, c, c, c -> n c"), "n"),
@@ -138,7 +138,7 @@ def test_a_wrong_rule_is_caught(name: str) -> None:
     found, function, label = PLANTED[name]
     this = example(found)
     shapes_read = tuple(map(this.shape_of, this.op.reads))
-    rule = function(Call(this.op, shapes_read, tuple(v.shape for v in this.op.outputs)))
+    rule = function(BoundCall(this.op, shapes_read, tuple(v.shape for v in this.op.outputs)))
     assert rule is not None
     chosen = strategy(rule, label, 2)
     assert chosen is not None
@@ -148,7 +148,7 @@ def test_a_wrong_rule_is_caught(name: str) -> None:
 
 def test_a_split_that_torch_refuses_is_caught() -> None:
     this = example(case("layer_norm.default", x(4, 8), (8,)))
-    rule = bind("n c -> n c", Call(this.op, ((4, 8),), ((4, 8),)))
+    rule = bind("n c -> n c", BoundCall(this.op, ((4, 8),), ((4, 8),)))
     assert rule is not None
     chosen = strategy(rule, "c", 2)
     assert chosen is not None

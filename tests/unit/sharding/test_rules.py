@@ -14,7 +14,7 @@ from support.rule_oracle import cut, example
 
 from autopar.ir.graph import Op, Ref, Value
 from autopar.ir.layout import Layout, split_layout
-from autopar.sharding.bound_call import Call
+from autopar.sharding.bound_call import BoundCall
 from autopar.sharding.functions.shapes import regroup
 from autopar.sharding.localise import localised
 from autopar.sharding.lookup import rule_of
@@ -31,7 +31,7 @@ def rule_for(found: Case) -> Rule | None:
 
 
 def bound(text: str, operands: tuple[tuple[int, ...], ...], outputs: tuple[tuple[int, ...], ...]) -> Rule:
-    rule = bind(text, Call(EMPTY, operands, outputs))
+    rule = bind(text, BoundCall(EMPTY, operands, outputs))
     assert rule is not None
     return rule
 
@@ -55,7 +55,7 @@ def test_a_text_that_does_not_match_gives_no_rule() -> None:
         "rank": (((4, 8), (12,)), ((4, 12),)),
     }
     for what, (operands, outputs) in shapes.items():
-        assert bind("... k, n k, +n -> ... n", Call(EMPTY, operands, outputs)) is None, what
+        assert bind("... k, n k, +n -> ... n", BoundCall(EMPTY, operands, outputs)) is None, what
 
 
 def test_a_letter_of_only_some_outputs_is_whole() -> None:

@@ -11,31 +11,33 @@ from hypothesis import strategies as st
 
 from autopar.ir.layout import REPLICATED, Layout, Split, broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
-from autopar.sharding.tensors import assembled, chunks, narrowed, part, summed, whole, whole_shape
+from autopar.sharding.tensors import assembled, boxes, local_part, narrowed, summed_gradients, whole_shape, whole_tensor
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
 def test_rows_of_a_fused_weight_are_split_by_heads() -> None:
     rows = torch.arange(12)  # query, key and value of two heads of two
-    assert [part(rows, split_layout(0, 3), {"tp": 2}, {"tp": i}).tolist() for i in range(2)] == [
+    assert [local_part(rows, split_layout(0, 3), {"tp": 2}, {"tp": i}).tolist() for i in range(2)] == [
         [0, 1, 4, 5, 8, 9],
         [2, 3, 6, 7, 10, 11],
     ]
-    assert part(rows, split_layout(0), {"tp": 4}, {"tp": 1}).tolist() == [3, 4, 5]
+    assert local_part(rows, split_layout(0), {"tp": 4}, {"tp": 1}).tolist() == [3, 4, 5]
 
 
 def test_two_axes_on_one_dim_take_a_digit_each() -> None:
     layout = Layout((Split(0, 1, "tp"), Split(0, 2, "cp")))
-    parts = [part(torch.arange(8), layout, {"tp": 2, "cp": 2}, {"tp": t, "cp": c}) for t, c in product((0, 1), (0, 1))]
+    parts = [
+        local_part(torch.arange(8), layout, {"tp": 2, "cp": 2}, {"tp": t, "cp": c}) for t, c in product((0, 1), (0, 1))
+    ]
     assert [p.tolist() for p in parts] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def test_copies_are_whole_already() -> None:
     tensor = torch.randn(3, 5)
     for layout in (REPLICATED, broadcast_layout()):
-        assert part(tensor, layout, {"tp": 2}, {"tp": 1}) is tensor
-        assert whole([({"tp": i}, tensor) for i in range(2)], layout, {"tp": 2}) is tensor
+        assert local_part(tensor, layout, {"tp": 2}, {"tp": 1}) is tensor
+        assert whole_tensor([({"tp": i}, tensor) for i in range(2)], layout, {"tp": 2}) is tensor
 
 
 @st.composite
@@ -60,9 +62,9 @@ def test_parts_come_back_bit_by_bit(case: tuple[list[int], Layout, dict[str, int
     tensor = tensor % 3 == 0 if dtype == torch.bool else tensor.to(dtype)
     axes = list(dict.fromkeys(s.axis for s in layout.splits))
     places = [dict(zip(axes, numbers)) for numbers in product(*(range(ranks[a]) for a in axes))]
-    parts = [(place, part(tensor, layout, ranks, place)) for place in places]
+    parts = [(place, local_part(tensor, layout, ranks, place)) for place in places]
     assert all(p.shape == layout.local_shape(shape, ranks) for _, p in parts)
-    back = whole(reversed(parts), layout, ranks)
+    back = whole_tensor(reversed(parts), layout, ranks)
     assert back.dtype == dtype and torch.equal(back, tensor)
 
 
@@ -73,7 +75,7 @@ def test_gradients_of_a_mesh_add_up() -> None:
     for rank in (0, 2):
         gradients[rank] |= {"copied": torch.tensor([5.0]), "tied": torch.tensor([1.0])}
     gradients |= {rank: {"tied": torch.tensor([10.0])} for rank in (4, 6)}
-    total = summed(gradients, storage, mesh)
+    total = summed_gradients(gradients, storage, mesh)
     assert {n: t.tolist() for n, t in total.items()} == {
         "split": [0.0 + 2.0, 1.0 + 3.0],
         "shared": [4.0],
@@ -90,15 +92,15 @@ def test_state_of_a_mesh_is_assembled() -> None:
 
 
 def test_a_part_is_as_few_boxes_as_it_can_be() -> None:
-    boxes = chunks((12, 5), split_layout(0, 3), {"tp": 2}, {"tp": 1})
-    assert [(c.whole, c.part, c.sizes) for c in boxes] == [
+    found = boxes((12, 5), split_layout(0, 3), {"tp": 2}, {"tp": 1})
+    assert [(c.whole, c.part, c.sizes) for c in found] == [
         ((2, 0), (0, 0), (2, 5)),
         ((6, 0), (2, 0), (2, 5)),
         ((10, 0), (4, 0), (2, 5)),
     ]
-    assert [(c.whole, c.sizes) for c in chunks((12, 5), split_layout(1), {"tp": 5}, {"tp": 2})] == [((0, 2), (12, 1))]
-    assert [c.sizes for c in chunks((), REPLICATED, {"tp": 2}, {"tp": 1})] == [()]
-    assert [c.sizes for c in chunks((0, 3), REPLICATED, {"tp": 2}, {"tp": 1})] == [(0, 3)]
+    assert [(c.whole, c.sizes) for c in boxes((12, 5), split_layout(1), {"tp": 5}, {"tp": 2})] == [((0, 2), (12, 1))]
+    assert [c.sizes for c in boxes((), REPLICATED, {"tp": 2}, {"tp": 1})] == [()]
+    assert [c.sizes for c in boxes((0, 3), REPLICATED, {"tp": 2}, {"tp": 1})] == [(0, 3)]
 
 
 @given(cases())
@@ -108,10 +110,10 @@ def test_the_boxes_of_all_ranks_tile_the_whole(case: tuple[list[int], Layout, di
     source, tiled = torch.arange(prod(shape)).view(shape), torch.full(shape, -1)
     for numbers in product(*(range(ranks[axis]) for axis in axes)):
         index = dict(zip(axes, numbers))
-        own = part(source, layout, ranks, index)
+        own = local_part(source, layout, ranks, index)
         assert whole_shape(own.shape, layout, ranks) == tuple(shape)
         covered = torch.zeros_like(own)
-        for chunk in chunks(shape, layout, ranks, index):
+        for chunk in boxes(shape, layout, ranks, index):
             box = narrowed(tiled, chunk.whole, chunk.sizes)
             assert (box == -1).all()  # nobody else has it
             box.copy_(chunk.of_part(own))

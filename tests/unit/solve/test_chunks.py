@@ -31,10 +31,11 @@ from autopar.ir.cost_graph import CostGraph
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import INTERLEAVED, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import INTERLEAVED
 from autopar.ir.table import plan_text
 from autopar.schedule.generate import generate
-from autopar.schedule.replay import replayed_seconds
+from autopar.schedule.simulate import replayed_seconds
 from autopar.solve.cuts.problem import slowest_count
 from autopar.solve.result.make_plan import Setting
 from autopar.solve.space.candidates import (

@@ -18,9 +18,9 @@ from torch import nn
 import autopar
 from autopar.api.program_cache import ProgramCache
 from autopar.cost.hardware.load import load_hardware
-from autopar.ir.comm_sizes import aligned, exchange_bytes
+from autopar.ir.comm_sizes import message_bytes, replica_buffer_bytes
 from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor, TensorEdge
-from autopar.ir.grad_buckets import padded_bytes
+from autopar.ir.grad_buckets import largest_bucket_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
 from autopar.runtime.comm.symmetric_p2p import count, reserved_bytes
@@ -93,7 +93,7 @@ def test_what_is_received_and_saved_counts_once() -> None:
     costs = stage_costs(near, (0, 1, 2, 2))
     assert [c.held_bytes for c in costs] == [18, 20, 2]
     # Each of 4 microbatches has a place for "a" and its gradient, or "b": most is sent to the first stage.
-    assert [c.buffer_bytes for c in costs] == [4 * 2 * aligned(8)] * 3
+    assert [c.buffer_bytes for c in costs] == [4 * 2 * message_bytes(8)] * 3
 
 
 # -- measured ------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_boards_of_a_pipeline_have_a_place_for_each_message(asked: dict[str, Any
     for rank in pm._ranks.ranks:  # type: ignore[attr-defined]
         step = rank.current_step
         incoming, _ = step.messages([action for action, *_ in step.bound_actions])
-        received.append(sum(map(aligned, incoming.values())))
+        received.append(sum(map(message_bytes, incoming.values())))
     assert max(received) > 0
     assert [buffers(plan, position, x.nbytes) for position in range(2)] == [max(received)] * 2
     apart = on_gpus(model, x, pp=2, transport="nccl", **asked)
@@ -189,7 +189,7 @@ def test_boards_of_replicas_take_their_largest_bucket(name: str, num_owners: int
     weights = [weight for weight in graph_of(name, "bf16").weights if weight.requires_grad]
     owners = replica_owners([weights], {}, num_owners) if num_owners > 1 else {}
     made = flat_buckets(weights, owners, num_owners)
-    assert padded_bytes(weights, num_owners) == max(b.longest * b.segments * b.dtype.itemsize for b in made)
+    assert largest_bucket_bytes(weights, num_owners) == max(b.longest * b.segments * b.dtype.itemsize for b in made)
 
 
 def test_replicas_boards_and_inputs_are_planned_for() -> None:
@@ -198,7 +198,7 @@ def test_replicas_boards_and_inputs_are_planned_for() -> None:
     weights = [
         w for w in lower_model(model, as_call(model, x).first(4), "train", "", "bf16").weights if w.requires_grad
     ]
-    assert buffers(plan, 0, x.nbytes // 2) == exchange_bytes(padded_bytes(weights, 1), 2)
+    assert buffers(plan, 0, x.nbytes // 2) == replica_buffer_bytes(largest_bucket_bytes(weights, 1), 2)
     captured = autopar.plan(
         model, 2, x, hardware="h200-nvlink", precision="bf16", dp=2, zero1=False, microbatches=1, transport="nccl"
     )

@@ -17,7 +17,7 @@ from support.effort import examples
 from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.cost_graph import CostGraph, Group, ResidentTensor, TensorEdge
 from autopar.ir.hardware import Link
-from autopar.ir.plan import Balance
+from autopar.ir.plan_parts import Balance
 from autopar.solve.backend import SolverName, default_solver, solve
 from autopar.solve.cuts.dynamic_programme import contiguous_cuts, interval_sums
 from autopar.solve.cuts.evaluate import objective_seconds, stage_costs

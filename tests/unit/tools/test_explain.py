@@ -17,13 +17,13 @@ import autopar
 from autopar.api.model_source import ModelSource
 from autopar.errors import PlanError, UsageError
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import (
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import (
     Alternative,
     HardwareInfo,
     InputInfo,
     Message,
     ModelInfo,
-    Plan,
     Prediction,
     SolverInfo,
     Stage,

@@ -23,7 +23,8 @@ from torch import nn
 import autopar
 from autopar.errors import PlanError, UsageError
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Message, Plan, Stage, StageMemory
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Message, Stage, StageMemory
 from autopar.ir.text import rendered
 from autopar.schedule.actions import Action
 from autopar.schedule.timeline import Span

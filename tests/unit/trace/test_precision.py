@@ -24,7 +24,7 @@ from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import UsageError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Precision
+from autopar.ir.plan_parts import Precision
 from autopar.runtime.launch.devices import Machine
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model

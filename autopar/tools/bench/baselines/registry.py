@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.errors import UsageError
-from autopar.ir.plan import Plan, Precision
+from autopar.errors import UsageError, suggest
+from autopar.ir.plan import Plan
+from autopar.ir.plan_parts import Precision
 from autopar.tools.bench.assignment import LOW_DTYPES
 
 MICROBATCH_SIZES = (16, 32, 64)  # of torch.distributed.pipelining, where they fit the batch
@@ -239,8 +239,7 @@ def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
     for flag, names in (("--only", only), ("--skip", skip)):
         for name in names:
             if name not in CONTESTANTS:
-                near = difflib.get_close_matches(name, CONTESTANTS, 1)
-                hint = f" Did you mean {near[0]}?" if near else ""
+                hint = suggest(name, CONTESTANTS)
                 raise UsageError(f"{flag} {name}: there is no such contestant.{hint} Known: {', '.join(CONTESTANTS)}.")
     if not set(only or CONTESTANTS) - set(skip):
         raise nothing_left(only, skip)

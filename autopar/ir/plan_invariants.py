@@ -1,0 +1,109 @@
+"""Invariants of a plan that the types of its fields cannot express: one function per group of fields."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+
+from autopar.errors import PlanError
+from autopar.ir.layout import Layout
+from autopar.ir.plan_parts import INTERLEAVED, PlanView
+from autopar.ir.units import plural
+
+Fail = Callable[[str, str], None]  # raises a PlanError that names a field and its problem
+
+
+def check_invariants(plan: PlanView, where: str) -> None:
+    """Check every field of a plan against the others; ``where`` names the plan in errors.
+
+    Raises:
+        PlanError: an invariant is broken; names the field.
+    """
+
+    def fail(name: str, problem: str) -> None:
+        raise PlanError(f"{where}: field {name}: {problem}")
+
+    for check in CHECKS:
+        check(plan, fail)
+
+
+def check_counts(plan: PlanView, fail: Fail) -> None:
+    """Sizes are positive, and there are as many stages as chunks."""
+    mesh = plan.mesh
+    numbers = {"batch": plan.batch, "microbatches": plan.microbatches, "chunks": plan.chunks}
+    for name, number in (numbers | {"mesh.pp": mesh.pp, "mesh.tp": mesh.tp, "mesh.dp": mesh.dp}).items():
+        if number < 1:
+            fail(name, f"is {number}, must be at least 1.")
+    if len(plan.stages) != (num_stages := mesh.pp * plan.chunks):
+        fail("stages", f"has {len(plan.stages)} entries, mesh.pp × chunks asks for {num_stages}.")
+
+
+def check_schedule(plan: PlanView, fail: Fail) -> None:
+    """The schedule trains, and allows that many chunks per rank."""
+    several = " and ".join(INTERLEAVED)
+    if plan.schedule == "forward-only":
+        fail("schedule", f"is forward-only, which has no training step; use 1f1b, {', '.join(INTERLEAVED)} or gpipe.")
+    if plan.schedule not in INTERLEAVED and plan.chunks > 1:
+        fail("chunks", f"is {plan.chunks}; under {plan.schedule} each rank has one. Only {several} have several.")
+
+
+def check_shardings(plan: PlanView, fail: Fail) -> None:
+    """Layouts parse, and weights and optimizer state are only split over axes of several ranks."""
+    for name, table in (("shardings", plan.shardings), ("strategies", plan.strategies)):
+        if table and plan.mesh.tp == 1:
+            fail(name, "must be empty while mesh.tp is 1.")
+    for name, text in plan.shardings.items():
+        try:
+            Layout.parse(text)
+        except ValueError as error:
+            fail(f"shardings.{name}", f"{error}.")
+    if plan.zero1 and plan.mesh.dp == 1:
+        fail("zero1", "needs replicas to share the optimizer's state; mesh.dp is 1.")
+
+
+def check_prediction(plan: PlanView, fail: Fail) -> None:
+    """There is a peak per rank, and a step takes time."""
+    peaks, devices, seconds = plan.prediction.peak_bytes, plan.mesh.devices, plan.prediction.step_seconds
+    if len(peaks) != devices:
+        fail("prediction.peak_bytes", f"has {len(peaks)} entries for {plural(devices, 'rank')}.")
+    if seconds <= 0:
+        fail("prediction.step_seconds", f"is {seconds}, must be above 0.")
+
+
+def check_batch(plan: PlanView, fail: Fail) -> None:
+    """Replicas share the batch evenly, and every microbatch has a sample."""
+    dp, microbatches = plan.mesh.dp, plan.microbatches
+    if plan.batch % dp:
+        fail("mesh.dp", f"{dp} replicas cannot share a batch of {plan.batch} evenly.")
+    if microbatches > plan.batch // dp:
+        whose = "a replica's batch" if dp > 1 else "a batch"
+        fail("microbatches", f"{microbatches} microbatches of {whose} of {plan.batch // dp}.")
+
+
+def check_stages(plan: PlanView, fail: Fail) -> None:
+    """Numbers of stages are not negative, and a stage's ranks are those of its place in the mesh."""
+    for i, stage in enumerate(plan.stages):
+        numbers = {f.name: getattr(stage, f.name) for f in fields(stage)}
+        if stage.memory is not None:
+            numbers |= {f"memory.{f.name}": getattr(stage.memory, f.name) for f in fields(stage.memory)}
+        for name, number in numbers.items():
+            if isinstance(number, int | float) and number < 0:
+                fail(f"stages.{i}.{name}", f"is {number}, must not be negative.")
+        if stage.ranks != (ranks := plan.mesh.ranks(i % plan.mesh.pp)):
+            fail(f"stages.{i}.ranks", f"is {list(stage.ranks)}, must be {ranks[0]} to {ranks[-1]}.")
+
+
+def check_flows(plan: PlanView, fail: Fail) -> None:
+    """Messages and exceptions name stages of the plan."""
+    num_stages = len(plan.stages)
+    for i, message in enumerate(plan.messages):
+        if message.src == message.dst or not {message.src, message.dst} <= {*range(num_stages)}:
+            fail(f"messages.{i}", f"goes from stage {message.src} to {message.dst} of {num_stages}.")
+        if message.num_bytes < 0 or message.seconds < 0:
+            fail(f"messages.{i}", f"has {message.num_bytes} bytes and {message.seconds} s; none may be negative.")
+    for name, stage_number in plan.exceptions.items():
+        if not 0 <= stage_number < num_stages:
+            fail(f"exceptions.{name}", f"names stage {stage_number} of {num_stages}.")
+
+
+CHECKS = (check_counts, check_schedule, check_shardings, check_prediction, check_batch, check_stages, check_flows)

@@ -1,0 +1,244 @@
+"""Records that a plan consists of, and read access to a whole plan for the modules that check and print it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from pydantic import with_config
+
+from autopar.ir.mesh import STRICT, Mesh
+
+ScheduleName = Literal["forward-only", "gpipe", "1f1b", "interleaved", "interleaved-overlap"]
+# Schedules of a training step that allow several chunks per rank, the one that keeps the fewest activations first.
+INTERLEAVED: tuple[ScheduleName, ...] = ("interleaved", "interleaved-overlap")
+RequestedSchedule = ScheduleName | Literal["auto"]
+Precision = Literal["fp32", "fp64", "bf16", "fp16", "bf16-params"]
+Balance = Literal["time", "params", "flops", "uniform"]
+Recompute = Literal["none", "all", "auto"]  # as requested; a stage has one of the first two
+PriceSource = Literal["analytic", "measured"]
+CostSource = PriceSource | Literal["auto"]  # as requested
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class InputInfo:
+    """One model input, its shape at the global batch."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class ModelInfo:
+    """The model that the plan is for. ``fingerprint`` must equal the traced graph's."""
+
+    name: str
+    fingerprint: str
+    num_params: int
+    inputs: tuple[InputInfo, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class StageMemory:
+    """Memory of a stage on each of its ranks.
+
+    Args:
+        weight_bytes: weights, gradients and optimizer state, allocated all the time. microbatch_bytes: activations of
+        one microbatch, from its forward to its backward. transient_bytes: memory while the stage runs, 0 where another
+        stage of the rank needs more. With one microbatch it
+            includes gradients that exist only during the backward.
+        buffer_bytes: on GPUs, the inputs of a step, symmetric memory and memory of libraries, allocated all the time.
+    """
+
+    weight_bytes: int
+    microbatch_bytes: int
+    transient_bytes: int
+    buffer_bytes: int = 0
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Stage:
+    """One pipeline stage: every operation from ``first`` to ``last`` in execution order, on ``ranks``.
+
+    Args:
+        params: whole parameters, however they are sharded.
+        forward_seconds, backward_seconds: per microbatch on one rank, tensor-parallel collectives included.
+        send_bytes: sent forward to later stages, per microbatch and rank.
+        recompute: with "all" the stage's operations form segments (`autopar.cost.groups.checkpoint_segments`). Only the
+            inputs of a segment are kept for the backward, which first runs the segment again; ``backward_seconds``
+            include that.
+        collective_seconds: tensor-parallel collectives of forward and backward.
+        optimizer_seconds: the update, once a step.
+        memory: None in plans made by hand.
+    """
+
+    first: str
+    last: str
+    ranks: tuple[int, ...]
+    params: int
+    forward_seconds: float
+    backward_seconds: float
+    send_bytes: int
+    peak_bytes: int
+    recompute: Literal["none", "all"] = "none"
+    collective_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+    memory: StageMemory | None = None
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Message:
+    """What stage ``src`` sends straight to stage ``dst`` per microbatch.
+
+    Activations go to a later stage, gradients to an earlier one.
+    """
+
+    src: int
+    dst: int
+    num_bytes: int
+    seconds: float
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Prediction:
+    """Predicted cost of one training step.
+
+    The step is the pipeline, then the exposed gradient reduction over replicas, then the optimizer and what follows it.
+
+    Args:
+        peak_bytes: one entry per rank.
+        error: relative error band of the times.
+        reduce_seconds: exposed gradient reduction.
+    """
+
+    step_seconds: float
+    samples_per_second: float
+    bubble_fraction: float
+    peak_bytes: tuple[int, ...]
+    error: float
+    reduce_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Collective:
+    """A tensor-parallel collective of a repeated block; one record for each time it runs for one microbatch.
+
+    ``op`` is the operation that it belongs to, as a pattern.
+    """
+
+    op: str
+    kind: str
+    direction: Literal["forward", "backward"]
+    num_bytes: int
+    seconds: float
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class BlockSharding:
+    """The sharding of one block of the model, for people: ``name`` is a pattern that ``count`` blocks fit.
+
+    ``rows`` maps modules to their sharding as text, such as ``rows by head / 2``.
+    """
+
+    name: str
+    count: int
+    rows: Mapping[str, str]
+    collectives: tuple[Collective, ...] = ()
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class SolverInfo:
+    """How the plan was found.
+
+    Args:
+        gap: certified: (found − bound) / found of the solver's own model.
+        method: what was solved for: cuts alone, shardings and then cuts, or both together.
+        moved_share: part of the simulated step that local search saved by moving cuts afterwards.
+    """
+
+    name: str
+    status: str
+    gap: float
+    seconds: float
+    balance: Balance = "time"
+    method: str = "cuts"
+    moved_share: float = 0.0
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class Alternative:
+    """A plan that was considered and not chosen; ``step_seconds`` is None where it does not fit."""
+
+    label: str
+    step_seconds: float | None
+    note: str = ""
+
+
+@with_config(STRICT)
+@dataclass(frozen=True)
+class HardwareInfo:
+    """The machine that the plan was priced for, and whether operations were timed on it."""
+
+    name: str
+    device: str
+    link: str
+    memory_bytes: int
+    cost: PriceSource = "analytic"
+    device_type: str = "cpu"
+
+
+class PlanView(Protocol):
+    """Fields of `autopar.ir.plan.Plan`, which imports the modules that read them."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def mesh(self) -> Mesh: ...
+    @property
+    def schedule(self) -> ScheduleName: ...
+    @property
+    def microbatches(self) -> int: ...
+    @property
+    def stages(self) -> tuple[Stage, ...]: ...
+    @property
+    def prediction(self) -> Prediction: ...
+    @property
+    def solver(self) -> SolverInfo: ...
+    @property
+    def hardware(self) -> HardwareInfo: ...
+    @property
+    def chunks(self) -> int: ...
+    @property
+    def precision(self) -> Precision: ...
+    @property
+    def exceptions(self) -> Mapping[str, int]: ...
+    @property
+    def shardings(self) -> Mapping[str, str]: ...
+    @property
+    def strategies(self) -> Mapping[str, str]: ...
+    @property
+    def zero1(self) -> bool: ...
+    @property
+    def blocks(self) -> tuple[BlockSharding, ...]: ...
+    @property
+    def alternatives(self) -> tuple[Alternative, ...]: ...
+    @property
+    def bound_by(self) -> str: ...
+    @property
+    def messages(self) -> tuple[Message, ...]: ...
