@@ -1,4 +1,4 @@
-"""What the processes that measure are told, as a JSON file."""
+"""What the processes that measure are task, as a JSON file."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 import autopar.ops.registry  # noqa: F401  (it imports all that define operators)
 from autopar.ir.hardware import CollectiveKind
-from autopar.measure.machine.cases import APART, Case
-from autopar.measure.machine.clock import Run
-from autopar.measure.machine.points import Part
+from autopar.measure.machine.cases import UNFUSED, Case
+from autopar.measure.machine.clock import Workload
+from autopar.measure.machine.points import OpCounts
 
-Layer = Callable[[Tensor, Tensor, int, str], Tensor]  # of what it reads, its weight, and the ranks of an axis
+LayerFunction = Callable[[Tensor, Tensor, int, str], Tensor]  # of what it reads, its weight, and the ranks of an axis
 IMAGES = 2  # whose tokens are gathered along the second dim
 
 
@@ -27,8 +27,8 @@ class AsyncTPOp:
     """An operator of `autopar.ops.async_tp`: what it communicates, forwards and backwards, and both ways."""
 
     kinds: tuple[CollectiveKind | None, CollectiveKind]
-    unfused: Layer
-    fused: Layer
+    unfused: LayerFunction
+    fused: LayerFunction
 
 
 ASYNC_TP_OPS: Mapping[str, AsyncTPOp] = {
@@ -56,56 +56,57 @@ ASYNC_TP_OPS: Mapping[str, AsyncTPOp] = {
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Rows of the product on one rank, its width, and how many outputs it has; elements of the tensor that travels."""
 
     rows: int
-    read: int
-    made: int
-    whole: int
+    in_features: int
+    out_features: int
+    comm_elements: int
 
 
-def shape_of(case: Case) -> Shape:
+def layer_shape(case: Case) -> LayerShape:
     """Each rank has as many tokens; where sums are scattered it has some of the inputs, else some of the outputs."""
     tokens, read, made = case.sizes
     tokens -= tokens % (case.ranks * IMAGES)
-    if operator_of(case) == "scattered_rows_linear":
-        return Shape(tokens, read // case.ranks, made, tokens * made)
-    return Shape(tokens, read, made // case.ranks, tokens * read)
+    if operator_name(case) == "scattered_rows_linear":
+        return LayerShape(tokens, read // case.ranks, made, tokens * made)
+    return LayerShape(tokens, read, made // case.ranks, tokens * read)
 
 
-def operator_of(case: Case) -> str:
+def operator_name(case: Case) -> str:
     """Of "gathered_linear apart" the first."""
-    return case.what.split()[0]
+    return case.variant.split()[0]
 
 
-def both_ways(case: Case, axis: str, device: torch.device) -> Run:
+def layer_workload(case: Case, axis: str, device: torch.device) -> Workload:
     """The layer forwards, and backwards for what it reads and for its weight."""
-    operator, way = case.what.split()
-    shape, dtype = shape_of(case), getattr(torch, case.dtype)
-    joint = ASYNC_TP_OPS[operator]
-    layer = joint.unfused if way == APART else joint.fused
+    operator, way = case.variant.split()
+    shape, dtype = layer_shape(case), getattr(torch, case.dtype)
+    op = ASYNC_TP_OPS[operator]
+    layer = op.unfused if way == UNFUSED else op.fused
     rows = shape.rows // (case.ranks if operator.startswith("gathered") else 1)
     sizes = (IMAGES, rows // IMAGES) if operator == "gathered_linear" else (rows,)
-    x = torch.randn(*sizes, shape.read, device=device, dtype=dtype, requires_grad=True)
-    w = torch.randn(shape.made, shape.read, device=device, dtype=dtype, requires_grad=True)
+    x = torch.randn(*sizes, shape.in_features, device=device, dtype=dtype, requires_grad=True)
+    w = torch.randn(shape.out_features, shape.in_features, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(layer(x, w, case.ranks, axis))
     return lambda: torch.autograd.grad(layer(x, w, case.ranks, axis), (x, w), gradient)
 
 
-def layer_parts(case: Case) -> tuple[Part, ...]:
+def layer_op_counts(case: Case) -> tuple[OpCounts, ...]:
     """The product, two of its backward, and the whole tensors that travel forwards and backwards, none as 0 bytes."""
-    shape, size = shape_of(case), getattr(torch, case.dtype).itemsize
-    operands = shape.rows * shape.read, shape.made * shape.read
-    made = shape.rows * shape.made
-    flops = 2.0 * shape.rows * shape.read * shape.made
-    backward = Part(flops, (made + 2 * sum(operands)) * size / 2)
-    travels = (
-        Part(0.0, float(symmetric_buffer_bytes(case) if kind else 0)) for kind in ASYNC_TP_OPS[operator_of(case)].kinds
+    shape, size = layer_shape(case), getattr(torch, case.dtype).itemsize
+    operands = shape.rows * shape.in_features, shape.out_features * shape.in_features
+    output_elements = shape.rows * shape.out_features
+    flops = 2.0 * shape.rows * shape.in_features * shape.out_features
+    backward = OpCounts(flops, (output_elements + 2 * sum(operands)) * size / 2)
+    messages = (
+        OpCounts(0.0, float(symmetric_buffer_bytes(case) if kind else 0))
+        for kind in ASYNC_TP_OPS[operator_name(case)].kinds
     )
-    return (Part(flops, (sum(operands) + made) * size), backward, backward, *travels)
+    return (OpCounts(flops, (sum(operands) + output_elements) * size), backward, backward, *messages)
 
 
 def symmetric_buffer_bytes(case: Case) -> int:
     """What the collective takes of each board, the whole tensor."""
-    return shape_of(case).whole * getattr(torch, case.dtype).itemsize
+    return layer_shape(case).comm_elements * getattr(torch, case.dtype).itemsize

@@ -13,11 +13,11 @@ from autopar.measure.machine.points import PointKind
 
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 # What --only takes, in the order of measuring.
-KINDS: tuple[PointKind, ...] = (
+POINT_KINDS: tuple[PointKind, ...] = (
     "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES, "beside",
 )  # fmt: skip
 KIB, MIB = 2**10, 2**20
-APART, JOINED = "apart", "joined"  # a layer and its collective: one after the other, and as one operator
+UNFUSED, FUSED = "apart", "joined"  # a layer and its collective: one after the other, and as one operator
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Case:
     """
 
     kind: PointKind
-    what: str = ""
+    variant: str = ""
     dtype: str = ""
     sizes: tuple[int, ...] = ()
     ranks: int = 1
@@ -38,7 +38,7 @@ class Case:
     @property
     def name(self) -> str:
         group = f"{self.ranks} ranks" if self.ranks > 1 else ""
-        return " ".join(t for t in (self.kind, self.what, self.dtype, "x".join(map(str, self.sizes)), group) if t)
+        return " ".join(t for t in (self.kind, self.variant, self.dtype, "x".join(map(str, self.sizes)), group) if t)
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,16 @@ CUDA = Sizes(
     overlap=((6304, 768, 3072), (25216, 1024, 4096)),
 )  # fmt: skip
 SIZES = {"cpu": CPU, "cuda": CUDA}
-ELEMENTWISE = ("add", "gelu", "layer_norm")
+MEMORY_BOUND_OPS = ("add", "gelu", "layer_norm")
 LAUNCHES: tuple[LaunchKind, ...] = get_args(LaunchKind)
 
 
 def cases(device_type: str, devices: int) -> tuple[Case, ...]:
     """All that a cost model of so many devices needs, in the order of measuring."""
-    return tuple(sorted(listed(SIZES[device_type], devices), key=lambda case: KINDS.index(case.kind)))
+    return tuple(sorted(unordered_cases(SIZES[device_type], devices), key=lambda case: POINT_KINDS.index(case.kind)))
 
 
-def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
+def unordered_cases(sizes: Sizes, devices: int) -> Iterator[Case]:
     """The same in no order."""
     yield Case("capacity")
     for kind in LAUNCHES:
@@ -145,7 +145,7 @@ def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
             yield from (Case("convolution", what, dtype, shape) for shape in sizes.convolution)
             yield from (Case("depthwise", what, dtype, shape) for shape in sizes.depthwise)
     for dtype in sizes.memory_dtypes:
-        for what in ELEMENTWISE:
+        for what in MEMORY_BOUND_OPS:
             yield from (Case("memory", what, dtype, (elements,)) for elements in sizes.memory)
     yield from (Case("optimizer", "", "float32", (numel,)) for numel in sizes.optimizer)
     if devices > 1:
@@ -153,7 +153,7 @@ def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
     for kind in COLLECTIVES:
         for ranks in group_sizes(devices):
             yield from (Case(kind, "", "", (size,), ranks) for size in sizes.message)
-    for operator, way, ranks in product(OVERLAP_WINDOWS, (APART, JOINED), group_sizes(devices)):
+    for operator, way, ranks in product(OVERLAP_WINDOWS, (UNFUSED, FUSED), group_sizes(devices)):
         yield from (Case("beside", f"{operator} {way}", "bfloat16", shape, ranks) for shape in sizes.overlap)
 
 

@@ -10,10 +10,10 @@ from math import ceil
 import numpy as np
 import torch
 
-Run = Callable[[], object]
+Workload = Callable[[], object]
 SAMPLE_SECONDS = {"cpu": 4e-3, "cuda": 2e-3}  # of one repeat, so that the clock's own steps do not count
-REPEATS, FEW_REPEATS = 9, 5
-LONG_SECONDS = 0.15  # of one run: fewer repeats of these
+REPEATS, LONG_RUN_REPEATS = 9, 5
+LONG_RUN_SECONDS = 0.15  # of one run: fewer repeats of these
 MAX_INNER = 2000
 # A GPU that computes for longer than this reaches its power limit and lowers its clock, as it does in training: of
 # kernels that compute as much as this, what counts is the time after it.
@@ -28,13 +28,13 @@ class Timing:
     spread: float
 
 
-def timing_of(samples: Sequence[float]) -> Timing:
+def timing_from_samples(samples: Sequence[float]) -> Timing:
     """Of the seconds of several repeats."""
     low, middle, high = np.percentile(samples, [25, 50, 75])
     return Timing(float(middle), float((high - low) / middle))
 
 
-def once_seconds(run: Run, device: torch.device) -> float:
+def single_run_seconds(run: Workload, device: torch.device) -> float:
     """Time of one run with everything around it, to choose how many make a repeat."""
     synchronize(device)
     start = time.perf_counter()
@@ -48,22 +48,22 @@ def inner_runs(seconds: float, device: torch.device) -> int:
     return min(MAX_INNER, max(1, ceil(SAMPLE_SECONDS[device.type] / max(seconds, 1e-9))))
 
 
-def timed(runs: Sequence[Run], device: torch.device) -> Timing:
+def time_eager(runs: Sequence[Workload], device: torch.device) -> Timing:
     """Time of one of several equal runs on data of their own, launched as any Python launches them."""
     runs[0]()
-    if once_seconds(runs[0], device) > LONG_SECONDS:  # its data need not be in memory for that
-        return timed_rows(runs[:1], device, 1, FEW_REPEATS)
+    if single_run_seconds(runs[0], device) > LONG_RUN_SECONDS:  # its data need not be in memory for that
+        return time_repeats(runs[:1], device, 1, LONG_RUN_REPEATS)
     for run in runs[1:]:
         run()
-    return timed_rows(runs, device, inner_runs(min(once_seconds(runs[0], device) for _ in range(2)), device))
+    return time_repeats(runs, device, inner_runs(min(single_run_seconds(runs[0], device) for _ in range(2)), device))
 
 
-def timed_rows(runs: Sequence[Run], device: torch.device, inner: int, repeats: int = REPEATS) -> Timing:
+def time_repeats(runs: Sequence[Workload], device: torch.device, inner: int, repeats: int = REPEATS) -> Timing:
     """The same in so many rows of ``inner`` runs: ranks that communicate have to run equally often."""
-    return timing_of([sample(runs, inner, device) for _ in range(repeats)])
+    return timing_from_samples([mean_seconds(runs, inner, device) for _ in range(repeats)])
 
 
-def sample(runs: Sequence[Run], inner: int, device: torch.device) -> float:
+def mean_seconds(runs: Sequence[Workload], inner: int, device: torch.device) -> float:
     """Seconds of one run in a row of ``inner``."""
     if device.type == "cuda":
         begun, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -80,8 +80,8 @@ def sample(runs: Sequence[Run], inner: int, device: torch.device) -> float:
     return (time.perf_counter() - start) / inner
 
 
-def timed_captured(
-    runs: Sequence[Run], device: torch.device, inner: int | None = None, busy_seconds: float = 0.0
+def time_captured(
+    runs: Sequence[Workload], device: torch.device, inner: int | None = None, busy_seconds: float = 0.0
 ) -> Timing:
     """The same where a CUDA graph launches them, so that the host's time does not count.
 
@@ -99,7 +99,7 @@ def timed_captured(
                 run()
         torch.cuda.synchronize(device)
         # Rows of them, since a single one is mostly the host's time.
-        inner = inner or max(len(runs), inner_runs(sample(runs, max(3, len(runs)), device), device))
+        inner = inner or max(len(runs), inner_runs(mean_seconds(runs, max(3, len(runs)), device), device))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             for i in range(inner):
@@ -107,23 +107,23 @@ def timed_captured(
         for _ in range(3):
             graph.replay()
         if busy_seconds:
-            for _ in range(ceil(busy_seconds / sample([graph.replay], 1, device))):
+            for _ in range(ceil(busy_seconds / mean_seconds([graph.replay], 1, device))):
                 graph.replay()
-        samples = [sample([graph.replay], 1, device) / inner for _ in range(REPEATS)]
+        samples = [mean_seconds([graph.replay], 1, device) / inner for _ in range(REPEATS)]
         torch.cuda.synchronize(device)
     torch.cuda.current_stream(device).wait_stream(stream)
-    return timing_of(samples)
+    return timing_from_samples(samples)
 
 
-def timed_kernels(runs: Sequence[Run], device: torch.device, flops: float) -> Timing:
+def time_kernels(runs: Sequence[Workload], device: torch.device, flops: float) -> Timing:
     """Time of a run in the way in which the fit subtracts what launching takes: captured on a GPU, plain on CPU.
 
     Args:
         flops: of one run.
     """
     if device.type != "cuda":
-        return timed(runs, device)
-    return timed_captured(runs, device, busy_seconds=BUSY_SECONDS if flops >= BUSY_FLOPS else 0.0)
+        return time_eager(runs, device)
+    return time_captured(runs, device, busy_seconds=BUSY_SECONDS if flops >= BUSY_FLOPS else 0.0)
 
 
 def synchronize(device: torch.device) -> None:

@@ -21,17 +21,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.measure.machine.least_squares import ROUNDS, Row, coefficients
-from autopar.measure.machine.points import Part, Point
+from autopar.measure.machine.least_squares import MAX_ROUNDS, FitRow, fit_coefficients
+from autopar.measure.machine.points import MeasuredPoint, OpCounts
 
 ERROR_PERCENTILE = 90
 MIN_ERROR = 0.001  # nothing measured is exact
 UNKNOWN_ERROR = 0.5  # of a fit that its points do not test, being no more than its constants
-LARGE_LAUNCHES = 20
+MIN_LARGE_LAUNCHES = 20
 
 
 @dataclass(frozen=True)
-class Errors:
+class FitErrors:
     """Relative errors of the points of a fit of some constants, |t_fit / t − 1|, and which points are large."""
 
     values: tuple[float, ...]
@@ -62,7 +62,7 @@ class Curve:
     per_flop: float
     per_byte: float
 
-    def seconds(self, part: Part) -> float:
+    def seconds(self, part: OpCounts) -> float:
         return self.start + part.flops * self.per_flop + part.num_bytes * self.per_byte
 
     @property
@@ -72,51 +72,53 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceCurves:
     """What all curves of a device share: the launch, and the traffic of a kernel, whose ``per_flop`` is 0."""
 
-    launch: float
+    launch_seconds: float
     traffic: Curve
 
-    def seconds(self, part: Part, curve: Curve) -> float:
+    def seconds(self, part: OpCounts, curve: Curve) -> float:
         """What the fitted constants say of an operation."""
-        return max(self.traffic.seconds(part), curve.seconds(part)) + self.launch
+        return max(self.traffic.seconds(part), curve.seconds(part)) + self.launch_seconds
 
-    def weight(self, point: Point) -> float:
+    def weight(self, point: MeasuredPoint) -> float:
         """How much a point counts."""
-        return min(1.0, point.value / (LARGE_LAUNCHES * self.launch))
+        return min(1.0, point.value / (MIN_LARGE_LAUNCHES * self.launch_seconds))
 
-    def fitted(self, curve: Curve, points: Sequence[Point], predicted: Sequence[float]) -> Fitted:
+    def with_errors(self, curve: Curve, points: Sequence[MeasuredPoint], predicted: Sequence[float]) -> FittedCurve:
         """A curve with what it predicts of its points."""
         values = tuple(abs(seconds / p.value - 1) for p, seconds in zip(points, predicted, strict=True))
         loss = sum(
             self.weight(p) * (seconds - p.value) ** 2 / (seconds * p.value) for p, seconds in zip(points, predicted)
         )
-        return Fitted(curve, Errors(values, tuple(self.weight(p) == 1 for p in points), curve.num_constants), loss)
+        return FittedCurve(
+            curve, FitErrors(values, tuple(self.weight(p) == 1 for p in points), curve.num_constants), loss
+        )
 
 
 @dataclass(frozen=True)
-class Fitted:
+class FittedCurve:
     """A curve, the errors of the points that it was fitted to, and the sum that is to be small."""
 
     curve: Curve
-    errors: Errors
+    errors: FitErrors
     loss: float
 
 
-def traffic_curve(points: Sequence[Point], launch: float) -> Fitted:
+def traffic_curve(points: Sequence[MeasuredPoint], launch: float) -> FittedCurve:
     """Of operations that memory bounds."""
-    device = Device(launch, Curve(0.0, 0.0, 0.0))
-    rows = [Row((len(p.parts), p.num_bytes), len(p.parts) * launch, p.value, device.weight(p)) for p in points]
-    start, per_byte = coefficients("memory", rows, growth=1)
+    device = DeviceCurves(launch, Curve(0.0, 0.0, 0.0))
+    rows = [FitRow((len(p.ops), p.num_bytes), len(p.ops) * launch, p.value, device.weight(p)) for p in points]
+    start, per_byte = fit_coefficients("memory", rows, growth=1)
     curve = Curve(start, 0.0, per_byte)
-    predicted = [sum(curve.seconds(part) + launch for part in p.parts) for p in points]
-    return device.fitted(curve, points, predicted)
+    predicted = [sum(curve.seconds(part) + launch for part in p.ops) for p in points]
+    return device.with_errors(curve, points, predicted)
 
 
 def compute_curve(
-    name: str, points: Sequence[Point], device: Device, hides_traffic: bool, forward: Curve | None = None
-) -> Fitted:
+    name: str, points: Sequence[MeasuredPoint], device: DeviceCurves, hides_traffic: bool, forward: Curve | None = None
+) -> FittedCurve:
     """Of operations that compute.
 
     Args:
@@ -124,22 +126,22 @@ def compute_curve(
         forward: of the first part of each point, where the curve is of the parts behind it.
     """
     first = 0 if forward is None else 1
-    known = [sum(device.seconds(part, forward) for part in p.parts[:first] if forward) for p in points]
-    parts = [p.parts[first:] for p in points]
+    known = [sum(device.seconds(part, forward) for part in p.ops[:first] if forward) for p in points]
+    parts = [p.ops[first:] for p in points]
     bound = [[False] * len(own) for own in parts]
-    tried: list[Fitted] = []
-    for _ in range(ROUNDS):
+    tried: list[FittedCurve] = []
+    for _ in range(MAX_ROUNDS):
         rows = [
-            row_of(p, own, by, before, device, hides_traffic)
+            fit_row(p, own, by, before, device, hides_traffic)
             for p, own, by, before in zip(points, parts, bound, known)
             if not all(by)
         ]
         if not rows:
             break
-        start, per_flop, *per_byte = coefficients(name, rows, growth=1)
+        start, per_flop, *per_byte = fit_coefficients(name, rows, growth=1)
         curve = Curve(start, per_flop, sum(per_byte))
         predicted = [before + sum(device.seconds(part, curve) for part in own) for before, own in zip(known, parts)]
-        tried.append(device.fitted(curve, points, predicted))
+        tried.append(device.with_errors(curve, points, predicted))
         sides = [[device.traffic.seconds(part) > curve.seconds(part) for part in own] for own in parts]
         if sides == bound:
             break
@@ -147,12 +149,17 @@ def compute_curve(
     return min(tried, key=lambda fitted: fitted.loss)
 
 
-def row_of(
-    point: Point, parts: Sequence[Part], bound: Sequence[bool], known: float, device: Device, hides_traffic: bool
-) -> Row:
+def fit_row(
+    point: MeasuredPoint,
+    parts: Sequence[OpCounts],
+    bound: Sequence[bool],
+    known: float,
+    device: DeviceCurves,
+    hides_traffic: bool,
+) -> FitRow:
     """A point of which some parts are bound by memory, and something is known before."""
     computing = [part for part, by in zip(parts, bound) if not by]
-    known += len(parts) * device.launch
+    known += len(parts) * device.launch_seconds
     known += sum(device.traffic.seconds(part) for part, by in zip(parts, bound) if by)
     columns = (len(computing), sum(part.flops for part in computing), sum(part.num_bytes for part in computing))
-    return Row(columns[: 2 if hides_traffic else 3], known, point.value, device.weight(point))
+    return FitRow(columns[: 2 if hides_traffic else 3], known, point.value, device.weight(point))

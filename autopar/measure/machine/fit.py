@@ -18,21 +18,21 @@ from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, DTYPES, ring_share
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
-from autopar.measure.machine.cases import APART, COLLECTIVES, JOINED
+from autopar.measure.machine.cases import COLLECTIVES, FUSED, UNFUSED
 from autopar.measure.machine.curves import (
     MIN_ERROR,
     UNKNOWN_ERROR,
     Curve,
-    Device,
-    Errors,
-    Fitted,
+    DeviceCurves,
+    FitErrors,
+    FittedCurve,
     compute_curve,
     traffic_curve,
 )
-from autopar.measure.machine.least_squares import Row, coefficients
-from autopar.measure.machine.points import Point, Setting
+from autopar.measure.machine.least_squares import FitRow, fit_coefficients
+from autopar.measure.machine.points import MeasuredPoint, ProfileSetting
 
-FUSED = "layer_norm"  # by compiled programs, whose traffic alone counts
+NORM = "layer_norm"  # by compiled programs, whose traffic alone counts
 
 
 @dataclass(frozen=True)
@@ -59,30 +59,30 @@ class Constant:
     note: str = ""
 
 
-def fit(points: Sequence[Point], setting: Setting) -> tuple[Constant, ...]:
+def fit(points: Sequence[MeasuredPoint], setting: ProfileSetting) -> tuple[Constant, ...]:
     """All constants that the points give.
 
     Raises:
         UsageError: a kind is missing, or its times do not grow with its sizes.
     """
     launches = launch_constants(points)
-    own_launch = {c.path[-1]: c.value for c in launches}["captured" if setting.device_type == "cuda" else "plain"]
+    launch_seconds = {c.path[-1]: c.value for c in launches}["captured" if setting.device_type == "cuda" else "plain"]
     constants = [*capacity_constants(points)]
-    streaming = [p for p in needed(points, "memory") if FUSED not in p.name.split()]
-    traffic = traffic_curve(streaming, own_launch)
-    constants += memory_constants(points, streaming, traffic, own_launch)
+    streaming = [p for p in points_of_kind(points, "memory") if NORM not in p.name.split()]
+    traffic = traffic_curve(streaming, launch_seconds)
+    constants += memory_constants(points, streaming, traffic, launch_seconds)
     constants += launches
-    constants += compute_constants(points, Device(own_launch, traffic.curve))
+    constants += compute_constants(points, DeviceCurves(launch_seconds, traffic.curve))
     constants += optimizer_constants(points)
     if setting.devices > 1:
-        rows = [Row((1, p.num_bytes), 0, p.value) for p in needed(points, "point-to-point")]
+        rows = [FitRow((1, p.num_bytes), 0, p.value) for p in points_of_kind(points, "point-to-point")]
         constants += link_constants(("link",), "point-to-point", rows)
         constants += collective_constants(points)
-        constants += beside_constants(points, Device(own_launch, traffic.curve), constants)
+        constants += beside_constants(points, DeviceCurves(launch_seconds, traffic.curve), constants)
     return tuple(constants)
 
 
-def needed(points: Sequence[Point], kind: str, dtype: str = "") -> list[Point]:
+def points_of_kind(points: Sequence[MeasuredPoint], kind: str, dtype: str = "") -> list[MeasuredPoint]:
     """The points of a kind, or of one dtype of it.
 
     Raises:
@@ -95,162 +95,168 @@ def needed(points: Sequence[Point], kind: str, dtype: str = "") -> list[Point]:
     return found
 
 
-def capacity_constants(points: Sequence[Point]) -> list[Constant]:
+def capacity_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
     """Memory for tensors."""
-    (point,) = needed(points, "capacity")
+    (point,) = points_of_kind(points, "capacity")
     return [Constant(("memory", "capacity"), point.value, "bytes", MIN_ERROR, 1)]
 
 
-def launch_constants(points: Sequence[Point]) -> list[Constant]:
+def launch_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
     """Of each way; one that does not exist on the device is taken for the next slower one."""
-    measured = {p.name.split()[-1]: p for p in needed(points, "launch")}
+    measured = {p.name.split()[-1]: p for p in points_of_kind(points, "launch")}
     if "plain" not in measured:
         raise UsageError("A cost model needs launch plain, of which there is no measurement. Use --only launch.")
     constants: list[Constant] = []
-    for way in ("plain", "compiled", "captured"):
-        path = ("launch", way)
-        if way in measured:
-            found = measured[way]
-            constants.append(Constant(path, found.value, "seconds", max(MIN_ERROR, found.spread), 1))
+    for mode in ("plain", "compiled", "captured"):
+        path = ("launch", mode)
+        if mode in measured:
+            point = measured[mode]
+            constants.append(Constant(path, point.value, "seconds", max(MIN_ERROR, point.spread), 1))
         else:
-            before = constants[-1]
-            reason = f"as {before.path[-1]}, because programs are not {way} on this machine"
-            constants.append(Constant(path, before.value, "seconds", UNKNOWN_ERROR, 0, assumption=reason))
+            slower = constants[-1]
+            reason = f"as {slower.path[-1]}, because programs are not {mode} on this machine"
+            constants.append(Constant(path, slower.value, "seconds", UNKNOWN_ERROR, 0, assumption=reason))
     return constants
 
 
 def memory_constants(
-    points: Sequence[Point], streaming: Sequence[Point], traffic: Fitted, launch: float
+    points: Sequence[MeasuredPoint], streaming: Sequence[MeasuredPoint], traffic: FittedCurve, launch: float
 ) -> list[Constant]:
     """``bandwidth`` is the most that large operations reached; their efficiency is the fit's share of it."""
     curve, largest = traffic.curve, max(p.num_bytes for p in streaming)
     rate = 1 / curve.per_byte
-    best = max(rate, *(p.num_bytes / p.value for p in streaming if 2 * p.num_bytes >= largest))
+    peak_bandwidth = max(rate, *(p.num_bytes / p.value for p in streaming if 2 * p.num_bytes >= largest))
     constants = [
-        fitted(("memory", "bandwidth"), best, "bytes per second", traffic.errors),
-        fitted(("memory", "efficiency"), rate / best, "share", traffic.errors),
-        fitted(("memory", "half"), curve.start * rate, "bytes", traffic.errors),
+        fitted_constant(("memory", "bandwidth"), peak_bandwidth, "bytes per second", traffic.errors),
+        fitted_constant(("memory", "efficiency"), rate / peak_bandwidth, "share", traffic.errors),
+        fitted_constant(("memory", "half"), curve.start * rate, "bytes", traffic.errors),
     ]
-    others = [p for p in needed(points, "memory") if FUSED in p.name.split() and 2 * p.num_bytes >= largest / 2]
-    if others:
-        device = Device(launch, curve)
-        longer = [p.value / sum(device.seconds(part, curve) for part in p.parts) for p in others]
-        note = f"for element-wise operations; {FUSED} by itself takes up to {max(longer):.2g} times as long"
+    norms = [p for p in points_of_kind(points, "memory") if NORM in p.name.split() and 2 * p.num_bytes >= largest / 2]
+    if norms:
+        device = DeviceCurves(launch, curve)
+        slowdowns = [p.value / sum(device.seconds(part, curve) for part in p.ops) for p in norms]
+        note = f"for element-wise operations; {NORM} by itself takes up to {max(slowdowns):.2g} times as long"
         constants[1] = replace(constants[1], note=note)
     return constants
 
 
-def compute_constants(points: Sequence[Point], device: Device) -> list[Constant]:
+def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> list[Constant]:
     """Peaks and efficiencies: the peak of a dtype is the most that matmuls reach or approach in it."""
     peaks: list[Constant] = []
     curves: list[Constant] = []
     for dtype in DTYPES:
-        found = needed(points, "matmul", dtype)
-        products = compute_curve(f"matmul {dtype}", found, device, hides_traffic=True)
-        peak = max(1 / products.curve.per_flop, *(p.flops / p.value for p in found))
-        peaks.append(fitted(("peak_flops", dtype), peak, "FLOPs per second", products.errors))
-        curves += curve_constants(("matmul", dtype), products, peak)
+        matmul_points = points_of_kind(points, "matmul", dtype)
+        matmul_curve = compute_curve(f"matmul {dtype}", matmul_points, device, hides_traffic=True)
+        peak = max(1 / matmul_curve.curve.per_flop, *(p.flops / p.value for p in matmul_points))
+        peaks.append(fitted_constant(("peak_flops", dtype), peak, "FLOPs per second", matmul_curve.errors))
+        curves += curve_constants(("matmul", dtype), matmul_curve, peak)
     for kind in COMPUTE_KINDS[1:]:
-        needed(points, kind)
+        points_of_kind(points, kind)
         measured: dict[str, list[Constant]] = {}
         for peak, dtype in zip(peaks, DTYPES):
-            chosen = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
-            if chosen:
-                measured[dtype] = both_directions(kind, dtype, chosen, device, peak.value)
+            dtype_points = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
+            if dtype_points:
+                measured[dtype] = forward_backward_constants(kind, dtype, dtype_points, device, peak.value)
         for dtype in DTYPES:
-            curves += measured.get(dtype) or as_another(dtype, measured)
+            curves += measured.get(dtype) or assumed_constants(dtype, measured)
     return [*peaks, *curves]
 
 
-def both_directions(
-    kind: str, dtype: str, points: Sequence[Point], device: Device, peak: float
+def forward_backward_constants(
+    kind: str, dtype: str, points: Sequence[MeasuredPoint], device: DeviceCurves, peak: float
 ) -> list[Constant]:  # fmt: skip
     """The curve of forwards, and that of the backwards that are measured together with them."""
-    name, alone = f"{kind} {dtype}", [p for p in points if len(p.parts) == 1]
-    forward = compute_curve(name, alone, device, hides_traffic=False)
-    together = [p for p in points if len(p.parts) > 1]
-    backward = compute_curve(name, together, device, hides_traffic=False, forward=forward.curve)
+    name, forward_points = f"{kind} {dtype}", [p for p in points if len(p.ops) == 1]
+    forward = compute_curve(name, forward_points, device, hides_traffic=False)
+    both_points = [p for p in points if len(p.ops) > 1]
+    backward = compute_curve(name, both_points, device, hides_traffic=False, forward=forward.curve)
     return [
         *curve_constants((kind, dtype), forward, peak),
         *curve_constants((kind, dtype, "backward"), backward, peak),
     ]
 
 
-def as_another(dtype: str, measured: Mapping[str, Sequence[Constant]]) -> list[Constant]:
+def assumed_constants(dtype: str, measured: Mapping[str, Sequence[Constant]]) -> list[Constant]:
     """What stands for the curves of a dtype in which a kind was not measured: those of the least share of a peak."""
-    other = min(measured, key=lambda known: measured[known][0].value)
-    reason = f"as in {other}, because it was not measured"
+    stand_in_dtype = min(measured, key=lambda known: measured[known][0].value)
+    reason = f"as in {stand_in_dtype}, because it was not measured"
     return [
         replace(c, path=(*c.path[:2], dtype, *c.path[3:]), error=UNKNOWN_ERROR, error_of_all=0.0, num_points=0,
                 assumption=reason)
-        for c in measured[other]
+        for c in measured[stand_in_dtype]
     ]  # fmt: skip
 
 
-def curve_constants(path: tuple[str, ...], found: Fitted, peak: float) -> list[Constant]:
+def curve_constants(path: tuple[str, ...], found: FittedCurve, peak: float) -> list[Constant]:
     """Those of one curve; without a bandwidth where arithmetic hides all traffic."""
     curve = found.curve
     constants = [
-        fitted(("efficiency", *path, "asymptote"), 1 / (curve.per_flop * peak), "ratio", found.errors),
-        fitted(("efficiency", *path, "half"), curve.start / curve.per_flop, "FLOPs", found.errors),
+        fitted_constant(("efficiency", *path, "asymptote"), 1 / (curve.per_flop * peak), "ratio", found.errors),
+        fitted_constant(("efficiency", *path, "half"), curve.start / curve.per_flop, "FLOPs", found.errors),
     ]
     if curve.per_byte:
-        bandwidth = fitted(("efficiency", *path, "bandwidth"), 1 / curve.per_byte, "bytes per second", found.errors)
+        bandwidth = fitted_constant(
+            ("efficiency", *path, "bandwidth"), 1 / curve.per_byte, "bytes per second", found.errors
+        )
         constants.append(bandwidth)
     return constants
 
 
-def fitted(path: tuple[str, ...], value: float, quantity: str, errors: Errors) -> Constant:
+def fitted_constant(path: tuple[str, ...], value: float, quantity: str, errors: FitErrors) -> Constant:
     """A constant of a fit."""
     return Constant(path, value, quantity, errors.error, len(errors.values), errors.error_of_all)
 
 
-def optimizer_constants(points: Sequence[Point]) -> list[Constant]:
+def optimizer_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
     """Bytes per second of a fused AdamW step, of large models above all."""
-    found = needed(points, "optimizer")
+    found = points_of_kind(points, "optimizer")
     longest = max(p.value for p in found)
-    rows = [Row((p.num_bytes,), 0, p.value, p.value / longest) for p in found]
-    (per_byte,) = coefficients("optimizer", rows, growth=0)
-    return [fitted(("optimizer", "bandwidth"), 1 / per_byte, "bytes per second", row_errors(rows, (per_byte,)))]
+    rows = [FitRow((p.num_bytes,), 0, p.value, p.value / longest) for p in found]
+    (per_byte,) = fit_coefficients("optimizer", rows, growth=0)
+    return [
+        fitted_constant(("optimizer", "bandwidth"), 1 / per_byte, "bytes per second", row_errors(rows, (per_byte,)))
+    ]
 
 
-def row_errors(rows: Sequence[Row], solution: Sequence[float]) -> Errors:
+def row_errors(rows: Sequence[FitRow], solution: Sequence[float]) -> FitErrors:
     """Of rows that all count."""
     values = tuple(abs(sum(c * x for c, x in zip(row.columns, solution)) / row.seconds - 1) for row in rows)
-    return Errors(values, (True,) * len(values), len(solution))
+    return FitErrors(values, (True,) * len(values), len(solution))
 
 
-def collective_constants(points: Sequence[Point]) -> list[Constant]:
+def collective_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
     """Of each kind and group size; what stands for others is fitted to all-reduces of all sizes."""
-    constants = link_constants(("collective",), "all-reduce", ring_rows(needed(points, "all-reduce")))
+    constants = link_constants(("collective",), "all-reduce", ring_rows(points_of_kind(points, "all-reduce")))
     for kind in COLLECTIVES:
-        for ranks in sorted({p.ranks for p in needed(points, kind)}):
+        for ranks in sorted({p.ranks for p in points_of_kind(points, kind)}):
             rows = ring_rows([p for p in points if p.kind == kind and p.ranks == ranks])
             constants += link_constants(("collective", kind, str(ranks)), kind, rows)
     return constants
 
 
-def ring_rows(points: Sequence[Point]) -> list[Row]:
+def ring_rows(points: Sequence[MeasuredPoint]) -> list[FitRow]:
     """Collectives of one kind."""
     return [
-        Row((1.0, ring_share(kind, p.ranks) * p.num_bytes), 0, p.value)
+        FitRow((1.0, ring_share(kind, p.ranks) * p.num_bytes), 0, p.value)
         for p in points
         for kind in COLLECTIVES
         if kind == p.kind
     ]
 
 
-def link_constants(path: tuple[str, ...], kind: str, rows: Sequence[Row]) -> list[Constant]:
+def link_constants(path: tuple[str, ...], kind: str, rows: Sequence[FitRow]) -> list[Constant]:
     """Latency and bandwidth."""
-    latency, per_byte = coefficients(kind, rows, growth=1)
+    latency, per_byte = fit_coefficients(kind, rows, growth=1)
     errors = row_errors(rows, (latency, per_byte))
     return [
-        fitted((*path, "latency"), latency, "seconds", errors),
-        fitted((*path, "bandwidth"), 1 / per_byte, "bytes per second", errors),
+        fitted_constant((*path, "latency"), latency, "seconds", errors),
+        fitted_constant((*path, "bandwidth"), 1 / per_byte, "bytes per second", errors),
     ]
 
 
-def beside_constants(points: Sequence[Point], device: Device, known: Sequence[Constant]) -> list[Constant]:
+def beside_constants(
+    points: Sequence[MeasuredPoint], device: DeviceCurves, known: Sequence[Constant]
+) -> list[Constant]:
     """What is hidden of collectives beside the products of linear layers, as a share of what is long enough to be:
     Σ hidden · hideable / Σ hideable², at least 0 and at most 1. Nothing where no such layers were measured.
 
@@ -258,42 +264,46 @@ def beside_constants(points: Sequence[Point], device: Device, known: Sequence[Co
         known: constants of collectives.
     """
     values = {c.path: c.value for c in known}
-    pairs = [(p, joined_with(p, points)) for p in points if p.kind == "beside" and APART in p.name.split()]
+    pairs = [(p, fused_counterpart(p, points)) for p in points if p.kind == "beside" and UNFUSED in p.name.split()]
     if not pairs:
         return []
-    curve = compute_curve("matmul", needed(points, "matmul", pairs[0][0].dtype), device, hides_traffic=True).curve
+    curve = compute_curve(
+        "matmul", points_of_kind(points, "matmul", pairs[0][0].dtype), device, hides_traffic=True
+    ).curve
     hideable = np.array([hideable_seconds(apart, device, curve, values) for apart, _ in pairs])
     apart, joined = (np.array([p.value for p in column]) for column in zip(*pairs, strict=True))
     share = float(np.clip(hideable @ (apart - joined) / (hideable @ hideable), 0, 1))
     relative = abs((apart - share * hideable) / joined - 1)
-    errors = Errors(tuple(relative.tolist()), (True,) * len(pairs), 1)
-    return [fitted(("beside", "layers"), share, "share", errors)]
+    errors = FitErrors(tuple(relative.tolist()), (True,) * len(pairs), 1)
+    return [fitted_constant(("beside", "layers"), share, "share", errors)]
 
 
-def joined_with(apart: Point, points: Sequence[Point]) -> Point:
+def fused_counterpart(apart: MeasuredPoint, points: Sequence[MeasuredPoint]) -> MeasuredPoint:
     """The point of the operator that is both.
 
     Raises:
         UsageError: it was not measured.
     """
-    name = apart.name.replace(APART, JOINED)
+    name = apart.name.replace(UNFUSED, FUSED)
     found = next((p for p in points if p.name == name), None)
     if found is None:
         raise UsageError(f"A cost model needs {name}, of which there is no measurement. Use --only beside.")
     return found
 
 
-def hideable_seconds(point: Point, device: Device, curve: Curve, values: Mapping[tuple[str, ...], float]) -> float:
+def hideable_seconds(
+    point: MeasuredPoint, device: DeviceCurves, curve: Curve, values: Mapping[tuple[str, ...], float]
+) -> float:
     """How much of a layer's collectives its products are long enough to hide, forwards and backwards."""
     operator = point.name.split()[1]
     beside, kinds = OVERLAP_WINDOWS[operator](point.ranks), ASYNC_TP_OPS[operator].kinds
-    forward, *backward = (device.seconds(part, curve) for part in point.parts[:3])
-    travels = (
+    forward, *backward = (device.seconds(part, curve) for part in point.ops[:3])
+    comm_seconds = (
         values["collective", kind, str(point.ranks), "latency"]
         + ring_share(kind, point.ranks) * part.num_bytes / values["collective", kind, str(point.ranks), "bandwidth"]
         if kind is not None
         else 0.0
-        for kind, part in zip(kinds, point.parts[3:], strict=True)
+        for kind, part in zip(kinds, point.ops[3:], strict=True)
     )
-    products = beside.forward * forward, beside.backward * sum(backward)
-    return sum(map(min, products, travels))
+    window_seconds = beside.forward * forward, beside.backward * sum(backward)
+    return sum(map(min, window_seconds, comm_seconds))

@@ -10,8 +10,8 @@ from pathlib import Path
 from autopar.errors import WorkerError
 from autopar.measure.machine.assignment import Assignment
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.kept import keep
-from autopar.measure.machine.points import Point, Setting
+from autopar.measure.machine.points import MeasuredPoint, ProfileSetting
+from autopar.measure.machine.resume import save_points
 from autopar.measure.workers import end, free_port, last_line, start
 
 POLL_SECONDS = 0.1
@@ -20,7 +20,11 @@ WORKER = "autopar.measure.machine.worker"
 
 
 def measure(
-    setting: Setting, cases: Sequence[Case], file: Path, points: Sequence[Point], progress: Callable[[int, str], None]
+    setting: ProfileSetting,
+    cases: Sequence[Case],
+    file: Path,
+    points: Sequence[MeasuredPoint],
+    progress: Callable[[int, str], None],
 ) -> None:
     """Measure, with one process for each device, into a file of kept points.
 
@@ -31,7 +35,7 @@ def measure(
     Raises:
         WorkerError: a process failed or one case took too long. The points so far are in the file.
     """
-    keep(file, setting, points)
+    save_points(file, setting, points)
     if not cases:
         return
     with tempfile.TemporaryDirectory(prefix="autopar-profile-") as name:

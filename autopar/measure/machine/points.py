@@ -9,11 +9,13 @@ from typing import Any, Literal
 from autopar.ir.hardware import CollectiveKind, Kind
 
 PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "beside"] | Kind | CollectiveKind
-STEADY_SPREAD = 0.25  # more than this between the quartiles of the repeats, and something else was using the machine
+MAX_STEADY_SPREAD = (
+    0.25  # more than this between the quartiles of the repeats, and something else was using the machine
+)
 
 
 @dataclass(frozen=True)
-class Part:
+class OpCounts:
     """One operation as the planner counts it: FLOPs, and bytes read and written (of a message: its bytes)."""
 
     flops: float
@@ -21,7 +23,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """One measurement.
 
     Args:
@@ -37,25 +39,25 @@ class Point:
     name: str
     dtype: str
     ranks: int
-    parts: tuple[Part, ...]
+    ops: tuple[OpCounts, ...]
     value: float
     spread: float
 
     @property
     def flops(self) -> float:
-        return sum(p.flops for p in self.parts)
+        return sum(p.flops for p in self.ops)
 
     @property
     def num_bytes(self) -> float:
-        return sum(p.num_bytes for p in self.parts)
+        return sum(p.num_bytes for p in self.ops)
 
     @property
-    def steady(self) -> bool:
-        return self.spread <= STEADY_SPREAD
+    def is_steady(self) -> bool:
+        return self.spread <= MAX_STEADY_SPREAD
 
 
 @dataclass(frozen=True)
-class Setting:
+class ProfileSetting:
     """Where points were measured; those of different settings are never mixed.
 
     Args:
@@ -71,31 +73,31 @@ class Setting:
     devices: int
     node_devices: int
 
-    def differences(self, other: Setting) -> str:
+    def differences(self, other: ProfileSetting) -> str:
         """What is unlike another setting, in words; empty where they are equal."""
         ours, others = asdict(self), asdict(other)
         return ", ".join(f"{key} {others[key]} instead of {ours[key]}" for key in ours if ours[key] != others[key])
 
 
-def point_data(point: Point) -> dict[str, Any]:
+def point_data(point: MeasuredPoint) -> dict[str, Any]:
     """A point as JSON and TOML hold it."""
-    flops, num_bytes = [p.flops for p in point.parts], [p.num_bytes for p in point.parts]
+    flops, num_bytes = [p.flops for p in point.ops], [p.num_bytes for p in point.ops]
     return {
         "kind": point.kind, "name": point.name, "dtype": point.dtype, "ranks": point.ranks, "flops": flops,
         "bytes": num_bytes, "value": point.value, "spread": point.spread,
     }  # fmt: skip
 
 
-def point_from(data: Mapping[str, Any]) -> Point:
+def point_from(data: Mapping[str, Any]) -> MeasuredPoint:
     """The point in such data.
 
     Raises:
         KeyError, TypeError, ValueError: it is none.
     """
-    parts = tuple(Part(float(f), float(b)) for f, b in zip(data["flops"], data["bytes"], strict=True))
+    parts = tuple(OpCounts(float(f), float(b)) for f, b in zip(data["flops"], data["bytes"], strict=True))
     value, spread = float(data["value"]), float(data["spread"])
     if not value > 0 or not spread >= 0:
         raise ValueError(f"value {value} and spread {spread} must be positive")
     texts = (str(data[key]) for key in ("kind", "name", "dtype"))
     kind, name, dtype = texts
-    return Point(kind, name, dtype, int(data["ranks"]), parts, value, spread)  # type: ignore[arg-type]
+    return MeasuredPoint(kind, name, dtype, int(data["ranks"]), parts, value, spread)  # type: ignore[arg-type]

@@ -6,17 +6,19 @@ from pathlib import Path
 
 import torch
 
-from autopar.measure.machine.points import Setting
+from autopar.measure.machine.points import ProfileSetting
 from autopar.runtime.launch.devices import Machine
 
 CPU_INFO = Path("/proc/cpuinfo")
 
 
-def this_setting(machine: Machine, devices: int) -> Setting:
+def profile_setting(machine: Machine, devices: int) -> ProfileSetting:
     """The devices of a run that would use a machine."""
     if machine.device_type == "cuda":
-        return Setting(torch.cuda.get_device_name(), "cuda", torch.__version__, 0, devices, torch.cuda.device_count())
-    return Setting(cpu_name(), "cpu", torch.__version__, machine.num_threads, devices, devices)
+        return ProfileSetting(
+            torch.cuda.get_device_name(), "cuda", torch.__version__, 0, devices, torch.cuda.device_count()
+        )
+    return ProfileSetting(cpu_name(), "cpu", torch.__version__, machine.num_threads, devices, devices)
 
 
 def cpu_name() -> str:

@@ -20,12 +20,19 @@ import torch.distributed as dist
 
 from autopar.measure.machine.assignment import Assignment
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.clock import Timing, timed_kernels
-from autopar.measure.machine.collectives import CONTROL, RUNS, TIMEOUT, WorkerContext, communication, parts_of
-from autopar.measure.machine.kept import append
-from autopar.measure.machine.kernels import work_of
-from autopar.measure.machine.launch_overhead import launch
-from autopar.measure.machine.points import Part, Point
+from autopar.measure.machine.clock import Timing, time_kernels
+from autopar.measure.machine.collectives import (
+    COMMUNICATION_BUILDERS,
+    CONTROL_BACKEND,
+    TIMEOUT,
+    MeasuringRank,
+    communication_op_counts,
+    time_communication,
+)
+from autopar.measure.machine.kernels import kernel_runs
+from autopar.measure.machine.launch_overhead import time_launch
+from autopar.measure.machine.points import MeasuredPoint, OpCounts
+from autopar.measure.machine.resume import append_point
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 
 NEW_LINE = "\n"
@@ -48,23 +55,23 @@ def main(folder: Path) -> None:
 
 def measure_all(folder: Path) -> None:
     """Everything that is asked for."""
-    told = Assignment.read(folder)
-    seat = worker_context(told.device_type)
-    if seat.device.type == "cpu":
+    task = Assignment.read(folder)
+    worker = worker_context(task.device_type)
+    if worker.device.type == "cpu":
         disable_malloc_trim()  # as ranks do
-    capacity = capacity_bytes(seat)  # before anything else has taken memory
-    dist.init_process_group(CONTROL, timeout=TIMEOUT)
-    torch.manual_seed(seat.rank)
-    for case in told.cases:
+    capacity = capacity_bytes(worker)  # before anything else has taken memory
+    dist.init_process_group(CONTROL_BACKEND, timeout=TIMEOUT)
+    torch.manual_seed(worker.rank)
+    for case in task.cases:
         print(case.name, flush=True)
-        seat.meet()
-        point = measured(case, seat, capacity)
-        if seat.rank == 0 and point is not None:
-            append(told.points, point)
+        worker.barrier()
+        point = measure_case(case, worker, capacity)
+        if worker.rank == 0 and point is not None:
+            append_point(task.points, point)
         gc.collect()
-        if seat.device.type == "cuda":
+        if worker.device.type == "cuda":
             torch.cuda.empty_cache()
-    seat.meet()
+    worker.barrier()
 
 
 def leave_with_parent() -> None:
@@ -72,42 +79,42 @@ def leave_with_parent() -> None:
     os._exit(1)
 
 
-def worker_context(device_type: str) -> WorkerContext:
+def worker_context(device_type: str) -> MeasuringRank:
     """This process's rank and device, from the launcher's variables."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cudnn.benchmark = True  # as training on a GPU has it
-    return WorkerContext(rank, world, device)
+    return MeasuringRank(rank, world, device)
 
 
-def capacity_bytes(seat: WorkerContext) -> int:
+def capacity_bytes(worker: MeasuringRank) -> int:
     """Memory for tensors: on a GPU what is free once it has a context, on CPU a process's share of the machine's."""
-    if seat.device.type == "cuda":
-        torch.zeros(1, device=seat.device)
-        torch.cuda.synchronize(seat.device)
-        return torch.cuda.mem_get_info(seat.device)[0]
-    return psutil.virtual_memory().total // seat.world
+    if worker.device.type == "cuda":
+        torch.zeros(1, device=worker.device)
+        torch.cuda.synchronize(worker.device)
+        return torch.cuda.mem_get_info(worker.device)[0]
+    return psutil.virtual_memory().total // worker.world
 
 
-def measured(case: Case, seat: WorkerContext, capacity: int) -> Point | None:
+def measure_case(case: Case, worker: MeasuringRank, capacity: int) -> MeasuredPoint | None:
     """A point of the slowest rank, on all ranks; None where there is nothing like it here."""
     if case.kind == "capacity":
-        least = min(seat.gathered(capacity))
-        return Point(case.kind, case.name, "", 1, (Part(0.0, 0.0),), float(least), 0.0)
-    if case.kind in RUNS:
-        parts, timing = parts_of(case), communication(case, seat)
+        least = min(worker.all_gather_objects(capacity))
+        return MeasuredPoint(case.kind, case.name, "", 1, (OpCounts(0.0, 0.0),), float(least), 0.0)
+    if case.kind in COMMUNICATION_BUILDERS:
+        parts, timing = communication_op_counts(case), time_communication(case, worker)
     elif case.kind == "launch":
-        parts, timing = (Part(0.0, 0.0),), launch(case.what, seat.device)
+        parts, timing = (OpCounts(0.0, 0.0),), time_launch(case.variant, worker.device)
     else:
-        work = work_of(case, seat.device)
-        parts, timing = work.parts, timed_kernels(work.runs, seat.device, sum(part.flops for part in work.parts))
-    found: list[Timing] = [t for t in seat.gathered(timing) if t is not None]
+        work = kernel_runs(case, worker.device)
+        parts, timing = work.ops, time_kernels(work.runs, worker.device, sum(part.flops for part in work.ops))
+    found: list[Timing] = [t for t in worker.all_gather_objects(timing) if t is not None]
     if not found:
         return None
     slowest = max(found, key=lambda t: t.seconds)
-    return Point(case.kind, case.name, case.dtype, case.ranks, parts, slowest.seconds, slowest.spread)
+    return MeasuredPoint(case.kind, case.name, case.dtype, case.ranks, parts, slowest.seconds, slowest.spread)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ SETTING = "setting.txt"
 
 
 @dataclass(frozen=True)
-class Times:
+class RegionTimes:
     """Median seconds of a piece's forward and of its backward, and how far repeats of both together lay apart: between
     the quartiles, as a share of the median."""
 
@@ -32,17 +32,17 @@ class Times:
             raise ValueError(f"{self} has a time that none takes")
 
 
-TIMES = TypeAdapter(Times)
+TIMES = TypeAdapter(RegionTimes)
 
 
 def cache_folder() -> Path:
     """``AUTOPAR_CACHE``, or autopar's folder among the user's caches (XDG base directories)."""
-    own = os.environ.get(FOLDER_VARIABLE)
+    folder = os.environ.get(FOLDER_VARIABLE)
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(caches) / "autopar"
+    return Path(folder) if folder else Path(caches) / "autopar"
 
 
-class Cache:
+class TimesCache:
     """Times by name, in a folder for each setting. Nothing is kept in memory: another process may measure meanwhile."""
 
     def __init__(self, folder: Path, setting: str) -> None:
@@ -58,7 +58,7 @@ class Cache:
         """Whether nothing has been measured in this setting."""
         return not self.folder.is_dir()
 
-    def get(self, name: str) -> Times | None:
+    def get(self, name: str) -> RegionTimes | None:
         """What is known; a file that cannot be read is removed, with a `CacheWarning`."""
         path = self.path(name)
         try:
@@ -75,7 +75,7 @@ class Cache:
             path.unlink(missing_ok=True)
             return None
 
-    def put(self, name: str, times: Times) -> None:
+    def put(self, name: str, times: RegionTimes) -> None:
         """Keep a measurement.
 
         Raises:

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autopar.ir.units import plural
 
 
-class Shown:
+class RegionProgressBar:
     """Told by a `RegionTimer` how far it is; a bar begins with the first of some pieces and goes after the last."""
 
     def __init__(self) -> None:

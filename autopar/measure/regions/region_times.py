@@ -18,13 +18,13 @@ from autopar.ir.hardware import Hardware
 from autopar.ir.plan import CostSource
 from autopar.ir.program import Program
 from autopar.ir.units import percent, plural
-from autopar.measure.machine.points import STEADY_SPREAD
+from autopar.measure.machine.points import MAX_STEADY_SPREAD
 from autopar.measure.regions.cache import TIMES as FROM_JSON
-from autopar.measure.regions.cache import Cache, Times, cache_folder, digest
-from autopar.measure.regions.progress import Shown
-from autopar.measure.regions.setting import Setting, this_setting
-from autopar.measure.regions.task import PIECES, TIMES, Task
-from autopar.measure.regions.timed_regions import TimedRegion, pieces_of
+from autopar.measure.regions.cache import RegionTimes, TimesCache, cache_folder, digest
+from autopar.measure.regions.progress import RegionProgressBar
+from autopar.measure.regions.setting import RegionSetting, region_setting
+from autopar.measure.regions.task import TASK_FILE, TIMES_FILE, RegionTask
+from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
 from autopar.measure.workers import end, free_port, last_line, start
 from autopar.runtime.launch.devices import describes
 from autopar.runtime.launch.environment import launched
@@ -35,8 +35,8 @@ POLL_SECONDS = 0.1
 LIMIT_SECONDS = 600.0  # for one piece, compiling included
 
 # Is told how many of how many pieces are measured, and of what.
-Progress = Callable[[int, int, str], None]
-Measured = Sequence[tuple[tuple[str, ...], Times]]  # operations of each piece, and its times
+ProgressCallback = Callable[[int, int, str], None]
+MeasuredRegions = Sequence[tuple[tuple[str, ...], RegionTimes]]  # operations of each piece, and its times
 
 
 class RegionTimer:
@@ -46,11 +46,15 @@ class RegionTimer:
         may_measure: else what is not in the cache stays unknown.
     """
 
-    def __init__(self, setting: Setting, cache: Cache, may_measure: bool, progress: Progress) -> None:
+    def __init__(
+        self, setting: RegionSetting, cache: TimesCache, may_measure: bool, progress: ProgressCallback
+    ) -> None:
         self.setting, self.cache = setting, cache
         self.may_measure, self.progress = may_measure, progress
 
-    def times(self, graph: Graph, ranks: int, size: int, at_size: Callable[[], Graph], what: str) -> Measured | None:
+    def times(
+        self, graph: Graph, ranks: int, size: int, at_size: Callable[[], Graph], what: str
+    ) -> MeasuredRegions | None:
         """The times of a graph's pieces with ``size`` samples, but those of pieces that no device has room for.
 
         Args:
@@ -63,38 +67,38 @@ class RegionTimer:
         Raises:
             WorkerError: the process that measures failed; what it measured before is kept.
         """
-        pieces = tuple(pieces_of(graph))
-        named = [piece_name(p, ranks, graph.batch, size) for p in pieces]
-        known = {name: self.cache.get(name) for name in dict.fromkeys(named)}
+        regions = tuple(timed_regions(graph))
+        keys = [cache_key(p, ranks, graph.batch, size) for p in regions]
+        known = {name: self.cache.get(name) for name in dict.fromkeys(keys)}
         if not all(known.values()):
             if not self.may_measure:
                 return None
-            sized = pieces if graph.batch == size else tuple(pieces_of(at_size()))
-            assert [p.ops for p in sized] == [p.ops for p in pieces], "another batch size divides otherwise"
-            found = self.measured(sized, ranks, size, what)
-            for name, piece in zip(named, sized):
+            sized_regions = regions if graph.batch == size else tuple(timed_regions(at_size()))
+            assert [p.ops for p in sized_regions] == [p.ops for p in regions], "another batch size divides otherwise"
+            found = self.measure(sized_regions, ranks, size, what)
+            for name, piece in zip(keys, sized_regions):
                 known[name] = found.get(piece.text)
                 times = known[name]
-                if times is not None and times.spread <= STEADY_SPREAD and graph.batch != size:
+                if times is not None and times.spread <= MAX_STEADY_SPREAD and graph.batch != size:
                     self.cache.put(name, times)
-        return [(piece.ops, times) for piece, name in zip(pieces, named) if (times := known[name]) is not None]
+        return [(piece.ops, times) for piece, name in zip(regions, keys) if (times := known[name]) is not None]
 
-    def measured(self, pieces: Sequence[TimedRegion], ranks: int, size: int, what: str) -> Mapping[str, Times]:
+    def measure(self, regions: Sequence[TimedRegion], ranks: int, size: int, what: str) -> Mapping[str, RegionTimes]:
         """Times by the text of a piece, measured where the cache has none."""
-        names = {p.text: piece_name(p, ranks, size, size) for p in pieces}
-        known = {text: times for text, name in names.items() if (times := self.cache.get(name)) is not None}
-        programs = {p.text: p.program for p in pieces if p.text not in known}
+        keys = {p.text: cache_key(p, ranks, size, size) for p in regions}
+        known = {text: times for text, name in keys.items() if (times := self.cache.get(name)) is not None}
+        programs = {p.text: p.program for p in regions if p.text not in known}
 
-        def keep(text: str, times: Times | None) -> None:
+        def keep(text: str, times: RegionTimes | None) -> None:
             if times is None:
                 return
             known[text] = times
-            if times.spread <= STEADY_SPREAD:
-                self.cache.put(names[text], times)
+            if times.spread <= MAX_STEADY_SPREAD:
+                self.cache.put(keys[text], times)
 
-        self.run(programs, ranks, keep, what)
+        self.run_workers(programs, ranks, keep, what)
         unsteady = max((known[text].spread for text in programs.keys() & known.keys()), default=0.0)
-        if unsteady > STEADY_SPREAD:
+        if unsteady > MAX_STEADY_SPREAD:
             warnings.warn(
                 f"Times of {what} lie up to {percent(unsteady, 0)} apart, so something else uses this device. They "
                 "count in this plan and are not kept.",
@@ -110,8 +114,8 @@ class RegionTimer:
             )
         return known
 
-    def run(
-        self, programs: Mapping[str, Program], ranks: int, keep: Callable[[str, Times | None], None], what: str
+    def run_workers(
+        self, programs: Mapping[str, Program], ranks: int, keep: Callable[[str, RegionTimes | None], None], what: str
     ) -> None:
         """Measure programs in as many processes at once as the setting says.
 
@@ -121,7 +125,7 @@ class RegionTimer:
         if not programs:
             return
         setting, texts = self.setting, list(programs)
-        task = Task(
+        task = RegionTask(
             tuple((programs[text], ranks) for text in texts), setting.device_type, setting.execution_mode,
             setting.threads, TorchSettings.current(),
         )  # fmt: skip
@@ -129,7 +133,7 @@ class RegionTimer:
             folders = [Path(name) / str(k) for k in range(setting.processes)]
             for folder in folders:
                 folder.mkdir()
-                (folder / PIECES).write_bytes(pickle.dumps(task))
+                (folder / TASK_FILE).write_bytes(pickle.dumps(task))
             processes: list[Any] = []
             try:
                 for folder in folders:
@@ -138,9 +142,9 @@ class RegionTimer:
                 self.progress(done, len(texts), what)
                 while done < len(texts):
                     ended = [p.poll() for p in processes]
-                    rows = [lines(folder / TIMES) for folder in folders]
+                    rows = [read_times(folder / TIMES_FILE) for folder in folders]
                     for k in range(done, min(map(len, rows))):
-                        keep(texts[k], joined([row[k] for row in rows]))
+                        keep(texts[k], slowest([row[k] for row in rows]))
                         done, deadline = k + 1, time.monotonic() + LIMIT_SECONDS
                         self.progress(done, len(texts), what)
                     if done < len(texts) and (any(ended) or time.monotonic() > deadline):
@@ -161,29 +165,29 @@ class RegionTimer:
         )
 
 
-def piece_name(piece: TimedRegion, ranks: int, traced: int, size: int) -> str:
+def cache_key(region: TimedRegion, ranks: int, traced: int, size: int) -> str:
     """A piece's name in the cache; of one that was traced with another number of samples than is meant, another."""
     samples = "" if traced == size else f"traced with {traced}, for {size} samples"
-    return digest(piece.text, f"{ranks} ranks", samples)
+    return digest(region.text, f"{ranks} ranks", samples)
 
 
-def lines(path: Path) -> list[Times | None]:
+def read_times(path: Path) -> list[RegionTimes | None]:
     """What a process has left so far: its last line may not be whole."""
     if not path.exists():
         return []
     return [None if text == "null" else FROM_JSON.validate_json(text) for text in path.read_text().split("\n")[:-1]]
 
 
-def joined(found: Sequence[Times | None]) -> Times | None:
+def slowest(process_times: Sequence[RegionTimes | None]) -> RegionTimes | None:
     """What several processes measured at the same time, of the slowest, as a step waits for that; nothing where one had
     no room."""
-    times = [t for t in found if t is not None]
-    if len(times) < len(found):
+    times = [t for t in process_times if t is not None]
+    if len(times) < len(process_times):
         return None
     return max(times, key=lambda t: t.forward_seconds + t.backward_seconds)
 
 
-def region_timer_for(asked: CostSource, hardware: Hardware, devices: int, backend: str | None) -> RegionTimer | None:
+def region_timer_for(cost: CostSource, hardware: Hardware, devices: int, backend: str | None) -> RegionTimer | None:
     """What prices operations by measurements on the device at hand; None where the cost model prices them.
 
     Args:
@@ -192,19 +196,23 @@ def region_timer_for(asked: CostSource, hardware: Hardware, devices: int, backen
     Raises:
         UsageError: "measured" is asked for on another device than the plan's, or under a launcher.
     """
-    if asked == "analytic":
+    if cost == "analytic":
         return None
-    problem = unlike_here(hardware, backend)
-    if problem and asked == "measured":
+    problem = device_mismatch(hardware, backend)
+    if problem and cost == "measured":
         raise UsageError(f"cost='measured' (--cost measured) times operations on the device at hand, but {problem}")
     if problem:
         return None
-    setting = this_setting(hardware.device_type, hardware.execution_mode, devices)
-    cache = Cache(cache_folder(), setting.text)
-    return None if cache.is_empty and asked == "auto" else RegionTimer(setting, cache, asked == "measured", Shown())
+    setting = region_setting(hardware.device_type, hardware.execution_mode, devices)
+    cache = TimesCache(cache_folder(), setting.text)
+    return (
+        None
+        if cache.is_empty and cost == "auto"
+        else RegionTimer(setting, cache, cost == "measured", RegionProgressBar())
+    )
 
 
-def unlike_here(hardware: Hardware, backend: str | None) -> str:
+def device_mismatch(hardware: Hardware, backend: str | None) -> str:
     """Why nothing is measured here for a machine; empty where it can be."""
     if (launch := launched()) is not None:
         return (

@@ -17,7 +17,7 @@ DRIVER = Path("/proc/driver/nvidia/version")
 
 
 @dataclass(frozen=True)
-class Setting:
+class RegionSetting:
     """A device and how programs run on it.
 
     Args:
@@ -42,16 +42,16 @@ class Setting:
         return "\n".join(f"{key}: {value}" for key, value in asdict(self).items())
 
 
-def this_setting(device_type: str, way: ExecutionMode, devices: int) -> Setting:
+def region_setting(device_type: str, mode: ExecutionMode, devices: int) -> RegionSetting:
     """The device at hand, one of several that run at the same time."""
     cuda = device_type == "cuda"
-    return Setting(
+    return RegionSetting(
         device=torch.cuda.get_device_name() if cuda else cpu_name(),
         device_type=device_type,
         driver=DRIVER.read_text().splitlines()[0] if cuda and DRIVER.exists() else "",
         torch=torch.__version__,
         autopar=__version__,
-        execution_mode=way,
+        execution_mode=mode,
         threads=0 if cuda else max(1, num_processors() // devices),
         processes=1 if cuda else min(devices, num_processors()),
         precision=str(TorchSettings.current()),

@@ -1,4 +1,4 @@
-"""What the process that measures is told."""
+"""What the process that measures is task."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from autopar.ir.hardware import ExecutionMode
 from autopar.ir.program import Program
 from autopar.runtime.launch.torch_settings import TorchSettings
 
-PIECES, TIMES = "pieces.pickle", "times.jsonl"
+TASK_FILE, TIMES_FILE = "pieces.pickle", "times.jsonl"
 
 
 @dataclass(frozen=True)
-class Task:
+class RegionTask:
     """Pieces, each with the ranks of its tensor-parallel axis, and how to run them; ``threads`` is 0 on GPUs."""
 
-    pieces: tuple[tuple[Program, int], ...]
+    regions: tuple[tuple[Program, int], ...]
     device_type: str
     execution_mode: ExecutionMode
     threads: int

@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph, Op, Weight, renamed
 from autopar.ir.program import Edge, Program
 
 ANY_FRACTION = 0.5  # stands for every number that is not whole: none decides on a kernel's time
-RANDOM = "autopar.uniform.default"  # has the name of what draws as an argument
+RANDOM_OP = "autopar.uniform.default"  # has the name of what draws as an argument
 
 
 @dataclass(frozen=True)
@@ -31,56 +31,58 @@ class TimedRegion:
         return repr(self.program)
 
 
-def pieces_of(graph: Graph) -> Iterator[TimedRegion]:
+def timed_regions(graph: Graph) -> Iterator[TimedRegion]:
     """The pieces of what a rank runs, in order; in training."""
     for region in regions_of(graph):
-        yield TimedRegion(anonymous(region.ops, region.reads, region.makes, graph), tuple(op.name for op in region.ops))
+        yield TimedRegion(
+            anonymous_program(region.ops, region.reads, region.makes, graph), tuple(op.name for op in region.ops)
+        )
 
 
-def anonymous(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[str, ...], graph: Graph) -> Program:
+def anonymous_program(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[str, ...], graph: Graph) -> Program:
     """A program of some operations in which names are numbers; what other operations make is received."""
-    held = dict.fromkeys(name for op in ops for name in (*op.reads, *op.mutates) if name in graph.weight)
-    names = {name: f"w{k}" for k, name in enumerate(held)} | {name: f"x{k}" for k, name in enumerate(reads)}
-    own: list[Op] = []
+    weight_names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.mutates) if name in graph.weight)
+    names = {name: f"w{k}" for k, name in enumerate(weight_names)} | {name: f"x{k}" for k, name in enumerate(reads)}
+    renamed_ops: list[Op] = []
     for number, op in enumerate(ops):
         name = f"v{number}"
         names |= {v.name: v.name.replace(op.name, name, 1) for v in op.outputs}
-        own.append(
+        renamed_ops.append(
             Op(
                 name=name,
                 target=op.target,
-                args=tuple(plain(renamed(a, names), op) for a in op.args),
-                kwargs=tuple((key, plain(renamed(a, names), op)) for key, a in op.kwargs),
+                args=tuple(normalized_argument(renamed(a, names), op) for a in op.args),
+                kwargs=tuple((key, normalized_argument(renamed(a, names), op)) for key, a in op.kwargs),
                 outputs=tuple(replace(v, name=names[v.name]) for v in op.outputs),
                 module="",
                 mutates=tuple(names[n] for n in op.mutates),
             )
         )
-    given = {v.name for v in graph.inputs}
+    input_names = {v.name for v in graph.inputs}
     values = {name: replace(graph.values[name], name=names[name]) for name in (*reads, *makes)}
     return Program(
         stage=1,
         mode=graph.mode,
         batch=graph.batch,
-        inputs=tuple(values[name] for name in reads if name in given),
-        receives=tuple(Edge(values[name], 0, 1) for name in reads if name not in given),
-        weights=tuple(weight(graph.weight[name], names[name]) for name in held),
-        ops=tuple(own),
+        inputs=tuple(values[name] for name in reads if name in input_names),
+        receives=tuple(Edge(values[name], 0, 1) for name in reads if name not in input_names),
+        weights=tuple(renamed_weight(graph.weight[name], names[name]) for name in weight_names),
+        ops=tuple(renamed_ops),
         sends=tuple(Edge(values[name], 1, 2) for name in makes),
     )
 
 
-def weight(found: Weight, name: str) -> Weight:
+def renamed_weight(weight: Weight, name: str) -> Weight:
     """A weight as a piece knows it."""
     return Weight(
-        name, found.kind, found.shape, found.dtype, found.requires_grad, master=found.master, order=found.order
+        name, weight.kind, weight.shape, weight.dtype, weight.requires_grad, master=weight.master, order=weight.order
     )
 
 
-def plain(argument: Any, op: Op) -> Any:
+def normalized_argument(argument: Any, op: Op) -> Any:
     """An argument without what differs between equal blocks: probabilities, scales, names of random operations."""
     if isinstance(argument, tuple):
-        return tuple(plain(a, op) for a in argument)
+        return tuple(normalized_argument(a, op) for a in argument)
     if isinstance(argument, float) and not argument.is_integer():
         return ANY_FRACTION
-    return "random" if op.target == RANDOM and argument == op.name else argument
+    return "random" if op.target == RANDOM_OP and argument == op.name else argument

@@ -19,8 +19,8 @@ from threading import Thread
 import torch
 
 from autopar.measure.machine.worker import leave_with_parent
-from autopar.measure.regions.task import PIECES, TIMES, Task
-from autopar.measure.regions.timing import times_of
+from autopar.measure.regions.task import TASK_FILE, TIMES_FILE, RegionTask
+from autopar.measure.regions.timing import time_region
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 
 NEW_LINE = "\n"
@@ -31,8 +31,8 @@ def main(folder: Path) -> None:
     Thread(target=leave_with_parent, daemon=True).start()
     failed = False
     try:
-        with (folder / PIECES).open("rb") as file:
-            measure(pickle.load(file), folder / TIMES)
+        with (folder / TASK_FILE).open("rb") as file:
+            measure(pickle.load(file), folder / TIMES_FILE)
     except Exception as error:
         failed = True
         traceback.print_exc()
@@ -41,17 +41,17 @@ def main(folder: Path) -> None:
     os._exit(int(failed))  # what a compiler left running may keep an ordinary exit waiting
 
 
-def measure(task: Task, times: Path) -> None:
+def measure(task: RegionTask, times: Path) -> None:
     """A line of JSON for each piece: its times, or null where memory does not suffice."""
     device = torch.device(task.device_type)
     task.settings.apply()
     if device.type == "cpu":
         torch.set_num_threads(task.threads)
         disable_malloc_trim()  # as ranks do
-    for program, ranks in task.pieces:
+    for program, ranks in task.regions:
         print(f"{len(program.ops)} operations of {program.batch} samples", flush=True)
         try:
-            found = asdict(times_of(program, ranks, task.execution_mode, device))
+            found = asdict(time_region(program, ranks, task.execution_mode, device))
         except torch.OutOfMemoryError:
             found = None
         with times.open("a") as file:

@@ -1,4 +1,4 @@
-"""What a contestant's processes are told, and what each leaves behind: plain data that JSON can hold."""
+"""What a contestant's processes are task, and what each leaves behind: plain data that JSON can hold."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autopar.api.model_source import ModelSource
 # Of autocast and of FSDP2's weights. In bf16-params the others stay with autocast, which is how they are written.
 LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-params": torch.bfloat16}
 LEARNING_RATE = 1e-4
-BUILD_SHARE = 0.4  # of a device's memory that a model's weights may take for it to be built there
+MAX_BUILD_SHARE = 0.4  # of a device's memory that a model's weights may take for it to be built there
 
 
 @dataclass(frozen=True)
-class Assignment:
+class BenchTask:
     """One contestant's run: the same model, data, precision and steps for all of them.
 
     Args:
@@ -64,9 +64,9 @@ class Assignment:
         path.write_text(json.dumps(asdict(self)))
 
     @staticmethod
-    def read(path: Path) -> Assignment:
+    def read(path: Path) -> BenchTask:
         data = json.loads(path.read_text())
-        return Assignment(**data | {"shape": tuple(data["shape"])})
+        return BenchTask(**data | {"shape": tuple(data["shape"])})
 
 
 @dataclass(frozen=True)
@@ -78,33 +78,31 @@ class WorkerContext:
     device: torch.device
 
 
-def built_model(told: Assignment, seat: WorkerContext) -> nn.Module:
+def build_model(task: BenchTask, worker: WorkerContext) -> nn.Module:
     """The model, with equal weights for all contestants and ranks.
 
     On a GPU it is drawn there, which takes a second where a CPU takes minutes, unless it would fill the memory.
     """
-    source = ModelSource(told.model, told.model_kwargs)
+    source = ModelSource(task.model, task.model_kwargs)
     place = "cpu"
-    if seat.device.type == "cuda":
+    if worker.device.type == "cuda":
         num_bytes = sum(t.nbytes for t in source.build("meta").state_dict().values())
-        if num_bytes < BUILD_SHARE * torch.cuda.get_device_properties(seat.device).total_memory:
-            place = str(seat.device)
-    torch.manual_seed(told.seed)
+        if num_bytes < MAX_BUILD_SHARE * torch.cuda.get_device_properties(worker.device).total_memory:
+            place = str(worker.device)
+    torch.manual_seed(task.seed)
     model = source.build(place)
-    return (model.to(memory_format=torch.channels_last) if told.channels_last else model).train()
+    return (model.to(memory_format=torch.channels_last) if task.channels_last else model).train()
 
 
-def images_and_labels(
-    told: Assignment, seat: WorkerContext, part: slice | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def make_batch(task: BenchTask, worker: WorkerContext, part: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The batch, or its samples of a slice, on the device; the same for all contestants."""
-    generator = torch.Generator(seat.device).manual_seed(told.seed + 1)
-    dtype = torch.float64 if told.precision == "fp64" else torch.float32
-    images = torch.randn(told.shape, generator=generator, device=seat.device, dtype=dtype)
-    labels = torch.randint(told.classes, told.shape[:1], generator=generator, device=seat.device)
+    generator = torch.Generator(worker.device).manual_seed(task.seed + 1)
+    dtype = torch.float64 if task.precision == "fp64" else torch.float32
+    images = torch.randn(task.shape, generator=generator, device=worker.device, dtype=dtype)
+    labels = torch.randint(task.classes, task.shape[:1], generator=generator, device=worker.device)
     if part is not None:
         images, labels = images[part].clone(), labels[part].clone()
-    return (images.contiguous(memory_format=torch.channels_last) if told.channels_last else images), labels
+    return (images.contiguous(memory_format=torch.channels_last) if task.channels_last else images), labels
 
 
 def adamw_options(device_type: str) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from autopar.runtime.engine.executor import Span
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 
-Spans = Mapping[int, tuple[Span, ...]]
+SpansByRank = Mapping[int, tuple[Span, ...]]
 
 
-def bubble_bound_seconds(plan: Plan, spans: Spans) -> float:
+def bubble_bound_seconds(plan: Plan, spans: SpansByRank) -> float:
     """Simulated step with the measured forward and backward of each stage's slowest rank, and free transfers."""
 
     def per_action(rank: int, stage: int, kind: str) -> float:
@@ -29,7 +29,7 @@ def bubble_bound_seconds(plan: Plan, spans: Spans) -> float:
     return simulate(generate(plan.schedule, plan.mesh.pp, count, plan.chunks), forward, backward).step_seconds
 
 
-def bubble_share(spans: Spans, step_seconds: float) -> float:
+def bubble_share(spans: SpansByRank, step_seconds: float) -> float:
     """Part of the ranks' time in which no action ran: waiting, transfers that are not hidden, sums and the update."""
     busy = sum(s.end_seconds - s.start_seconds for own in spans.values() for s in own)
     return 1 - busy / (len(spans) * step_seconds)

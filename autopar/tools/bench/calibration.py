@@ -16,9 +16,9 @@ from autopar.errors import InfeasibleError, UsageError
 from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.plan import Plan, PriceSource
 from autopar.ir.units import percent, plural
-from autopar.tools.bench.baselines.registry import CONTESTANTS, Variant
-from autopar.tools.bench.result import Row
-from autopar.tools.bench.run import Bench, Request, machine_for, outcome_text, plan_label
+from autopar.tools.bench.baselines.registry import CONTESTANTS, BaselineVariant
+from autopar.tools.bench.result import BenchRow
+from autopar.tools.bench.run import Bench, BenchRequest, machine_for, outcome_text, plan_label
 
 SCHEMA_VERSION = 1
 MIN_BAND = 0.001  # nothing measured is exact
@@ -26,7 +26,7 @@ MIN_BAND = 0.001  # nothing measured is exact
 
 @with_config(STRICT)
 @dataclass(frozen=True)
-class Point:
+class CalibrationPoint:
     """One plan: what was predicted of a step, second, and of each rank's peak, byte, and what was measured."""
 
     model: str
@@ -56,16 +56,16 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Band:
+class ErrorBand:
     """Median and largest absolute value of some relative errors."""
 
     median: float
     worst: float
 
     @staticmethod
-    def of(errors: Sequence[float]) -> Band:
+    def of(errors: Sequence[float]) -> ErrorBand:
         sizes = [abs(error) for error in errors]
-        return Band(median(sizes), max(sizes))
+        return ErrorBand(median(sizes), max(sizes))
 
 
 @with_config(STRICT)
@@ -79,18 +79,18 @@ class Calibration:
     cost: PriceSource
     memory: str
     commands: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[CalibrationPoint, ...]
     schema_version: int = SCHEMA_VERSION
 
     @property
-    def time(self) -> Band:
-        return Band.of([point.time_error for point in self.points])
+    def time(self) -> ErrorBand:
+        return ErrorBand.of([point.time_error for point in self.points])
 
     @property
-    def peaks(self) -> Band:
-        return Band.of([error for point in self.points for error in point.memory_errors])
+    def peaks(self) -> ErrorBand:
+        return ErrorBand.of([error for point in self.points for error in point.memory_errors])
 
-    def joined(self, other: Calibration) -> Calibration:
+    def merged_with(self, other: Calibration) -> Calibration:
         """With the points of a later one, which replace those of the same plans.
 
         Raises:
@@ -132,8 +132,8 @@ class Calibration:
         return found
 
 
-def calibrated(
-    request: Request,
+def calibrate(
+    request: BenchRequest,
     progress: Callable[[str], None] = lambda text: None,
     keep: Callable[[Calibration], None] = lambda calibration: None,
     earlier: Calibration | None = None,
@@ -155,49 +155,51 @@ def calibrated(
         empty = bench.result()
         memory = empty.memory if machine.device_type == "cuda" else "most bytes in tensors"
         priced = bench.plan.hardware
-        found = Calibration(empty.machine, priced.name, priced.cost, memory, (request.command,), ())
+        calibration = Calibration(empty.machine, priced.name, priced.cost, memory, (request.command,), ())
         if earlier is not None:
-            found = earlier.joined(found)
+            calibration = earlier.merged_with(calibration)
         plans = [bench.plan, *other_meshes(bench, progress)]
         failures: list[str] = []
         for number, plan in enumerate(plans, start=1):
             head = f"[{number}/{len(plans)}] {plan_label(plan)}"
             progress(f"{head}: running")
-            row = bench.measured(CONTESTANTS["autopar"], Variant("", {}), plan)
+            row = bench.run_variant(CONTESTANTS["autopar"], BaselineVariant("", {}), plan)
             progress(f"{head}: {outcome_text(row)}")
             if row.median_seconds is None:
                 failures.append(f"{plan_label(plan)}: {row.reason}")
-            elif plan.hardware.cost != found.cost:
+            elif plan.hardware.cost != calibration.cost:
                 failures.append(f"{plan_label(plan)}: its operations are not priced as the first plan's were")
                 progress(f"{head}: left out, priced otherwise")
             else:
-                found = found.joined(replace(found, points=(point_of(plan, row, row.median_seconds),)))
-                keep(found)
+                calibration = calibration.merged_with(
+                    replace(calibration, points=(calibration_point(plan, row, row.median_seconds),))
+                )
+                keep(calibration)
         if len(failures) == len(plans):
             raise UsageError(f"No plan ran, so there is nothing to compare. {failures[0]}")
-        return found
+        return calibration
 
 
 def other_meshes(bench: Bench, progress: Callable[[str], None]) -> Iterator[Plan]:
-    """The best plan of every mesh but the chosen one's, under the same constraints; why there is none is told."""
-    devices, asked = bench.plan.mesh.devices, bench.constraints
+    """The best plan of every mesh but the chosen one's, under the same constraints; why there is none is task."""
+    devices, constraints = bench.plan.mesh.devices, bench.constraints
     for tp in range(1, devices + 1):
         for pp in range(1, devices // tp + 1):
             mesh = Mesh(pp, tp, devices // tp // pp)
-            given = {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp}
-            wanted = all(asked.get(axis, size) in (None, size) for axis, size in given.items())
-            if mesh.devices != devices or mesh == bench.plan.mesh or not wanted:
+            axes = {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp}
+            is_allowed = all(constraints.get(axis, size) in (None, size) for axis, size in axes.items())
+            if mesh.devices != devices or mesh == bench.plan.mesh or not is_allowed:
                 continue
             try:
-                yield bench.planned(devices, **{**asked, **given})
+                yield bench.make_plan(devices, **{**constraints, **axes})
             except (InfeasibleError, UsageError) as error:
                 progress(f"{mesh}: left out, {error}")
 
 
-def point_of(plan: Plan, row: Row, seconds: float) -> Point:
+def calibration_point(plan: Plan, row: BenchRow, seconds: float) -> CalibrationPoint:
     """A plan and what its row measured."""
     assert row.pipeline is not None
-    return Point(
+    return CalibrationPoint(
         model=plan.model.name,
         batch=plan.batch,
         precision=plan.precision,

@@ -11,7 +11,7 @@ from torch import nn
 
 from autopar.tools.bench.baselines.registry import NotExpressible
 
-MAX_SHARE = 0.5  # of a model's parameters that its blocks hold
+MIN_BLOCK_SHARE = 0.5  # of a model's parameters that its blocks hold
 RECOMPILE_LIMIT = 64  # ResNet's blocks are one class in a dozen shapes; torch's 8 would leave some uncompiled
 
 
@@ -24,12 +24,12 @@ def blocks(model: nn.Module) -> list[nn.Module]:
     by_class: dict[type, list[nn.Module]] = {}
     for module in outermost(model):
         by_class.setdefault(type(module), []).append(module)
-    found = [
+    candidates = [
         own
         for own in by_class.values()
-        if len(own) > 1 and sum(p.numel() for m in own for p in m.parameters()) >= MAX_SHARE * total
+        if len(own) > 1 and sum(p.numel() for m in own for p in m.parameters()) >= MIN_BLOCK_SHARE * total
     ]
-    return max(found, key=len, default=[model])
+    return max(candidates, key=len, default=[model])
 
 
 def outermost(model: nn.Module) -> Iterable[nn.Module]:
@@ -45,14 +45,14 @@ def outermost(model: nn.Module) -> Iterable[nn.Module]:
     return (module for module in walk(model, frozenset()) if not isinstance(module, containers))
 
 
-def compile_blocks(found: Iterable[nn.Module]) -> None:
+def compile_blocks(modules: Iterable[nn.Module]) -> None:
     """Compile the forward of each block in place; blocks of one shape share a compilation.
 
     The forward and not the module, so that hooks (FSDP2's) stay outside of what is compiled.
     """
     # torch.compile takes a limit of its own only from torch 2.15 on.
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    for block in found:
+    for block in modules:
         block.forward = torch.compile(block.forward)
 
 
@@ -68,16 +68,16 @@ class WithRope(nn.Module):
         return self.block(x, rope=self.rope)
 
 
-class Calls(nn.Module):
+class ModelFunction(nn.Module):
     """A function of a model's, with the modules and parameters that it needs and none of the others."""
 
     def __init__(self, function: Callable[..., Any], needs: nn.Module) -> None:
         super().__init__()
-        self.needs = needs
+        self.owner = needs
         self.function = function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.function(self.needs, x)
+        return self.function(self.owner, x)
 
 
 def sequence(model: nn.Module) -> list[nn.Module]:
@@ -97,37 +97,45 @@ def sequence(model: nn.Module) -> list[nn.Module]:
     if isinstance(model, VisionTransformer):
         own = list(model.blocks)
         head = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
-        return [Calls(vit_stem, without(model, ("blocks", *head))), *own, Calls(vit_head, only(model, head))]
+        return [
+            ModelFunction(vit_stem, without_children(model, ("blocks", *head))),
+            *own,
+            ModelFunction(vit_head, with_only_children(model, head)),
+        ]
     if isinstance(model, Eva) and not getattr(model, "rope_mixed", False):
         head = ("norm", "attn_pool", "fc_norm", "head_drop", "head")
-        stem = without(model, ("blocks", *head))
-        rope = stem._pos_embed(stem.patch_embed(example(model)))[1]
+        stem = without_children(model, ("blocks", *head))
+        rope = stem._pos_embed(stem.patch_embed(example_image(model)))[1]
         own = [block if rope is None else WithRope(block, rope.detach()) for block in model.blocks]
-        return [Calls(eva_stem, stem), *own, Calls(vit_head, only(model, head))]
+        return [ModelFunction(eva_stem, stem), *own, ModelFunction(vit_head, with_only_children(model, head))]
     if isinstance(model, ResNet):
         layers = [name for name, _ in model.named_children() if name.startswith("layer")]
         own = [block for name in layers for block in model.get_submodule(name).children()]
         head = ("global_pool", "fc")
-        return [Calls(resnet_stem, without(model, (*layers, *head))), *own, Calls(resnet_head, only(model, head))]
+        return [
+            ModelFunction(resnet_stem, without_children(model, (*layers, *head))),
+            *own,
+            ModelFunction(resnet_head, with_only_children(model, head)),
+        ]
     raise NotExpressible(f"nobody took {type(model).__name__} apart by hand here; timm's ViTs, Evas and ResNets are")
 
 
-def example(model: Any) -> torch.Tensor:
+def example_image(model: Any) -> torch.Tensor:
     """An image that a ViT takes."""
     parameter = next(model.parameters())
     return torch.zeros(1, model.patch_embed.proj.in_channels, *model.patch_embed.img_size, device=parameter.device)
 
 
-def without(model: nn.Module, names: Iterable[str]) -> Any:
+def without_children(model: nn.Module, names: Iterable[str]) -> Any:
     """The model less some of its children; the others are shared with it."""
     copy = model.__new__(type(model))
     copy.__dict__ = model.__dict__ | {"_modules": {n: m for n, m in model.named_children() if n not in names}}
     return copy
 
 
-def only(model: nn.Module, names: Iterable[str]) -> Any:
+def with_only_children(model: nn.Module, names: Iterable[str]) -> Any:
     """The model with those of its children alone and no parameters of its own."""
-    copy = without(model, {n for n, _ in model.named_children()} - set(names))
+    copy = without_children(model, {n for n, _ in model.named_children()} - set(names))
     copy.__dict__["_parameters"] = {}
     return copy
 

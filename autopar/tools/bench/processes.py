@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.measure.workers import end, free_port, last_line, start
-from autopar.tools.bench.assignment import Assignment
-from autopar.tools.bench.rank_result import Failure, RankResult
+from autopar.tools.bench.assignment import BenchTask
+from autopar.tools.bench.rank_result import RankFailure, RankResult
 
 WORKER = "autopar.tools.bench.worker"
 POLL_SECONDS = 0.1
 GRACE_SECONDS = 10.0  # for the other ranks to say why they failed, once one has
-SAY_IT_ALL = ("expressible", "usage")  # kinds of failures whose text is written for users
+USER_FACING_KINDS = ("expressible", "usage")  # kinds of failures whose text is written for users
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BaselineOutcome:
     """What all ranks left, or why there is nothing to compare."""
 
     ranks: tuple[RankResult, ...] = ()
-    failure: Failure | None = None
+    failure: RankFailure | None = None
 
 
-def run_contestant(told: Assignment, world: int, threads: int | None, limit_seconds: float) -> Outcome:
+def run_baseline(task: BenchTask, world: int, threads: int | None, limit_seconds: float) -> BaselineOutcome:
     """Run to the end, to the first failure or to the time limit; no process is left.
 
     Args:
@@ -35,7 +35,7 @@ def run_contestant(told: Assignment, world: int, threads: int | None, limit_seco
     """
     with tempfile.TemporaryDirectory(prefix="autopar-bench-") as name:
         folder = Path(name)
-        told.write(folder / "assignment.json")
+        task.write(folder / "assignment.json")
         processes: list[subprocess.Popen] = []
         port = free_port()
         try:
@@ -62,7 +62,7 @@ def wait(processes: Sequence[subprocess.Popen], deadline: float) -> bool:
     return False
 
 
-def collected(folder: Path, codes: Sequence[int | None], limit_seconds: float | None) -> Outcome:
+def collected(folder: Path, codes: Sequence[int | None], limit_seconds: float | None) -> BaselineOutcome:
     """What the ranks left, or the failure that came first."""
     files = [folder / f"{rank}.json" for rank in range(len(codes))]
     left = {rank: RankResult.read(file) for rank, file in enumerate(files) if file.exists()}
@@ -70,21 +70,23 @@ def collected(folder: Path, codes: Sequence[int | None], limit_seconds: float | 
     if failures:
         # Ranks that only noticed that a peer is gone come later, except where a GPU's memory ran out.
         _, rank, failure = min(failures, key=lambda f: (f[2].kind != "memory", f[0]))
-        return Outcome(failure=Failure(failure.kind, reason(failure, rank, len(codes))))
+        return BaselineOutcome(failure=RankFailure(failure.kind, failure_text(failure, rank, len(codes))))
     if len(left) == len(codes):
-        return Outcome(tuple(left[rank] for rank in range(len(codes))))
+        return BaselineOutcome(tuple(left[rank] for rank in range(len(codes))))
     rank = next(r for r in range(len(codes)) if r not in left)
     if limit_seconds is not None:
         where = last_line(folder / f"{rank}.log")
-        return Outcome(failure=Failure("time", f"no result within {limit_seconds:.0f} s; rank {rank} was at: {where}"))
+        return BaselineOutcome(
+            failure=RankFailure("time", f"no result within {limit_seconds:.0f} s; rank {rank} was at: {where}")
+        )
     died = next((r for r, code in enumerate(codes) if code and r not in left), rank)
     text = f"rank {died} ended with code {codes[died]} and said: {last_line(folder / f'{died}.log')}"
-    return Outcome(failure=Failure("died", text))
+    return BaselineOutcome(failure=RankFailure("died", text))
 
 
-def reason(failure: Failure, rank: int, world: int) -> str:
+def failure_text(failure: RankFailure, rank: int, world: int) -> str:
     """The text of a failure for a table."""
-    if failure.kind in SAY_IT_ALL:
+    if failure.kind in USER_FACING_KINDS:
         return failure.text
     where = f" (rank {rank})" if world > 1 else ""
     return (

@@ -13,7 +13,7 @@ from autopar.schedule.actions import Action
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """Why a rank gave up.
 
     ``kind`` is "expressible" where it was never able to, "usage" where a setting is wrong, "memory" where a GPU's
@@ -55,7 +55,7 @@ class RankResult:
     whole_ns: tuple[tuple[int, int], ...] = ()
     steps: tuple[StepSpans, ...] = ()
     tensor_bytes: Mapping[int, int] = field(default_factory=dict)
-    failure: Failure | None = None
+    failure: RankFailure | None = None
 
     def write(self, path: Path) -> None:
         """Write in one piece: a file that is there is whole."""
@@ -67,7 +67,7 @@ class RankResult:
     @staticmethod
     def read(path: Path) -> RankResult:
         data = json.loads(path.read_text())
-        failure = Failure(**data["failure"]) if data["failure"] else None
+        failure = RankFailure(**data["failure"]) if data["failure"] else None
         return RankResult(
             tuple(data["seconds"]),
             tuple(data["losses"]),
@@ -79,8 +79,8 @@ class RankResult:
         )
 
 
-def failed(kind: str, text: str) -> RankResult:
-    return RankResult((), (), 0, failure=Failure(kind, text))
+def failed_result(kind: str, text: str) -> RankResult:
+    return RankResult((), (), 0, failure=RankFailure(kind, text))
 
 
 def packed(step: StepSpans) -> dict:

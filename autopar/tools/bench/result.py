@@ -12,7 +12,7 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class PipelineResult:
     """What is known of a contestant that runs a plan.
 
     Args:
@@ -33,7 +33,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One contestant in one variant.
 
     Args:
@@ -57,7 +57,7 @@ class Row:
     tflops_per_device: float | None = None
     peak_bytes: tuple[int, ...] = ()
     losses: tuple[float, ...] = ()
-    pipeline: Pipeline | None = None
+    pipeline: PipelineResult | None = None
     reason: str | None = None
     note: str = ""
     best: bool = True
@@ -92,7 +92,7 @@ class BenchResult:
     autopar: str
     commit: str | None
     command: str
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -100,11 +100,11 @@ class BenchResult:
         return self.shape[0]
 
     @property
-    def best(self) -> tuple[Row, ...]:
+    def best(self) -> tuple[BenchRow, ...]:
         """A row for each contestant."""
         return tuple(row for row in self.rows if row.best)
 
-    def row(self, contestant: str) -> Row:
+    def row(self, contestant: str) -> BenchRow:
         """A contestant's best variant."""
         return next(row for row in self.best if row.contestant == contestant)
 
@@ -118,11 +118,11 @@ def timed_row(
     batch: int,
     flops_per_image: float,
     **measured: Any,
-) -> Row:
+) -> BenchRow:
     """A row with what follows from its step times: unique images per second, whatever each rank sees of them."""
     middle = median(seconds)
     rate = batch / middle
-    return Row(
+    return BenchRow(
         **row,
         step_seconds=seconds,
         median_seconds=middle,

@@ -29,32 +29,32 @@ from autopar.ir.plan import Plan
 from autopar.ir.units import TIME, plural, text
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import launched
-from autopar.tools.bench.assignment import Assignment
+from autopar.tools.bench.assignment import BenchTask
 from autopar.tools.bench.baselines.registry import (
     Baseline,
+    BaselineVariant,
     BenchContext,
     NotExpressible,
-    Variant,
     check_names,
-    chosen,
-    tensor_ranks,
+    choose,
+    tp_ranks,
 )
 from autopar.tools.bench.bubble import bubble_bound_seconds, bubble_share
 from autopar.tools.bench.flops import flops_per_image
-from autopar.tools.bench.processes import Outcome, run_contestant
+from autopar.tools.bench.processes import BaselineOutcome, run_baseline
 from autopar.tools.bench.rank_result import RankResult
-from autopar.tools.bench.result import BenchResult, Pipeline, Row, timed_row
-from autopar.tools.report.measured_trace import StepOnClock, trace_events
+from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult, timed_row
+from autopar.tools.report.measured_trace import MeasuredStep, trace_events
 
 # Relative differences of the first losses from the reference's that rounding does not explain.
-NEAR = {"fp64": 1e-6, "fp32": 2e-3, "bf16": 3e-2, "fp16": 3e-2, "bf16-params": 3e-2}
+LOSS_TOLERANCE = {"fp64": 1e-6, "fp32": 2e-3, "bf16": 3e-2, "fp16": 3e-2, "bf16-params": 3e-2}
 COMPARED_STEPS = 3
 # In whose losses others are looked for.
 REFERENCES = ("plain", "single", "autopar")
 
 
 @dataclass(frozen=True)
-class Request:
+class BenchRequest:
     """What is benched and how.
 
     Args:
@@ -91,26 +91,26 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Finished:
+class BenchOutput:
     """Rows, and the timeline of one step of the plan where it was measured."""
 
     result: BenchResult
     trace: dict[str, Any] | None
 
 
-class Interrupted(KeyboardInterrupt):
+class BenchInterrupted(KeyboardInterrupt):
     """Ctrl-C while contestants ran: what there is so far, how many were through, and how many were to take part."""
 
-    def __init__(self, finished: Finished, through: int, contestants: int) -> None:
+    def __init__(self, finished: BenchOutput, through: int, contestants: int) -> None:
         super().__init__(f"after {through} of {plural(contestants, 'contestant')}")
         self.finished = finished
 
 
 def run_bench(
-    request: Request,
+    request: BenchRequest,
     progress: Callable[[str], None] = lambda text: None,
     keep: Callable[[BenchResult], None] = lambda result: None,
-) -> Finished:
+) -> BenchOutput:
     """Every contestant, each in processes of its own: one that fails is a row with its reason.
 
     Args:
@@ -126,7 +126,7 @@ def run_bench(
         return Bench(request, machine, Path(folder), progress, keep).run()
 
 
-def machine_for(request: Request) -> Machine:
+def machine_for(request: BenchRequest) -> Machine:
     """What the processes of a bench run on.
 
     Raises:
@@ -144,7 +144,7 @@ class Bench:
 
     def __init__(
         self,
-        request: Request,
+        request: BenchRequest,
         machine: Machine,
         folder: Path,
         progress: Callable[[str], None],
@@ -162,13 +162,13 @@ class Bench:
         if machine.device_type == "cpu" and not {"memory", "hardware"} & constraints.keys():
             constraints["memory"] = psutil.virtual_memory().total // request.devices
         self.constraints = constraints
-        self.plan = self.planned(request.devices, **constraints)
-        self.field = BenchContext(self.plan, request.compile, request.microbatch_sizes)
-        self.taking_part = chosen(request.only, request.skip, self.field)
-        self.rows: list[Row] = []
+        self.plan = self.make_plan(request.devices, **constraints)
+        self.context = BenchContext(self.plan, request.compile, request.microbatch_sizes)
+        self.baselines = choose(request.only, request.skip, self.context)
+        self.rows: list[BenchRow] = []
         self.trace: dict[str, Any] | None = None
 
-    def planned(self, devices: int, **constraints: Any) -> Plan:
+    def make_plan(self, devices: int, **constraints: Any) -> Plan:
         """A plan of the model as all contestants run it."""
         request = self.request
         model, images = request.source.build("meta"), torch.empty(request.shape, device="meta")
@@ -179,49 +179,49 @@ class Bench:
         info = replace(found.model, name=request.source.name, kwargs=dict(request.source.kwargs))
         return replace(found, model=info)
 
-    def run(self) -> Finished:
+    def run(self) -> BenchOutput:
         """All contestants."""
-        through, count = 0, len(self.taking_part)
+        through, count = 0, len(self.baselines)
         try:
-            for contestant in self.taking_part:
-                self.take(contestant, f"[{through + 1}/{count}] {contestant.name}")
+            for contestant in self.baselines:
+                self.add_rows(contestant, f"[{through + 1}/{count}] {contestant.name}")
                 through += 1
         except KeyboardInterrupt as error:
-            raise Interrupted(self.finished(), through, count) from error
-        return self.finished()
+            raise BenchInterrupted(self.output(), through, count) from error
+        return self.output()
 
-    def finished(self) -> Finished:
+    def output(self) -> BenchOutput:
         """What there is so far."""
-        return Finished(self.result(), self.trace)
+        return BenchOutput(self.result(), self.trace)
 
-    def take(self, contestant: Baseline, head: str) -> None:
+    def add_rows(self, contestant: Baseline, head: str) -> None:
         """Add a contestant's rows as they come: one for each variant, or one that says why there is none."""
         others = self.rows
-        rows: list[Row] = []
-        for row in self.tried(contestant, head):
+        rows: list[BenchRow] = []
+        for row in self.run_variants(contestant, head):
             rows.append(row)
             fastest = min(rows, key=lambda row: (row.median_seconds is None, row.median_seconds or 0.0))
             marked = [replace(row, best=row is fastest) for row in rows]
-            self.rows = noted([*others, *marked], self.plan.precision, self.batch_statistics)
+            self.rows = with_loss_notes([*others, *marked], self.plan.precision, self.batch_statistics)
             self.keep(self.result())
 
-    def tried(self, contestant: Baseline, head: str) -> Iterator[Row]:
+    def run_variants(self, contestant: Baseline, head: str) -> Iterator[BenchRow]:
         """The rows of a contestant."""
-        blank = self.blank(contestant, Variant("", {}))
+        blank = self.blank(contestant, BaselineVariant("", {}))
         try:
-            variants = contestant.variants(self.field)
+            variants = contestant.variants(self.context)
             found = self.plan_of(contestant)
         except (NotExpressible, InfeasibleError) as error:
             self.progress(f"{head}: {error}")
-            yield Row(**blank, reason=str(error))
+            yield BenchRow(**blank, reason=str(error))
             return
         for variant in variants:
             title = f"{head}{f', {variant.label}' if variant.label else ''}"
             if variant.reason is None:
                 self.progress(f"{title}: running")
-                row = self.measured(contestant, variant, found)
+                row = self.run_variant(contestant, variant, found)
             else:
-                row = Row(**self.blank(contestant, variant), reason=variant.reason)
+                row = BenchRow(**self.blank(contestant, variant), reason=variant.reason)
             self.progress(f"{title}: {outcome_text(row)}")
             yield row
 
@@ -234,7 +234,7 @@ class Bench:
         if contestant.name == "uniform":
             same = {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp, "microbatches": self.plan.microbatches}
             same |= {"schedule": self.plan.schedule, "chunks": self.plan.chunks}
-            return self.planned(mesh.devices, **kept | same | {"balance": "uniform"})
+            return self.make_plan(mesh.devices, **kept | same | {"balance": "uniform"})
         if contestant.name == "single":
             of_mesh = ("pp", "tp", "dp", "zero1", "balance", "schedule", "chunks", "memory")
             kept = {k: v for k, v in kept.items() if k not in of_mesh}
@@ -242,10 +242,10 @@ class Bench:
                 kept["memory"] = psutil.virtual_memory().total
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", MicrobatchWarning)  # of replicas' microbatches one after the other
-                return self.planned(1, **kept, microbatches=min(self.plan.batch, mesh.dp * self.plan.microbatches))
+                return self.make_plan(1, **kept, microbatches=min(self.plan.batch, mesh.dp * self.plan.microbatches))
         return None
 
-    def blank(self, contestant: Baseline, variant: Variant) -> dict[str, Any]:
+    def blank(self, contestant: Baseline, variant: BaselineVariant) -> dict[str, Any]:
         """What a row says before anything was measured."""
         return {
             "contestant": contestant.name,
@@ -256,14 +256,14 @@ class Bench:
             "settings": dict(variant.settings),
         }
 
-    def measured(self, contestant: Baseline, variant: Variant, found: Plan | None) -> Row:
+    def run_variant(self, contestant: Baseline, variant: BaselineVariant, found: Plan | None) -> BenchRow:
         """Run one variant."""
         request, blank = self.request, self.blank(contestant, variant)
         path = self.folder / f"{contestant.name}.plan.json"
         if found is not None:
             found.save(path)
             blank["label"] = blank["label"] or plan_label(found)
-        told = Assignment(
+        task = BenchTask(
             contestant=contestant.name,
             settings=variant.settings,
             model=request.source.name,
@@ -279,16 +279,16 @@ class Bench:
             warmup=request.warmup,
             seed=request.seed,
             plan=str(path) if found is not None else None,
-            tp=tensor_ranks(self.field),
+            tp=tp_ranks(self.context),
             run_settings={k: v for k, v in self.constraints.items() if k in RUN_SETTINGS},
             memory_bytes=None if contestant.single else self.memory_bytes,
         )
         threads = self.machine.num_threads if self.machine.device_type == "cpu" else None
-        outcome = run_contestant(told, blank["devices"], threads, request.limit_seconds)
+        outcome = run_baseline(task, blank["devices"], threads, request.limit_seconds)
         if outcome.failure is not None:
-            return Row(**blank, reason=outcome.failure.text)
+            return BenchRow(**blank, reason=outcome.failure.text)
         seconds = step_seconds(outcome.ranks)
-        pipeline = pipeline_of(found, outcome.ranks[0], seconds) if found is not None else None
+        pipeline = pipeline_result(found, outcome.ranks[0], seconds) if found is not None else None
         row = timed_row(
             blank, seconds, request.shape[0], self.flops,
             peak_bytes=tuple(own.peak_bytes for own in outcome.ranks),
@@ -296,7 +296,7 @@ class Bench:
             pipeline=pipeline,
         )  # fmt: skip
         if contestant.name == "autopar":
-            self.trace = trace_of(self.plan, outcome)
+            self.trace = chrome_trace(self.plan, outcome)
         return row
 
     def result(self) -> BenchResult:
@@ -331,10 +331,10 @@ def step_seconds(ranks: Sequence[RankResult]) -> tuple[float, ...]:
     return tuple(map(max, zip(*(own.seconds for own in ranks), strict=True)))
 
 
-def pipeline_of(found: Plan, first: RankResult, seconds: Sequence[float]) -> Pipeline:
+def pipeline_result(found: Plan, first: RankResult, seconds: Sequence[float]) -> PipelineResult:
     """Medians over the steps of what rank 0 was told of all ranks' actions."""
     prediction = found.prediction
-    return Pipeline(
+    return PipelineResult(
         plan=found.decision,
         bubble_predicted=prediction.bubble_fraction,
         bubble_measured=median(bubble_share(step.spans, median(seconds)) for step in first.steps),
@@ -345,16 +345,16 @@ def pipeline_of(found: Plan, first: RankResult, seconds: Sequence[float]) -> Pip
     )
 
 
-def trace_of(found: Plan, outcome: Outcome) -> dict[str, Any]:
+def chrome_trace(found: Plan, outcome: BaselineOutcome) -> dict[str, Any]:
     """The timeline of the inspected step whose time is nearest to the median of these."""
     took = [end - begun for begun, end in outcome.ranks[0].whole_ns]
     k = min(range(len(took)), key=lambda i: abs(took[i] - median(took)))
     step = outcome.ranks[0].steps[k]
     whole = {rank: own.whole_ns[k] for rank, own in enumerate(outcome.ranks)}
-    return trace_events(found, StepOnClock(step.spans, step.started_ns, whole))
+    return trace_events(found, MeasuredStep(step.spans, step.started_ns, whole))
 
 
-def noted(rows: Sequence[Row], precision: str, batch_statistics: bool) -> list[Row]:
+def with_loss_notes(rows: Sequence[BenchRow], precision: str, batch_statistics: bool) -> list[BenchRow]:
     """Rows with a note where their losses are not those of the reference, so that they did not do the same work.
 
     With batch norm they differ by how the batch is cut, and nothing is noted.
@@ -366,7 +366,7 @@ def noted(rows: Sequence[Row], precision: str, batch_statistics: bool) -> list[R
     result = []
     for row in rows:
         pairs = list(zip(row.losses, reference.losses))[:COMPARED_STEPS]
-        off = [(own, there) for own, there in pairs if not abs(own - there) <= NEAR[precision] * abs(there)]
+        off = [(own, there) for own, there in pairs if not abs(own - there) <= LOSS_TOLERANCE[precision] * abs(there)]
         note = f"loss {off[0][0]:.4f}, {reference.title} {off[0][1]:.4f}" if off else ""
         result.append(replace(row, note=note))
     return result
@@ -384,7 +384,7 @@ def plan_label(found: Plan) -> str:
     return ", ".join([" × ".join(axes) or "1 device", *extra, cut])
 
 
-def outcome_text(row: Row) -> str:
+def outcome_text(row: BenchRow) -> str:
     """A row on one line."""
     if row.median_seconds is None or row.samples_per_second is None:
         return row.reason or ""

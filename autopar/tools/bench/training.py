@@ -11,18 +11,18 @@ import torch.nn.functional as F
 
 from autopar.runtime.spec import RankStats
 
-Share = Callable[[], float]  # asked for once the step was timed
+LossShare = Callable[[], float]  # asked for once the step was timed
 
 
 @dataclass(frozen=True)
-class Ready:
+class Trainer:
     """``step`` trains on the batch once and returns what tells this rank's share of its mean loss: shares add up.
 
     ``stats`` are what each rank measured in its last step, and ``tensor_peaks`` does a step to count tensors on CPU;
     where they are known.
     """
 
-    step: Callable[[], Share]
+    step: Callable[[], LossShare]
     close: Callable[[], None] = lambda: None
     stats: Callable[[], Mapping[int, RankStats]] | None = None
     tensor_peaks: Callable[[], Mapping[int, int]] | None = None

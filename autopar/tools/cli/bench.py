@@ -21,7 +21,7 @@ from autopar.tools.cli.command import takes_flags
 from autopar.tools.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
 
 if TYPE_CHECKING:
-    from autopar.tools.bench.run import Request
+    from autopar.tools.bench.run import BenchRequest
 
 DEFAULT_BATCH = 32
 TERMINATED = 143  # what shells report for SIGTERM
@@ -81,7 +81,7 @@ def bench(
     from autopar.api.planning.plan import example_call
     from autopar.runtime.launch.devices import this_machine
     from autopar.tools.bench.result import BenchResult
-    from autopar.tools.bench.run import Finished, Interrupted, Request, num_classes, run_bench
+    from autopar.tools.bench.run import BenchInterrupted, BenchOutput, BenchRequest, num_classes, run_bench
     from autopar.tools.cli.inputs import parse_inputs
     from autopar.tools.cli.models import model_source
     from autopar.tools.cli.output import check_files, show, write
@@ -98,7 +98,7 @@ def bench(
         shape = torch.Size(inputs[0].shape)
     else:
         shape = example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape
-    taking_part, left_out = names_of("--only", only), names_of("--skip", skip)
+    taking_part, left_out = parse_names("--only", only), parse_names("--skip", skip)
     if calibrate:
         for flag, value in (("--only", only), ("--skip", skip), ("--microbatch-sizes", sizes), ("--trace", trace)):
             if value:
@@ -108,7 +108,7 @@ def bench(
     if png is not None:
         needed_figure()
     check_files({"-o": output, "--png": png, "--trace": trace})
-    request = Request(
+    request = BenchRequest(
         source=source,
         shape=tuple(shape),
         classes=num_classes(built, shape),
@@ -136,7 +136,7 @@ def bench(
         if output is not None:
             write(output, result.to_json())
 
-    def present(finished: Finished) -> list[Path]:
+    def present(finished: BenchOutput) -> list[Path]:
         """Show and draw what there is; the files that have it."""
         show(bench_parts(finished.result))
         if png is not None:
@@ -148,7 +148,7 @@ def bench(
     try:
         with ended_by_sigterm():
             finished = run_bench(request, lambda text: typer.echo(text, err=True), keep)
-    except Interrupted as error:
+    except BenchInterrupted as error:
         written = []
         if error.finished.result.rows:
             keep(error.finished.result)  # the whole file, whatever Ctrl-C came in the middle of
@@ -166,9 +166,9 @@ def bench(
         raise typer.Exit(1)
 
 
-def run_calibration(request: Request, output: Path | None, png: Path | None) -> None:
+def run_calibration(request: BenchRequest, output: Path | None, png: Path | None) -> None:
     """Show, draw and save how far predictions are off; the file has all plans so far after each."""
-    from autopar.tools.bench.calibration import Calibration, band_text, calibrated
+    from autopar.tools.bench.calibration import Calibration, band_text, calibrate
     from autopar.tools.cli.output import show, write
     from autopar.tools.report.calibration_picture import draw
     from autopar.tools.report.calibration_table import calibration_parts
@@ -180,7 +180,7 @@ def run_calibration(request: Request, output: Path | None, png: Path | None) -> 
             write(output, found.to_json())
 
     with ended_by_sigterm():
-        result = calibrated(request, lambda text: typer.echo(text, err=True), keep, earlier)
+        result = calibrate(request, lambda text: typer.echo(text, err=True), keep, earlier)
     show(calibration_parts(result))
     if result.time.worst < 1:
         typer.echo(
@@ -196,21 +196,21 @@ def ended_by_sigterm() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    earlier = signal.signal(signal.SIGTERM, leave)
+    earlier = signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, earlier)
 
 
-def leave(number: int, frame: FrameType | None) -> None:
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
     """Handle SIGTERM, once."""
     del frame
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(TERMINATED)
 
 
-def names_of(flag: str, texts: list[str] | None) -> tuple[str, ...]:
+def parse_names(flag: str, texts: list[str] | None) -> tuple[str, ...]:
     """The names in ``--only ddp,fsdp2 --only 1f1b``.
 
     Raises:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from autopar.measure.machine.fit import Constant
-    from autopar.measure.machine.points import Point, Setting
-    from autopar.measure.machine.write_cost_model import Raw
+    from autopar.measure.machine.points import MeasuredPoint, ProfileSetting
+    from autopar.measure.machine.write_cost_model import RawMeasurements
 
 DEFAULT_FILE = Path("machine.toml")
 CPU_DEVICES = 2
@@ -66,12 +66,12 @@ def profile(
     import torch
 
     from autopar.cost.hardware.load import load_hardware
-    from autopar.measure.machine.carried import carried
     from autopar.measure.machine.cases import cases
     from autopar.measure.machine.fit import fit
     from autopar.measure.machine.measure import measure
-    from autopar.measure.machine.setting import this_setting
-    from autopar.measure.machine.write_cost_model import Raw, cost_model_text
+    from autopar.measure.machine.preserved import preserved_sections
+    from autopar.measure.machine.setting import profile_setting
+    from autopar.measure.machine.write_cost_model import RawMeasurements, cost_model_text
     from autopar.runtime.launch.devices import this_machine
     from autopar.tools.cli.bench import ended_by_sigterm
     from autopar.tools.cli.output import check_writable, show
@@ -91,19 +91,19 @@ def profile(
     part = output.with_name(output.name + ".part")
     for path in (output, part):
         check_writable(path)
-    setting = this_setting(machine, devices)
-    kept = carried(output, setting.device_type)
-    points = earlier(output, part, setting, kinds)
+    setting = profile_setting(machine, devices)
+    kept = preserved_sections(output, setting.device_type)
+    points = reusable_points(output, part, setting, kinds)
     wanted = cases(setting.device_type, devices)
     known = {p.name for p in points}
     todo = [case for case in wanted if case.name not in known and (not kinds or case.kind in kinds)]
     try:
-        with ended_by_sigterm(), progress_of(len(todo)) as progress:
+        with ended_by_sigterm(), showing_progress(len(todo)) as progress:
             measure(setting, todo, part, points, progress)
     except KeyboardInterrupt:
         typer.echo(f"Interrupted; points so far are in {part}. The same command goes on from there.", err=True)
         raise
-    raw = Raw(setting, in_order(part, setting, [case.name for case in wanted]))
+    raw = RawMeasurements(setting, points_in_order(part, setting, [case.name for case in wanted]))
     missing = [kind for kind in dict.fromkeys(c.kind for c in wanted) if kind not in {p.kind for p in raw.points}]
     if missing:
         typer.echo(
@@ -114,7 +114,7 @@ def profile(
     constants = fit(raw.points, setting)
     kept = kept.without({constant.path for constant in constants})
     if not anyway:
-        refuse_spread(raw, part)
+        check_spread(raw, part)
     text = cost_model_text(name or kept.name or output.stem, raw, constants, datetime.date.today(), kept)
     output.write_text(text, encoding="utf-8")
     load_hardware(output)
@@ -132,30 +132,32 @@ def kinds_of(texts: Sequence[str] | None) -> frozenset[str]:
     Raises:
         UsageError: an unknown one, or the flag without any.
     """
-    from autopar.measure.machine.cases import KINDS
+    from autopar.measure.machine.cases import POINT_KINDS
 
     if texts is None:
         return frozenset()
     names = [n.strip() for text in texts for n in text.split(",") if n.strip()]
-    unknown = [n for n in names if n not in KINDS]
+    unknown = [n for n in names if n not in POINT_KINDS]
     if unknown or not names:
-        near = difflib.get_close_matches(unknown[0], KINDS, 1) if unknown else []
+        near = difflib.get_close_matches(unknown[0], POINT_KINDS, 1) if unknown else []
         hint = f" Did you mean {near[0]}?" if near else ""
-        raise UsageError(f"--only {','.join(texts)!r} names no kind.{hint} There are {', '.join(KINDS)}.")
+        raise UsageError(f"--only {','.join(texts)!r} names no kind.{hint} There are {', '.join(POINT_KINDS)}.")
     return frozenset(names)
 
 
-def earlier(output: Path, part: Path, setting: Setting, kinds: frozenset[str]) -> tuple[Point, ...]:
+def reusable_points(
+    output: Path, part: Path, setting: ProfileSetting, kinds: frozenset[str]
+) -> tuple[MeasuredPoint, ...]:
     """Points that need not be measured: of a run that was ended, or with --only the other kinds of the file itself.
 
     Raises:
         UsageError: the file of a run that was ended is no such file.
         HardwareError: the cost model's points cannot be read.
     """
-    from autopar.measure.machine.kept import kept_points
+    from autopar.measure.machine.resume import load_points
     from autopar.measure.machine.write_cost_model import raw_points
 
-    kept = kept_points(part, setting)
+    kept = load_points(part, setting)
     if kept.note:
         typer.echo(kept.note, err=True)
     if kept.points or not kinds or not output.exists():
@@ -170,40 +172,40 @@ def earlier(output: Path, part: Path, setting: Setting, kinds: frozenset[str]) -
     return points
 
 
-def in_order(part: Path, setting: Setting, names: Sequence[str]) -> tuple[Point, ...]:
+def points_in_order(part: Path, setting: ProfileSetting, names: Sequence[str]) -> tuple[MeasuredPoint, ...]:
     """All points that were kept, in the order of measuring."""
-    from autopar.measure.machine.kept import kept_points
+    from autopar.measure.machine.resume import load_points
 
-    found = {p.name: p for p in kept_points(part, setting).points}
+    found = {p.name: p for p in load_points(part, setting).points}
     return tuple(found[name] for name in names if name in found)
 
 
-def refuse_spread(raw: Raw, part: Path) -> None:
+def check_spread(raw: RawMeasurements, part: Path) -> None:
     """Give up where repeats spread too much; a next run measures these again.
 
     Raises:
         UsageError: names them and their spread.
     """
     from autopar.ir.units import plural
-    from autopar.measure.machine.kept import keep
-    from autopar.measure.machine.points import STEADY_SPREAD
+    from autopar.measure.machine.points import MAX_STEADY_SPREAD
+    from autopar.measure.machine.resume import save_points
 
-    loose = sorted((p for p in raw.points if not p.steady), key=lambda p: -p.spread)
+    loose = sorted((p for p in raw.points if not p.is_steady), key=lambda p: -p.spread)
     if not loose:
         return
-    keep(part, raw.setting, [p for p in raw.points if p.steady])
+    save_points(part, raw.setting, [p for p in raw.points if p.is_steady])
     named = ", ".join(f"{p.name} {p.spread:.0%}" for p in loose[:MAX_NAMED])
     more = f" and {len(loose) - MAX_NAMED} more" if len(loose) > MAX_NAMED else ""
     raise UsageError(
         f"The repeats of {plural(len(loose), 'measurement')} of {len(raw.points)} lie more than "
-        f"{STEADY_SPREAD:.0%} apart, so something else uses this machine: {named}{more}. Run the same command on an "
+        f"{MAX_STEADY_SPREAD:.0%} apart, so something else uses this machine: {named}{more}. Run the same command on an "
         "idle machine, which measures "
         "these again alone, or pass --anyway."
     )
 
 
 @contextmanager
-def progress_of(count: int) -> Iterator[Callable[[int, str], None]]:
+def showing_progress(count: int) -> Iterator[Callable[[int, str], None]]:
     """Within ``with``, what shows how many measurements are done: a bar in a terminal, lines elsewhere."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

@@ -22,7 +22,7 @@ Transfer = tuple[Action, Action]
 
 
 @dataclass(frozen=True)
-class StepOnClock:
+class MeasuredStep:
     """One step of all ranks. Spans count from each rank's first action, all else is the host's clock.
 
     ``whole`` has for each rank when the step was called and when its device was idle again.
@@ -30,22 +30,22 @@ class StepOnClock:
 
     spans: Mapping[int, tuple[Span, ...]]
     started_ns: Mapping[int, int]
-    whole: Mapping[int, tuple[int, int]]
+    step_ns: Mapping[int, tuple[int, int]]
 
 
-def trace_events(plan: Plan, step: StepOnClock, edges: Iterable[tuple[int, int]] | None = None) -> dict[str, Any]:
+def trace_events(plan: Plan, step: MeasuredStep, edges: Iterable[tuple[int, int]] | None = None) -> dict[str, Any]:
     """The events as JSON's types: a process for each rank, times in µs since the first rank began.
 
     Args:
         edges: (src, dst) of stages with src < dst that exchange tensors; consecutive ones by default.
     """
-    zero = min(begun for begun, _ in step.whole.values())
+    zero = min(begun for begun, _ in step.step_ns.values())
     events: list[dict[str, Any]] = []
     slices: dict[tuple[int, Action], Slice] = {}
     for rank in sorted(step.spans):
         events += row_names(rank, rank_text(plan.mesh, rank, plan.chunks), THREADS)
         offset = (step.started_ns[rank] - zero) / 1e3
-        begun, ended = ((t - zero) / 1e3 for t in step.whole[rank])
+        begun, ended = ((t - zero) / 1e3 for t in step.step_ns[rank])
         last = begun
         for span in step.spans[rank]:
             start, last = (offset + 1e6 * t for t in (span.start_seconds, span.end_seconds))

@@ -20,7 +20,7 @@ class NotExpressible(Exception):
 
 
 @dataclass(frozen=True)
-class Variant:
+class BaselineVariant:
     """One way of running a contestant; ``label`` says what is special about it, ``reason`` why it cannot be run."""
 
     label: str
@@ -59,11 +59,11 @@ class Baseline:
     name: str
     title: str
     about: str
-    variants: Callable[[BenchContext], Sequence[Variant]]
+    variants: Callable[[BenchContext], Sequence[BaselineVariant]]
     single: bool = False
     planned: bool = False
     sized: bool = False
-    by_default: Callable[[BenchContext], bool] = lambda field: True
+    by_default: Callable[[BenchContext], bool] = lambda context: True
     mixed: str = ""
 
     def about_in(self, precision: Precision) -> str:
@@ -71,62 +71,62 @@ class Baseline:
         return f"{self.about}, {self.mixed}" if self.mixed and precision in LOW_DTYPES else self.about
 
 
-def one_way(field: BenchContext) -> Sequence[Variant]:
-    return [Variant("", {})]
+def single_variant(context: BenchContext) -> Sequence[BaselineVariant]:
+    return [BaselineVariant("", {})]
 
 
-def plain_ways(field: BenchContext) -> Sequence[Variant]:
-    settings = {"replicas": field.plan.mesh.dp, "microbatches": field.plan.microbatches}
-    return [Variant("blocks compiled" if field.compile else "", settings)]
+def plain_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    settings = {"replicas": context.plan.mesh.dp, "microbatches": context.plan.microbatches}
+    return [BaselineVariant("blocks compiled" if context.compile else "", settings)]
 
 
-def uniform_cuts(field: BenchContext) -> Sequence[Variant]:
-    if field.plan.mesh.pp == 1:
+def uniform_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    if context.plan.mesh.pp == 1:
         raise NotExpressible("the plan has one stage, so there is nothing to cut")
-    return [Variant("", {})]
+    return [BaselineVariant("", {})]
 
 
-def ddp_ways(field: BenchContext) -> Sequence[Variant]:
-    check_shares(field)
-    if not field.compile:
-        return [Variant("", {"compile": "none"})]
+def ddp_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    check_shares(context)
+    if not context.compile:
+        return [BaselineVariant("", {"compile": "none"})]
     return [
-        Variant("blocks compiled, static graph", {"compile": "blocks"}),
-        Variant("compiled as a whole", {"compile": "whole"}),
+        BaselineVariant("blocks compiled, static graph", {"compile": "blocks"}),
+        BaselineVariant("compiled as a whole", {"compile": "whole"}),
     ]
 
 
-def fsdp2_ways(field: BenchContext) -> Sequence[Variant]:
-    check_shares(field)
-    blocks = "blocks compiled, " if field.compile else ""
+def fsdp2_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    check_shares(context)
+    blocks = "blocks compiled, " if context.compile else ""
     return [
-        Variant(f"{blocks}weights kept for the backward", {"reshard": False}),
-        Variant(f"{blocks}weights gathered again", {"reshard": True}),
+        BaselineVariant(f"{blocks}weights kept for the backward", {"reshard": False}),
+        BaselineVariant(f"{blocks}weights gathered again", {"reshard": True}),
     ]
 
 
-def check_shares(field: BenchContext) -> None:
-    if field.plan.batch % field.devices:
-        raise NotExpressible(f"{field.devices} replicas cannot share a batch of {field.plan.batch} evenly")
+def check_shares(context: BenchContext) -> None:
+    if context.plan.batch % context.devices:
+        raise NotExpressible(f"{context.devices} replicas cannot share a batch of {context.plan.batch} evenly")
 
 
-def pipelining_ways(chunks: int) -> Callable[[BenchContext], Sequence[Variant]]:
+def pipelining_variants(chunks: int) -> Callable[[BenchContext], Sequence[BaselineVariant]]:
     """Variants of torch.distributed.pipelining: a microbatch size each.
 
     A size that was asked for and does not fit is a variant with a reason; the usual ones count where they fit.
     """
 
-    def ways(field: BenchContext) -> Sequence[Variant]:
-        batch, pp = field.plan.batch, field.devices
+    def ways(context: BenchContext) -> Sequence[BaselineVariant]:
+        batch, pp = context.plan.batch, context.devices
         if pp == 1:
             raise NotExpressible("one device is no pipeline")
-        usual = sorted({*MICROBATCH_SIZES, max(1, batch // (2 * pp))})
-        sizes = field.microbatch_sizes or [s for s in usual if fits(s, batch, pp, chunks)]
+        default_sizes = sorted({*MICROBATCH_SIZES, max(1, batch // (2 * pp))})
+        sizes = context.microbatch_sizes or [s for s in default_sizes if fits(s, batch, pp, chunks)]
         if not sizes:
-            raise NotExpressible(misfit(usual, batch, pp, chunks))
-        compiled = "blocks compiled, " if field.compile else ""
+            raise NotExpressible(misfit(default_sizes, batch, pp, chunks))
+        compiled = "blocks compiled, " if context.compile else ""
         return [
-            Variant(
+            BaselineVariant(
                 f"{compiled}microbatch {s}",
                 {"microbatch_size": s, "chunks": chunks},
                 None if fits(s, batch, pp, chunks) else misfit([s], batch, pp, chunks),
@@ -156,24 +156,24 @@ def misfit(sizes: Sequence[int], batch: int, pp: int, chunks: int) -> str:
     )
 
 
-def sharded_ways(field: BenchContext) -> Sequence[Variant]:
-    tp = tensor_ranks(field)
+def dtensor_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    tp = tp_ranks(context)
     if tp == 1:
         raise NotExpressible("one device shares no operation")
-    rest = field.devices // tp
-    if field.plan.batch % rest:
-        raise NotExpressible(f"{rest} replicas cannot share a batch of {field.plan.batch} evenly")
-    compiled = "blocks compiled, " if field.compile else ""
-    return [Variant(f"{compiled}tp {tp}" + (f" × FSDP2 {rest}" if rest > 1 else ""), {})]
+    rest = context.devices // tp
+    if context.plan.batch % rest:
+        raise NotExpressible(f"{rest} replicas cannot share a batch of {context.plan.batch} evenly")
+    compiled = "blocks compiled, " if context.compile else ""
+    return [BaselineVariant(f"{compiled}tp {tp}" + (f" × FSDP2 {rest}" if rest > 1 else ""), {})]
 
 
-def tensor_ranks(field: BenchContext) -> int:
+def tp_ranks(context: BenchContext) -> int:
     """Ranks of a tensor-parallel group: the plan's, or all."""
-    return field.plan.mesh.tp if field.plan.mesh.tp > 1 else field.devices
+    return context.plan.mesh.tp if context.plan.mesh.tp > 1 else context.devices
 
 
-def several(field: BenchContext) -> bool:
-    return field.devices > 1
+def has_several_devices(context: BenchContext) -> bool:
+    return context.devices > 1
 
 
 CONTESTANTS: Mapping[str, Baseline] = {
@@ -181,53 +181,53 @@ CONTESTANTS: Mapping[str, Baseline] = {
     for c in (
         Baseline(
             "plain", "plain PyTorch loop, one device",
-            "the plan's microbatches with accumulated gradients", plain_ways, single=True, mixed="autocast",
+            "the plan's microbatches with accumulated gradients", plain_variants, single=True, mixed="autocast",
         ),
-        Baseline("single", "autopar, one device", "the same microbatches", one_way, single=True, planned=True),
-        Baseline("autopar", "autopar", "the plan", one_way, planned=True),
+        Baseline("single", "autopar, one device", "the same microbatches", single_variant, single=True, planned=True),
+        Baseline("autopar", "autopar", "the plan", single_variant, planned=True),
         Baseline(
             "uniform", "autopar, uniform cuts", "the plan's mesh and microbatches, stages of as many operations",
-            uniform_cuts, planned=True, by_default=lambda field: field.plan.mesh.pp > 1,
+            uniform_variants, planned=True, by_default=lambda context: context.plan.mesh.pp > 1,
         ),
         Baseline(
-            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_ways, by_default=several,
+            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_variants, by_default=has_several_devices,
             mixed="autocast",
         ),
         Baseline(
-            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_ways, by_default=several,
+            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_variants, by_default=has_several_devices,
             mixed="low-precision weights (autocast instead where there is batch norm), gradients summed in float32",
         ),
         Baseline(
             "1f1b", "pipelining 1F1B", "torch.distributed.pipelining, equal numbers of blocks, its best microbatch",
-            pipelining_ways(1), sized=True, by_default=several, mixed="autocast, low-precision transfers",
+            pipelining_variants(1), sized=True, by_default=has_several_devices, mixed="autocast, low-precision transfers",
         ),
         Baseline(
             "interleaved", "pipelining interleaved", f"the same, {INTERLEAVED_CHUNKS} stages a rank",
-            pipelining_ways(INTERLEAVED_CHUNKS), sized=True, by_default=several,
+            pipelining_variants(INTERLEAVED_CHUNKS), sized=True, by_default=has_several_devices,
         ),
         Baseline(
             "dtensor", "DTensor", "parallelize_module: column and row splits of attention and MLP",
-            sharded_ways, by_default=lambda field: field.plan.mesh.tp > 1,
+            dtensor_variants, by_default=lambda context: context.plan.mesh.tp > 1,
         ),
     )
 }  # fmt: skip
 
 
-def chosen(only: Sequence[str], skip: Sequence[str], field: BenchContext) -> list[Baseline]:
+def choose(only: Sequence[str], skip: Sequence[str], context: BenchContext) -> list[Baseline]:
     """The contestants that take part, in order.
 
     Raises:
         UsageError: there are none, or none whose microbatches have the sizes that were asked for.
     """
-    found = [
-        c for c in CONTESTANTS.values() if (c.name in only if only else c.by_default(field)) and c.name not in skip
+    baselines = [
+        c for c in CONTESTANTS.values() if (c.name in only if only else c.by_default(context)) and c.name not in skip
     ]  # fmt: skip
-    if not found:
+    if not baselines:
         raise nothing_left(only, skip)
-    if field.microbatch_sizes and not any(c.sized for c in found):
+    if context.microbatch_sizes and not any(c.sized for c in baselines):
         names = " or ".join(c.name for c in CONTESTANTS.values() if c.sized)
         raise UsageError(f"--microbatch-sizes is for {names}, and neither takes part: leave it out.")
-    return found
+    return baselines
 
 
 def check_names(only: Sequence[str], skip: Sequence[str]) -> None:

@@ -27,14 +27,14 @@ class PreservedSections:
 
     def without(self, measured: Collection[tuple[str, ...]]) -> PreservedSections:
         """What is left of it where some numbers were measured, by table and name."""
-        left = {
+        remaining = {
             table: {key: entry for key, entry in numbers.items() if (table, key) not in measured}
             for table, numbers in self.tables.items()
         }
-        return replace(self, tables={table: numbers for table, numbers in left.items() if numbers})
+        return replace(self, tables={table: numbers for table, numbers in remaining.items() if numbers})
 
 
-def carried(path: Path, device_type: str) -> PreservedSections:
+def preserved_sections(path: Path, device_type: str) -> PreservedSections:
     """What is kept of a file; nothing where there is none or it describes another type of device.
 
     Raises:

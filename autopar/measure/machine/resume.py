@@ -11,18 +11,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autopar.errors import UsageError
-from autopar.measure.machine.points import Point, Setting, point_data, point_from
+from autopar.measure.machine.points import MeasuredPoint, ProfileSetting, point_data, point_from
 
 
 @dataclass(frozen=True)
 class ResumedPoints:
     """What an earlier run left, and in words what became of it: taken over, or thrown away and why."""
 
-    points: tuple[Point, ...] = ()
+    points: tuple[MeasuredPoint, ...] = ()
     note: str = ""
 
 
-def kept_points(path: Path, setting: Setting) -> ResumedPoints:
+def load_points(path: Path, setting: ProfileSetting) -> ResumedPoints:
     """The points of a file that were measured in this setting; none of another setting's.
 
     Raises:
@@ -35,7 +35,7 @@ def kept_points(path: Path, setting: Setting) -> ResumedPoints:
         return ResumedPoints(note=f"{path} was cut off in its first line and is thrown away.")
     *whole, rest = lines  # the text after the last line end is a line that was cut off
     try:
-        theirs = Setting(**json.loads(whole[0]))
+        theirs = ProfileSetting(**json.loads(whole[0]))
         points = tuple(point_from(json.loads(line)) for line in whole[1:])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
@@ -48,14 +48,14 @@ def kept_points(path: Path, setting: Setting) -> ResumedPoints:
     return ResumedPoints(points, f"Taking over {len(points)} points from {path}.{cut}")
 
 
-def keep(path: Path, setting: Setting, points: Sequence[Point]) -> None:
+def save_points(path: Path, setting: ProfileSetting, points: Sequence[MeasuredPoint]) -> None:
     """Write a file of kept points anew."""
     path.write_text(json.dumps(asdict(setting)) + "\n", encoding="utf-8")
     for point in points:
-        append(path, point)
+        append_point(path, point)
 
 
-def append(path: Path, point: Point) -> None:
+def append_point(path: Path, point: MeasuredPoint) -> None:
     """Add a point."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(point_data(point)) + "\n")
