@@ -28,10 +28,10 @@ from autopar.cost.ops.op_stats import op_facts
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError, WorkerError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import ExecutionMode, Link
+from autopar.measure.device import region_setting
 from autopar.measure.regions import region_times as making
 from autopar.measure.regions.cache import RegionTimes, TimesCache
 from autopar.measure.regions.region_times import RegionTimer, region_timer_for
-from autopar.measure.regions.setting import region_setting
 from autopar.measure.regions.timed_regions import timed_regions
 from autopar.measure.regions.timing import RegionRun, time_region
 from autopar.tools.explain.why_not import Query, ReplanContext, answers

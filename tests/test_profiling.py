@@ -18,14 +18,15 @@ from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hard
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import HardwareError, UsageError, WorkerError
 from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, Efficiency, ExecutionMode, Hardware, Launch, Link
-from autopar.measure.machine import clock
+from autopar.measure import timer
+from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
 from autopar.measure.machine.collectives import communication_op_counts
 from autopar.measure.machine.fit import fit
 from autopar.measure.machine.kernels import BUILDERS, kernel_runs
 from autopar.measure.machine.measure import measure
-from autopar.measure.machine.points import MeasuredPoint, OpCounts, ProfileSetting
+from autopar.measure.machine.points import MeasuredPoint, OpCounts
 from autopar.measure.machine.preserved import preserved_sections
 from autopar.measure.machine.resume import load_points, save_points
 from autopar.measure.machine.write_cost_model import RawMeasurements, cost_model_text, raw_points, refit
@@ -229,19 +230,19 @@ def test_ranks_that_communicate_run_equally_often_whatever_their_clocks_say(monk
     counts = []
     for seconds in (1e-6, 10.0):  # of a run, as two ranks find it
         runs: list[None] = []
-        monkeypatch.setattr(clock, "single_run_seconds", lambda run, device, seconds=seconds: seconds)
-        clock.time_repeats([lambda runs=runs: runs.append(None)], torch.device("cpu"), inner=3)
+        monkeypatch.setattr(timer, "single_run_seconds", lambda run, device, seconds=seconds: seconds)
+        timer.time_repeats([lambda runs=runs: runs.append(None)], torch.device("cpu"), inner=3)
         counts.append(len(runs))
-    assert counts == [3 * clock.REPEATS] * 2
+    assert counts == [3 * timer.REPEATS] * 2
 
 
 def test_long_runs_are_timed_seldom_and_short_ones_on_all_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, expected in ((1.0, {0}), (1e-3, {0, 1, 2})):
         touched: list[int] = []
-        monkeypatch.setattr(clock, "single_run_seconds", lambda run, device, seconds=seconds: seconds)
-        clock.time_eager([lambda k=k, touched=touched: touched.append(k) for k in range(3)], torch.device("cpu"))
+        monkeypatch.setattr(timer, "single_run_seconds", lambda run, device, seconds=seconds: seconds)
+        timer.time_eager([lambda k=k, touched=touched: touched.append(k) for k in range(3)], torch.device("cpu"))
         assert set(touched) == expected
-        assert len(touched) == (1 + clock.LONG_RUN_REPEATS if seconds == 1.0 else 3 + 4 * clock.REPEATS)
+        assert len(touched) == (1 + timer.LONG_RUN_REPEATS if seconds == 1.0 else 3 + 4 * timer.REPEATS)
 
 
 def test_every_measured_file_refits_to_its_constants(made: Path) -> None:

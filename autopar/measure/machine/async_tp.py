@@ -15,8 +15,8 @@ from torch import Tensor
 import autopar.ops.registry  # noqa: F401  (it imports all that define operators)
 from autopar.ir.hardware import CollectiveKind
 from autopar.measure.machine.cases import UNFUSED, Case
-from autopar.measure.machine.clock import Workload
 from autopar.measure.machine.points import OpCounts
+from autopar.measure.timer import Workload
 
 LayerFunction = Callable[[Tensor, Tensor, int, str], Tensor]  # of what it reads, its weight, and the ranks of an axis
 IMAGES = 2  # whose tokens are gathered along the second dim

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from autopar.measure.machine.async_tp import layer_op_counts, layer_workload, symmetric_buffer_bytes
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.clock import Timing, Workload, inner_runs, mean_seconds, time_captured, time_repeats
 from autopar.measure.machine.points import OpCounts
+from autopar.measure.timer import Timing, Workload, inner_runs, mean_seconds, time_captured, time_repeats
 from autopar.ops.collectives import Communicator, register
 from autopar.runtime.comm.mesh_groups import GroupCommunicator
 from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator

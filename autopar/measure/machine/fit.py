@@ -17,6 +17,7 @@ import numpy as np
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, DTYPES, ring_share
+from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.cases import COLLECTIVES, FUSED, UNFUSED
 from autopar.measure.machine.curves import (
@@ -30,7 +31,7 @@ from autopar.measure.machine.curves import (
     traffic_curve,
 )
 from autopar.measure.machine.least_squares import FitRow, fit_coefficients
-from autopar.measure.machine.points import MeasuredPoint, ProfileSetting
+from autopar.measure.machine.points import MeasuredPoint
 
 NORM = "layer_norm"  # by compiled programs, whose traffic alone counts
 

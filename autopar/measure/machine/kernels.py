@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.clock import Workload
 from autopar.measure.machine.points import OpCounts
+from autopar.measure.timer import Workload
 
 CPU_CACHE_BYTES = 32 * 2**20  # what a core may find in its last level
 MAX_COPIES = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.measure.machine.clock import Timing, time_captured, time_eager
+from autopar.measure.timer import Timing, time_captured, time_eager
 
 CHAIN_OPS = 64  # in a row
 MATRIX_SIZE = 16  # of the matrices: a kernel of them has next to no work

@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autopar.errors import WorkerError
+from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.assignment import Assignment
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.points import MeasuredPoint, ProfileSetting
+from autopar.measure.machine.points import MeasuredPoint
 from autopar.measure.machine.resume import save_points
 from autopar.measure.workers import end, free_port, last_line, start
 

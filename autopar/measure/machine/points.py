@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from autopar.ir.hardware import CollectiveKind, Kind
@@ -54,29 +54,6 @@ class MeasuredPoint:
     @property
     def is_steady(self) -> bool:
         return self.spread <= MAX_STEADY_SPREAD
-
-
-@dataclass(frozen=True)
-class ProfileSetting:
-    """Where points were measured; those of different settings are never mixed.
-
-    Args:
-        threads: of each process, on CPU; 0 on GPUs.
-        devices: processes that measured at the same time.
-        node_devices: how many the machine has; on CPU as many as measured.
-    """
-
-    device: str
-    device_type: str
-    torch: str
-    threads: int
-    devices: int
-    node_devices: int
-
-    def differences(self, other: ProfileSetting) -> str:
-        """What is unlike another setting, in words; empty where they are equal."""
-        ours, others = asdict(self), asdict(other)
-        return ", ".join(f"{key} {others[key]} instead of {ours[key]}" for key in ours if ours[key] != others[key])
 
 
 def point_data(point: MeasuredPoint) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autopar.errors import UsageError
-from autopar.measure.machine.points import MeasuredPoint, ProfileSetting, point_data, point_from
+from autopar.measure.device import ProfileSetting
+from autopar.measure.machine.points import MeasuredPoint, point_data, point_from
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from autopar.measure.machine.assignment import Assignment
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.clock import Timing, time_kernels
 from autopar.measure.machine.collectives import (
     COMMUNICATION_BUILDERS,
     CONTROL_BACKEND,
@@ -33,6 +32,7 @@ from autopar.measure.machine.kernels import kernel_runs
 from autopar.measure.machine.launch_overhead import time_launch
 from autopar.measure.machine.points import MeasuredPoint, OpCounts
 from autopar.measure.machine.resume import append_point
+from autopar.measure.timer import Timing, time_kernels
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 
 NEW_LINE = "\n"

@@ -18,11 +18,11 @@ from autopar.ir.hardware import Hardware
 from autopar.ir.plan import CostSource
 from autopar.ir.program import Program
 from autopar.ir.units import percent, plural
+from autopar.measure.device import RegionSetting, region_setting
 from autopar.measure.machine.points import MAX_STEADY_SPREAD
 from autopar.measure.regions.cache import TIMES as FROM_JSON
 from autopar.measure.regions.cache import RegionTimes, TimesCache, cache_folder, digest
 from autopar.measure.regions.progress import RegionProgressBar
-from autopar.measure.regions.setting import RegionSetting, region_setting
 from autopar.measure.regions.task import TASK_FILE, TIMES_FILE, RegionTask
 from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
 from autopar.measure.workers import end, free_port, last_line, start

@@ -14,7 +14,7 @@ from autopar.ir.layout import TP
 from autopar.ir.program import Program
 from autopar.measure.regions.cache import RegionTimes
 from autopar.measure.regions.null_communicator import NullCommunicator
-from autopar.measure.regions.steady import time_sustained
+from autopar.measure.timer import time_sustained
 from autopar.ops.collectives import register, unregister
 from autopar.runtime.params.compute_copies import ComputeParams
 from autopar.runtime.params.flat_buckets import flat_buckets

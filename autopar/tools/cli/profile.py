@@ -15,8 +15,9 @@ from autopar.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from autopar.measure.device import ProfileSetting
     from autopar.measure.machine.fit import Constant
-    from autopar.measure.machine.points import MeasuredPoint, ProfileSetting
+    from autopar.measure.machine.points import MeasuredPoint
     from autopar.measure.machine.write_cost_model import RawMeasurements
 
 DEFAULT_FILE = Path("machine.toml")
@@ -66,11 +67,11 @@ def profile(
     import torch
 
     from autopar.cost.hardware.load import load_hardware
+    from autopar.measure.device import profile_setting
     from autopar.measure.machine.cases import cases
     from autopar.measure.machine.fit import fit
     from autopar.measure.machine.measure import measure
     from autopar.measure.machine.preserved import preserved_sections
-    from autopar.measure.machine.setting import profile_setting
     from autopar.measure.machine.write_cost_model import RawMeasurements, cost_model_text
     from autopar.runtime.launch.devices import this_machine
     from autopar.tools.cli.bench import ended_by_sigterm
