@@ -32,18 +32,18 @@ from autopar.runtime.engine.executor import Span
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
-from autopar.tools.bench.assignment import BenchTask
 from autopar.tools.bench.baselines.autopar import limit_memory
 from autopar.tools.bench.baselines.dtensor import check_blocks
 from autopar.tools.bench.baselines.pipelining import split_evenly
 from autopar.tools.bench.baselines.registry import CONTESTANTS, BenchContext, NotExpressible, choose
 from autopar.tools.bench.bubble import bubble_share
 from autopar.tools.bench.flops import flops_per_image
+from autopar.tools.bench.outcome import BaselineOutcome, failure_text, run_baseline
 from autopar.tools.bench.parts import blocks, sequence
-from autopar.tools.bench.processes import BaselineOutcome, failure_text, run_baseline
 from autopar.tools.bench.rank_result import RankFailure
 from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult, timed_row
 from autopar.tools.bench.run import BenchInterrupted, BenchOutput, BenchRequest, run_bench
+from autopar.tools.bench.task import BenchTask
 from autopar.tools.report.bench_picture import draw, figure_of
 from autopar.tools.report.bench_table import rate_table
 from autopar.tools.report.measured_trace import MeasuredStep, early_arrivals, trace_events

@@ -17,7 +17,7 @@ from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import rendered
 from autopar.tools.bench.calibration import Calibration, CalibrationPoint, band_text, calibrate, summary
-from autopar.tools.bench.processes import BaselineOutcome
+from autopar.tools.bench.outcome import BaselineOutcome
 from autopar.tools.bench.rank_result import RankFailure
 from autopar.tools.report.calibration_picture import draw, figure_of, kind_of
 from autopar.tools.report.calibration_table import calibration_parts

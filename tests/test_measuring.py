@@ -78,7 +78,7 @@ def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             seconds = 1e-6 * len(program.ops) * program.batch
             keep(text, RegionTimes(seconds, 2 * seconds, 0.01))
 
-    monkeypatch.setattr(RegionTimer, "run_workers", run)
+    monkeypatch.setattr(RegionTimer, "measure_programs", run)
     yield runs
 
 
@@ -248,7 +248,7 @@ def test_measurements_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         for text, program in programs.items():
             keep(text, RegionTimes(1e-3 * program.batch**2, 1e-3 * program.batch**2, 0.0))
 
-    monkeypatch.setattr(RegionTimer, "run_workers", run)
+    monkeypatch.setattr(RegionTimer, "measure_programs", run)
     found = {cost: autopar.plan(vit(), 2, images(4096), dp=2, cost=cost) for cost in ("analytic", "measured")}
     sizes = {cost: found[cost].microbatch_size for cost in found}
     assert sizes["measured"] < sizes["analytic"]
@@ -276,7 +276,7 @@ def test_unsteady_times_are_said_and_not_kept(folder: Path, monkeypatch: pytest.
         for text in programs:
             keep(text, RegionTimes(1e-3, 1e-3, 0.9))
 
-    monkeypatch.setattr(RegionTimer, "run_workers", run)
+    monkeypatch.setattr(RegionTimer, "measure_programs", run)
     with pytest.warns(MeasuringWarning, match="lie up to 90 % apart.* are not kept"):
         plan(cost="measured", dp=2, microbatches=1)
     assert not list(folder.rglob("*.json"))
@@ -287,7 +287,7 @@ def test_what_finds_no_room_is_priced_by_the_cost_model(folder: Path, monkeypatc
         for text in programs:
             keep(text, None)
 
-    monkeypatch.setattr(RegionTimer, "run_workers", run)
+    monkeypatch.setattr(RegionTimer, "measure_programs", run)
     with pytest.warns(MeasuringWarning, match="3 pieces of .* need more memory than the device has free"):
         found = plan(cost="measured", dp=2, microbatches=1)
     analytic = plan(cost="analytic", dp=2, microbatches=1)
@@ -306,7 +306,7 @@ def test_a_real_measurement_and_its_reuse(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "WORKER", "autopar.measure.regions.no_such_worker")
+    monkeypatch.setattr(making, "WORKER", "autopar.measure.regions.no_such_worker:run")
     with pytest.raises(
         WorkerError, match=r"The process that times VisionTransformer .* ended; it said last: .*no_such"
     ):

@@ -21,7 +21,7 @@ from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, Efficiency, Execu
 from autopar.measure import timer
 from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
-from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
+from autopar.measure.machine.cases import COLLECTIVES, FUSED, UNFUSED, Case, cases, group_sizes
 from autopar.measure.machine.collectives import communication_op_counts
 from autopar.measure.machine.fit import fit
 from autopar.measure.machine.kernels import BUILDERS, kernel_runs
@@ -93,23 +93,24 @@ def point(case: Case, machine: Hardware, way: ExecutionMode) -> MeasuredPoint:
     else:
         kind: CollectiveKind = next(k for k in COLLECTIVES if k == case.kind)
         seconds = machine.collective_seconds(kind, total, case.ranks)
-    return MeasuredPoint(case.kind, case.name, case.dtype, case.ranks, own, seconds, 0.01)
+    return MeasuredPoint(case, own, seconds, 0.01)
 
 
 def layer_seconds(case: Case, machine: Hardware) -> float:
     """A layer and its collective forwards and backwards, of which the joined ones hide a share."""
-    operator, way = case.variant.split()
     product, backward, again, *travels = communication_op_counts(case)
     assert backward == again
     forward_seconds = machine.op_seconds("matmul", product.flops, product.num_bytes, case.dtype)
     backward_seconds = 2 * machine.op_seconds("matmul", backward.flops, backward.num_bytes, case.dtype, backward=True)
     sent = [
         machine.collective_seconds(kind, part.num_bytes, case.ranks) if kind else 0.0
-        for kind, part in zip(ASYNC_TP_OPS[operator].kinds, travels, strict=True)
+        for kind, part in zip(ASYNC_TP_OPS[case.variant].kinds, travels, strict=True)
     ]
-    beside = OVERLAP_WINDOWS[operator](case.ranks)
+    beside = OVERLAP_WINDOWS[case.variant](case.ranks)
     hidden = min(sent[0], beside.forward * forward_seconds) + min(sent[1], beside.backward * backward_seconds)
-    return forward_seconds + backward_seconds + sum(sent) - (way == "joined") * machine.overlap_efficiency * hidden
+    return (
+        forward_seconds + backward_seconds + sum(sent) - (case.fusion == "joined") * machine.overlap_efficiency * hidden
+    )
 
 
 @pytest.fixture(scope="module")
@@ -302,9 +303,9 @@ SMALL = (
     Case("point-to-point", "", "", (64,), 2),
     *(Case(kind, "", "", (64,), 2) for kind in COLLECTIVES),
     *(
-        Case("beside", f"{name} {way}", "bfloat16", (8, 4, 8), 2)
+        Case("beside", name, "bfloat16", (8, 4, 8), 2, fusion)
         for name in OVERLAP_WINDOWS
-        for way in ("apart", "joined")
+        for fusion in (UNFUSED, FUSED)
     ),
 )
 

@@ -1,10 +1,10 @@
-"""Constants of a cost model from raw points, with the error that each leaves.
+"""Constants of a cost model, fitted to measured points.
 
-Operations follow `autopar.measure.machine.curves`. Of messages t = latency + n / bandwidth, where n is what a rank of a
-ring sends (`autopar.ir.hardware.ring_share`).
+Times of operations follow `autopar.measure.machine.curves`. Times of messages and collectives are t = latency +
+n / bandwidth, where n is the bytes that a rank of a ring sends (`autopar.ir.hardware.ring_share`).
 
-Each constant's error is the 90th percentile of the relative errors |t_fit / t − 1| of its large points; where a
-measurement is the constant, the spread of its repeats.
+Error: each constant carries the 90th percentile of the relative errors |t_fit / t − 1| of its large points. A constant
+that is one measurement carries the spread of its repeats.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from autopar.measure.machine.curves import (
 from autopar.measure.machine.least_squares import FitRow, fit_coefficients
 from autopar.measure.machine.points import MeasuredPoint
 
-NORM = "layer_norm"  # by compiled programs, whose traffic alone counts
+NORM = "layer_norm"  # compiled programs fuse it, so its points only give a note
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,12 @@ class Constant:
     Args:
         path: of its field in the file, such as ("launch", "plain").
         value: in SI base units.
-        quantity: what `autopar.cost.hardware.cost_file.UNITS` calls it.
-        num_points: that it was fitted from; 0 of an assumption.
-        error_of_all: the error of large points and small ones.
-        assumption: why it was not measured.
-        note: what else is to be known of it.
+        quantity: key of `autopar.cost.hardware.cost_file.UNITS`.
+        error: relative; of large points.
+        num_points: number of points in the fit; 0 for an assumption.
+        error_of_all: relative error of large and small points.
+        assumption: why this value was assumed instead of measured; empty if it was measured.
+        note: remark that the file repeats.
     """
 
     path: tuple[str, ...]
@@ -61,15 +62,15 @@ class Constant:
 
 
 def fit(points: Sequence[MeasuredPoint], setting: ProfileSetting) -> tuple[Constant, ...]:
-    """All constants that the points give.
+    """All constants of a cost model; links and collectives only if several devices measured.
 
     Raises:
-        UsageError: a kind is missing, or its times do not grow with its sizes.
+        UsageError: a kind has no points, or its times do not grow with its sizes.
     """
     launches = launch_constants(points)
     launch_seconds = {c.path[-1]: c.value for c in launches}["captured" if setting.device_type == "cuda" else "plain"]
     constants = [*capacity_constants(points)]
-    streaming = [p for p in points_of_kind(points, "memory") if NORM not in p.name.split()]
+    streaming = [p for p in points_of_kind(points, "memory") if p.case.variant != NORM]
     traffic = traffic_curve(streaming, launch_seconds)
     constants += memory_constants(points, streaming, traffic, launch_seconds)
     constants += launches
@@ -84,10 +85,10 @@ def fit(points: Sequence[MeasuredPoint], setting: ProfileSetting) -> tuple[Const
 
 
 def points_of_kind(points: Sequence[MeasuredPoint], kind: str, dtype: str = "") -> list[MeasuredPoint]:
-    """The points of a kind, or of one dtype of it.
+    """The points of a kind, of all dtypes or of one.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there is no such point.
     """
     found = [p for p in points if p.kind == kind and dtype in ("", p.dtype)]
     if not found:
@@ -97,14 +98,14 @@ def points_of_kind(points: Sequence[MeasuredPoint], kind: str, dtype: str = "") 
 
 
 def capacity_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
-    """Memory for tensors."""
+    """Bytes of a device's memory that tensors can use."""
     (point,) = points_of_kind(points, "capacity")
     return [Constant(("memory", "capacity"), point.value, "bytes", MIN_ERROR, 1)]
 
 
 def launch_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
-    """Of each way; one that does not exist on the device is taken for the next slower one."""
-    measured = {p.name.split()[-1]: p for p in points_of_kind(points, "launch")}
+    """Launch overhead of each execution mode. A mode that this device lacks gets the value of the next slower mode."""
+    measured = {p.case.variant: p for p in points_of_kind(points, "launch")}
     if "plain" not in measured:
         raise UsageError("A cost model needs launch plain, of which there is no measurement. Use --only launch.")
     constants: list[Constant] = []
@@ -123,7 +124,14 @@ def launch_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
 def memory_constants(
     points: Sequence[MeasuredPoint], streaming: Sequence[MeasuredPoint], traffic: FittedCurve, launch: float
 ) -> list[Constant]:
-    """``bandwidth`` is the most that large operations reached; their efficiency is the fit's share of it."""
+    """Bandwidth, efficiency and half-efficiency size of memory traffic.
+
+    The bandwidth is the highest that a large operation reached; the efficiency is the fitted bandwidth's share of it.
+
+    Args:
+        streaming: points that the traffic curve was fitted to.
+        launch: overhead of one operation, second.
+    """
     curve, largest = traffic.curve, max(p.num_bytes for p in streaming)
     rate = 1 / curve.per_byte
     peak_bandwidth = max(rate, *(p.num_bytes / p.value for p in streaming if 2 * p.num_bytes >= largest))
@@ -132,17 +140,17 @@ def memory_constants(
         fitted_constant(("memory", "efficiency"), rate / peak_bandwidth, "share", traffic.errors),
         fitted_constant(("memory", "half"), curve.start * rate, "bytes", traffic.errors),
     ]
-    norms = [p for p in points_of_kind(points, "memory") if NORM in p.name.split() and 2 * p.num_bytes >= largest / 2]
+    norms = [p for p in points_of_kind(points, "memory") if p.case.variant == NORM and 2 * p.num_bytes >= largest / 2]
     if norms:
         device = DeviceCurves(launch, curve)
-        slowdowns = [p.value / sum(device.seconds(part, curve) for part in p.ops) for p in norms]
+        slowdowns = [p.value / sum(device.seconds(op, curve) for op in p.ops) for p in norms]
         note = f"for element-wise operations; {NORM} by itself takes up to {max(slowdowns):.2g} times as long"
         constants[1] = replace(constants[1], note=note)
     return constants
 
 
 def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> list[Constant]:
-    """Peaks and efficiencies: the peak of a dtype is the most that matmuls reach or approach in it."""
+    """Peaks and efficiencies. The peak of a dtype is the highest rate that its matmuls reach or that their fit tends to."""
     peaks: list[Constant] = []
     curves: list[Constant] = []
     for dtype in DTYPES:
@@ -166,7 +174,11 @@ def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> 
 def forward_backward_constants(
     kind: str, dtype: str, points: Sequence[MeasuredPoint], device: DeviceCurves, peak: float
 ) -> list[Constant]:  # fmt: skip
-    """The curve of forwards, and that of the backwards that are measured together with them."""
+    """Constants of the forward's curve, and of the backward's, which is measured together with its forward.
+
+    Args:
+        peak: of the dtype, FLOPs per second.
+    """
     name, forward_points = f"{kind} {dtype}", [p for p in points if len(p.ops) == 1]
     forward = compute_curve(name, forward_points, device, hides_traffic=False)
     both_points = [p for p in points if len(p.ops) > 1]
@@ -178,8 +190,8 @@ def forward_backward_constants(
 
 
 def assumed_constants(dtype: str, measured: Mapping[str, Sequence[Constant]]) -> list[Constant]:
-    """What stands for the curves of a dtype in which a kind was not measured: those of the least share of a peak."""
-    stand_in_dtype = min(measured, key=lambda known: measured[known][0].value)
+    """Constants of a dtype in which a kind was not measured: those of the dtype that reaches the least of its peak."""
+    stand_in_dtype = min(measured, key=lambda other: measured[other][0].value)
     reason = f"as in {stand_in_dtype}, because it was not measured"
     return [
         replace(c, path=(*c.path[:2], dtype, *c.path[3:]), error=UNKNOWN_ERROR, error_of_all=0.0, num_points=0,
@@ -188,45 +200,45 @@ def assumed_constants(dtype: str, measured: Mapping[str, Sequence[Constant]]) ->
     ]  # fmt: skip
 
 
-def curve_constants(path: tuple[str, ...], found: FittedCurve, peak: float) -> list[Constant]:
-    """Those of one curve; without a bandwidth where arithmetic hides all traffic."""
-    curve = found.curve
+def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float) -> list[Constant]:
+    """Constants of one curve; without a bandwidth if arithmetic hides all traffic.
+
+    Args:
+        peak: of the dtype, FLOPs per second.
+    """
+    curve, path = fit.curve, ("efficiency", *path)
     constants = [
-        fitted_constant(("efficiency", *path, "asymptote"), 1 / (curve.per_flop * peak), "ratio", found.errors),
-        fitted_constant(("efficiency", *path, "half"), curve.start / curve.per_flop, "FLOPs", found.errors),
+        fitted_constant((*path, "asymptote"), 1 / (curve.per_flop * peak), "ratio", fit.errors),
+        fitted_constant((*path, "half"), curve.start / curve.per_flop, "FLOPs", fit.errors),
     ]
     if curve.per_byte:
-        bandwidth = fitted_constant(
-            ("efficiency", *path, "bandwidth"), 1 / curve.per_byte, "bytes per second", found.errors
-        )
-        constants.append(bandwidth)
+        constants.append(fitted_constant((*path, "bandwidth"), 1 / curve.per_byte, "bytes per second", fit.errors))
     return constants
 
 
 def fitted_constant(path: tuple[str, ...], value: float, quantity: str, errors: FitErrors) -> Constant:
-    """A constant of a fit."""
+    """A constant with the errors of its fit."""
     return Constant(path, value, quantity, errors.error, len(errors.values), errors.error_of_all)
 
 
 def optimizer_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
-    """Bytes per second of a fused AdamW step, of large models above all."""
-    found = points_of_kind(points, "optimizer")
-    longest = max(p.value for p in found)
-    rows = [FitRow((p.num_bytes,), 0, p.value, p.value / longest) for p in found]
+    """Bytes per second of a fused AdamW step. Points of large models weigh more."""
+    optimizer_points = points_of_kind(points, "optimizer")
+    longest = max(p.value for p in optimizer_points)
+    rows = [FitRow((p.num_bytes,), 0, p.value, p.value / longest) for p in optimizer_points]
     (per_byte,) = fit_coefficients("optimizer", rows, growth=0)
-    return [
-        fitted_constant(("optimizer", "bandwidth"), 1 / per_byte, "bytes per second", row_errors(rows, (per_byte,)))
-    ]
+    errors = row_errors(rows, (per_byte,))
+    return [fitted_constant(("optimizer", "bandwidth"), 1 / per_byte, "bytes per second", errors)]
 
 
 def row_errors(rows: Sequence[FitRow], solution: Sequence[float]) -> FitErrors:
-    """Of rows that all count."""
+    """Relative errors of a solution; all rows count as large."""
     values = tuple(abs(sum(c * x for c, x in zip(row.columns, solution)) / row.seconds - 1) for row in rows)
     return FitErrors(values, (True,) * len(values), len(solution))
 
 
 def collective_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
-    """Of each kind and group size; what stands for others is fitted to all-reduces of all sizes."""
+    """Latency and bandwidth of each kind and group size, and defaults that are fitted to all-reduces of all sizes."""
     constants = link_constants(("collective",), "all-reduce", ring_rows(points_of_kind(points, "all-reduce")))
     for kind in COLLECTIVES:
         for ranks in sorted({p.ranks for p in points_of_kind(points, kind)}):
@@ -236,7 +248,7 @@ def collective_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
 
 
 def ring_rows(points: Sequence[MeasuredPoint]) -> list[FitRow]:
-    """Collectives of one kind."""
+    """Rows of the fit of collectives: columns are 1 and the bytes that a rank sends in a ring."""
     return [
         FitRow((1.0, ring_share(kind, p.ranks) * p.num_bytes), 0, p.value)
         for p in points
@@ -246,7 +258,11 @@ def ring_rows(points: Sequence[MeasuredPoint]) -> list[FitRow]:
 
 
 def link_constants(path: tuple[str, ...], kind: str, rows: Sequence[FitRow]) -> list[Constant]:
-    """Latency and bandwidth."""
+    """Latency and bandwidth that explain the rows.
+
+    Args:
+        kind: named in the error if times do not grow with sizes.
+    """
     latency, per_byte = fit_coefficients(kind, rows, growth=1)
     errors = row_errors(rows, (latency, per_byte))
     return [
@@ -258,53 +274,59 @@ def link_constants(path: tuple[str, ...], kind: str, rows: Sequence[FitRow]) -> 
 def beside_constants(
     points: Sequence[MeasuredPoint], device: DeviceCurves, known: Sequence[Constant]
 ) -> list[Constant]:
-    """What is hidden of collectives beside the products of linear layers, as a share of what is long enough to be:
-    Σ hidden · hideable / Σ hideable², at least 0 and at most 1. Nothing where no such layers were measured.
+    """Overlap efficiency of collectives with the products of linear layers; nothing if no such layers were measured.
+
+    It is the hidden share of the communication that the products are long enough to hide, fitted as
+    Σ hidden · hideable / Σ hideable² and limited to 0 … 1.
 
     Args:
         known: constants of collectives.
     """
     values = {c.path: c.value for c in known}
-    pairs = [(p, fused_counterpart(p, points)) for p in points if p.kind == "beside" and UNFUSED in p.name.split()]
+    pairs = [(p, fused_counterpart(p, points)) for p in points if p.kind == "beside" and p.case.fusion == UNFUSED]
     if not pairs:
         return []
-    curve = compute_curve(
-        "matmul", points_of_kind(points, "matmul", pairs[0][0].dtype), device, hides_traffic=True
-    ).curve
-    hideable = np.array([hideable_seconds(apart, device, curve, values) for apart, _ in pairs])
-    apart, joined = (np.array([p.value for p in column]) for column in zip(*pairs, strict=True))
-    share = float(np.clip(hideable @ (apart - joined) / (hideable @ hideable), 0, 1))
-    relative = abs((apart - share * hideable) / joined - 1)
+    matmul_points = points_of_kind(points, "matmul", pairs[0][0].dtype)
+    curve = compute_curve("matmul", matmul_points, device, hides_traffic=True).curve
+    hideable = np.array([hideable_seconds(point, device, curve, values) for point, _ in pairs])
+    unfused, fused = (np.array([p.value for p in column]) for column in zip(*pairs, strict=True))
+    share = float(np.clip(hideable @ (unfused - fused) / (hideable @ hideable), 0, 1))
+    relative = abs((unfused - share * hideable) / fused - 1)
     errors = FitErrors(tuple(relative.tolist()), (True,) * len(pairs), 1)
     return [fitted_constant(("beside", "layers"), share, "share", errors)]
 
 
-def fused_counterpart(apart: MeasuredPoint, points: Sequence[MeasuredPoint]) -> MeasuredPoint:
-    """The point of the operator that is both.
+def fused_counterpart(unfused: MeasuredPoint, points: Sequence[MeasuredPoint]) -> MeasuredPoint:
+    """The point of the fused operator that does the work of an unfused point.
 
     Raises:
         UsageError: it was not measured.
     """
-    name = apart.name.replace(UNFUSED, FUSED)
-    found = next((p for p in points if p.name == name), None)
-    if found is None:
-        raise UsageError(f"A cost model needs {name}, of which there is no measurement. Use --only beside.")
-    return found
+    case = replace(unfused.case, fusion=FUSED)
+    point = next((p for p in points if p.case == case), None)
+    if point is None:
+        raise UsageError(f"A cost model needs {case.name}, of which there is no measurement. Use --only beside.")
+    return point
 
 
 def hideable_seconds(
     point: MeasuredPoint, device: DeviceCurves, curve: Curve, values: Mapping[tuple[str, ...], float]
 ) -> float:
-    """How much of a layer's collectives its products are long enough to hide, forwards and backwards."""
-    operator = point.name.split()[1]
-    beside, kinds = OVERLAP_WINDOWS[operator](point.ranks), ASYNC_TP_OPS[operator].kinds
-    forward, *backward = (device.seconds(part, curve) for part in point.ops[:3])
+    """Seconds of a layer's collectives that its products are long enough to hide, forward and backward.
+
+    Args:
+        curve: of matmuls.
+        values: constants of collectives by path.
+    """
+    operator = point.case.variant
+    window, kinds = OVERLAP_WINDOWS[operator](point.ranks), ASYNC_TP_OPS[operator].kinds
+    forward, *backward = (device.seconds(op, curve) for op in point.ops[:3])
     comm_seconds = (
         values["collective", kind, str(point.ranks), "latency"]
-        + ring_share(kind, point.ranks) * part.num_bytes / values["collective", kind, str(point.ranks), "bandwidth"]
+        + ring_share(kind, point.ranks) * op.num_bytes / values["collective", kind, str(point.ranks), "bandwidth"]
         if kind is not None
         else 0.0
-        for kind, part in zip(kinds, point.ops[3:], strict=True)
+        for kind, op in zip(kinds, point.ops[3:], strict=True)
     )
-    window_seconds = beside.forward * forward, beside.backward * sum(backward)
+    window_seconds = window.forward * forward, window.backward * sum(backward)
     return sum(map(min, window_seconds, comm_seconds))

@@ -1,4 +1,4 @@
-"""What an operation takes beyond its work: plainly, in code of torch.compile, and in a CUDA graph."""
+"""Seconds that an operation takes without any work: launched eagerly, from a compiled region, or from a CUDA graph."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from torch import Tensor
 
 from autopar.measure.timer import Timing, time_captured, time_eager
 
-CHAIN_OPS = 64  # in a row
-MATRIX_SIZE = 16  # of the matrices: a kernel of them has next to no work
+CHAIN_OPS = 64  # consecutive operations of one run
+MATRIX_SIZE = 16  # rows and columns: a kernel of such matrices has next to no work
 
 
-def time_launch(what: str, device: torch.device) -> Timing | None:
-    """Seconds of one operation without work; None where programs are not run this way here.
+def time_launch(mode: str, device: torch.device) -> Timing | None:
+    """Seconds of one operation without work; None for an execution mode that this device does not have.
 
-    ``plain`` is an element-wise operation under autograd, forwards and backwards, as the runtime runs it. ``compiled``
-    are matmuls of one compiled region, between which nothing can be fused; ``captured`` kernels of a CUDA graph.
+    Args:
+        mode: "plain" for element-wise operations under autograd, forward and backward, as the runtime runs them;
+            "compiled" for matmuls of one compiled region, which cannot be fused; "captured" for kernels of a CUDA
+            graph.
     """
-    if what == "captured":
+    if mode == "captured":
         return time_captured_chain(device) if device.type == "cuda" else None
-    return time_compiled_chain(device) if what == "compiled" else time_eager_chain(device)
+    return time_compiled_chain(device) if mode == "compiled" else time_eager_chain(device)
 
 
 def time_eager_chain(device: torch.device) -> Timing:
-    """Of each of a chain's operations, its backward counted as another."""
+    """Seconds per operation of an eager chain, counting forward and backward as two operations."""
     x = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device, requires_grad=True)
 
     def run() -> Tensor:
@@ -37,7 +39,7 @@ def time_eager_chain(device: torch.device) -> Timing:
 
 
 def time_compiled_chain(device: torch.device) -> Timing | None:
-    """Of each of a compiled chain's matmuls; None where torch.compile does not work, which mostly lacks a compiler."""
+    """Seconds per matmul of a compiled chain; None if torch.compile does not work, mostly for lack of a C++ compiler."""
     x = torch.eye(MATRIX_SIZE, device=device)
 
     def chain(y: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ def time_compiled_chain(device: torch.device) -> Timing | None:
 
 
 def time_captured_chain(device: torch.device) -> Timing:
-    """Of each kernel of a chain in a CUDA graph."""
+    """Seconds per kernel of a chain in a CUDA graph."""
     x = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device)
 
     def run() -> None:
@@ -65,6 +67,6 @@ def time_captured_chain(device: torch.device) -> Timing:
     return per_op(time_captured([run], device), CHAIN_OPS)
 
 
-def per_op(timing: Timing, parts: int) -> Timing:
-    """The time of one of equal parts."""
-    return Timing(timing.seconds / parts, timing.spread)
+def per_op(timing: Timing, num_ops: int) -> Timing:
+    """Time of one of equal operations that were timed together."""
+    return Timing(timing.seconds / num_ops, timing.spread)

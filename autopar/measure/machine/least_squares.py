@@ -1,9 +1,12 @@
-"""Non-negative coefficients with the least sum of squared errors, relative to measured times and fitted ones.
+"""Non-negative least squares in relative errors, for the few columns of a cost model's fits.
 
-Σ weight · (t_fit − t)² / (t · t_fit) is near the squares of ln(t_fit / t): half as long costs what twice as long does.
-It is found by solving with the weights of the solution before.
+The sum Σ weight · (t_fit − t)² / (t · t_fit) is close to that of the squares of ln(t_fit / t): it punishes a time that
+is half as long as much as one that is twice as long. Each round divides the weights by the last solution's times.
 
-Source: iteratively reweighted least squares; the non-negative solution by all sets of columns, of which there are few.
+All subsets of the columns are tried, since there are at most three. This keeps a fit to as few columns as explain the
+times, which `scipy.optimize.nnls` would not do, and `autopar profile` needs no scipy.
+
+Source: iteratively reweighted least squares.
 """
 
 from __future__ import annotations
@@ -17,16 +20,16 @@ from numpy.typing import NDArray
 
 from autopar.errors import UsageError
 
-MAX_ROUNDS = 20  # in which weights settle; a few do
-MIN_REST = 0.25  # of a measured time
-MIN_SHARE = 1e-3  # of a measured time, below which a fitted one counts as that
-MIN_IMPROVEMENT = 1e-6  # share of the times' squares that another column must explain to be used
+MAX_ROUNDS = 20  # weights converge in a few
+MIN_REST = 0.25  # share of a point's time that must be unknown for its row to count
+MIN_SHARE = 1e-3  # lower limit of a fitted time in the weights, as a share of the measured one
+MIN_IMPROVEMENT = 1e-6  # share of the sum of squares by which an additional column must reduce the rest
 Numbers = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class FitRow:
-    """One point of a fit: Σ coefficient · column + known should be ``seconds``."""
+    """One point of a fit: Σ coefficient · column + ``known_seconds`` should be ``seconds``."""
 
     columns: tuple[float, ...]
     known_seconds: float
@@ -38,15 +41,16 @@ def fit_coefficients(kind: str, rows: Sequence[FitRow], growth: int) -> tuple[fl
     """The coefficient of each column.
 
     Args:
-        growth: the column that must count, because it is the work.
+        kind: of the measurements, for the error.
+        growth: index of the column that is the work; its coefficient must be positive.
 
     Raises:
-        UsageError: times do not grow with it.
+        UsageError: times do not grow with the work.
     """
     columns = np.array([[c / row.seconds for c in row.columns] for row in rows])
     rest = np.array([1 - row.known_seconds / row.seconds for row in rows])
     weights = np.array([row.weight for row in rows])
-    # Where what is known is nearly all of the time, what is left is its error: such rows count in the error alone.
+    # If nearly all of a point's time is known, the rest is mostly the error of that: it would only disturb the fit.
     working = rest >= MIN_REST
     if working.sum() > 1:
         columns, rest, weights = columns[working], rest[working], weights[working]
@@ -66,7 +70,12 @@ def fit_coefficients(kind: str, rows: Sequence[FitRow], growth: int) -> tuple[fl
 
 
 def solve_nonnegative(columns: Numbers, target: Numbers, growth: int) -> Numbers | None:
-    """The best non-negative solution with a positive coefficient of ``growth``, of few columns if these do."""
+    """The best non-negative solution with a positive coefficient of ``growth``; None if there is none.
+
+    Args:
+        columns: [rows, columns].
+        target: [rows].
+    """
     best, best_rest = None, np.inf
     for chosen in column_sets(growth, columns.shape[1]):
         solution = np.zeros(columns.shape[1])
@@ -79,7 +88,7 @@ def solve_nonnegative(columns: Numbers, target: Numbers, growth: int) -> Numbers
 
 
 def column_sets(column: int, count: int) -> Iterator[tuple[int, ...]]:
-    """All sets of columns with that one, small ones first."""
+    """All sets of column indices that contain ``column``, small ones first."""
     others = [c for c in range(count) if c != column]
     for size in range(count):
         yield from ((column, *chosen) for chosen in combinations(others, size))

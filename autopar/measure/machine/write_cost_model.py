@@ -1,4 +1,4 @@
-"""The cost-model file: constants with unit, source, date and error, and the points they were fitted from."""
+"""Text of a cost-model file: constants with unit, source, date and error, and the points that they were fitted from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.measure.machine.fit import Constant, fit
 from autopar.measure.machine.points import MeasuredPoint, point_data, point_from
 from autopar.measure.machine.preserved import PreservedSections, number_text
 
-# From small to large: the last one of which a value is at least 1, else the first.
+# Units from small to large. A value is written in the last unit in which it is at least 1, else in the first.
 FILE_UNITS: Mapping[str, Sequence[str]] = {
     "bytes": ("B", "kB", "MB", "GB"), "bytes per second": ("GB/s",), "FLOPs": ("MFLOP", "GFLOP"),
     "FLOPs per second": ("GFLOP/s", "TFLOP/s"), "seconds": ("us",), "share": ("1",), "ratio": ("1",),
@@ -33,7 +33,7 @@ NOTE = """\
 
 @dataclass(frozen=True)
 class RawMeasurements:
-    """Points with the setting that they were measured in."""
+    """Points, and the setting in which they were measured: the [raw] table of a file."""
 
     setting: ProfileSetting
     points: tuple[MeasuredPoint, ...]
@@ -46,10 +46,12 @@ def cost_model_text(
     day: date,
     preserved: PreservedSections = NOTHING_PRESERVED,
 ) -> str:
-    """The file.
+    """The text of a cost-model file.
 
     Args:
-        kept: of the file that it replaces, without what was measured; a part of a node's devices may have been.
+        name: of the machine.
+        preserved: sections of the file that this one replaces, without numbers that were measured. Its devices per
+            node count if they are more than those of this machine.
     """
     setting = raw.setting
     alone = setting.devices == 1
@@ -78,14 +80,14 @@ TABLE_ORDER = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "lin
 
 
 def device_text(setting: ProfileSetting) -> str:
-    """A device in words; a GPU's name is torch's, by which it is known again."""
+    """The device in words. For a GPU it is torch's name, by which `autopar.runtime.launch.devices` recognises it."""
     if setting.device_type == "cuda":
         return setting.device
     return f"{plural(setting.threads, 'thread')} of {setting.device}"
 
 
 def constant_text(constant: Constant, setting: ProfileSetting, day: date) -> str:
-    """One number."""
+    """A TOML inline table with a constant's value, unit, error, date and source."""
     value, unit = in_file_unit(constant)
     source = f"assumption: {constant.assumption}"
     if not constant.assumption:
@@ -99,7 +101,7 @@ def constant_text(constant: Constant, setting: ProfileSetting, day: date) -> str
 
 
 def in_file_unit(constant: Constant) -> tuple[float, str]:
-    """A value and the unit that suits it."""
+    """A constant's value in the unit in which the file has it, and that unit."""
     factors = UNITS[constant.quantity]
     units = FILE_UNITS[constant.quantity]
     unit = next((u for u in reversed(units) if constant.value >= factors[u]), units[0])
@@ -107,21 +109,21 @@ def in_file_unit(constant: Constant) -> tuple[float, str]:
 
 
 def value_text(constant: Constant) -> str:
-    """A value as the file has it, shorter."""
+    """A constant's value and unit with four digits, for a table."""
     value, unit = in_file_unit(constant)
     return f"{value:,.4g} {'' if unit == '1' else unit}".rstrip()
 
 
 def point_text(point: MeasuredPoint) -> str:
-    """One point on a line."""
+    """A TOML inline table with a point's record."""
     return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in point_data(point).items())} }}"
 
 
 def raw_points(path: Path) -> RawMeasurements | None:
-    """The points in a cost model; None where it has none by `autopar profile`.
+    """The points in a cost-model file; None if `autopar profile` did not write it.
 
     Raises:
-        HardwareError: the file cannot be read, or its points are none.
+        HardwareError: the file or its points cannot be read.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8")).get("raw", {})
@@ -131,16 +133,16 @@ def raw_points(path: Path) -> RawMeasurements | None:
         return RawMeasurements(ProfileSetting(**raw), points)
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise HardwareError(
-            f"Cannot read the measurements in {path}: {type(error).__name__}: {error}. Write the file anew with "
+            f"Cannot read the measurements in {path}: {type(error).__name__}: {error}. Write the file again with "
             "`autopar profile`."
         ) from error
 
 
 def refit(path: Path) -> tuple[Constant, ...]:
-    """The constants that a file's own points give.
+    """Constants fitted to the points in a cost-model file.
 
     Raises:
-        HardwareError: it has no points.
+        HardwareError: the file has no points, or they cannot be read.
     """
     raw = raw_points(path)
     if raw is None:

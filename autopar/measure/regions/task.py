@@ -1,4 +1,4 @@
-"""What the process that measures is task."""
+"""The payload of the worker processes that time regions."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from autopar.ir.hardware import ExecutionMode
 from autopar.ir.program import Program
 from autopar.runtime.launch.torch_settings import TorchSettings
 
-TASK_FILE, TIMES_FILE = "pieces.pickle", "times.jsonl"
-
 
 @dataclass(frozen=True)
 class RegionTask:
-    """Pieces, each with the ranks of its tensor-parallel axis, and how to run them; ``threads`` is 0 on GPUs."""
+    """Regions to time, and how to run them.
+
+    Args:
+        regions: each a program and the number of ranks of its tensor-parallel axis.
+        threads: of each process, on CPU; 0 on GPUs.
+    """
 
     regions: tuple[tuple[Program, int], ...]
     device_type: str

@@ -29,7 +29,6 @@ from autopar.ir.plan import Plan
 from autopar.ir.units import TIME, plural, text
 from autopar.runtime.launch.devices import Machine, this_machine
 from autopar.runtime.launch.environment import launched
-from autopar.tools.bench.assignment import BenchTask
 from autopar.tools.bench.baselines.registry import (
     Baseline,
     BaselineVariant,
@@ -41,9 +40,10 @@ from autopar.tools.bench.baselines.registry import (
 )
 from autopar.tools.bench.bubble import bubble_bound_seconds, bubble_share
 from autopar.tools.bench.flops import flops_per_image
-from autopar.tools.bench.processes import BaselineOutcome, run_baseline
+from autopar.tools.bench.outcome import BaselineOutcome, run_baseline
 from autopar.tools.bench.rank_result import RankResult
 from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult, timed_row
+from autopar.tools.bench.task import BenchTask
 from autopar.tools.report.measured_trace import MeasuredStep, trace_events
 
 # Relative differences of the first losses from the reference's that rounding does not explain.
@@ -347,10 +347,10 @@ def pipeline_result(found: Plan, first: RankResult, seconds: Sequence[float]) ->
 
 def chrome_trace(found: Plan, outcome: BaselineOutcome) -> dict[str, Any]:
     """The timeline of the inspected step whose time is nearest to the median of these."""
-    took = [end - begun for begun, end in outcome.ranks[0].whole_ns]
+    took = [end - begun for begun, end in outcome.ranks[0].step_ns]
     k = min(range(len(took)), key=lambda i: abs(took[i] - median(took)))
     step = outcome.ranks[0].steps[k]
-    whole = {rank: own.whole_ns[k] for rank, own in enumerate(outcome.ranks)}
+    whole = {rank: own.step_ns[k] for rank, own in enumerate(outcome.ranks)}
     return trace_events(found, MeasuredStep(step.spans, step.started_ns, whole))
 
 

@@ -23,7 +23,7 @@ Transfer = tuple[Action, Action]
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """One step of all ranks. Spans count from each rank's first action, all else is the host's timer.
+    """One step of all ranks. Spans count from each rank's first action, all else is the host's clock.
 
     ``whole`` has for each rank when the step was called and when its device was idle again.
     """

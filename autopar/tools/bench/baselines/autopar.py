@@ -7,8 +7,9 @@ import functools
 import torch
 
 from autopar.api.parallelize import parallelize
+from autopar.measure.workers import WorkerContext
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
-from autopar.tools.bench.assignment import BenchTask, WorkerContext, adamw_options, build_model, make_batch
+from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
 from autopar.tools.bench.training import LossShare, Trainer, mean_loss
 
 

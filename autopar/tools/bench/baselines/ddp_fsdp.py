@@ -10,9 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from autopar.api.batch import partition
-from autopar.tools.bench.assignment import BenchTask, WorkerContext, adamw_options, build_model, make_batch
+from autopar.measure.workers import WorkerContext
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import RECOMPILE_LIMIT, blocks, compile_blocks
+from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
 from autopar.tools.bench.training import LossShare, Trainer, casting, mean_loss
 from autopar.trace.passes.bf16_params import KEEPS_STATISTICS
 

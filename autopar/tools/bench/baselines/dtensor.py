@@ -13,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from autopar.tools.bench.assignment import BenchTask, WorkerContext, adamw_options, build_model, make_batch
+from autopar.measure.workers import WorkerContext
 from autopar.tools.bench.baselines.ddp_fsdp import batch_slice, refuse_float16, shard_blocks
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import blocks, compile_blocks
+from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
 from autopar.tools.bench.training import LossShare, Trainer, mean_loss
 
 BLOCK_STYLES = {"attn.qkv": ColwiseParallel, "attn.proj": RowwiseParallel, "mlp.fc1": ColwiseParallel,

@@ -10,10 +10,11 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from autopar.api.model_source import ModelSource
-from autopar.tools.bench.assignment import BenchTask, WorkerContext, adamw_options, build_model, make_batch
+from autopar.measure.workers import WorkerContext
 from autopar.tools.bench.baselines.ddp_fsdp import refuse_float16
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import ModelFunction, WithRope, compile_blocks, sequence
+from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
 from autopar.tools.bench.training import LossShare, Trainer, casting, mean_loss
 
 

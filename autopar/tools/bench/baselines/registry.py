@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.errors import UsageError
 from autopar.ir.plan import Plan, Precision
-from autopar.tools.bench.assignment import LOW_DTYPES
+from autopar.tools.bench.task import LOW_DTYPES
 
 MICROBATCH_SIZES = (16, 32, 64)  # of torch.distributed.pipelining, where they fit the batch
 INTERLEAVED_CHUNKS = 2

@@ -2,34 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.api.model_source import ModelSource
+from autopar.measure.workers import WorkerContext
 
-# Of autocast and of FSDP2's weights. In bf16-params the others stay with autocast, which is how they are written.
+# The dtype of autocast and of FSDP2's weights. In bf16-params the plain loop and DDP use autocast, as usual.
 LOW_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "bf16-params": torch.bfloat16}
 LEARNING_RATE = 1e-4
-MAX_BUILD_SHARE = 0.4  # of a device's memory that a model's weights may take for it to be built there
+MAX_BUILD_SHARE = 0.4  # share of a GPU's memory up to which a model's weights are initialised there
 
 
 @dataclass(frozen=True)
 class BenchTask:
-    """One contestant's run: the same model, data, precision and steps for all of them.
+    """One run of one variant of a contestant. Model, data, precision and steps are equal for all contestants.
 
     Args:
-        contestant, settings: which one, and what distinguishes this variant of it.
-        shape: of the images, at the global batch.
-        plan: file of the plan of contestants that run one.
+        contestant: name of the contestant.
+        settings: of the variant.
+        shape: of the images, [global batch, channels, height, width].
+        classes: labels are below this.
+        plan: file of the contestant's plan; None if it runs none.
         tp: ranks of a tensor-parallel group.
         run_settings: keyword arguments of `autopar.parallelize`.
-        memory_bytes: what of a GPU contestants that run a plan get, where the plan was made for less than all of it.
+        memory_bytes: memory of a GPU that a contestant with a plan may use; None for all of it.
     """
 
     contestant: str
@@ -57,31 +58,14 @@ class BenchTask:
 
     @property
     def low(self) -> torch.dtype | None:
-        """The low dtype of mixed precision."""
+        """The low dtype of mixed precision; None in full precision."""
         return LOW_DTYPES.get(self.precision)
-
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self)))
-
-    @staticmethod
-    def read(path: Path) -> BenchTask:
-        data = json.loads(path.read_text())
-        return BenchTask(**data | {"shape": tuple(data["shape"])})
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """Where a process runs: its number among those of its contestant, and its device."""
-
-    rank: int
-    world: int
-    device: torch.device
 
 
 def build_model(task: BenchTask, worker: WorkerContext) -> nn.Module:
-    """The model, with equal weights for all contestants and ranks.
+    """The model in training mode, with equal weights for all contestants and ranks.
 
-    On a GPU it is drawn there, which takes a second where a CPU takes minutes, unless it would fill the memory.
+    A worker with a GPU initialises it there unless it is too large: that takes a second instead of minutes.
     """
     source = ModelSource(task.model, task.model_kwargs)
     place = "cpu"
@@ -95,7 +79,11 @@ def build_model(task: BenchTask, worker: WorkerContext) -> nn.Module:
 
 
 def make_batch(task: BenchTask, worker: WorkerContext, part: slice | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The batch, or its samples of a slice, on the device; the same for all contestants."""
+    """Images [samples, channels, height, width] and labels [samples] on the device, equal for all contestants.
+
+    Args:
+        part: samples of the batch to return; all by default.
+    """
     generator = torch.Generator(worker.device).manual_seed(task.seed + 1)
     dtype = torch.float64 if task.precision == "fp64" else torch.float32
     images = torch.randn(task.shape, generator=generator, device=worker.device, dtype=dtype)
@@ -106,5 +94,5 @@ def make_batch(task: BenchTask, worker: WorkerContext, part: slice | None = None
 
 
 def adamw_options(device_type: str) -> dict[str, Any]:
-    """Arguments of AdamW for every contestant: the fused kernel where there is one that is fast."""
+    """Arguments of AdamW for every contestant: the fused kernel on GPUs."""
     return {"lr": LEARNING_RATE} | ({"fused": True} if device_type == "cuda" else {})
