@@ -41,8 +41,9 @@ from autopar.tools.bench.flops import flops_per_image
 from autopar.tools.bench.outcome import BaselineOutcome, failure_text, run_baseline
 from autopar.tools.bench.parts import blocks, sequence
 from autopar.tools.bench.rank_result import RankFailure
-from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult, timed_row
-from autopar.tools.bench.run import BenchInterrupted, BenchOutput, BenchRequest, run_bench
+from autopar.tools.bench.request import BenchRequest
+from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
+from autopar.tools.bench.run import BenchInterrupted, BenchOutput, run_bench
 from autopar.tools.bench.task import BenchTask
 from autopar.tools.report.bench_picture import draw, figure_of
 from autopar.tools.report.bench_table import rate_table
@@ -254,7 +255,7 @@ def test_ctrl_c_keeps_the_first_variants_of_a_contestant(monkeypatch: pytest.Mon
     monkeypatch.setattr("autopar.tools.bench.run.run_baseline", run)
     with pytest.raises(BenchInterrupted, match="after 0 of 1 contestant") as caught:
         run_bench(request(only=("fsdp2",), microbatch_sizes=()))
-    (row,) = caught.value.finished.result.rows
+    (row,) = caught.value.output.result.rows
     assert row.reason == "too slow" and row.best
 
 
@@ -412,8 +413,7 @@ def test_the_bubble_is_the_time_without_actions() -> None:
 
 
 def test_unique_images_are_counted() -> None:
-    head = {"contestant": "ddp", "title": "DDP", "label": "", "about": "", "devices": 4}
-    row = timed_row(head, (0.5, 0.1, 0.2), 512, 1e12)
+    row = BenchRow("ddp", "DDP", "", "", 4).with_seconds((0.5, 0.1, 0.2), 512, 1e12)
     assert row.median_seconds == 0.2 and row.samples_per_second == 2560 and row.tflops_per_device == 640
 
 

@@ -97,7 +97,7 @@ def layer_workload(case: Case, axis: str, device: torch.device) -> Workload:
 
 
 def layer_op_counts(case: Case) -> tuple[OpCounts, ...]:
-    """The forward product, two backward products, and the collectives forward and backward, 0 bytes if there is none."""
+    """The forward product, two backward products, and the forward and backward collectives (0 bytes for none)."""
     shape, size = layer_shape(case), getattr(torch, case.dtype).itemsize
     operands = shape.rows * shape.in_features, shape.out_features * shape.in_features
     output_elements = shape.rows * shape.out_features

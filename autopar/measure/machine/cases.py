@@ -62,7 +62,7 @@ class Case:
         sizes = tuple(map(int, words.pop().split("x"))) if words and SIZES_TEXT.fullmatch(words[-1]) else ()
         if dtype and words and words[-1] == dtype:
             words.pop()
-        fusion = next((f for f in (UNFUSED, FUSED) if words[-1:] == [f]), "")
+        fusion: Fusion = UNFUSED if words[-1:] == [UNFUSED] else FUSED if words[-1:] == [FUSED] else ""
         case = Case(kind, " ".join(words[: len(words) - bool(fusion)]), dtype, sizes, ranks, fusion)
         if case.name != name:
             raise ValueError(f"{name!r} is not the name of a {kind} case in {dtype or 'any dtype'} on {ranks} ranks")

@@ -150,7 +150,7 @@ def memory_constants(
 
 
 def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> list[Constant]:
-    """Peaks and efficiencies. The peak of a dtype is the highest rate that its matmuls reach or that their fit tends to."""
+    """Peaks and efficiencies. A dtype's peak is the highest rate that its matmuls reach, or the limit of their fit."""
     peaks: list[Constant] = []
     curves: list[Constant] = []
     for dtype in DTYPES:

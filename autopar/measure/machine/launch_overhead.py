@@ -39,7 +39,7 @@ def time_eager_chain(device: torch.device) -> Timing:
 
 
 def time_compiled_chain(device: torch.device) -> Timing | None:
-    """Seconds per matmul of a compiled chain; None if torch.compile does not work, mostly for lack of a C++ compiler."""
+    """Seconds per matmul of a compiled chain; None if torch.compile does not work, mostly for lack of a compiler."""
     x = torch.eye(MATRIX_SIZE, device=device)
 
     def chain(y: Tensor) -> Tensor:

@@ -144,10 +144,10 @@ class RegionTimer:
             self.progress(len(texts), len(texts), what)  # also removes the bar after a failure or Ctrl-C
         if done < len(texts):
             problem = f"had no result in {LIMIT_SECONDS:.0f} s" if exit.timed_out else "ended"
+            last_line = exit.last_lines[exit.failed_rank or 0]
             raise WorkerError(
-                f"The process that times {what} {problem}; it said last: {exit.last_lines[exit.failed_rank or 0]}. What "
-                f"was measured before is kept in {self.cache.folder}. Plan again, or with cost='analytic' (--cost "
-                "analytic)."
+                f"The process that times {what} {problem}; it said last: {last_line}. What was measured before is kept "
+                f"in {self.cache.folder}. Plan again, or with cost='analytic' (--cost analytic)."
             )
 
 

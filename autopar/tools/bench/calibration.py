@@ -1,4 +1,4 @@
-"""How far predictions are off: the planner's plan and the best of every other mesh, predicted against measured."""
+"""Errors of predictions: the chosen plan and the best plan of every other mesh, predicted against measured."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.plan import Plan, PriceSource
 from autopar.ir.units import percent, plural
 from autopar.tools.bench.baselines.registry import CONTESTANTS, BaselineVariant
+from autopar.tools.bench.description import outcome_text, plan_label
+from autopar.tools.bench.request import BenchRequest, machine_for
 from autopar.tools.bench.result import BenchRow
-from autopar.tools.bench.run import Bench, BenchRequest, machine_for, outcome_text, plan_label
+from autopar.tools.bench.run import Bench
 
 SCHEMA_VERSION = 1
 MIN_BAND = 0.001  # nothing measured is exact
@@ -27,7 +29,7 @@ MIN_BAND = 0.001  # nothing measured is exact
 @with_config(STRICT)
 @dataclass(frozen=True)
 class CalibrationPoint:
-    """One plan: what was predicted of a step, second, and of each rank's peak, byte, and what was measured."""
+    """One plan: predicted and measured time of a step, and peak memory of each rank."""
 
     model: str
     batch: int
@@ -41,23 +43,23 @@ class CalibrationPoint:
 
     @property
     def time_error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Error of the predicted step time, relative to the measured one."""
         return self.predicted_seconds / self.measured_seconds - 1
 
     @property
     def memory_errors(self) -> tuple[float, ...]:
-        """The same of each rank's peak."""
+        """Error of each rank's predicted peak, relative to the measured one."""
         return tuple(p / m - 1 for p, m in zip(self.predicted_bytes, self.measured_bytes, strict=True))
 
     @property
     def key(self) -> tuple[str, int, str, str]:
-        """What a later measurement of the same replaces."""
+        """Identifies the plan: a later measurement of it replaces this one."""
         return self.model, self.batch, self.precision, self.plan
 
 
 @dataclass(frozen=True)
 class ErrorBand:
-    """Median and largest absolute value of some relative errors."""
+    """Median and largest absolute value of relative errors."""
 
     median: float
     worst: float
@@ -71,8 +73,13 @@ class ErrorBand:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Calibration:
-    """Plans of one machine under one cost model, by its formulas or with operations that were timed; ``memory`` says
-    what the measured bytes are."""
+    """Measured plans of one machine under one cost model; a JSON file.
+
+    Args:
+        cost: whether operations were priced by the cost model's formulas or by measurements.
+        memory: what the measured bytes count.
+        commands: that measured the points.
+    """
 
     machine: str
     hardware: str
@@ -90,46 +97,46 @@ class Calibration:
     def peaks(self) -> ErrorBand:
         return ErrorBand.of([error for point in self.points for error in point.memory_errors])
 
-    def merged_with(self, other: Calibration) -> Calibration:
-        """With the points of a later one, which replace those of the same plans.
+    def merged_with(self, later: Calibration) -> Calibration:
+        """This calibration with the points of a later one, which replace those of the same plans.
 
         Raises:
-            UsageError: it is of another machine or cost model.
+            UsageError: the later one is of another machine or cost model.
         """
-        for what, own, theirs in (
-            ("machine", self.machine, other.machine), ("cost model", self.hardware, other.hardware),
-            ("source of costs", self.cost, other.cost),
+        for what, earlier, now in (
+            ("machine", self.machine, later.machine), ("cost model", self.hardware, later.hardware),
+            ("source of costs", self.cost, later.cost),
         ):  # fmt: skip
-            if own != theirs:
+            if earlier != now:
                 raise UsageError(
-                    f"The calibration so far is of another {what}: {own} there, {theirs} here. Write to another file."
+                    f"The calibration so far is of another {what}: {earlier} there, {now} here. Write to another file."
                 )
-        points = {point.key: point for point in (*self.points, *other.points)}
-        commands = tuple(dict.fromkeys((*self.commands, *other.commands)))
-        return replace(other, commands=commands, points=tuple(points.values()))
+        points = {point.key: point for point in (*self.points, *later.points)}
+        commands = tuple(dict.fromkeys((*self.commands, *later.commands)))
+        return replace(later, commands=commands, points=tuple(points.values()))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @staticmethod
     def load(path: Path) -> Calibration:
-        """What a file holds.
+        """The calibration in a file.
 
         Raises:
-            UsageError: it cannot be read, or is something else.
+            UsageError: the file cannot be read, or holds something else.
         """
         try:
             data = json.loads(path.read_text())
-            found = TypeAdapter(Calibration).validate_python(data)
+            calibration = TypeAdapter(Calibration).validate_python(data)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
             first = str(error).splitlines()[0]
             raise UsageError(f"{path} is no calibration to add to: {first}. Write to another file.") from error
-        if found.schema_version != SCHEMA_VERSION:
+        if calibration.schema_version != SCHEMA_VERSION:
             raise UsageError(
-                f"{path} has schema_version {found.schema_version}, this autopar adds to {SCHEMA_VERSION}. Write to "
-                "another file."
+                f"{path} has schema_version {calibration.schema_version}, this autopar adds to {SCHEMA_VERSION}. Write "
+                "to another file."
             )
-        return found
+        return calibration
 
 
 def calibrate(
@@ -138,16 +145,16 @@ def calibrate(
     keep: Callable[[Calibration], None] = lambda calibration: None,
     earlier: Calibration | None = None,
 ) -> Calibration:
-    """The plan and the best of every other mesh, each run in processes of its own.
+    """Run the chosen plan and the best plan of every other mesh, each in its own processes.
 
     Args:
-        progress: is told what is running and what came of it.
-        keep: is given the points so far whenever there is another one.
-        earlier: what the result adds to.
+        progress: called with a line of text when a plan starts and ends.
+        keep: called with the points so far after every plan.
+        earlier: a calibration to which the new points are added.
 
     Raises:
         UsageError, InfeasibleError, TraceError: there is no plan.
-        UsageError: ``earlier`` is of another machine; no plan ran: the message has the first one's reason.
+        UsageError: ``earlier`` is of another machine, or no plan ran; the message has the first plan's reason.
     """
     machine = machine_for(request)
     with tempfile.TemporaryDirectory(prefix="autopar-bench-") as folder:
@@ -169,11 +176,10 @@ def calibrate(
                 failures.append(f"{plan_label(plan)}: {row.reason}")
             elif plan.hardware.cost != calibration.cost:
                 failures.append(f"{plan_label(plan)}: its operations are not priced as the first plan's were")
-                progress(f"{head}: left out, priced otherwise")
+                progress(f"{head}: left out, its operations are priced differently")
             else:
-                calibration = calibration.merged_with(
-                    replace(calibration, points=(calibration_point(plan, row, row.median_seconds),))
-                )
+                point = calibration_point(plan, row, row.median_seconds)
+                calibration = calibration.merged_with(replace(calibration, points=(point,)))
                 keep(calibration)
         if len(failures) == len(plans):
             raise UsageError(f"No plan ran, so there is nothing to compare. {failures[0]}")
@@ -181,7 +187,10 @@ def calibrate(
 
 
 def other_meshes(bench: Bench, progress: Callable[[str], None]) -> Iterator[Plan]:
-    """The best plan of every mesh but the chosen one's, under the same constraints; why there is none is task."""
+    """The best plan of every mesh but the chosen one's, under the same constraints.
+
+    ``progress`` is called with the reason if a mesh has no plan.
+    """
     devices, constraints = bench.plan.mesh.devices, bench.constraints
     for tp in range(1, devices + 1):
         for pp in range(1, devices // tp + 1):
@@ -197,7 +206,11 @@ def other_meshes(bench: Bench, progress: Callable[[str], None]) -> Iterator[Plan
 
 
 def calibration_point(plan: Plan, row: BenchRow, seconds: float) -> CalibrationPoint:
-    """A plan and what its row measured."""
+    """The point of a plan and its row.
+
+    Args:
+        seconds: the row's median step time.
+    """
     assert row.pipeline is not None
     return CalibrationPoint(
         model=plan.model.name,
@@ -213,7 +226,7 @@ def calibration_point(plan: Plan, row: BenchRow, seconds: float) -> CalibrationP
 
 
 def band_text(calibration: Calibration, day: date) -> str:
-    """What a cost model says to have plans print the largest error of these steps as their band."""
+    """The [calibration] table of a cost model, with which plans print the largest error of these step times."""
     plans = plural(len(calibration.points), "plan")
     worst = max(calibration.time.worst, MIN_BAND)
     return (

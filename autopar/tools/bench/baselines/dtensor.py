@@ -85,7 +85,8 @@ def check_blocks(modules: Iterable[nn.Module], ranks: int) -> None:
         attention: Any = children.get("attn")
         if not BLOCK_STYLES.keys() <= children.keys() or not hasattr(attention, "num_heads"):
             raise NotExpressible(
-                f"{type(block).__name__} is no block with {', '.join(BLOCK_STYLES)}, which is what is split by hand here"
+                f"{type(block).__name__} is no block with {', '.join(BLOCK_STYLES)}, which is what is split by hand "
+                "here"
             )
         expected = {"qkv", "proj", "q_norm", "k_norm", "attn_drop", "norm", "proj_drop"}
         harmless = (nn.Identity, nn.Dropout, nn.Linear)

@@ -172,7 +172,7 @@ def tp_ranks(context: BenchContext) -> int:
     return context.plan.mesh.tp if context.plan.mesh.tp > 1 else context.devices
 
 
-def has_several_devices(context: BenchContext) -> bool:
+def multi_device(context: BenchContext) -> bool:
     return context.devices > 1
 
 
@@ -190,20 +190,20 @@ CONTESTANTS: Mapping[str, Baseline] = {
             uniform_variants, planned=True, by_default=lambda context: context.plan.mesh.pp > 1,
         ),
         Baseline(
-            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_variants, by_default=has_several_devices,
+            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_variants, by_default=multi_device,
             mixed="autocast",
         ),
         Baseline(
-            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_variants, by_default=has_several_devices,
+            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_variants, by_default=multi_device,
             mixed="low-precision weights (autocast instead where there is batch norm), gradients summed in float32",
         ),
         Baseline(
             "1f1b", "pipelining 1F1B", "torch.distributed.pipelining, equal numbers of blocks, its best microbatch",
-            pipelining_variants(1), sized=True, by_default=has_several_devices, mixed="autocast, low-precision transfers",
+            pipelining_variants(1), sized=True, by_default=multi_device, mixed="autocast, low-precision transfers",
         ),
         Baseline(
             "interleaved", "pipelining interleaved", f"the same, {INTERLEAVED_CHUNKS} stages a rank",
-            pipelining_variants(INTERLEAVED_CHUNKS), sized=True, by_default=has_several_devices,
+            pipelining_variants(INTERLEAVED_CHUNKS), sized=True, by_default=multi_device,
         ),
         Baseline(
             "dtensor", "DTensor", "parallelize_module: column and row splits of attention and MLP",
