@@ -1,4 +1,7 @@
-"""A graph as pieces that are timed alone: the regions that torch.compile sees, without what names them in the model."""
+"""A graph as regions that are timed alone: those that torch.compile sees, without the model's names.
+
+Equal blocks of a model thus have equal programs, which are timed once.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ from autopar.codegen.regions import regions_of
 from autopar.ir.graph import Graph, Op, Weight, renamed
 from autopar.ir.program import Edge, Program
 
-ANY_FRACTION = 0.5  # stands for every number that is not whole: none decides on a kernel's time
-RANDOM_OP = "autopar.uniform.default"  # has the name of what draws as an argument
+ANY_FRACTION = 0.5  # replaces every number that is not whole: no kernel's time depends on its value
+RANDOM_OP = "autopar.uniform.default"  # one of its arguments is the name of the random operation
 
 
 @dataclass(frozen=True)
 class TimedRegion:
-    """Operations that become kernels together.
+    """Operations that are compiled together.
 
-    Equal pieces of a model, such as its blocks, have equal programs. ``ops`` are their names in the graph.
+    Args:
+        program: the operations under anonymous names.
+        ops: their names in the graph.
     """
 
     program: Program
@@ -27,12 +32,12 @@ class TimedRegion:
 
     @cached_property
     def text(self) -> str:
-        """Everything that its time depends on but the device."""
+        """Text that identifies the program: everything other than the device that its time depends on."""
         return repr(self.program)
 
 
 def timed_regions(graph: Graph) -> Iterator[TimedRegion]:
-    """The pieces of what a rank runs, in order; in training."""
+    """The regions of a training graph that one rank runs, in order."""
     for region in regions_of(graph):
         yield TimedRegion(
             anonymous_program(region.ops, region.reads, region.makes, graph), tuple(op.name for op in region.ops)
@@ -40,7 +45,12 @@ def timed_regions(graph: Graph) -> Iterator[TimedRegion]:
 
 
 def anonymous_program(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[str, ...], graph: Graph) -> Program:
-    """A program of some operations in which names are numbers; what other operations make is received."""
+    """A program of some operations, whose weights, reads and results are named w0 …, x0 … and v0 ….
+
+    Args:
+        reads: values from outside the region: inputs of the graph stay inputs, all others are received.
+        makes: values that the region sends.
+    """
     weight_names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.mutates) if name in graph.weight)
     names = {name: f"w{k}" for k, name in enumerate(weight_names)} | {name: f"x{k}" for k, name in enumerate(reads)}
     renamed_ops: list[Op] = []
@@ -73,14 +83,14 @@ def anonymous_program(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[
 
 
 def renamed_weight(weight: Weight, name: str) -> Weight:
-    """A weight as a piece knows it."""
+    """A weight under another name, without its shardings and the model's names."""
     return Weight(
         name, weight.kind, weight.shape, weight.dtype, weight.requires_grad, master=weight.master, order=weight.order
     )
 
 
 def normalized_argument(argument: Any, op: Op) -> Any:
-    """An argument without what differs between equal blocks: probabilities, scales, names of random operations."""
+    """An argument without what differs between equal blocks: probabilities, scales, and names of random operations."""
     if isinstance(argument, tuple):
         return tuple(normalized_argument(a, op) for a in argument)
     if isinstance(argument, float) and not argument.is_integer():

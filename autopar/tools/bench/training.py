@@ -1,4 +1,4 @@
-"""What the worker drives: a contestant that is ready to train, whatever it is."""
+"""The interface between the worker process and a contestant that is ready to train."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import torch.nn.functional as F
 
 from autopar.runtime.spec import RankStats
 
-LossShare = Callable[[], float]  # asked for once the step was timed
+LossShare = Callable[[], float]  # this rank's share of the mean loss; called after the step was timed
 
 
 @dataclass(frozen=True)
-class Trainer:
-    """``step`` trains on the batch once and returns what tells this rank's share of its mean loss: shares add up.
+class BaselineTrainer:
+    """A contestant on one rank.
 
-    ``stats`` are what each rank measured in its last step, and ``tensor_peaks`` does a step to count tensors on CPU;
-    where they are known.
+    Args:
+        step: trains on the batch once; the shares of all ranks add up to the mean loss.
+        close: releases what training holds.
+        stats: measurements of all ranks in the last step; a call of all ranks. None for contestants without a plan.
+        tensor_peaks: does a step that counts peak bytes in tensors, by rank. None on GPUs and without a plan.
     """
 
     step: Callable[[], LossShare]
@@ -30,7 +33,7 @@ class Trainer:
 
 @contextmanager
 def casting(device: torch.device, low: torch.dtype | None) -> Iterator[None]:
-    """Autocast, where precision is mixed and anything is computed."""
+    """Within ``with``, autocast to a low dtype; nothing if that is None or the device is meta."""
     if low is None or device.type == "meta":
         yield
         return

@@ -32,9 +32,9 @@ from autopar.tools.bench.baselines.pipelining import pipelined
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.rank_result import RankResult, StepSpans, failed_result
 from autopar.tools.bench.task import BenchTask
-from autopar.tools.bench.training import Trainer
+from autopar.tools.bench.training import BaselineTrainer
 
-BUILDERS: Mapping[str, Callable[[BenchTask, WorkerContext], Trainer]] = {
+BUILDERS: Mapping[str, Callable[[BenchTask, WorkerContext], BaselineTrainer]] = {
     "plain": plain, "single": run_plan, "autopar": run_plan, "uniform": run_plan, "ddp": ddp, "fsdp2": fsdp2,
     "1f1b": pipelined, "interleaved": pipelined, "dtensor": tensor_parallel,
 }  # fmt: skip
@@ -121,7 +121,9 @@ class InspectedStep:
     spans: StepSpans | None
 
 
-def inspect_step(trainer: Trainer, worker: WorkerContext, barrier: Callable[[], None], number: int) -> InspectedStep:
+def inspect_step(
+    trainer: BaselineTrainer, worker: WorkerContext, barrier: Callable[[], None], number: int
+) -> InspectedStep:
     """Take one step between two barriers, on a GPU after RUN_IN_STEPS others."""
     print_progress(f"step {number + 1}")
     for _ in range(RUN_IN_STEPS if worker.device.type == "cuda" else 0):
@@ -137,7 +139,7 @@ def inspect_step(trainer: Trainer, worker: WorkerContext, barrier: Callable[[], 
     return InspectedStep(start, end, loss, StepSpans.of(stats) if stats is not None and worker.rank == 0 else None)
 
 
-def time_back_to_back(trainer: Trainer, steps: int, device: torch.device) -> tuple[list[float], list[float]]:
+def time_back_to_back(trainer: BaselineTrainer, steps: int, device: torch.device) -> tuple[list[float], list[float]]:
     """Seconds of GPU steps for which the host does not wait, and this rank's shares of their losses.
 
     A step's time is that between the ends of two consecutive steps on the device.

@@ -1,4 +1,4 @@
-"""A plan run by autopar itself, under the same launcher and with its data on the device as all others."""
+"""A plan run by autopar, in the same worker processes and with its data on the device like all contestants."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from autopar.api.parallelize import parallelize
 from autopar.measure.workers import WorkerContext
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
-from autopar.tools.bench.training import LossShare, Trainer, mean_loss
+from autopar.tools.bench.training import BaselineTrainer, LossShare, mean_loss
 
 
-def run_plan(task: BenchTask, worker: WorkerContext) -> Trainer:
-    """`parallelize` with a plan; this rank's part of the batch, and only what it reads of that."""
+def run_plan(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
+    """`parallelize` with a plan, trained on this data rank's part of the batch.
+
+    Inputs and targets that the rank does not read are on the meta device.
+    """
     model = build_model(task, worker).cpu()
     example = torch.empty(task.shape, device="meta")
     if task.channels_last:
@@ -42,11 +45,11 @@ def run_plan(task: BenchTask, worker: WorkerContext) -> Trainer:
         return lambda: result.loss / worker.world
 
     on_cpu = worker.device.type == "cpu"
-    return Trainer(step, pm.close, pm.stats, (lambda: pm.measure_memory(x, y)) if on_cpu else None)
+    return BaselineTrainer(step, pm.close, pm.stats, (lambda: pm.measure_memory(x, y)) if on_cpu else None)
 
 
 def limit_memory(num_bytes: int, device: torch.device) -> None:
-    """Let the process have so much of a GPU: what peers reach is there already, the allocator gets the rest."""
+    """Limit the process to so many bytes of a GPU: the allocator gets what symmetric buffers leave of them."""
     total = torch.cuda.get_device_properties(device).total_memory
     share = (num_bytes - reserved_bytes(device)) / total
     torch.cuda.set_per_process_memory_fraction(min(1.0, max(0.0, share)), device)

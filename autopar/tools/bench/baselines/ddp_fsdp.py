@@ -1,4 +1,4 @@
-"""The plain loop, DDP and FSDP2, as their documentation has people write them."""
+"""The plain loop, DDP and FSDP2, written as in torch's documentation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from autopar.measure.workers import WorkerContext
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import RECOMPILE_LIMIT, blocks, compile_blocks
 from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
-from autopar.tools.bench.training import LossShare, Trainer, casting, mean_loss
+from autopar.tools.bench.training import BaselineTrainer, LossShare, casting, mean_loss
 from autopar.trace.passes.bf16_params import KEEPS_STATISTICS
 
 
-def plain(task: BenchTask, worker: WorkerContext) -> Trainer:
-    """One device, gradients accumulated over the plan's microbatches."""
+def plain(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
+    """One device that accumulates gradients over the microbatches of all replicas of the plan."""
     model = build_model(task, worker).to(worker.device)
     images, labels = make_batch(task, worker)
     sizes = partition(task.batch, task.settings["replicas"], task.settings["microbatches"])
@@ -41,11 +41,11 @@ def plain(task: BenchTask, worker: WorkerContext) -> Trainer:
         optimizer.zero_grad(set_to_none=True)
         return total.item
 
-    return Trainer(step)
+    return BaselineTrainer(step)
 
 
-def ddp(task: BenchTask, worker: WorkerContext) -> Trainer:
-    """Each replica its part of the batch at once, gradients summed while the backward runs."""
+def ddp(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
+    """Each replica runs its part of the batch as one microbatch; gradients are all-reduced during the backward."""
     model = build_model(task, worker).to(worker.device)
     compile_mode = task.settings["compile"]
     if compile_mode == "blocks":
@@ -54,7 +54,7 @@ def ddp(task: BenchTask, worker: WorkerContext) -> Trainer:
         model,
         device_ids=[worker.device.index] if worker.device.type == "cuda" else None,
         gradient_as_bucket_view=True,
-        static_graph=compile_mode != "whole",  # which the splitter of whole graphs by buckets does not take
+        static_graph=compile_mode != "whole",  # not supported by dynamo's DDP optimizer, which splits graphs at buckets
     )
     if compile_mode == "whole":
         torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -72,14 +72,14 @@ def ddp(task: BenchTask, worker: WorkerContext) -> Trainer:
         optimizer.zero_grad(set_to_none=True)
         return lambda: loss.item() / worker.world
 
-    return Trainer(step)
+    return BaselineTrainer(step)
 
 
-def fsdp2(task: BenchTask, worker: WorkerContext) -> Trainer:
-    """Weights, gradients and the optimizer's state in equal parts on all ranks, gathered block by block.
+def fsdp2(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
+    """Weights, gradients and optimizer state sharded over all ranks; weights are all-gathered block by block.
 
-    It takes no weights in channels_last; convolutions follow the format of the images all the same. Batch norm takes no
-    weights of a lower dtype than its statistics: models that have it compute under autocast.
+    FSDP2 takes no weights in channels_last, but convolutions follow the format of the images. Batch norm takes no
+    weights of a lower dtype than its statistics, so models that have it compute under autocast.
     """
     refuse_float16(task, "FSDP2")
     model = build_model(task, worker).to(memory_format=torch.contiguous_format)
@@ -100,11 +100,16 @@ def fsdp2(task: BenchTask, worker: WorkerContext) -> Trainer:
         optimizer.zero_grad(set_to_none=True)
         return lambda: loss.item() / worker.world
 
-    return Trainer(step)
+    return BaselineTrainer(step)
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh, low: torch.dtype | None, reshard: bool) -> None:
-    """`fully_shard` each block, then the rest: computed in a low dtype, gradients summed in float32."""
+    """`fully_shard` each block, then the rest of the model.
+
+    Args:
+        low: dtype of computation; gradients are then reduced in float32. None computes in the weights' dtype.
+        reshard: whether blocks free their gathered weights between forward and backward.
+    """
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
     for block in blocks(model):
         if block is not model:
@@ -113,12 +118,16 @@ def shard_blocks(model: nn.Module, mesh: DeviceMesh, low: torch.dtype | None, re
 
 
 def batch_slice(task: BenchTask, part: int, parts: int) -> slice:
-    """The samples of one of equal parts of the batch."""
+    """The samples of one of ``parts`` equal parts of the batch."""
     size = task.batch // parts
     return slice(part * size, (part + 1) * size)
 
 
 def refuse_float16(task: BenchTask, who: str) -> None:
-    """Raise NotExpressible where losses would have to be scaled."""
+    """Raise NotExpressible for float16, which needs a scaled loss.
+
+    Args:
+        who: the baseline, for the message.
+    """
     if task.low is torch.float16:
         raise NotExpressible(f"float16 needs its loss scaled, which is not written for {who} here; use bf16")

@@ -1,4 +1,4 @@
-"""Tensor parallelism by DTensor: `parallelize_module` on the blocks of timm's ViTs, and FSDP2 over what is left."""
+"""Tensor parallelism by DTensor: `parallelize_module` on the blocks of timm's ViTs, and FSDP2 over the replicas."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from autopar.tools.bench.baselines.ddp_fsdp import batch_slice, refuse_float16, 
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import blocks, compile_blocks
 from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
-from autopar.tools.bench.training import LossShare, Trainer, mean_loss
+from autopar.tools.bench.training import BaselineTrainer, LossShare, mean_loss
 
 BLOCK_STYLES = {"attn.qkv": ColwiseParallel, "attn.proj": RowwiseParallel, "mlp.fc1": ColwiseParallel,
           "mlp.fc2": RowwiseParallel}  # fmt: skip
 
 
 class LocalHeads(nn.Module):
-    """timm's attention over the heads of one rank."""
+    """timm's attention with the heads of one rank."""
 
     def __init__(self, attention: Any, ranks: int) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ class LocalHeads(nn.Module):
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-def tensor_parallel(task: BenchTask, worker: WorkerContext) -> Trainer:
-    """Column splits of qkv and the MLP's first layer, row splits of the projections: an all-reduce after each pair."""
+def tensor_parallel(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
+    """Column splits of qkv and the MLP's first layer, row splits of the projections; an all-reduce after each pair."""
     refuse_float16(task, "DTensor")
     model = build_model(task, worker)
     model_blocks = blocks(model)
@@ -50,7 +50,7 @@ def tensor_parallel(task: BenchTask, worker: WorkerContext) -> Trainer:
         split_block(block, task.tp, mesh["tp"])
     replicas = worker.world // task.tp
     if replicas > 1 or task.low is not None:
-        # Over one replica too: it casts the weights once a step, where autocast casts them for every use.
+        # Also for one replica: FSDP2 casts the weights once a step, autocast for every use.
         shard_blocks(model, mesh["dp"], task.low, reshard=False)
     if task.compile:
         compile_blocks(model_blocks)
@@ -64,11 +64,15 @@ def tensor_parallel(task: BenchTask, worker: WorkerContext) -> Trainer:
         optimizer.zero_grad(set_to_none=True)
         return lambda: loss.item() / worker.world
 
-    return Trainer(step)
+    return BaselineTrainer(step)
 
 
 def split_block(block: Any, ranks: int, mesh: Any) -> None:
-    """One block in place. The rows of qkv get the order (rank, q k v, heads), so that a rank has whole heads."""
+    """Split one block in place. The rows of qkv are reordered to (rank, q k v, heads), so that a rank has whole heads.
+
+    Args:
+        mesh: of the tensor-parallel axis.
+    """
     with torch.no_grad():
         for tensor in (block.attn.qkv.weight, block.attn.qkv.bias):
             if tensor is not None:
@@ -79,7 +83,7 @@ def split_block(block: Any, ranks: int, mesh: Any) -> None:
 
 
 def check_blocks(modules: Iterable[nn.Module], ranks: int) -> None:
-    """Raise NotExpressible unless these are blocks of timm's ViT that ``ranks`` can share."""
+    """Raise NotExpressible unless all modules are blocks of timm's ViT that ``ranks`` ranks can share."""
     for block in modules:
         children = dict(block.named_modules())
         attention: Any = children.get("attn")
@@ -101,9 +105,9 @@ def check_blocks(modules: Iterable[nn.Module], ranks: int) -> None:
 
 
 def groups_by_mesh(parameters: Iterable[nn.Parameter]) -> list[dict[str, list[nn.Parameter]]]:
-    """Parameter groups, each of one mesh or of plain tensors: AdamW's kernels over lists take no mixture."""
+    """Parameter groups, each of one mesh or of plain tensors: AdamW's foreach kernels take no mixture."""
 
     def key(parameter: nn.Parameter) -> str:
         return str(parameter.device_mesh) if isinstance(parameter, DTensor) else ""
 
-    return [{"params": list(own)} for _, own in groupby(sorted(parameters, key=key), key=key)]
+    return [{"params": list(group)} for _, group in groupby(sorted(parameters, key=key), key=key)]

@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: stages built by hand from equal numbers of blocks."""
+"""torch.distributed.pipelining with stages of equal numbers of blocks."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from autopar.tools.bench.baselines.ddp_fsdp import refuse_float16
 from autopar.tools.bench.baselines.registry import NotExpressible
 from autopar.tools.bench.parts import ModelFunction, WithRope, compile_blocks, sequence
 from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
-from autopar.tools.bench.training import LossShare, Trainer, casting, mean_loss
+from autopar.tools.bench.training import BaselineTrainer, LossShare, casting, mean_loss
 
 
 class Section(nn.Module):
-    """Some of a model's modules in sequence; what leaves it is of the low dtype and without gaps.
+    """Consecutive modules of a model; the output is contiguous and in the low dtype.
 
-    The receiver's buffer is a plain one, so channels_last tensors travel in the plain order and are put back.
+    The receiver's buffer is contiguous, so channels_last tensors are sent as contiguous ones and converted back.
     """
 
     def __init__(self, modules: Sequence[nn.Module], low: torch.dtype | None, channels_last: bool) -> None:
@@ -38,8 +38,8 @@ class Section(nn.Module):
         return x.to(self.low or x.dtype).contiguous()
 
 
-def pipelined(task: BenchTask, worker: WorkerContext) -> Trainer:
-    """1F1B with a stage a rank, or interleaved 1F1B with several: stage s is on rank s % ranks."""
+def pipelined(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
+    """1F1B with one stage per rank, or interleaved 1F1B with several; stage s is on rank s % ranks."""
     refuse_float16(task, "torch.distributed.pipelining")
     chunks, size = task.settings["chunks"], task.settings["microbatch_size"]
     model = build_model(task, worker)
@@ -54,7 +54,7 @@ def pipelined(task: BenchTask, worker: WorkerContext) -> Trainer:
         for section in local_sections.values():
             compile_blocks(repeated_blocks(section))
     low = task.low or (torch.float64 if task.precision == "fp64" else torch.float32)
-    # Whether they require gradients decides which are sent back.
+    # A stage sends back gradients of the inputs that require them.
     meta = [torch.empty(shape, dtype=low, device="meta", requires_grad=True) for shape in shapes]
     meta[0] = torch.empty(shapes[0], dtype=torch.float64 if task.precision == "fp64" else torch.float32, device="meta")
     stages = [
@@ -85,11 +85,11 @@ def pipelined(task: BenchTask, worker: WorkerContext) -> Trainer:
         optimizer.zero_grad(set_to_none=True)
         return torch.stack([loss.detach() for loss in losses]).mean().item if last else float
 
-    return Trainer(step)
+    return BaselineTrainer(step)
 
 
 def sections_of(model: nn.Module, task: BenchTask, count: int) -> list[Section]:
-    """A model in ``count`` sections; errors as `sequence` and `cut`."""
+    """A model in ``count`` sections; errors as `sequence` and `split_evenly`."""
     return [Section(modules, task.low, task.channels_last) for modules in split_evenly(sequence(model), count)]
 
 
@@ -110,13 +110,18 @@ def split_evenly(modules: Sequence[nn.Module], count: int) -> list[list[nn.Modul
 
 
 def repeated_blocks(section: Section) -> list[nn.Module]:
-    """What is compiled of a section: the model's blocks, not stem and head."""
+    """The model's blocks in a section, without stem and head: these are compiled."""
     parts = [part.block if isinstance(part, WithRope) else part for part in section.parts]
     return [part for part in parts if not isinstance(part, ModelFunction)]
 
 
 def shapes_between(sections: Sequence[Section], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Shapes of what enters each section of a model on the meta device, and of what leaves the last."""
+    """Shapes of the inputs of all sections, and of the last section's output.
+
+    Args:
+        sections: of a model on the meta device.
+        shape: of the first section's input.
+    """
     shapes = [shape]
     with torch.no_grad():
         for section in sections:

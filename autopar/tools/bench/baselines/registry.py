@@ -1,4 +1,4 @@
-"""What runs beside the plan: names, what each is, and the variants of which the best counts."""
+"""The contestants of a bench: names, descriptions, and for each the variants of which the fastest counts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ from autopar.errors import UsageError
 from autopar.ir.plan import Plan, Precision
 from autopar.tools.bench.task import LOW_DTYPES
 
-MICROBATCH_SIZES = (16, 32, 64)  # of torch.distributed.pipelining, where they fit the batch
+MICROBATCH_SIZES = (16, 32, 64)  # tried with torch.distributed.pipelining if they fit the batch
 INTERLEAVED_CHUNKS = 2
 
 
 class NotExpressible(Exception):
-    """A contestant cannot run this model, batch or precision, as the message says."""
+    """A contestant cannot run this model, batch or precision; the message says why."""
 
 
 @dataclass(frozen=True)
 class BaselineVariant:
-    """One way of running a contestant; ``label`` says what is special about it, ``reason`` why it cannot be run."""
+    """One way of running a contestant.
+
+    Args:
+        label: distinguishes it in tables; may be empty.
+        settings: for the builder in `autopar.tools.bench.worker`.
+        reason: why it cannot be run; None if it can.
+    """
 
     label: str
     settings: Mapping[str, Any]
@@ -30,7 +36,11 @@ class BaselineVariant:
 
 @dataclass(frozen=True)
 class BenchContext:
-    """What variants depend on."""
+    """The plan and the flags on which variants depend.
+
+    Args:
+        microbatch_sizes: of --microbatch-sizes; None for the default ones.
+    """
 
     plan: Plan
     compile: bool
@@ -43,17 +53,17 @@ class BenchContext:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A row of the result.
+    """A contestant.
 
     Args:
-        title: how it is called in tables.
-        about: what it is in any precision.
-        mixed: what is added to that in a lower one than the weights'.
-        variants: of which the fastest counts. Raises NotExpressible where there are none.
-        single: runs on one device.
-        planned: has a bubble bound and measured actions.
-        sized: its variants are sizes of microbatches.
-        usual: whether it takes part unless it is asked for.
+        title: its name in tables.
+        about: description that holds in any precision.
+        variants: its variants; raises NotExpressible if there are none.
+        single: whether it runs on one device.
+        planned: whether it runs a plan, and so has a bubble bound and measured actions.
+        sized: whether its variants are sizes of microbatches.
+        by_default: whether it takes part without --only.
+        mixed: description that is added in mixed precision.
     """
 
     name: str
@@ -67,7 +77,7 @@ class Baseline:
     mixed: str = ""
 
     def about_in(self, precision: Precision) -> str:
-        """What it is, for a record."""
+        """The description in a precision, for the record."""
         return f"{self.about}, {self.mixed}" if self.mixed and precision in LOW_DTYPES else self.about
 
 
@@ -111,12 +121,13 @@ def check_shares(context: BenchContext) -> None:
 
 
 def pipelining_variants(chunks: int) -> Callable[[BenchContext], Sequence[BaselineVariant]]:
-    """Variants of torch.distributed.pipelining: a microbatch size each.
+    """Variants of torch.distributed.pipelining, one for each microbatch size.
 
-    A size that was asked for and does not fit is a variant with a reason; the usual ones count where they fit.
+    Default sizes that do not fit the batch are left out. A size of --microbatch-sizes that does not fit is a variant
+    with a reason.
     """
 
-    def ways(context: BenchContext) -> Sequence[BaselineVariant]:
+    def sized_variants(context: BenchContext) -> Sequence[BaselineVariant]:
         batch, pp = context.plan.batch, context.devices
         if pp == 1:
             raise NotExpressible("one device is no pipeline")
@@ -134,16 +145,16 @@ def pipelining_variants(chunks: int) -> Callable[[BenchContext], Sequence[Baseli
             for s in sizes
         ]
 
-    return ways
+    return sized_variants
 
 
 def fits(size: int, batch: int, pp: int, chunks: int) -> bool:
-    """Whether there are at least as many microbatches as ranks, all of one size, and interleaved a multiple of them."""
+    """Whether the batch divides into at least ``pp`` equal microbatches; interleaved into a multiple of ``pp``."""
     return batch % size == 0 and batch // size >= pp and (chunks == 1 or batch // size % pp == 0)
 
 
 def misfit(sizes: Sequence[int], batch: int, pp: int, chunks: int) -> str:
-    """Why none of these sizes fits, and what would."""
+    """Why none of these sizes fits, and which size or batch would."""
     kind = "a multiple of" if chunks > 1 else "at least as many as"
     fitting = [s for s in range(1, batch // pp + 1) if fits(s, batch, pp, chunks)]
     if fitting:
@@ -168,7 +179,7 @@ def dtensor_variants(context: BenchContext) -> Sequence[BaselineVariant]:
 
 
 def tp_ranks(context: BenchContext) -> int:
-    """Ranks of a tensor-parallel group: the plan's, or all."""
+    """Ranks of a tensor-parallel group: the plan's, or all devices if the plan has no tensor parallelism."""
     return context.plan.mesh.tp if context.plan.mesh.tp > 1 else context.devices
 
 
@@ -217,7 +228,7 @@ def choose(only: Sequence[str], skip: Sequence[str], context: BenchContext) -> l
     """The contestants that take part, in order.
 
     Raises:
-        UsageError: there are none, or none whose microbatches have the sizes that were asked for.
+        UsageError: there are none, or --microbatch-sizes was given and none of them has microbatch sizes.
     """
     baselines = [
         c for c in CONTESTANTS.values() if (c.name in only if only else c.by_default(context)) and c.name not in skip
@@ -231,10 +242,10 @@ def choose(only: Sequence[str], skip: Sequence[str], context: BenchContext) -> l
 
 
 def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
-    """Compare names that a user gave with the known ones.
+    """Check the names of --only and --skip.
 
     Raises:
-        UsageError: one is unknown, or nothing would be left.
+        UsageError: a name is unknown, or no contestant would be left.
     """
     for flag, names in (("--only", only), ("--skip", skip)):
         for name in names:
