@@ -151,12 +151,12 @@ def new_results(folder: Path, emitted: list[int]) -> list[tuple[int, Any]]:
     Args:
         emitted: number of results that were read from each rank; updated.
     """
-    found: list[tuple[int, int, Any]] = []
+    results: list[tuple[int, int, Any]] = []
     for rank in range(len(emitted)):
         while (path := result_path(folder, rank, emitted[rank])).exists():
-            found.append((path.stat().st_mtime_ns, rank, pickle.loads(path.read_bytes())))
+            results.append((path.stat().st_mtime_ns, rank, pickle.loads(path.read_bytes())))
             emitted[rank] += 1
-    return [(rank, result) for _, rank, result in sorted(found, key=lambda f: f[0])]
+    return [(rank, result) for _, rank, result in sorted(results, key=lambda r: r[0])]
 
 
 def result_path(folder: Path, rank: int, number: int) -> Path:
@@ -214,7 +214,7 @@ def last_line(log: Path) -> str:
 
 
 def free_port() -> int:
-    """A port on which nobody listens now."""
+    """A TCP port that is free now."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return listener.getsockname()[1]

@@ -26,7 +26,7 @@ from autopar.runtime.comm.symmetric_p2p import gather_peer_access, have_peer_acc
 
 TIMEOUT = timedelta(minutes=5)
 PROBE_RUNS = 4  # runs whose time decides how many make a repeat
-# Repeats are so many times longer than those of kernels: threads that wait for sockets wake irregularly.
+# Factor by which repeats are longer than repeats of kernels: threads that wait for sockets wake irregularly.
 REPEAT_FACTOR = {"cpu": 10, "cuda": 1}
 CONTROL_BACKEND = "gloo"  # of barriers and results: it waits on the host and leaves GPUs alone
 

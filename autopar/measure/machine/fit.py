@@ -90,11 +90,11 @@ def points_of_kind(points: Sequence[MeasuredPoint], kind: str, dtype: str = "") 
     Raises:
         UsageError: there is no such point.
     """
-    found = [p for p in points if p.kind == kind and dtype in ("", p.dtype)]
-    if not found:
+    matching = [p for p in points if p.kind == kind and dtype in ("", p.dtype)]
+    if not matching:
         what = f"{kind} in {dtype}" if dtype else kind
         raise UsageError(f"A cost model needs {what}, of which there is no measurement. Measure it with --only {kind}.")
-    return found
+    return matching
 
 
 def capacity_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
@@ -190,7 +190,7 @@ def forward_backward_constants(
 
 
 def assumed_constants(dtype: str, measured: Mapping[str, Sequence[Constant]]) -> list[Constant]:
-    """Constants of a dtype in which a kind was not measured: those of the dtype that reaches the least of its peak."""
+    """Constants of a dtype in which a kind was not measured: copies from the dtype that reaches least of its peak."""
     stand_in_dtype = min(measured, key=lambda other: measured[other][0].value)
     reason = f"as in {stand_in_dtype}, because it was not measured"
     return [

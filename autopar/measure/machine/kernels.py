@@ -1,7 +1,7 @@
 """Kernels of one device, ready to be timed: matmuls, attention, convolutions, memory-bound operations, AdamW.
 
 Each function returns equal runs on separate data that together exceed the caches. FLOPs and bytes are counted as
-`autopar.cost.groups.cost_graph` counts those of a traced operation. A forward reads its operands and writes its result.
+`autopar.cost.groups.cost_graph` counts them for traced operations. A forward reads its operands and writes its result.
 A backward also reads the output's gradient and the saved tensors; it counts as one operation per product.
 """
 

@@ -1,7 +1,7 @@
 """Non-negative least squares in relative errors, for the few columns of a cost model's fits.
 
-The sum Σ weight · (t_fit − t)² / (t · t_fit) is close to that of the squares of ln(t_fit / t): it punishes a time that
-is half as long as much as one that is twice as long. Each round divides the weights by the last solution's times.
+The sum Σ weight · (t_fit − t)² / (t · t_fit) is close to Σ weight · ln(t_fit / t)²: half the time costs as much as
+twice the time. Each round divides the weights by the last solution's times.
 
 All subsets of the columns are tried, since there are at most three. This keeps a fit to as few columns as explain the
 times, which `scipy.optimize.nnls` would not do, and `autopar profile` needs no scipy.
@@ -89,6 +89,6 @@ def solve_nonnegative(columns: Numbers, target: Numbers, growth: int) -> Numbers
 
 def column_sets(column: int, count: int) -> Iterator[tuple[int, ...]]:
     """All sets of column indices that contain ``column``, small ones first."""
-    others = [c for c in range(count) if c != column]
+    other_columns = [c for c in range(count) if c != column]
     for size in range(count):
-        yield from ((column, *chosen) for chosen in combinations(others, size))
+        yield from ((column, *chosen) for chosen in combinations(other_columns, size))

@@ -51,7 +51,7 @@ def cost_model_text(
     Args:
         name: of the machine.
         preserved: sections of the file that this one replaces, without numbers that were measured. Its devices per
-            node count if they are more than those of this machine.
+            node count if this machine has fewer.
     """
     setting = raw.setting
     alone = setting.devices == 1

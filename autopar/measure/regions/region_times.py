@@ -47,7 +47,7 @@ class RegionTimer:
     def times(
         self, graph: Graph, ranks: int, size: int, at_size: Callable[[], Graph], what: str
     ) -> MeasuredRegions | None:
-        """Times of a graph's regions with ``size`` samples, without those of regions that do not fit in memory.
+        """Times of a graph's regions with ``size`` samples, except for regions that do not fit in memory.
 
         Args:
             graph: traced with any number of samples.
@@ -78,18 +78,18 @@ class RegionTimer:
     def measure(self, regions: Sequence[TimedRegion], ranks: int, size: int, what: str) -> Mapping[str, RegionTimes]:
         """Times by the region's text, measured if the cache has none."""
         keys = {region.text: cache_key(region, ranks, size, size) for region in regions}
-        known = {text: times for text, key in keys.items() if (times := self.cache.get(key)) is not None}
-        programs = {region.text: region.program for region in regions if region.text not in known}
+        times_by_text = {text: times for text, key in keys.items() if (times := self.cache.get(key)) is not None}
+        programs = {region.text: region.program for region in regions if region.text not in times_by_text}
 
         def keep(text: str, times: RegionTimes | None) -> None:
             if times is None:
                 return
-            known[text] = times
+            times_by_text[text] = times
             if times.spread <= MAX_STEADY_SPREAD:
                 self.cache.put(keys[text], times)
 
         self.measure_programs(programs, ranks, keep, what)
-        unsteady = max((known[text].spread for text in programs.keys() & known.keys()), default=0.0)
+        unsteady = max((times_by_text[text].spread for text in programs.keys() & times_by_text.keys()), default=0.0)
         if unsteady > MAX_STEADY_SPREAD:
             warnings.warn(
                 f"Times of {what} lie up to {percent(unsteady, 0)} apart, so something else uses this device. They "
@@ -97,14 +97,14 @@ class RegionTimer:
                 MeasuringWarning,
                 stacklevel=2,
             )
-        if num_missing := len(programs.keys() - known.keys()):
+        if num_missing := len(programs.keys() - times_by_text.keys()):
             warnings.warn(
                 f"{plural(num_missing, 'piece')} of {what} need more memory than the device has free: priced by the "
                 "cost model.",
                 MeasuringWarning,
                 stacklevel=2,
             )
-        return known
+        return times_by_text
 
     def measure_programs(
         self, programs: Mapping[str, Program], ranks: int, keep: Callable[[str, RegionTimes | None], None], what: str

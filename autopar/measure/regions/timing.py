@@ -86,7 +86,7 @@ class RegionRun:
         return self.module(*(x.detach().requires_grad_() if wanted else x for x, wanted in pairs))
 
     def forward_backward(self) -> None:
-        """Forward and backward of one microbatch, whose gradients are added to those of earlier ones."""
+        """Forward and backward of one microbatch, whose gradients are added to the main gradients."""
         results = self.forward()
         pairs = [(results[k], gradient) for k, gradient in self.output_grads if results[k].requires_grad]
         torch.autograd.backward([result for result, _ in pairs], [gradient for _, gradient in pairs])

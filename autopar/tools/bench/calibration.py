@@ -98,7 +98,7 @@ class Calibration:
         return ErrorBand.of([error for point in self.points for error in point.memory_errors])
 
     def merged_with(self, later: Calibration) -> Calibration:
-        """This calibration with the points of a later one, which replace those of the same plans.
+        """This calibration with the points of a later one; a later point replaces an earlier one of the same plan.
 
         Raises:
             UsageError: the later one is of another machine or cost model.

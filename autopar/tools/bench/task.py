@@ -1,4 +1,4 @@
-"""What a contestant's processes are task, and what each leaves behind: plain data that JSON can hold."""
+"""The payload of a contestant's worker processes, and the model, batch and optimizer options that it stands for."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ BUILDERS: Mapping[str, Callable[[BenchTask, WorkerContext], BaselineTrainer]] = 
 NEEDS_PROCESS_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}
 MAX_REASON_LENGTH = 300  # characters
 INSPECTED_STEPS = 3
-RUN_IN_STEPS = 5  # before each inspected step, so that the GPU's temperature and clock are those of the timed steps
+RUN_IN_STEPS = 5  # before each inspected step, so that the GPU is as warm, and its clock as slow, as in the timed steps
 GROUP_TIMEOUT = timedelta(minutes=30)  # longer than the bench's time limit
 
 
@@ -177,8 +177,8 @@ def reset_peak(device: torch.device) -> int:
 
 
 def peak_bytes(device: torch.device, base_bytes: int) -> int:
-    """Peak memory since `reset_peak`: on a GPU the allocator's and that of symmetric buffers, weights included; on CPU
-    what the process grew by."""
+    """Peak memory since `reset_peak`: on a GPU of the allocator and the symmetric buffers, weights included; on CPU
+    the growth of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) + reserved_bytes(device)
     return peak_resident_bytes() - base_bytes

@@ -85,8 +85,8 @@ class OutputFlags:
         from autopar.tools.report.figure import needed_figure
 
         if self.calibrate:
-            others = {"--only": flags.only, "--skip": flags.skip, "--microbatch-sizes": flags.microbatch_sizes}
-            for flag, value in {**others, "--trace": self.trace}.items():
+            excluded = {"--only": flags.only, "--skip": flags.skip, "--microbatch-sizes": flags.microbatch_sizes}
+            for flag, value in {**excluded, "--trace": self.trace}.items():
                 if value:
                     raise UsageError(f"--calibrate runs plans alone: leave {flag} out.")
         only, skip = parse_names("--only", flags.only), parse_names("--skip", flags.skip)

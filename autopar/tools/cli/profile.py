@@ -82,7 +82,7 @@ def profile(
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """What one run of the command measures, and the file it writes.
+    """The measurements of one run of the command, and the file that it writes.
 
     Args:
         part: file of the points so far.
@@ -213,7 +213,7 @@ def parse_kinds(texts: Sequence[str] | None) -> frozenset[str]:
 
 
 def reusable_points(request: ProfileRequest) -> tuple[MeasuredPoint, ...]:
-    """Points that are not measured again: those of an interrupted run, or with --only those of FILE's other kinds.
+    """Points that are not measured again: of an interrupted run, or with --only the other kinds in FILE.
 
     Raises:
         UsageError: FILE.part is not a file of points.
