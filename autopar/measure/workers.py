@@ -128,15 +128,15 @@ def watch(
     deadline = time.monotonic() + limits.seconds
     grace_deadline: float | None = None
     while True:
-        running = any(p.poll() is None for p in processes)  # asked before reading: nothing is written afterwards
+        codes = [p.poll() for p in processes]  # before reading: an ended process writes nothing more
         progress = [on_line(line) for line in next(lines)]
         progress += [on_result(rank, result) for rank, result in new_results(folder, emitted)]
         now = time.monotonic()
         if any(progress):
             deadline = now + limits.seconds
-        if not running:
+        if None not in codes:
             return False
-        if grace_deadline is None and any(p.returncode for p in processes):
+        if grace_deadline is None and any(codes):
             grace_deadline = now + limits.grace_seconds
         if grace_deadline is not None and now >= grace_deadline:
             return False
