@@ -1,1 +1,16 @@
-"""Clocks and processes that measure: a machine for its cost model, compiled regions for a plan."""
+"""Room of measurements: how many seconds do kernels, messages and compiled regions take on this machine?
+
+Input: cases of `autopar profile`, or the regions of a graph. Output: `machine.points.MeasuredPoint`, from which a
+cost-model file is fitted, or `regions.cache.RegionTimes`, by which a plan's prices are scaled.
+
+Files in reading order:
+    timer.py      median and spread of one run: eager, captured, or sustained
+    device.py     the settings under which a number holds
+    workers.py    `run_workers`: processes that measure; their side is __main__.py
+    machine/      `autopar profile`: measures a machine into a cost model
+    regions/      `--cost measured`: times the compiled regions of a plan's graphs
+
+    >>> case = next(case for case in cases("cpu", 2) if case.kind == "matmul")
+    >>> case.name, kernel_runs(case, torch.device("cpu")).ops
+    ('matmul forward float32 16x64x64', (OpCounts(flops=131072.0, num_bytes=24576),))
+"""

@@ -1,23 +1,180 @@
-"""Processes that measure: started as torchrun starts its own, and ended."""
+"""Worker processes that measure: started like torchrun's, watched, and gone when the caller is.
+
+`run_workers` starts ``python -m autopar.measure ENTRY FOLDER`` once per rank. ``ENTRY`` names a function
+``run(payload, emit)``. The caller writes the payload into the folder; each ``emit(result)`` of a rank leaves one file
+there, which the caller reads. Payload and results are pickled dataclasses. What a rank prints goes to ``RANK.log``,
+and its last line is the reason of a failure.
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import torch
+
+PAYLOAD = "payload.pickle"
+POLL_SECONDS = 0.1
 END_SECONDS = 5.0
 HOST = "127.0.0.1"
-# Of a launcher around the caller, or of Slurm's: what the processes' own launcher sets differs.
+# Variables of a launcher around the caller, or of Slurm. They contradict those that are set for the workers.
 FOREIGN = ("SLURM_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
+Emit = Callable[[Any], None]
 
-def start(module: str, folder: Path, rank: int, world: int, port: int, threads: int | None) -> subprocess.Popen:
-    """One rank, ``python -m module folder``, its output in a file."""
+
+@dataclass(frozen=True)
+class WorkerContext:
+    """A worker's rank, the number of workers, and this worker's device."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @staticmethod
+    def current(device_type: str) -> WorkerContext:
+        """The context of this process, from the variables that `start` sets; on a GPU it becomes the current device."""
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return WorkerContext(rank, world, device)
+
+
+@dataclass(frozen=True)
+class WorkersExit:
+    """How the workers of one run ended.
+
+    Args:
+        codes: exit code of each rank; None where the caller had to end it.
+        last_lines: last line that each rank printed.
+        timed_out: whether the time limit passed.
+    """
+
+    codes: tuple[int | None, ...]
+    last_lines: tuple[str, ...]
+    timed_out: bool
+
+    @property
+    def failed_rank(self) -> int | None:
+        """The first rank with an exit code other than 0; None if there is none."""
+        return next((rank for rank, code in enumerate(self.codes) if code), None)
+
+
+@dataclass(frozen=True)
+class WorkerLimits:
+    """Seconds without progress until a run is given up, and seconds that the others get once one rank has failed."""
+
+    seconds: float
+    grace_seconds: float = 0.0
+
+
+def run_workers(
+    entry: str,
+    payload: object,
+    world: int,
+    threads: int | None,
+    limits: WorkerLimits,
+    on_result: Callable[[int, Any], bool],
+    on_line: Callable[[str], bool] = lambda line: False,
+    name: str = "workers",
+) -> WorkersExit:
+    """Run workers until all have ended, one has failed, or the time limit passes; no process is left.
+
+    Args:
+        entry: ``package.module:function``, called in each worker as ``function(payload, emit)``.
+        threads: OMP_NUM_THREADS of each worker; None leaves the variable as it is.
+        on_result: called with the rank and each result, in the order in which workers emitted them.
+        on_line: called with each line that rank 0 prints.
+        name: of the run; part of its temporary folder's name.
+
+    The time limit starts again whenever ``on_result`` or ``on_line`` returns True.
+    """
+    with tempfile.TemporaryDirectory(prefix=f"autopar-{name}-") as text:
+        folder = Path(text)
+        (folder / PAYLOAD).write_bytes(pickle.dumps(payload))
+        port = free_port()
+        processes: list[subprocess.Popen] = []
+        try:
+            for rank in range(world):
+                processes.append(start(entry, folder, rank, world, port, threads))
+            timed_out = watch(processes, folder, limits, on_result, on_line)
+            codes = tuple(p.poll() for p in processes)
+        finally:
+            end(processes)
+        return WorkersExit(codes, tuple(last_line(folder / f"{rank}.log") for rank in range(world)), timed_out)
+
+
+def watch(
+    processes: Sequence[subprocess.Popen],
+    folder: Path,
+    limits: WorkerLimits,
+    on_result: Callable[[int, Any], bool],
+    on_line: Callable[[str], bool],
+) -> bool:
+    """Hand over results and lines until the workers have ended or are given up; whether the time limit passed."""
+    emitted = [0] * len(processes)
+    lines = new_lines(folder / "0.log")
+    deadline = time.monotonic() + limits.seconds
+    grace_deadline: float | None = None
+    while True:
+        codes = [p.poll() for p in processes]  # before reading: an ended process writes nothing more
+        progress = [on_line(line) for line in next(lines)]
+        progress += [on_result(rank, result) for rank, result in new_results(folder, emitted)]
+        now = time.monotonic()
+        if any(progress):
+            deadline = now + limits.seconds
+        if None not in codes:
+            return False
+        if grace_deadline is None and any(codes):
+            grace_deadline = now + limits.grace_seconds
+        if grace_deadline is not None and now >= grace_deadline:
+            return False
+        if grace_deadline is None and now > deadline:
+            return True
+        time.sleep(POLL_SECONDS)
+
+
+def new_results(folder: Path, emitted: list[int]) -> list[tuple[int, Any]]:
+    """Ranks and results that were emitted since the last call, in the order of their files' times.
+
+    Args:
+        emitted: number of results that were read from each rank; updated.
+    """
+    results: list[tuple[int, int, Any]] = []
+    for rank in range(len(emitted)):
+        while (path := result_path(folder, rank, emitted[rank])).exists():
+            results.append((path.stat().st_mtime_ns, rank, pickle.loads(path.read_bytes())))
+            emitted[rank] += 1
+    return [(rank, result) for _, rank, result in sorted(results, key=lambda r: r[0])]
+
+
+def result_path(folder: Path, rank: int, number: int) -> Path:
+    """File of a rank's result; results are numbered from 0."""
+    return folder / f"{rank}.{number}.pickle"
+
+
+def new_lines(log: Path) -> Iterator[list[str]]:
+    """Lines of a growing file: each ``next`` yields those that were completed since the one before."""
+    with log.open(errors="replace") as file:
+        rest = ""
+        while True:
+            *lines, rest = (rest + file.read()).split("\n")
+            yield lines
+
+
+def start(entry: str, folder: Path, rank: int, world: int, port: int, threads: int | None) -> subprocess.Popen:
+    """Start one rank, with torchrun's variables and its output in ``RANK.log``."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN)}
     environment |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
@@ -27,7 +184,7 @@ def start(module: str, folder: Path, rank: int, world: int, port: int, threads: 
         environment["OMP_NUM_THREADS"] = str(threads)
     with (folder / f"{rank}.log").open("wb") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", module, str(folder)],
+            [sys.executable, "-m", "autopar.measure", entry, str(folder)],
             env=environment,
             stdin=subprocess.PIPE,  # closes with this process, however that ends
             stdout=log,
@@ -36,7 +193,7 @@ def start(module: str, folder: Path, rank: int, world: int, port: int, threads: 
 
 
 def end(processes: Sequence[subprocess.Popen]) -> None:
-    """End those that still run."""
+    """Terminate the processes that still run; kill those that ignore it for END_SECONDS."""
     for process in processes:
         if process.poll() is None:
             process.terminate()
@@ -51,13 +208,13 @@ def end(processes: Sequence[subprocess.Popen]) -> None:
 
 
 def last_line(log: Path) -> str:
-    """The last line that a process printed."""
+    """Last line of a file that is not empty."""
     lines = log.read_text(errors="replace").strip().splitlines()
     return lines[-1].strip() if lines else "nothing"
 
 
 def free_port() -> int:
-    """A port that nobody listens to now."""
+    """A TCP port that is free now."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return listener.getsockname()[1]

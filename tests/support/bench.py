@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from autopar.api.model_source import ModelSource
-from autopar.tools.bench.run import Request
+from autopar.tools.bench.request import BenchRequest
 
 KWARGS: dict[str, Any] = {
     "depth": 4,
@@ -20,13 +20,13 @@ TINY = ModelSource("vit_tiny_patch16_224", KWARGS)
 FLAGS = ["vit_tiny_patch16_224", "--model-kwargs", *(f"{k}={v}" for k, v in KWARGS.items()), "--devices", "2"]
 
 
-def request(**changes: Any) -> Request:
+def request(**changes: Any) -> BenchRequest:
     """Two processes, a tiny ViT, two microbatches a rank."""
     given: dict[str, Any] = {
         "source": TINY, "shape": (8, 3, 32, 32), "classes": 10, "devices": 2, "steps": 2, "warmup": 1,
         "constraints": {"pp": 2, "microbatches": 4, "timeout": 60.0}, "microbatch_sizes": (2,), "limit_seconds": 150.0,
     }  # fmt: skip
-    return Request(**given | changes)
+    return BenchRequest(**given | changes)
 
 
 def check_trace(trace: dict[str, Any]) -> None:

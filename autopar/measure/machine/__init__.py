@@ -1,1 +1,14 @@
-"""``autopar profile``: measures the machine at hand into a cost-model file."""
+"""`autopar profile`: measures this machine into a cost-model file.
+
+Input: a type and number of devices. Output: the text of a cost-model file, which holds constants and points.
+
+Files in reading order:
+    cases.py                which measurements to make
+    points.py               a measurement: a case, its FLOPs and bytes, its seconds
+    kernels.py              runs of one device; launch_overhead.py: of operations without work
+    collectives.py          runs of several ranks; async_tp.py: linear layers with a collective
+    worker.py               measures the cases in one process per device
+    measure.py              starts the processes; resume.py keeps the points of an interrupted run
+    fit.py                  constants from points, by curves.py and least_squares.py
+    write_cost_model.py     the file; preserved.py: sections of the old file that are not measured
+"""

@@ -1,6 +1,6 @@
-"""Linear layers with the collective before or behind them, one after the other and as the operator that is both.
+"""Linear layers with a collective before or after them, as two operators and as one fused operator (async TP).
 
-What these two take differs by what products hide of collectives (`autopar.cost.ops.overlap`).
+The time that the fused operator saves is communication hidden by matrix products (`autopar.cost.ops.overlap`).
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ from torch import Tensor
 
 import autopar.ops.registry  # noqa: F401  (it imports all that define operators)
 from autopar.ir.hardware import CollectiveKind
-from autopar.measure.machine.cases import APART, Case
-from autopar.measure.machine.clock import Run
-from autopar.measure.machine.points import Part
+from autopar.measure.machine.cases import UNFUSED, Case
+from autopar.measure.machine.points import OpCounts
+from autopar.measure.timer import Workload
 
-Layer = Callable[[Tensor, Tensor, int, str], Tensor]  # of what it reads, its weight, and the ranks of an axis
-IMAGES = 2  # whose tokens are gathered along the second dim
+LayerFunction = Callable[[Tensor, Tensor, int, str], Tensor]  # (input, weight, ranks, name of the axis) -> output
+IMAGES = 2  # images of a batch; gathered_linear gathers their tokens along dim 1
 
 
 @dataclass(frozen=True)
 class AsyncTPOp:
-    """An operator of `autopar.ops.async_tp`: what it communicates, forwards and backwards, and both ways."""
+    """An operator of `autopar.ops.async_tp`.
+
+    Args:
+        kinds: its collectives forward and backward; None for no collective.
+        unfused: the layer as a product and a separate collective.
+        fused: the layer as one operator that overlaps the two.
+    """
 
     kinds: tuple[CollectiveKind | None, CollectiveKind]
-    unfused: Layer
-    fused: Layer
+    unfused: LayerFunction
+    fused: LayerFunction
 
 
 ASYNC_TP_OPS: Mapping[str, AsyncTPOp] = {
@@ -56,56 +62,52 @@ ASYNC_TP_OPS: Mapping[str, AsyncTPOp] = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Rows of the product on one rank, its width, and how many outputs it has; elements of the tensor that travels."""
+class LayerShape:
+    """Sizes of the product on one rank, and elements of the whole tensor that the collective communicates."""
 
     rows: int
-    read: int
-    made: int
-    whole: int
+    in_features: int
+    out_features: int
+    comm_elements: int
 
 
-def shape_of(case: Case) -> Shape:
-    """Each rank has as many tokens; where sums are scattered it has some of the inputs, else some of the outputs."""
-    tokens, read, made = case.sizes
+def layer_shape(case: Case) -> LayerShape:
+    """Sizes of a case's layer on one rank.
+
+    Each rank multiplies all tokens. It has a share of the input features if sums are scattered, else of the output
+    features.
+    """
+    tokens, in_features, out_features = case.sizes
     tokens -= tokens % (case.ranks * IMAGES)
-    if operator_of(case) == "scattered_rows_linear":
-        return Shape(tokens, read // case.ranks, made, tokens * made)
-    return Shape(tokens, read, made // case.ranks, tokens * read)
+    if case.variant == "scattered_rows_linear":
+        return LayerShape(tokens, in_features // case.ranks, out_features, tokens * out_features)
+    return LayerShape(tokens, in_features, out_features // case.ranks, tokens * in_features)
 
 
-def operator_of(case: Case) -> str:
-    """Of "gathered_linear apart" the first."""
-    return case.what.split()[0]
-
-
-def both_ways(case: Case, axis: str, device: torch.device) -> Run:
-    """The layer forwards, and backwards for what it reads and for its weight."""
-    operator, way = case.what.split()
-    shape, dtype = shape_of(case), getattr(torch, case.dtype)
-    joint = ASYNC_TP_OPS[operator]
-    layer = joint.unfused if way == APART else joint.fused
-    rows = shape.rows // (case.ranks if operator.startswith("gathered") else 1)
-    sizes = (IMAGES, rows // IMAGES) if operator == "gathered_linear" else (rows,)
-    x = torch.randn(*sizes, shape.read, device=device, dtype=dtype, requires_grad=True)
-    w = torch.randn(shape.made, shape.read, device=device, dtype=dtype, requires_grad=True)
+def layer_workload(case: Case, axis: str, device: torch.device) -> Workload:
+    """A run of the layer's forward, and of its backward for the input and the weight."""
+    shape, dtype, op = layer_shape(case), getattr(torch, case.dtype), ASYNC_TP_OPS[case.variant]
+    layer = op.unfused if case.fusion == UNFUSED else op.fused
+    rows = shape.rows // (case.ranks if case.variant.startswith("gathered") else 1)
+    sizes = (IMAGES, rows // IMAGES) if case.variant == "gathered_linear" else (rows,)
+    x = torch.randn(*sizes, shape.in_features, device=device, dtype=dtype, requires_grad=True)
+    w = torch.randn(shape.out_features, shape.in_features, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(layer(x, w, case.ranks, axis))
     return lambda: torch.autograd.grad(layer(x, w, case.ranks, axis), (x, w), gradient)
 
 
-def layer_parts(case: Case) -> tuple[Part, ...]:
-    """The product, two of its backward, and the whole tensors that travel forwards and backwards, none as 0 bytes."""
-    shape, size = shape_of(case), getattr(torch, case.dtype).itemsize
-    operands = shape.rows * shape.read, shape.made * shape.read
-    made = shape.rows * shape.made
-    flops = 2.0 * shape.rows * shape.read * shape.made
-    backward = Part(flops, (made + 2 * sum(operands)) * size / 2)
-    travels = (
-        Part(0.0, float(symmetric_buffer_bytes(case) if kind else 0)) for kind in ASYNC_TP_OPS[operator_of(case)].kinds
-    )
-    return (Part(flops, (sum(operands) + made) * size), backward, backward, *travels)
+def layer_op_counts(case: Case) -> tuple[OpCounts, ...]:
+    """The forward product, two backward products, and the forward and backward collectives (0 bytes for none)."""
+    shape, size = layer_shape(case), getattr(torch, case.dtype).itemsize
+    operands = shape.rows * shape.in_features, shape.out_features * shape.in_features
+    output_elements = shape.rows * shape.out_features
+    flops = 2.0 * shape.rows * shape.in_features * shape.out_features
+    backward = OpCounts(flops, (output_elements + 2 * sum(operands)) * size / 2)
+    num_bytes = float(symmetric_buffer_bytes(case))
+    collectives = (OpCounts(0.0, num_bytes if kind else 0.0) for kind in ASYNC_TP_OPS[case.variant].kinds)
+    return (OpCounts(flops, (sum(operands) + output_elements) * size), backward, backward, *collectives)
 
 
 def symmetric_buffer_bytes(case: Case) -> int:
-    """What the collective takes of each board, the whole tensor."""
-    return shape_of(case).whole * getattr(torch, case.dtype).itemsize
+    """Bytes that the layer's collective needs in each rank's symmetric buffer: the whole tensor."""
+    return layer_shape(case).comm_elements * getattr(torch, case.dtype).itemsize

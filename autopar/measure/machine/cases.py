@@ -1,62 +1,92 @@
-"""What `autopar profile` measures, as data: sizes from those that only launch to those that fill a device."""
+"""The measurements of `autopar profile`, as data: sizes from kernels that only launch to those that fill a device."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import get_args
+from typing import Literal, get_args
 
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
-from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, LaunchKind
-from autopar.measure.machine.points import PointKind
+from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, LaunchKind, OpKind
 
+PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "overlap"] | OpKind | CollectiveKind
+Fusion = Literal["", "apart", "joined"]  # a linear layer and its collective: one after the other, or as one operator
+UNFUSED: Fusion = "apart"
+FUSED: Fusion = "joined"
 COLLECTIVES: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
-# What --only takes, in the order of measuring.
-KINDS: tuple[PointKind, ...] = (
+# Values of --only, in the order of measuring.
+POINT_KINDS: tuple[PointKind, ...] = (
     "capacity", "launch", *COMPUTE_KINDS, "memory", "optimizer", "point-to-point", *COLLECTIVES, "overlap",
 )  # fmt: skip
 KIB, MIB = 2**10, 2**20
-APART, JOINED = "apart", "joined"  # a layer and its collective: one after the other, and as one operator
+SIZES_TEXT = re.compile(r"\d+(x\d+)*")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure.
+    """One measurement to make.
 
     Args:
-        what: variant of the kind, such as "forward" or "gelu".
-        sizes: what they mean is said at the tables below.
+        variant: of the kind, such as "forward", "gelu" or "gathered_linear".
+        sizes: their meaning depends on the kind, see `Sizes`.
+        ranks: of the group of a collective, 2 for a message, otherwise 1.
+        fusion: of the kind "overlap"; otherwise empty.
     """
 
     kind: PointKind
-    what: str = ""
+    variant: str = ""
     dtype: str = ""
     sizes: tuple[int, ...] = ()
     ranks: int = 1
+    fusion: Fusion = ""
 
     @property
     def name(self) -> str:
-        group = f"{self.ranks} ranks" if self.ranks > 1 else ""
-        return " ".join(t for t in (self.kind, self.what, self.dtype, "x".join(map(str, self.sizes)), group) if t)
+        """Text that identifies the case, such as ``matmul forward float32 64x256x256`` or ``all-reduce 1024 4 ranks``.
+
+        Files of points hold it.
+        """
+        sizes, group = "x".join(map(str, self.sizes)), f"{self.ranks} ranks" if self.ranks > 1 else ""
+        return " ".join(t for t in (self.kind, self.variant, self.fusion, self.dtype, sizes, group) if t)
+
+    @staticmethod
+    def from_name(kind: PointKind, name: str, dtype: str, ranks: int) -> Case:
+        """The case with this name.
+
+        Raises:
+            ValueError: it is not the name of a case of that kind, dtype and number of ranks.
+        """
+        words = name.removesuffix(f" {ranks} ranks").split()[1:]
+        sizes = tuple(map(int, words.pop().split("x"))) if words and SIZES_TEXT.fullmatch(words[-1]) else ()
+        if dtype and words and words[-1] == dtype:
+            words.pop()
+        fusion: Fusion = UNFUSED if words[-1:] == [UNFUSED] else FUSED if words[-1:] == [FUSED] else ""
+        case = Case(kind, " ".join(words[: len(words) - bool(fusion)]), dtype, sizes, ranks, fusion)
+        if case.name != name:
+            raise ValueError(f"{name!r} is not the name of a {kind} case in {dtype or 'any dtype'} on {ranks} ranks")
+        return case
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes for one type of device.
+    """The sizes that are measured on one type of device.
 
     Args:
         dtypes: of attention and convolutions; matmuls have the four of a cost model.
-        slow_dtypes, slow_flops: dtypes in which some devices take minutes for products larger than that.
+        slow_dtypes: dtypes in which some devices take minutes for large products.
+        slow_flops: FLOPs from which products in ``slow_dtypes`` are left out.
         matmul: tokens, features in, features out.
         attention: batch, heads, tokens, width of a head.
-        convolution: batch, channels in, channels out, image, kernel, stride, groups: 3 × 3 and 1 × 1 as in ResNets,
-            and on CPU a patch embedding, which programs on GPUs have as a product of matrices.
-        depthwise: the same, as in ConvNeXt and MobileNet.
+        convolution: batch, channels in, channels out, image, kernel, stride, groups: 3 × 3 and 1 × 1 as in ResNets.
+            On CPU also a patch embedding, which programs on GPUs compute as a matrix product.
+        depthwise: as convolution, with the shapes of ConvNeXt and MobileNet.
         memory: elements.
+        memory_dtypes: of memory-bound operations.
         optimizer: parameters, in 16 tensors.
         message: bytes.
-        overlap: tokens, features in and out of whole layers that ranks share.
+        overlap: tokens, features in and features out of whole linear layers that ranks share.
     """
 
     dtypes: tuple[str, ...]
@@ -87,7 +117,7 @@ CPU = Sizes(
         (4, 256, 64, 56, 1, 1, 1), (8, 256, 1024, 14, 1, 1, 1), (4, 3, 384, 224, 16, 16, 1),
     ),
     depthwise=((4, 96, 96, 28, 7, 1, 96), (4, 144, 144, 56, 3, 1, 144), (8, 384, 384, 14, 7, 1, 384)),
-    # For tensors of more than 32 MiB the C library maps new memory, at a tenth of the speed.
+    # For tensors of more than 32 MiB the C library maps new pages, at a tenth of the speed.
     memory=(KIB, 16 * KIB, 128 * KIB, 512 * KIB, 2 * MIB, 4 * MIB),
     memory_dtypes=("float32",),
     optimizer=(MIB, 4 * MIB, 8 * MIB),
@@ -120,44 +150,44 @@ CUDA = Sizes(
     overlap=((6304, 768, 3072), (25216, 1024, 4096)),
 )  # fmt: skip
 SIZES = {"cpu": CPU, "cuda": CUDA}
-ELEMENTWISE = ("add", "gelu", "layer_norm")
+MEMORY_BOUND_OPS = ("add", "gelu", "layer_norm")
 LAUNCHES: tuple[LaunchKind, ...] = get_args(LaunchKind)
 
 
 def cases(device_type: str, devices: int) -> tuple[Case, ...]:
-    """All that a cost model of so many devices needs, in the order of measuring."""
-    return tuple(sorted(listed(SIZES[device_type], devices), key=lambda case: KINDS.index(case.kind)))
+    """All cases of a cost model for so many devices, in the order of measuring."""
+    return tuple(sorted(unordered_cases(SIZES[device_type], devices), key=lambda case: POINT_KINDS.index(case.kind)))
 
 
-def listed(sizes: Sizes, devices: int) -> Iterator[Case]:
-    """The same in no order."""
+def unordered_cases(sizes: Sizes, devices: int) -> Iterator[Case]:
+    """All cases of a cost model with these sizes, in any order."""
     yield Case("capacity")
     for kind in LAUNCHES:
         yield Case("launch", kind)
     for dtype in ("float32", "bfloat16", "float16", "float64"):
-        for tokens, read, made in sizes.matmul:
-            if dtype not in sizes.slow_dtypes or 2 * tokens * read * made < sizes.slow_flops:
-                yield Case("matmul", "forward", dtype, (tokens, read, made))
-                yield Case("matmul", "backward", dtype, (tokens, read, made))
+        for tokens, in_features, out_features in sizes.matmul:
+            if dtype not in sizes.slow_dtypes or 2 * tokens * in_features * out_features < sizes.slow_flops:
+                yield Case("matmul", "forward", dtype, (tokens, in_features, out_features))
+                yield Case("matmul", "backward", dtype, (tokens, in_features, out_features))
     for dtype in sizes.dtypes:
-        for what in ("forward", "both ways"):
-            yield from (Case("attention", what, dtype, shape) for shape in sizes.attention)
-            yield from (Case("convolution", what, dtype, shape) for shape in sizes.convolution)
-            yield from (Case("depthwise", what, dtype, shape) for shape in sizes.depthwise)
+        for variant in ("forward", "both ways"):
+            yield from (Case("attention", variant, dtype, shape) for shape in sizes.attention)
+            yield from (Case("convolution", variant, dtype, shape) for shape in sizes.convolution)
+            yield from (Case("depthwise", variant, dtype, shape) for shape in sizes.depthwise)
     for dtype in sizes.memory_dtypes:
-        for what in ELEMENTWISE:
-            yield from (Case("memory", what, dtype, (elements,)) for elements in sizes.memory)
+        for op in MEMORY_BOUND_OPS:
+            yield from (Case("memory", op, dtype, (elements,)) for elements in sizes.memory)
     yield from (Case("optimizer", "", "float32", (numel,)) for numel in sizes.optimizer)
     if devices > 1:
         yield from (Case("point-to-point", "", "", (size,), 2) for size in sizes.message)
     for kind in COLLECTIVES:
         for ranks in group_sizes(devices):
             yield from (Case(kind, "", "", (size,), ranks) for size in sizes.message)
-    for operator, way, ranks in product(OVERLAP_WINDOWS, (APART, JOINED), group_sizes(devices)):
-        yield from (Case("overlap", f"{operator} {way}", "bfloat16", shape, ranks) for shape in sizes.overlap)
+    for operator, fusion, ranks in product(OVERLAP_WINDOWS, (UNFUSED, FUSED), group_sizes(devices)):
+        yield from (Case("overlap", operator, "bfloat16", shape, ranks, fusion) for shape in sizes.overlap)
 
 
 def group_sizes(devices: int) -> tuple[int, ...]:
-    """Powers of two up to all devices, and all devices."""
+    """Powers of two below the number of devices, and that number; at least 2."""
     powers = (2**i for i in range(1, devices.bit_length()))
     return tuple(sorted({size for size in (*powers, devices) if 2 <= size <= devices}))

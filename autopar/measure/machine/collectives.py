@@ -1,5 +1,7 @@
-"""Messages and collectives between processes, by the runtime's own communicators: where GPUs reach each other's memory
-they pass through it, elsewhere torch.distributed carries them."""
+"""Times of messages and collectives between worker processes, through the runtime's own communicators.
+
+Ranks that have peer access use symmetric memory; others use torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -12,142 +14,144 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.measure.machine.async_tp import both_ways, layer_parts, symmetric_buffer_bytes
+from autopar.measure.machine.async_tp import layer_op_counts, layer_workload, symmetric_buffer_bytes
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.clock import Run, Timing, inner_runs, sample, timed_captured, timed_rows
-from autopar.measure.machine.points import Part
+from autopar.measure.machine.points import OpCounts
+from autopar.measure.timer import Timing, Workload, inner_runs, mean_seconds, time_captured, time_repeats
+from autopar.measure.workers import WorkerContext
 from autopar.ops.collectives import Communicator, register
 from autopar.runtime.comm.mesh_groups import GroupCommunicator
 from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
 from autopar.runtime.comm.symmetric_p2p import gather_peer_access, have_peer_access
 
 TIMEOUT = timedelta(minutes=5)
-ROW = 4  # runs that tell how many make a repeat
-WAKING = {"cpu": 10, "cuda": 1}  # times longer repeats than of kernels: threads that wait for sockets wake irregularly
-CONTROL = "gloo"  # of meetings and results: waits on the host and leaves GPUs alone
+PROBE_RUNS = 4  # runs whose time decides how many make a repeat
+# Factor by which repeats are longer than repeats of kernels: threads that wait for sockets wake irregularly.
+REPEAT_FACTOR = {"cpu": 10, "cuda": 1}
+CONTROL_BACKEND = "gloo"  # of barriers and results: it waits on the host and leaves GPUs alone
 
 
 @dataclass
-class WorkerContext:
-    """A process among those that measure; the default group carries control alone, others come when they are used."""
+class RankGroups:
+    """Communicators between workers, created when they are first used. The default group carries control alone."""
 
-    rank: int
-    world: int
-    device: torch.device
+    worker: WorkerContext
     communicators: dict[int, GroupCommunicator | SymmetricCommunicator] = field(default_factory=dict)
 
-    def meet(self) -> None:
-        """Wait for all others."""
-        dist.barrier()
-
-    def gathered(self, own: Any) -> list[Any]:
-        """What all ranks have, in order."""
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, own)
-        return found
+    def all_gather_objects(self, value: Any) -> list[Any]:
+        """The values of all ranks, by rank."""
+        values: list[Any] = [None] * self.worker.world
+        dist.all_gather_object(values, value)
+        return values
 
     def communicator(self, ranks: int) -> GroupCommunicator | SymmetricCommunicator:
-        """That of the first so many ranks; all ranks call this at the same point, and only these use it."""
+        """The communicator of the first ``ranks`` ranks. A collective call; only those ranks may use the result."""
         if ranks not in self.communicators:
-            members, cuda = tuple(range(ranks)), self.device.type == "cuda"
+            members, device = tuple(range(ranks)), self.worker.device
+            cuda = device.type == "cuda"
             group = dist.new_group(list(members), timeout=TIMEOUT, backend="nccl" if cuda else "gloo")
-            found = GroupCommunicator("measured", members, self.rank, group)
-            near = cuda and have_peer_access(gather_peer_access(self.device, self.world, None)[:ranks])
-            self.communicators[ranks] = found.symmetric(self.device) if near else found
-            register(axis_of(ranks), self.communicators[ranks])
+            communicator = GroupCommunicator("measured", members, self.worker.rank, group)
+            peers = cuda and have_peer_access(gather_peer_access(device, self.worker.world, None)[:ranks])
+            self.communicators[ranks] = communicator.symmetric(device) if peers else communicator
+            register(axis_name(ranks), self.communicators[ranks])
         return self.communicators[ranks]
 
 
-def axis_of(ranks: int) -> str:
-    """What the operators call the first so many ranks."""
+def axis_name(ranks: int) -> str:
+    """The axis by which operators find the communicator of the first ``ranks`` ranks."""
     return f"measured.{ranks}"
 
 
-def communication(case: Case, seat: WorkerContext) -> Timing | None:
-    """Time of a message, a collective, or a layer with one, on GPUs in a CUDA graph as in training steps: launched one
-    by one, small ones take the host's time. None on ranks that have no part in it, which wait for the others.
+def time_communication(case: Case, groups: RankGroups) -> Timing | None:
+    """Time of a message, a collective, or a linear layer with one; None on ranks outside the group, which wait.
+
+    GPUs launch it from a CUDA graph, as training steps do. Launched from Python, the time of a small one would be the
+    host's.
     """
-    communicator, taking_part = seat.communicator(case.ranks), seat.rank < case.ranks
-    if taking_part:
+    worker, communicator = groups.worker, groups.communicator(case.ranks)
+    is_member = worker.rank < case.ranks
+    if is_member:
         communicator.reserve(symmetric_buffer_bytes(case) if case.kind == "overlap" else case.ranks * case.sizes[0])
-    run: Run = RUNS[case.kind](case, seat, communicator) if taking_part else lambda: None
+    run: Workload = COMMUNICATION_BUILDERS[case.kind](case, worker, communicator) if is_member else lambda: None
     for _ in range(2):
         run()
-    # All ranks of the group take as many, though their clocks differ.
-    inner = WAKING[seat.device.type] * inner_runs(max(seat.gathered(sample([run], ROW, seat.device))), seat.device)
-    if not taking_part:
+    # Clocks differ, and all ranks of the group must run equally often: the slowest rank's time decides.
+    probe_seconds = max(groups.all_gather_objects(mean_seconds([run], PROBE_RUNS, worker.device)))
+    if not is_member:
         return None
-    in_graph = seat.device.type == "cuda"
-    found = timed_captured([run], seat.device, inner) if in_graph else timed_rows([run], seat.device, inner)
-    return Timing(found.seconds / 2, found.spread) if case.kind == "point-to-point" else found
+    inner = REPEAT_FACTOR[worker.device.type] * inner_runs(probe_seconds, worker.device)
+    time = time_captured if worker.device.type == "cuda" else time_repeats
+    timing = time([run], worker.device, inner)
+    return Timing(timing.seconds / 2, timing.spread) if case.kind == "point-to-point" else timing
 
 
-def parts_of(case: Case) -> tuple[Part, ...]:
-    """The bytes of the whole tensor on one rank, as `autopar.ir.hardware.Hardware.collective_seconds` counts them."""
+def communication_op_counts(case: Case) -> tuple[OpCounts, ...]:
+    """Bytes of the whole tensor on one rank, as `autopar.ir.hardware.Hardware.collective_seconds` counts them; for
+    linear layers also their products."""
     if case.kind == "overlap":
-        return layer_parts(case)
-    return (Part(0.0, float(case.sizes[0])),)
+        return layer_op_counts(case)
+    return (OpCounts(0.0, float(case.sizes[0])),)
 
 
-def tensor(case: Case, seat: WorkerContext) -> Tensor:
-    """As many float32 as make the bytes, in equal rows for the ranks."""
-    return torch.zeros(case.ranks, max(1, case.sizes[0] // 4 // case.ranks), device=seat.device)
+def message_tensor(case: Case, worker: WorkerContext) -> Tensor:
+    """A float32 tensor of ``case.sizes[0]`` bytes, shape [ranks, n]."""
+    return torch.zeros(case.ranks, max(1, case.sizes[0] // 4 // case.ranks), device=worker.device)
 
 
-def to_and_fro(case: Case, seat: WorkerContext, communicator: Any) -> Run:
-    """A message from the first rank to the second and back."""
-    whole, other = tensor(case, seat), 1 - seat.rank
+def ping_pong(case: Case, worker: WorkerContext, communicator: Any) -> Workload:
+    """A message from rank 0 to rank 1 and back."""
+    tensor, peer = message_tensor(case, worker), 1 - worker.rank
     if isinstance(communicator, SymmetricCommunicator):
         assert isinstance(communicator.buffer, SymmetricBufferPool)
         handle = communicator.buffer.handle
-        there = handle.get_buffer(other, whole.shape, whole.dtype)
+        peer_buffer = handle.get_buffer(peer, tensor.shape, tensor.dtype)
 
-        def give() -> None:
-            there.copy_(whole)
-            handle.put_signal(other, 0)
+        def send() -> None:
+            peer_buffer.copy_(tensor)
+            handle.put_signal(peer, 0)
 
-        def take() -> None:
-            handle.wait_signal(other, 0)
+        def receive() -> None:
+            handle.wait_signal(peer, 0)
     else:
 
-        def give() -> None:
-            dist.send(whole, other, group=communicator.group)
+        def send() -> None:
+            dist.send(tensor, peer, group=communicator.group)
 
-        def take() -> None:
-            dist.recv(whole, other, group=communicator.group)
+        def receive() -> None:
+            dist.recv(tensor, peer, group=communicator.group)
 
     def run() -> None:
-        for step in (give, take) if seat.rank == 0 else (take, give):
+        for step in (send, receive) if worker.rank == 0 else (receive, send):
             step()
 
     return run
 
 
-def all_reduce(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
-    whole = tensor(case, seat)
-    return lambda: communicator.all_reduce(whole)
+def all_reduce(case: Case, worker: WorkerContext, communicator: Communicator) -> Workload:
+    tensor = message_tensor(case, worker)
+    return lambda: communicator.all_reduce(tensor)
 
 
-def all_gather(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
-    own = tensor(case, seat)[0].clone()
-    return lambda: communicator.all_gather(own)
+def all_gather(case: Case, worker: WorkerContext, communicator: Communicator) -> Workload:
+    shard = message_tensor(case, worker)[0].clone()
+    return lambda: communicator.all_gather(shard)
 
 
-def reduce_scatter(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
-    whole = tensor(case, seat)
-    return lambda: communicator.reduce_scatter(whole)
+def reduce_scatter(case: Case, worker: WorkerContext, communicator: Communicator) -> Workload:
+    tensor = message_tensor(case, worker)
+    return lambda: communicator.reduce_scatter(tensor)
 
 
-def all_to_all(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
-    whole = tensor(case, seat)
-    return lambda: communicator.all_to_all(whole)
+def all_to_all(case: Case, worker: WorkerContext, communicator: Communicator) -> Workload:
+    tensor = message_tensor(case, worker)
+    return lambda: communicator.all_to_all(tensor)
 
 
-def layer(case: Case, seat: WorkerContext, communicator: Communicator) -> Run:
-    return both_ways(case, axis_of(communicator.ranks), seat.device)
+def async_tp_layer(case: Case, worker: WorkerContext, communicator: Communicator) -> Workload:
+    return layer_workload(case, axis_name(communicator.ranks), worker.device)
 
 
-RUNS: Mapping[str, Callable[[Case, WorkerContext, Any], Run]] = {
-    "point-to-point": to_and_fro, "all-reduce": all_reduce, "all-gather": all_gather,
-    "reduce-scatter": reduce_scatter, "all-to-all": all_to_all, "overlap": layer,
+COMMUNICATION_BUILDERS: Mapping[str, Callable[[Case, WorkerContext, Any], Workload]] = {
+    "point-to-point": ping_pong, "all-reduce": all_reduce, "all-gather": all_gather,
+    "reduce-scatter": reduce_scatter, "all-to-all": all_to_all, "overlap": async_tp_layer,
 }  # fmt: skip

@@ -1,10 +1,10 @@
-"""Constants of a cost model from raw points, with the error that each leaves.
+"""Constants of a cost model, fitted to measured points.
 
-Operations follow `autopar.measure.machine.curves`. Of messages t = latency + n / bandwidth, where n is what a rank of a
-ring sends (`autopar.ir.hardware.ring_share`).
+Times of operations follow `autopar.measure.machine.curves`. Times of messages and collectives are t = latency +
+n / bandwidth, where n is the bytes that a rank of a ring sends (`autopar.ir.hardware.ring_share`).
 
-Each constant's error is the 90th percentile of the relative errors |t_fit / t − 1| of its large points; where a
-measurement is the constant, the spread of its repeats.
+Error: each constant carries the 90th percentile of the relative errors |t_fit / t − 1| of its large points. A constant
+that is one measurement carries the spread of its repeats.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ import numpy as np
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, DTYPES, ring_share
+from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
-from autopar.measure.machine.cases import APART, COLLECTIVES, JOINED
+from autopar.measure.machine.cases import COLLECTIVES, FUSED, UNFUSED
 from autopar.measure.machine.curves import (
     MIN_ERROR,
     UNKNOWN_ERROR,
     Curve,
-    Device,
-    Errors,
-    Fitted,
+    DeviceCurves,
+    FitErrors,
+    FittedCurve,
     compute_curve,
     traffic_curve,
 )
-from autopar.measure.machine.least_squares import Row, coefficients
-from autopar.measure.machine.points import Point, Setting
+from autopar.measure.machine.least_squares import FitRow, fit_coefficients
+from autopar.measure.machine.points import MeasuredPoint
 
-FUSED = "layer_norm"  # by compiled programs, whose traffic alone counts
+NORM = "layer_norm"  # compiled programs fuse it, so its points only give a note
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,12 @@ class Constant:
     Args:
         path: of its field in the file, such as ("launch", "plain").
         value: in SI base units.
-        quantity: what `autopar.cost.hardware.cost_file.UNITS` calls it.
-        num_points: that it was fitted from; 0 of an assumption.
-        error_of_all: the error of large points and small ones.
-        assumption: why it was not measured.
-        note: what else is to be known of it.
+        quantity: key of `autopar.cost.hardware.cost_file.UNITS`.
+        error: relative; of large points.
+        num_points: number of points in the fit; 0 for an assumption.
+        error_of_all: relative error of large and small points.
+        assumption: why this value was assumed instead of measured; empty if it was measured.
+        note: remark that the file repeats.
     """
 
     path: tuple[str, ...]
@@ -59,241 +61,272 @@ class Constant:
     note: str = ""
 
 
-def fit(points: Sequence[Point], setting: Setting) -> tuple[Constant, ...]:
-    """All constants that the points give.
+def fit(points: Sequence[MeasuredPoint], setting: ProfileSetting) -> tuple[Constant, ...]:
+    """All constants of a cost model; links and collectives only if several devices measured.
 
     Raises:
-        UsageError: a kind is missing, or its times do not grow with its sizes.
+        UsageError: a kind has no points, or its times do not grow with its sizes.
     """
     launches = launch_constants(points)
-    own_launch = {c.path[-1]: c.value for c in launches}["captured" if setting.device_type == "cuda" else "plain"]
+    launch_seconds = {c.path[-1]: c.value for c in launches}["captured" if setting.device_type == "cuda" else "plain"]
     constants = [*capacity_constants(points)]
-    streaming = [p for p in needed(points, "memory") if FUSED not in p.name.split()]
-    traffic = traffic_curve(streaming, own_launch)
-    constants += memory_constants(points, streaming, traffic, own_launch)
+    streaming = [p for p in points_of_kind(points, "memory") if p.case.variant != NORM]
+    traffic = traffic_curve(streaming, launch_seconds)
+    constants += memory_constants(points, streaming, traffic, launch_seconds)
     constants += launches
-    constants += compute_constants(points, Device(own_launch, traffic.curve))
+    constants += compute_constants(points, DeviceCurves(launch_seconds, traffic.curve))
     constants += optimizer_constants(points)
     if setting.devices > 1:
-        rows = [Row((1, p.num_bytes), 0, p.value) for p in needed(points, "point-to-point")]
+        rows = [FitRow((1, p.num_bytes), 0, p.value) for p in points_of_kind(points, "point-to-point")]
         constants += link_constants(("link",), "point-to-point", rows)
         constants += collective_constants(points)
-        constants += overlap_constants(points, Device(own_launch, traffic.curve), constants)
+        constants += overlap_constants(points, DeviceCurves(launch_seconds, traffic.curve), constants)
     return tuple(constants)
 
 
-def needed(points: Sequence[Point], kind: str, dtype: str = "") -> list[Point]:
-    """The points of a kind, or of one dtype of it.
+def points_of_kind(points: Sequence[MeasuredPoint], kind: str, dtype: str = "") -> list[MeasuredPoint]:
+    """The points of a kind, of all dtypes or of one.
 
     Raises:
-        UsageError: there are none.
+        UsageError: there is no such point.
     """
-    found = [p for p in points if p.kind == kind and dtype in ("", p.dtype)]
-    if not found:
+    matching = [p for p in points if p.kind == kind and dtype in ("", p.dtype)]
+    if not matching:
         what = f"{kind} in {dtype}" if dtype else kind
         raise UsageError(f"A cost model needs {what}, of which there is no measurement. Measure it with --only {kind}.")
-    return found
+    return matching
 
 
-def capacity_constants(points: Sequence[Point]) -> list[Constant]:
-    """Memory for tensors."""
-    (point,) = needed(points, "capacity")
+def capacity_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
+    """Bytes of a device's memory that tensors can use."""
+    (point,) = points_of_kind(points, "capacity")
     return [Constant(("memory", "capacity"), point.value, "bytes", MIN_ERROR, 1)]
 
 
-def launch_constants(points: Sequence[Point]) -> list[Constant]:
-    """Of each way; one that does not exist on the device is taken for the next slower one."""
-    measured = {p.name.split()[-1]: p for p in needed(points, "launch")}
+def launch_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
+    """Launch overhead of each execution mode. A mode that this device lacks gets the value of the next slower mode."""
+    measured = {p.case.variant: p for p in points_of_kind(points, "launch")}
     if "plain" not in measured:
         raise UsageError("A cost model needs launch plain, of which there is no measurement. Use --only launch.")
     constants: list[Constant] = []
-    for way in ("plain", "compiled", "captured"):
-        path = ("launch", way)
-        if way in measured:
-            found = measured[way]
-            constants.append(Constant(path, found.value, "seconds", max(MIN_ERROR, found.spread), 1))
+    for mode in ("plain", "compiled", "captured"):
+        path = ("launch", mode)
+        if mode in measured:
+            point = measured[mode]
+            constants.append(Constant(path, point.value, "seconds", max(MIN_ERROR, point.spread), 1))
         else:
-            before = constants[-1]
-            reason = f"as {before.path[-1]}, because programs are not {way} on this machine"
-            constants.append(Constant(path, before.value, "seconds", UNKNOWN_ERROR, 0, assumption=reason))
+            slower = constants[-1]
+            reason = f"as {slower.path[-1]}, because programs are not {mode} on this machine"
+            constants.append(Constant(path, slower.value, "seconds", UNKNOWN_ERROR, 0, assumption=reason))
     return constants
 
 
 def memory_constants(
-    points: Sequence[Point], streaming: Sequence[Point], traffic: Fitted, launch: float
+    points: Sequence[MeasuredPoint], streaming: Sequence[MeasuredPoint], traffic: FittedCurve, launch: float
 ) -> list[Constant]:
-    """``bandwidth`` is the most that large operations reached; their efficiency is the fit's share of it."""
+    """Bandwidth, efficiency and half-efficiency size of memory traffic.
+
+    The bandwidth is the highest that a large operation reached; the efficiency is the fitted bandwidth's share of it.
+
+    Args:
+        streaming: points that the traffic curve was fitted to.
+        launch: overhead of one operation, second.
+    """
     curve, largest = traffic.curve, max(p.num_bytes for p in streaming)
     rate = 1 / curve.per_byte
-    best = max(rate, *(p.num_bytes / p.value for p in streaming if 2 * p.num_bytes >= largest))
+    peak_bandwidth = max(rate, *(p.num_bytes / p.value for p in streaming if 2 * p.num_bytes >= largest))
     constants = [
-        fitted(("memory", "bandwidth"), best, "bytes per second", traffic.errors),
-        fitted(("memory", "efficiency"), rate / best, "share", traffic.errors),
-        fitted(("memory", "half"), curve.start * rate, "bytes", traffic.errors),
+        fitted_constant(("memory", "bandwidth"), peak_bandwidth, "bytes per second", traffic.errors),
+        fitted_constant(("memory", "efficiency"), rate / peak_bandwidth, "share", traffic.errors),
+        fitted_constant(("memory", "half"), curve.start * rate, "bytes", traffic.errors),
     ]
-    others = [p for p in needed(points, "memory") if FUSED in p.name.split() and 2 * p.num_bytes >= largest / 2]
-    if others:
-        device = Device(launch, curve)
-        longer = [p.value / sum(device.seconds(part, curve) for part in p.parts) for p in others]
-        note = f"for element-wise operations; {FUSED} by itself takes up to {max(longer):.2g} times as long"
+    norms = [p for p in points_of_kind(points, "memory") if p.case.variant == NORM and 2 * p.num_bytes >= largest / 2]
+    if norms:
+        device = DeviceCurves(launch, curve)
+        slowdowns = [p.value / sum(device.seconds(op, curve) for op in p.ops) for p in norms]
+        note = f"for element-wise operations; {NORM} by itself takes up to {max(slowdowns):.2g} times as long"
         constants[1] = replace(constants[1], note=note)
     return constants
 
 
-def compute_constants(points: Sequence[Point], device: Device) -> list[Constant]:
-    """Peaks and efficiencies: the peak of a dtype is the most that matmuls reach or approach in it."""
+def compute_constants(points: Sequence[MeasuredPoint], device: DeviceCurves) -> list[Constant]:
+    """Peaks and efficiencies. A dtype's peak is the highest rate that its matmuls reach, or the limit of their fit."""
     peaks: list[Constant] = []
     curves: list[Constant] = []
     for dtype in DTYPES:
-        found = needed(points, "matmul", dtype)
-        products = compute_curve(f"matmul {dtype}", found, device, hides_traffic=True)
-        peak = max(1 / products.curve.per_flop, *(p.flops / p.value for p in found))
-        peaks.append(fitted(("peak_flops", dtype), peak, "FLOPs per second", products.errors))
-        curves += curve_constants(("matmul", dtype), products, peak)
+        matmul_points = points_of_kind(points, "matmul", dtype)
+        matmul_curve = compute_curve(f"matmul {dtype}", matmul_points, device, hides_traffic=True)
+        peak = max(1 / matmul_curve.curve.per_flop, *(p.flops / p.value for p in matmul_points))
+        peaks.append(fitted_constant(("peak_flops", dtype), peak, "FLOPs per second", matmul_curve.errors))
+        curves += curve_constants(("matmul", dtype), matmul_curve, peak)
     for kind in COMPUTE_KINDS[1:]:
-        needed(points, kind)
+        points_of_kind(points, kind)
         measured: dict[str, list[Constant]] = {}
         for peak, dtype in zip(peaks, DTYPES):
-            chosen = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
-            if chosen:
-                measured[dtype] = both_directions(kind, dtype, chosen, device, peak.value)
+            dtype_points = [p for p in points if (p.kind, p.dtype) == (kind, dtype)]
+            if dtype_points:
+                measured[dtype] = forward_backward_constants(kind, dtype, dtype_points, device, peak.value)
         for dtype in DTYPES:
-            curves += measured.get(dtype) or as_another(dtype, measured)
+            curves += measured.get(dtype) or assumed_constants(dtype, measured)
     return [*peaks, *curves]
 
 
-def both_directions(
-    kind: str, dtype: str, points: Sequence[Point], device: Device, peak: float
+def forward_backward_constants(
+    kind: str, dtype: str, points: Sequence[MeasuredPoint], device: DeviceCurves, peak: float
 ) -> list[Constant]:  # fmt: skip
-    """The curve of forwards, and that of the backwards that are measured together with them."""
-    name, alone = f"{kind} {dtype}", [p for p in points if len(p.parts) == 1]
-    forward = compute_curve(name, alone, device, hides_traffic=False)
-    together = [p for p in points if len(p.parts) > 1]
-    backward = compute_curve(name, together, device, hides_traffic=False, forward=forward.curve)
+    """Constants of the forward's curve, and of the backward's, which is measured together with its forward.
+
+    Args:
+        peak: of the dtype, FLOPs per second.
+    """
+    name, forward_points = f"{kind} {dtype}", [p for p in points if len(p.ops) == 1]
+    forward = compute_curve(name, forward_points, device, hides_traffic=False)
+    both_points = [p for p in points if len(p.ops) > 1]
+    backward = compute_curve(name, both_points, device, hides_traffic=False, forward=forward.curve)
     return [
         *curve_constants((kind, dtype), forward, peak),
         *curve_constants((kind, dtype, "backward"), backward, peak),
     ]
 
 
-def as_another(dtype: str, measured: Mapping[str, Sequence[Constant]]) -> list[Constant]:
-    """What stands for the curves of a dtype in which a kind was not measured: those of the least share of a peak."""
-    other = min(measured, key=lambda known: measured[known][0].value)
-    reason = f"as in {other}, because it was not measured"
+def assumed_constants(dtype: str, measured: Mapping[str, Sequence[Constant]]) -> list[Constant]:
+    """Constants of a dtype in which a kind was not measured: copies from the dtype that reaches least of its peak."""
+    stand_in_dtype = min(measured, key=lambda other: measured[other][0].value)
+    reason = f"as in {stand_in_dtype}, because it was not measured"
     return [
         replace(c, path=(*c.path[:2], dtype, *c.path[3:]), error=UNKNOWN_ERROR, error_of_all=0.0, num_points=0,
                 assumption=reason)
-        for c in measured[other]
+        for c in measured[stand_in_dtype]
     ]  # fmt: skip
 
 
-def curve_constants(path: tuple[str, ...], found: Fitted, peak: float) -> list[Constant]:
-    """Those of one curve; without a bandwidth where arithmetic hides all traffic."""
-    curve = found.curve
+def curve_constants(path: tuple[str, ...], fit: FittedCurve, peak: float) -> list[Constant]:
+    """Constants of one curve; without a bandwidth if arithmetic hides all traffic.
+
+    Args:
+        peak: of the dtype, FLOPs per second.
+    """
+    curve, path = fit.curve, ("efficiency", *path)
     constants = [
-        fitted(("efficiency", *path, "asymptote"), 1 / (curve.per_flop * peak), "ratio", found.errors),
-        fitted(("efficiency", *path, "half"), curve.start / curve.per_flop, "FLOPs", found.errors),
+        fitted_constant((*path, "asymptote"), 1 / (curve.per_flop * peak), "ratio", fit.errors),
+        fitted_constant((*path, "half"), curve.start / curve.per_flop, "FLOPs", fit.errors),
     ]
     if curve.per_byte:
-        bandwidth = fitted(("efficiency", *path, "bandwidth"), 1 / curve.per_byte, "bytes per second", found.errors)
-        constants.append(bandwidth)
+        constants.append(fitted_constant((*path, "bandwidth"), 1 / curve.per_byte, "bytes per second", fit.errors))
     return constants
 
 
-def fitted(path: tuple[str, ...], value: float, quantity: str, errors: Errors) -> Constant:
-    """A constant of a fit."""
+def fitted_constant(path: tuple[str, ...], value: float, quantity: str, errors: FitErrors) -> Constant:
+    """A constant with the errors of its fit."""
     return Constant(path, value, quantity, errors.error, len(errors.values), errors.error_of_all)
 
 
-def optimizer_constants(points: Sequence[Point]) -> list[Constant]:
-    """Bytes per second of a fused AdamW step, of large models above all."""
-    found = needed(points, "optimizer")
-    longest = max(p.value for p in found)
-    rows = [Row((p.num_bytes,), 0, p.value, p.value / longest) for p in found]
-    (per_byte,) = coefficients("optimizer", rows, growth=0)
-    return [fitted(("optimizer", "bandwidth"), 1 / per_byte, "bytes per second", row_errors(rows, (per_byte,)))]
+def optimizer_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
+    """Bytes per second of a fused AdamW step. Points of large models weigh more."""
+    optimizer_points = points_of_kind(points, "optimizer")
+    longest = max(p.value for p in optimizer_points)
+    rows = [FitRow((p.num_bytes,), 0, p.value, p.value / longest) for p in optimizer_points]
+    (per_byte,) = fit_coefficients("optimizer", rows, growth=0)
+    errors = row_errors(rows, (per_byte,))
+    return [fitted_constant(("optimizer", "bandwidth"), 1 / per_byte, "bytes per second", errors)]
 
 
-def row_errors(rows: Sequence[Row], solution: Sequence[float]) -> Errors:
-    """Of rows that all count."""
+def row_errors(rows: Sequence[FitRow], solution: Sequence[float]) -> FitErrors:
+    """Relative errors of a solution; all rows count as large."""
     values = tuple(abs(sum(c * x for c, x in zip(row.columns, solution)) / row.seconds - 1) for row in rows)
-    return Errors(values, (True,) * len(values), len(solution))
+    return FitErrors(values, (True,) * len(values), len(solution))
 
 
-def collective_constants(points: Sequence[Point]) -> list[Constant]:
-    """Of each kind and group size; what stands for others is fitted to all-reduces of all sizes."""
-    constants = link_constants(("collective",), "all-reduce", ring_rows(needed(points, "all-reduce")))
+def collective_constants(points: Sequence[MeasuredPoint]) -> list[Constant]:
+    """Latency and bandwidth of each kind and group size, and defaults that are fitted to all-reduces of all sizes."""
+    constants = link_constants(("collective",), "all-reduce", ring_rows(points_of_kind(points, "all-reduce")))
     for kind in COLLECTIVES:
-        for ranks in sorted({p.ranks for p in needed(points, kind)}):
+        for ranks in sorted({p.ranks for p in points_of_kind(points, kind)}):
             rows = ring_rows([p for p in points if p.kind == kind and p.ranks == ranks])
             constants += link_constants(("collective", kind, str(ranks)), kind, rows)
     return constants
 
 
-def ring_rows(points: Sequence[Point]) -> list[Row]:
-    """Collectives of one kind."""
+def ring_rows(points: Sequence[MeasuredPoint]) -> list[FitRow]:
+    """Rows of the fit of collectives: columns are 1 and the bytes that a rank sends in a ring."""
     return [
-        Row((1.0, ring_share(kind, p.ranks) * p.num_bytes), 0, p.value)
+        FitRow((1.0, ring_share(kind, p.ranks) * p.num_bytes), 0, p.value)
         for p in points
         for kind in COLLECTIVES
         if kind == p.kind
     ]
 
 
-def link_constants(path: tuple[str, ...], kind: str, rows: Sequence[Row]) -> list[Constant]:
-    """Latency and bandwidth."""
-    latency, per_byte = coefficients(kind, rows, growth=1)
+def link_constants(path: tuple[str, ...], kind: str, rows: Sequence[FitRow]) -> list[Constant]:
+    """Latency and bandwidth that explain the rows.
+
+    Args:
+        kind: named in the error if times do not grow with sizes.
+    """
+    latency, per_byte = fit_coefficients(kind, rows, growth=1)
     errors = row_errors(rows, (latency, per_byte))
     return [
-        fitted((*path, "latency"), latency, "seconds", errors),
-        fitted((*path, "bandwidth"), 1 / per_byte, "bytes per second", errors),
+        fitted_constant((*path, "latency"), latency, "seconds", errors),
+        fitted_constant((*path, "bandwidth"), 1 / per_byte, "bytes per second", errors),
     ]
 
 
-def overlap_constants(points: Sequence[Point], device: Device, known: Sequence[Constant]) -> list[Constant]:
-    """What is hidden of collectives beside the products of linear layers, as a share of what is long enough to be:
-    Σ hidden · hideable / Σ hideable², at least 0 and at most 1. Nothing where no such layers were measured.
+def overlap_constants(
+    points: Sequence[MeasuredPoint], device: DeviceCurves, known: Sequence[Constant]
+) -> list[Constant]:
+    """Overlap efficiency of collectives with the products of linear layers; nothing if no such layers were measured.
+
+    It is the hidden share of the communication that the products are long enough to hide, fitted as
+    Σ hidden · hideable / Σ hideable² and limited to 0 … 1.
 
     Args:
         known: constants of collectives.
     """
     values = {c.path: c.value for c in known}
-    pairs = [(p, joined_with(p, points)) for p in points if p.kind == "overlap" and APART in p.name.split()]
+    pairs = [(p, fused_counterpart(p, points)) for p in points if p.kind == "overlap" and p.case.fusion == UNFUSED]
     if not pairs:
         return []
-    curve = compute_curve("matmul", needed(points, "matmul", pairs[0][0].dtype), device, hides_traffic=True).curve
-    hideable = np.array([hideable_seconds(apart, device, curve, values) for apart, _ in pairs])
-    apart, joined = (np.array([p.value for p in column]) for column in zip(*pairs, strict=True))
-    share = float(np.clip(hideable @ (apart - joined) / (hideable @ hideable), 0, 1))
-    relative = abs((apart - share * hideable) / joined - 1)
-    errors = Errors(tuple(relative.tolist()), (True,) * len(pairs), 1)
-    return [fitted(("overlap", "layers"), share, "share", errors)]
+    matmul_points = points_of_kind(points, "matmul", pairs[0][0].dtype)
+    curve = compute_curve("matmul", matmul_points, device, hides_traffic=True).curve
+    hideable = np.array([hideable_seconds(point, device, curve, values) for point, _ in pairs])
+    unfused, fused = (np.array([p.value for p in column]) for column in zip(*pairs, strict=True))
+    share = float(np.clip(hideable @ (unfused - fused) / (hideable @ hideable), 0, 1))
+    relative = abs((unfused - share * hideable) / fused - 1)
+    errors = FitErrors(tuple(relative.tolist()), (True,) * len(pairs), 1)
+    return [fitted_constant(("overlap", "layers"), share, "share", errors)]
 
 
-def joined_with(apart: Point, points: Sequence[Point]) -> Point:
-    """The point of the operator that is both.
+def fused_counterpart(unfused: MeasuredPoint, points: Sequence[MeasuredPoint]) -> MeasuredPoint:
+    """The point of the fused operator that does the work of an unfused point.
 
     Raises:
         UsageError: it was not measured.
     """
-    name = apart.name.replace(APART, JOINED)
-    found = next((p for p in points if p.name == name), None)
-    if found is None:
-        raise UsageError(f"A cost model needs {name}, of which there is no measurement. Use --only overlap.")
-    return found
+    case = replace(unfused.case, fusion=FUSED)
+    point = next((p for p in points if p.case == case), None)
+    if point is None:
+        raise UsageError(f"A cost model needs {case.name}, of which there is no measurement. Use --only overlap.")
+    return point
 
 
-def hideable_seconds(point: Point, device: Device, curve: Curve, values: Mapping[tuple[str, ...], float]) -> float:
-    """How much of a layer's collectives its products are long enough to hide, forwards and backwards."""
-    operator = point.name.split()[1]
+def hideable_seconds(
+    point: MeasuredPoint, device: DeviceCurves, curve: Curve, values: Mapping[tuple[str, ...], float]
+) -> float:
+    """Seconds of a layer's collectives that its products are long enough to hide, forward and backward.
+
+    Args:
+        curve: of matmuls.
+        values: constants of collectives by path.
+    """
+    operator = point.case.variant
     window, kinds = OVERLAP_WINDOWS[operator](point.ranks), ASYNC_TP_OPS[operator].kinds
-    forward, *backward = (device.seconds(part, curve) for part in point.parts[:3])
-    travels = (
+    forward, *backward = (device.seconds(op, curve) for op in point.ops[:3])
+    comm_seconds = (
         values["collective", kind, str(point.ranks), "latency"]
-        + ring_share(kind, point.ranks) * part.num_bytes / values["collective", kind, str(point.ranks), "bandwidth"]
+        + ring_share(kind, point.ranks) * op.num_bytes / values["collective", kind, str(point.ranks), "bandwidth"]
         if kind is not None
         else 0.0
-        for kind, part in zip(kinds, point.parts[3:], strict=True)
+        for kind, op in zip(kinds, point.ops[3:], strict=True)
     )
-    products = window.forward * forward, window.backward * sum(backward)
-    return sum(map(min, products, travels))
+    window_seconds = window.forward * forward, window.backward * sum(backward)
+    return sum(map(min, window_seconds, comm_seconds))

@@ -1,9 +1,8 @@
-"""What a device computes by itself, ready to be timed: matmuls, attention, convolutions, memory-bound work, AdamW.
+"""Kernels of one device, ready to be timed: matmuls, attention, convolutions, memory-bound operations, AdamW.
 
-Each returns copies of one run on data of their own that together exceed what caches hold. FLOPs and bytes are counted
-as `autopar.cost.groups.cost_graph` counts those of a traced operation: a forward reads its operands and writes its
-result; a backward also reads the gradient that arrives and what was kept, and is as many equal parts as it has
-products.
+Each function returns equal runs on separate data that together exceed the caches. FLOPs and bytes are counted as
+`autopar.cost.groups.cost_graph` counts them for traced operations. A forward reads its operands and writes its result.
+A backward also reads the output's gradient and the saved tensors; it counts as one operation per product.
 """
 
 from __future__ import annotations
@@ -17,58 +16,63 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.clock import Run
-from autopar.measure.machine.points import Part
+from autopar.measure.machine.points import OpCounts
+from autopar.measure.timer import Workload
 
-CPU_CACHE_BYTES = 32 * 2**20  # what a core may find in its last level
+CPU_CACHE_BYTES = 32 * 2**20  # last-level cache that one core may use
 MAX_COPIES = 16
-STATE_AND_GRADIENT = 32  # bytes per parameter that AdamW reads and writes: value, gradient and two moments, each both
-TENSORS = 16
+# Bytes per parameter that AdamW reads and writes: value, gradient and two moments, each both.
+ADAMW_BYTES_PER_PARAMETER = 32
+NUM_OPTIMIZER_TENSORS = 16
 
 
 @dataclass(frozen=True)
-class Work:
-    """Equal runs on data of their own, and what the planner says that one does."""
+class KernelRuns:
+    """Equal runs on separate data, and the operations of one run as the planner counts them."""
 
-    runs: tuple[Run, ...]
-    parts: tuple[Part, ...]
+    runs: tuple[Workload, ...]
+    ops: tuple[OpCounts, ...]
 
 
-def work_of(case: Case, device: torch.device) -> Work:
-    """A case that one device runs by itself."""
+def kernel_runs(case: Case, device: torch.device) -> KernelRuns:
+    """The runs of a case without communication."""
     return BUILDERS[case.kind](case, device)
 
 
-def copies(num_bytes: float, device: torch.device, make: Callable[[], Run]) -> tuple[Run, ...]:
-    """As many runs as have twice the cache's bytes together, up to a limit; in a row each finds its data in memory."""
+def copies(num_bytes: float, device: torch.device, make: Callable[[], Workload]) -> tuple[Workload, ...]:
+    """So many runs that their data is twice the size of the cache, at most MAX_COPIES.
+
+    Called in turn, each finds its data in memory and not in the cache.
+
+    Args:
+        num_bytes: data of one run.
+    """
     cache = torch.cuda.get_device_properties(device).L2_cache_size if device.type == "cuda" else CPU_CACHE_BYTES
     return tuple(make() for _ in range(min(MAX_COPIES, max(1, ceil(2 * cache / num_bytes)))))
 
 
-def matmul(case: Case, device: torch.device) -> Work:
-    """A linear layer's product, x · wᵀ, or both of its backward's, g · w and gᵀ · x."""
-    tokens, read, made = case.sizes
+def matmul(case: Case, device: torch.device) -> KernelRuns:
+    """A linear layer's forward product x · wᵀ, or its two backward products g · w and gᵀ · x."""
+    tokens, in_features, out_features = case.sizes
     dtype = getattr(torch, case.dtype)
-    elements = tokens * read + made * read + tokens * made
+    elements = tokens * in_features + out_features * in_features + tokens * out_features
     num_bytes = elements * dtype.itemsize
 
-    def make() -> Run:
-        x, w = (
-            torch.randn(tokens, read, device=device, dtype=dtype),
-            torch.randn(made, read, device=device, dtype=dtype),
-        )
-        g = torch.randn(tokens, made, device=device, dtype=dtype)
-        return (lambda: F.linear(x, w)) if case.what == "forward" else (lambda: (g @ w, g.t() @ x))
+    def make() -> Workload:
+        x = torch.randn(tokens, in_features, device=device, dtype=dtype)
+        w = torch.randn(out_features, in_features, device=device, dtype=dtype)
+        g = torch.randn(tokens, out_features, device=device, dtype=dtype)
+        return (lambda: F.linear(x, w)) if case.variant == "forward" else (lambda: (g @ w, g.t() @ x))
 
-    flops = 2.0 * tokens * read * made
-    if case.what == "forward":
-        return Work(copies(num_bytes, device, make), (Part(flops, num_bytes),))
-    moved = elements + tokens * read + made * read
-    return Work(copies(num_bytes, device, make), (Part(flops, moved * dtype.itemsize / 2),) * 2)
+    flops = 2.0 * tokens * in_features * out_features
+    if case.variant == "forward":
+        return KernelRuns(copies(num_bytes, device, make), (OpCounts(flops, num_bytes),))
+    moved_elements = elements + tokens * in_features + out_features * in_features
+    return KernelRuns(copies(num_bytes, device, make), (OpCounts(flops, moved_elements * dtype.itemsize / 2),) * 2)
 
 
-def attention(case: Case, device: torch.device) -> Work:
-    """Scaled dot-product attention: two products forwards, five backwards (FlashAttention, algorithm 4)."""
+def attention(case: Case, device: torch.device) -> KernelRuns:
+    """Scaled dot-product attention: two products forward, five backward (FlashAttention, algorithm 4)."""
     batch, heads, tokens, width = case.sizes
     dtype = getattr(torch, case.dtype)
     size = batch * heads * tokens * width * dtype.itemsize
@@ -76,19 +80,19 @@ def attention(case: Case, device: torch.device) -> Work:
     def forward(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v)
 
-    def make() -> Run:
+    def make() -> Workload:
         shape = (batch, heads, tokens, width)
         operands = [torch.randn(shape, device=device, dtype=dtype) for _ in range(4)]
-        return run_of(case, forward, tuple(operands[:3]), operands[3])
+        return workload(case, forward, tuple(operands[:3]), operands[3])
 
     flops = 4.0 * batch * heads * tokens * tokens * width
-    parts = (Part(flops, 4 * size), Part(2.5 * flops, 8 * size))
-    return Work(copies(4 * size, device, make), parts[:1] if case.what == "forward" else parts)
+    ops = (OpCounts(flops, 4 * size), OpCounts(2.5 * flops, 8 * size))
+    return KernelRuns(copies(4 * size, device, make), ops[:1] if case.variant == "forward" else ops)
 
 
-def convolution(case: Case, device: torch.device) -> Work:
-    """A convolution, channels last on a GPU as tensor cores want them."""
-    batch, read, made, image, kernel, stride, groups = case.sizes
+def convolution(case: Case, device: torch.device) -> KernelRuns:
+    """A convolution; on a GPU in channels_last, which tensor cores need."""
+    batch, in_channels, out_channels, image, kernel, stride, groups = case.sizes
     dtype, padding = getattr(torch, case.dtype), 0 if stride == kernel else kernel // 2
     side = (image + 2 * padding - kernel) // stride + 1
     memory_format = torch.channels_last if device.type == "cuda" else torch.contiguous_format
@@ -96,55 +100,60 @@ def convolution(case: Case, device: torch.device) -> Work:
     def forward(x: Tensor, w: Tensor) -> Tensor:
         return F.conv2d(x, w, stride=stride, padding=padding, groups=groups)
 
-    def make() -> Run:
-        shapes = (batch, read, image, image), (made, read // groups, kernel, kernel), (batch, made, side, side)
+    def make() -> Workload:
+        x_shape, g_shape = (batch, in_channels, image, image), (batch, out_channels, side, side)
+        shapes = x_shape, (out_channels, in_channels // groups, kernel, kernel), g_shape
         x, w, g = (torch.randn(s, device=device, dtype=dtype).contiguous(memory_format=memory_format) for s in shapes)
-        return run_of(case, forward, (x, w), g)
+        return workload(case, forward, (x, w), g)
 
-    x, w, y = batch * read * image**2, made * (read // groups) * kernel**2, batch * made * side**2
-    flops, size = 2.0 * y * (read // groups) * kernel**2, dtype.itemsize
-    product = Part(flops, (2 * x + 2 * w + y) * size / 2)
-    parts = (Part(flops, (x + w + y) * size), product, product)
-    return Work(copies((x + w + y) * size, device, make), parts[:1] if case.what == "forward" else parts)
+    x, y = batch * in_channels * image**2, batch * out_channels * side**2
+    w = out_channels * (in_channels // groups) * kernel**2
+    flops, size = 2.0 * y * (in_channels // groups) * kernel**2, dtype.itemsize
+    product = OpCounts(flops, (2 * x + 2 * w + y) * size / 2)
+    ops = (OpCounts(flops, (x + w + y) * size), product, product)
+    return KernelRuns(copies((x + w + y) * size, device, make), ops[:1] if case.variant == "forward" else ops)
 
 
-def memory(case: Case, device: torch.device) -> Work:
-    """An operation that memory bounds, forwards and, where it has one, backwards."""
+def memory(case: Case, device: torch.device) -> KernelRuns:
+    """A memory-bound operation: the forward, and for all but "add" the backward."""
     (elements,) = case.sizes
     dtype = getattr(torch, case.dtype)
     size, width = elements * dtype.itemsize, min(elements, 512)
 
-    def make() -> Run:
+    def make() -> Workload:
         x, y = (torch.randn(elements // width, width, device=device, dtype=dtype) for _ in range(2))
-        if case.what == "add":
+        if case.variant == "add":
             return lambda: x + y
-        forward = F.gelu if case.what == "gelu" else lambda x: F.layer_norm(x, (width,))
-        return run_of(case, forward, (x,), y)
+        forward = F.gelu if case.variant == "gelu" else lambda x: F.layer_norm(x, (width,))
+        return workload(case, forward, (x,), y)
 
-    parts = (Part(0.0, 3 * size),) if case.what == "add" else (Part(0.0, 2 * size), Part(0.0, 3 * size))
-    return Work(copies(3 * size, device, make), parts)
+    ops = (OpCounts(0.0, 3 * size),) if case.variant == "add" else (OpCounts(0.0, 2 * size), OpCounts(0.0, 3 * size))
+    return KernelRuns(copies(3 * size, device, make), ops)
 
 
-def run_of(case: Case, forward: Callable[..., Tensor], operands: tuple[Tensor, ...], gradient: Tensor) -> Run:
-    """A forward without a graph, or with the backward of all its operands."""
-    if case.what == "forward":
+def workload(case: Case, forward: Callable[..., Tensor], operands: tuple[Tensor, ...], gradient: Tensor) -> Workload:
+    """A run of the forward alone, or of the forward and the backward for all operands."""
+    if case.variant == "forward":
         return lambda: forward(*operands)
     for operand in operands:
         operand.requires_grad_()
     return lambda: torch.autograd.grad(forward(*operands), operands, gradient)
 
 
-def optimizer(case: Case, device: torch.device) -> Work:
-    """A step of fused AdamW over parameters in several tensors."""
+def optimizer(case: Case, device: torch.device) -> KernelRuns:
+    """A step of fused AdamW over parameters in NUM_OPTIMIZER_TENSORS tensors."""
     (numel,) = case.sizes
-    weights = [torch.randn(numel // TENSORS, device=device, requires_grad=True) for _ in range(TENSORS)]
+    weights = [
+        torch.randn(numel // NUM_OPTIMIZER_TENSORS, device=device, requires_grad=True)
+        for _ in range(NUM_OPTIMIZER_TENSORS)
+    ]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
     step = torch.optim.AdamW(weights, fused=True, capturable=device.type == "cuda").step
-    return Work((step,), (Part(0.0, float(STATE_AND_GRADIENT * numel)),))
+    return KernelRuns((step,), (OpCounts(0.0, float(ADAMW_BYTES_PER_PARAMETER * numel)),))
 
 
-BUILDERS: Mapping[str, Callable[[Case, torch.device], Work]] = {
+BUILDERS: Mapping[str, Callable[[Case, torch.device], KernelRuns]] = {
     "matmul": matmul, "attention": attention, "convolution": convolution, "depthwise": convolution, "memory": memory,
     "optimizer": optimizer,
 }  # fmt: skip

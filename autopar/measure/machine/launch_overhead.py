@@ -1,47 +1,49 @@
-"""What an operation takes beyond its work: plainly, in code of torch.compile, and in a CUDA graph."""
+"""Seconds that an operation takes without any work: launched eagerly, from a compiled region, or from a CUDA graph."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from autopar.measure.machine.clock import Timing, timed, timed_captured
+from autopar.measure.timer import Timing, time_captured, time_eager
 
-OPS = 64  # in a row
-SIDE = 16  # of the matrices: a kernel of them has next to no work
+CHAIN_OPS = 64  # consecutive operations of one run
+MATRIX_SIZE = 16  # rows and columns: a kernel of such matrices has next to no work
 
 
-def launch(what: str, device: torch.device) -> Timing | None:
-    """Seconds of one operation without work; None where programs are not run this way here.
+def time_launch(mode: str, device: torch.device) -> Timing | None:
+    """Seconds of one operation without work; None for an execution mode that this device does not have.
 
-    ``plain`` is an element-wise operation under autograd, forwards and backwards, as the runtime runs it. ``compiled``
-    are matmuls of one compiled region, between which nothing can be fused; ``captured`` kernels of a CUDA graph.
+    Args:
+        mode: "plain" for element-wise operations under autograd, forward and backward, as the runtime runs them;
+            "compiled" for matmuls of one compiled region, which cannot be fused; "captured" for kernels of a CUDA
+            graph.
     """
-    if what == "captured":
-        return captured(device) if device.type == "cuda" else None
-    return compiled(device) if what == "compiled" else plain(device)
+    if mode == "captured":
+        return time_captured_chain(device) if device.type == "cuda" else None
+    return time_compiled_chain(device) if mode == "compiled" else time_eager_chain(device)
 
 
-def plain(device: torch.device) -> Timing:
-    """Of each of a chain's operations, its backward counted as another."""
-    x = torch.ones(SIDE, SIDE, device=device, requires_grad=True)
+def time_eager_chain(device: torch.device) -> Timing:
+    """Seconds per operation of an eager chain, counting forward and backward as two operations."""
+    x = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device, requires_grad=True)
 
     def run() -> Tensor:
         y = x
-        for _ in range(OPS):
+        for _ in range(CHAIN_OPS):
             y = y * 1.01
         (gradient,) = torch.autograd.grad(y, x, x.detach())
         return gradient
 
-    return share(timed([run], device), 2 * OPS)
+    return per_op(time_eager([run], device), 2 * CHAIN_OPS)
 
 
-def compiled(device: torch.device) -> Timing | None:
-    """Of each of a compiled chain's matmuls; None where torch.compile does not work, which mostly lacks a compiler."""
-    x = torch.eye(SIDE, device=device)
+def time_compiled_chain(device: torch.device) -> Timing | None:
+    """Seconds per matmul of a compiled chain; None if torch.compile does not work, mostly for lack of a compiler."""
+    x = torch.eye(MATRIX_SIZE, device=device)
 
     def chain(y: Tensor) -> Tensor:
-        for _ in range(OPS):
+        for _ in range(CHAIN_OPS):
             y = y @ x
         return y
 
@@ -51,20 +53,20 @@ def compiled(device: torch.device) -> Timing | None:
     except RuntimeError as error:
         print(f"torch.compile does not work here: {error}", flush=True)
         return None
-    return share(timed([lambda: region(x)], device), OPS)
+    return per_op(time_eager([lambda: region(x)], device), CHAIN_OPS)
 
 
-def captured(device: torch.device) -> Timing:
-    """Of each kernel of a chain in a CUDA graph."""
-    x = torch.ones(SIDE, SIDE, device=device)
+def time_captured_chain(device: torch.device) -> Timing:
+    """Seconds per kernel of a chain in a CUDA graph."""
+    x = torch.ones(MATRIX_SIZE, MATRIX_SIZE, device=device)
 
     def run() -> None:
-        for _ in range(OPS):
+        for _ in range(CHAIN_OPS):
             x.mul_(1.0)
 
-    return share(timed_captured([run], device), OPS)
+    return per_op(time_captured([run], device), CHAIN_OPS)
 
 
-def share(timing: Timing, parts: int) -> Timing:
-    """The time of one of equal parts."""
-    return Timing(timing.seconds / parts, timing.spread)
+def per_op(timing: Timing, num_ops: int) -> Timing:
+    """Time of one of equal operations that were timed together."""
+    return Timing(timing.seconds / num_ops, timing.spread)

@@ -1,73 +1,77 @@
-"""The processes that measure, from their start to their end."""
+"""Measures cases with one worker process per device, and keeps each point in a file as soon as it is there."""
 
 from __future__ import annotations
 
-import tempfile
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.errors import WorkerError
-from autopar.measure.machine.assignment import Assignment
+from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.kept import keep
-from autopar.measure.machine.points import Point, Setting
-from autopar.measure.workers import end, free_port, last_line, start
+from autopar.measure.machine.points import MeasuredPoint
+from autopar.measure.machine.resume import append_point, save_points
+from autopar.measure.workers import WorkerLimits, run_workers
 
-POLL_SECONDS = 0.1
 LIMIT_SECONDS = 300.0  # for one case, or for the start
-WORKER = "autopar.measure.machine.worker"
+WORKER = "autopar.measure.machine.worker:run"
+
+
+@dataclass(frozen=True)
+class ProfileTask:
+    """Cases that all workers measure, in order."""
+
+    device_type: str
+    cases: tuple[Case, ...]
 
 
 def measure(
-    setting: Setting, cases: Sequence[Case], file: Path, points: Sequence[Point], progress: Callable[[int, str], None]
+    setting: ProfileSetting,
+    cases: Sequence[Case],
+    file: Path,
+    points: Sequence[MeasuredPoint],
+    progress: Callable[[int, str], None],
 ) -> None:
-    """Measure, with one process for each device, into a file of kept points.
+    """Measure cases and write their points to a file from which a later run resumes.
 
     Args:
-        points: that the file starts with.
-        progress: told how many cases are done and the name of the present one, when that changes.
+        points: written to the file first.
+        progress: called with the number of cases done and the name of the present one, whenever that changes.
 
     Raises:
-        WorkerError: a process failed or one case took too long. The points so far are in the file.
+        WorkerError: a process failed, or one case took too long. The points so far are in the file.
     """
-    keep(file, setting, points)
+    save_points(file, setting, points)
     if not cases:
         return
-    with tempfile.TemporaryDirectory(prefix="autopar-profile-") as name:
-        folder = Path(name)
-        Assignment(setting.device_type, tuple(cases), file.resolve()).write(folder)
-        port, threads = free_port(), setting.threads or None
-        processes = []
-        try:
-            for rank in range(setting.devices):
-                processes.append(start(WORKER, folder, rank, setting.devices, port, threads))
-            names = {case.name: number for number, case in enumerate(cases)}
-            present, deadline = "", time.monotonic() + LIMIT_SECONDS
-            while any(p.poll() is None for p in processes):
-                at = last_line(folder / "0.log")
-                if at != present and at in names:
-                    present, deadline = at, time.monotonic() + LIMIT_SECONDS
-                    progress(names[at], at)
-                failed = next((rank for rank, p in enumerate(processes) if p.returncode), None)
-                if failed is not None:
-                    break
-                if time.monotonic() > deadline:
-                    raise WorkerError(
-                        f"Nothing was measured in {LIMIT_SECONDS:.0f} s; rank 0 was at: {present or 'its start'}. The "
-                        f"points so far are in {file}. Run the same command again to go on, or leave the kind out with "
-                        "--only."
-                    )
-                time.sleep(POLL_SECONDS)
-            failed = next((rank for rank, p in enumerate(processes) if p.returncode), None)
-            if failed is not None:
-                lines = (folder / "0.log").read_text(errors="replace").splitlines()
-                present = next((text for text in reversed(lines) if text in names), "")
-                raise WorkerError(
-                    f"Rank {failed} failed while measuring {present or 'nothing yet'}: "
-                    f"{last_line(folder / f'{failed}.log')}. The points so far are in {file}; run the same command "
-                    "again to go on."
-                )
-        finally:
-            end(processes)
+    numbers = {case.name: number for number, case in enumerate(cases)}
+    present = ""
+
+    def on_line(line: str) -> bool:
+        nonlocal present
+        if line not in numbers:
+            return False
+        present = line
+        progress(numbers[line], line)
+        return True
+
+    def on_result(rank: int, point: MeasuredPoint) -> bool:
+        append_point(file, point)
+        return False
+
+    exit = run_workers(
+        WORKER, ProfileTask(setting.device_type, tuple(cases)), setting.devices, setting.threads or None,
+        WorkerLimits(LIMIT_SECONDS), on_result, on_line, "profile",
+    )  # fmt: skip
+    if exit.failed_rank is not None:
+        raise WorkerError(
+            f"Rank {exit.failed_rank} failed while measuring {present or 'nothing yet'}: "
+            f"{exit.last_lines[exit.failed_rank]}. The points so far are in {file}; run the same command again to go "
+            "on."
+        )
+    if exit.timed_out:
+        raise WorkerError(
+            f"Nothing was measured in {LIMIT_SECONDS:.0f} s; rank 0 was at: {present or 'its start'}. The points so "
+            f"far are in {file}. Run the same command again to go on, or leave the kind out with --only."
+        )
     progress(len(cases), "")

@@ -1,102 +1,96 @@
-"""Raw measurements: what was timed, where, and how far the repeats lay apart."""
+"""Raw measurements: a case, the FLOPs and bytes of its operations, and the median and spread of its repeats.
+
+Cost-model files and the file of an interrupted run hold a point as one flat record (`point_data`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
-from autopar.ir.hardware import CollectiveKind, OpKind
+from autopar.measure.machine.cases import Case, PointKind
 
-PointKind = Literal["launch", "optimizer", "capacity", "point-to-point", "overlap"] | OpKind | CollectiveKind
-STEADY_SPREAD = 0.25  # more than this between the quartiles of the repeats, and something else was using the machine
+MAX_STEADY_SPREAD = 0.25  # a larger spread means that something else was using the machine
 
 
 @dataclass(frozen=True)
-class Part:
-    """One operation as the planner counts it: FLOPs, and bytes read and written (of a message: its bytes)."""
+class OpCounts:
+    """FLOPs of one operation, and the bytes that it reads and writes; of a message or collective, the tensor's bytes.
+
+    They are counted as the planner counts them.
+    """
 
     flops: float
     num_bytes: float
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """One measurement.
 
     Args:
-        name: says what was run, once among the points of a file.
-        dtype: that it computed in; empty where that does not matter.
-        ranks: of the group of a collective, 2 for a message, otherwise 1.
-        parts: the operations that were timed together.
-        value: median of the repeats in seconds on the slowest rank; of the kind "capacity", bytes.
-        spread: between the quartiles of that rank's repeats, as a share of the median.
+        case: what was run; points of a file have different cases.
+        ops: the operations that were timed together.
+        value: median of the repeats on the slowest rank, seconds; for the kind "capacity", bytes.
+        spread: interquartile range of that rank's repeats, as a share of the median.
     """
 
-    kind: PointKind
-    name: str
-    dtype: str
-    ranks: int
-    parts: tuple[Part, ...]
+    case: Case
+    ops: tuple[OpCounts, ...]
     value: float
     spread: float
 
     @property
+    def kind(self) -> PointKind:
+        return self.case.kind
+
+    @property
+    def name(self) -> str:
+        return self.case.name
+
+    @property
+    def dtype(self) -> str:
+        return self.case.dtype
+
+    @property
+    def ranks(self) -> int:
+        return self.case.ranks
+
+    @property
     def flops(self) -> float:
-        return sum(p.flops for p in self.parts)
+        return sum(op.flops for op in self.ops)
 
     @property
     def num_bytes(self) -> float:
-        return sum(p.num_bytes for p in self.parts)
+        return sum(op.num_bytes for op in self.ops)
 
     @property
-    def steady(self) -> bool:
-        return self.spread <= STEADY_SPREAD
+    def is_steady(self) -> bool:
+        return self.spread <= MAX_STEADY_SPREAD
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Where points were measured; those of different settings are never mixed.
-
-    Args:
-        threads: of each process, on CPU; 0 on GPUs.
-        devices: processes that measured at the same time.
-        node_devices: how many the machine has; on CPU as many as measured.
-    """
-
-    device: str
-    device_type: str
-    torch: str
-    threads: int
-    devices: int
-    node_devices: int
-
-    def differences(self, other: Setting) -> str:
-        """What is unlike another setting, in words; empty where they are equal."""
-        ours, others = asdict(self), asdict(other)
-        return ", ".join(f"{key} {others[key]} instead of {ours[key]}" for key in ours if ours[key] != others[key])
-
-
-def point_data(point: Point) -> dict[str, Any]:
-    """A point as JSON and TOML hold it."""
-    flops, num_bytes = [p.flops for p in point.parts], [p.num_bytes for p in point.parts]
+def point_data(point: MeasuredPoint) -> dict[str, Any]:
+    """The record of a point in JSON and TOML files."""
     return {
-        "kind": point.kind, "name": point.name, "dtype": point.dtype, "ranks": point.ranks, "flops": flops,
-        "bytes": num_bytes, "value": point.value, "spread": point.spread,
+        "kind": point.kind, "name": point.name, "dtype": point.dtype, "ranks": point.ranks,
+        "flops": [op.flops for op in point.ops], "bytes": [op.num_bytes for op in point.ops],
+        "value": point.value, "spread": point.spread,
     }  # fmt: skip
 
 
-def point_from(data: Mapping[str, Any]) -> Point:
-    """The point in such data.
+def point_from(data: Mapping[str, Any]) -> MeasuredPoint:
+    """The point of a record.
 
     Raises:
-        KeyError, TypeError, ValueError: it is none.
+        KeyError, TypeError, ValueError: the record is not one of a point.
     """
-    parts = tuple(Part(float(f), float(b)) for f, b in zip(data["flops"], data["bytes"], strict=True))
+    ops = tuple(OpCounts(float(f), float(b)) for f, b in zip(data["flops"], data["bytes"], strict=True))
     value, spread = float(data["value"]), float(data["spread"])
     if not value > 0 or not spread >= 0:
         raise ValueError(f"value {value} and spread {spread} must be positive")
-    kind, name, dtype = (str(data[key]) for key in ("kind", "name", "dtype"))
+    kind, name = data["kind"], str(data["name"])
     if kind == "beside":  # the earlier name of "overlap", in files of users
         kind, name = "overlap", name.replace("beside", "overlap", 1)
-    return Point(kind, name, dtype, int(data["ranks"]), parts, value, spread)  # type: ignore[arg-type]
+    case = Case.from_name(kind, name, str(data["dtype"]), int(data["ranks"]))
+    return MeasuredPoint(case, ops, value, spread)

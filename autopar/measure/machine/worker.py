@@ -1,114 +1,85 @@
-"""One process that measures: ``python -m autopar.measure.machine.worker FOLDER``, started as torchrun starts its own.
+"""One process of `autopar profile`.
 
-All ranks measure the same case at the same time, since in a step they share memory and power too; the slowest one's
-time is kept. The first rank appends each point to the file of kept points. When its stdin closes the command is gone,
-and so is the process.
+All ranks measure the same case at the same time, since in a training step they share memory bandwidth and power too.
+The time of the slowest rank counts.
 """
 
 from __future__ import annotations
 
 import gc
-import os
-import sys
-import threading
-import traceback
-from pathlib import Path
 
 import psutil
 import torch
 import torch.distributed as dist
 
-from autopar.measure.machine.assignment import Assignment
 from autopar.measure.machine.cases import Case
-from autopar.measure.machine.clock import Timing, timed_kernels
-from autopar.measure.machine.collectives import CONTROL, RUNS, TIMEOUT, WorkerContext, communication, parts_of
-from autopar.measure.machine.kept import append
-from autopar.measure.machine.kernels import work_of
-from autopar.measure.machine.launch_overhead import launch
-from autopar.measure.machine.points import Part, Point
+from autopar.measure.machine.collectives import (
+    COMMUNICATION_BUILDERS,
+    CONTROL_BACKEND,
+    TIMEOUT,
+    RankGroups,
+    communication_op_counts,
+    time_communication,
+)
+from autopar.measure.machine.kernels import kernel_runs
+from autopar.measure.machine.launch_overhead import time_launch
+from autopar.measure.machine.measure import ProfileTask
+from autopar.measure.machine.points import MeasuredPoint, OpCounts
+from autopar.measure.timer import Timing, time_kernels
+from autopar.measure.workers import Emit, WorkerContext
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 
-NEW_LINE = "\n"
 
-
-def main(folder: Path) -> None:
-    """Measure; ends the process."""
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    failed = False
-    try:
-        measure_all(folder)
-    except Exception as error:
-        failed = True
-        traceback.print_exc()
-        print(f"{type(error).__name__}: {str(error).strip().partition(NEW_LINE)[0]}")  # the last line is the reason
-    sys.stdout.flush()
-    # What a group or a compiler left running may keep an ordinary exit waiting for ever.
-    os._exit(int(failed))
-
-
-def measure_all(folder: Path) -> None:
-    """Everything that is asked for."""
-    told = Assignment.read(folder)
-    seat = worker_context(told.device_type)
-    if seat.device.type == "cpu":
-        disable_malloc_trim()  # as ranks do
-    capacity = capacity_bytes(seat)  # before anything else has taken memory
-    dist.init_process_group(CONTROL, timeout=TIMEOUT)
-    torch.manual_seed(seat.rank)
-    for case in told.cases:
-        print(case.name, flush=True)
-        seat.meet()
-        point = measured(case, seat, capacity)
-        if seat.rank == 0 and point is not None:
-            append(told.points, point)
-        gc.collect()
-        if seat.device.type == "cuda":
-            torch.cuda.empty_cache()
-    seat.meet()
-
-
-def leave_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
-
-
-def worker_context(device_type: str) -> WorkerContext:
-    """This process's rank and device, from the launcher's variables."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", rank) if device_type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True  # as training on a GPU has it
-    return WorkerContext(rank, world, device)
-
-
-def capacity_bytes(seat: WorkerContext) -> int:
-    """Memory for tensors: on a GPU what is free once it has a context, on CPU a process's share of the machine's."""
-    if seat.device.type == "cuda":
-        torch.zeros(1, device=seat.device)
-        torch.cuda.synchronize(seat.device)
-        return torch.cuda.mem_get_info(seat.device)[0]
-    return psutil.virtual_memory().total // seat.world
-
-
-def measured(case: Case, seat: WorkerContext, capacity: int) -> Point | None:
-    """A point of the slowest rank, on all ranks; None where there is nothing like it here."""
-    if case.kind == "capacity":
-        least = min(seat.gathered(capacity))
-        return Point(case.kind, case.name, "", 1, (Part(0.0, 0.0),), float(least), 0.0)
-    if case.kind in RUNS:
-        parts, timing = parts_of(case), communication(case, seat)
-    elif case.kind == "launch":
-        parts, timing = (Part(0.0, 0.0),), launch(case.what, seat.device)
+def run(task: ProfileTask, emit: Emit) -> None:
+    """Measure all cases; rank 0 prints the name of each and emits its point."""
+    worker = WorkerContext.current(task.device_type)
+    if worker.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True  # as in training on a GPU
     else:
-        work = work_of(case, seat.device)
-        parts, timing = work.parts, timed_kernels(work.runs, seat.device, sum(part.flops for part in work.parts))
-    found: list[Timing] = [t for t in seat.gathered(timing) if t is not None]
-    if not found:
+        disable_malloc_trim()  # as ranks do
+    capacity = capacity_bytes(worker)  # before anything else has taken memory
+    dist.init_process_group(CONTROL_BACKEND, timeout=TIMEOUT)
+    torch.manual_seed(worker.rank)
+    groups = RankGroups(worker)
+    for case in task.cases:
+        print(case.name, flush=True)
+        dist.barrier()
+        point = measure_case(case, groups, capacity)
+        if worker.rank == 0 and point is not None:
+            emit(point)
+        gc.collect()
+        if worker.device.type == "cuda":
+            torch.cuda.empty_cache()
+    dist.barrier()
+
+
+def capacity_bytes(worker: WorkerContext) -> int:
+    """Bytes for tensors: on a GPU what is free once it has a context, on CPU an equal share of the machine's memory."""
+    if worker.device.type == "cuda":
+        torch.zeros(1, device=worker.device)
+        torch.cuda.synchronize(worker.device)
+        return torch.cuda.mem_get_info(worker.device)[0]
+    return psutil.virtual_memory().total // worker.world
+
+
+def measure_case(case: Case, groups: RankGroups, capacity: int) -> MeasuredPoint | None:
+    """The slowest rank's point, on all ranks; None where this machine cannot run the case.
+
+    Args:
+        capacity: bytes for tensors on this rank.
+    """
+    device = groups.worker.device
+    if case.kind == "capacity":
+        return MeasuredPoint(case, (OpCounts(0.0, 0.0),), float(min(groups.all_gather_objects(capacity))), 0.0)
+    if case.kind in COMMUNICATION_BUILDERS:
+        ops, timing = communication_op_counts(case), time_communication(case, groups)
+    elif case.kind == "launch":
+        ops, timing = (OpCounts(0.0, 0.0),), time_launch(case.variant, device)
+    else:
+        kernels = kernel_runs(case, device)
+        ops, timing = kernels.ops, time_kernels(kernels.runs, device, sum(op.flops for op in kernels.ops))
+    timings: list[Timing] = [t for t in groups.all_gather_objects(timing) if t is not None]
+    if not timings:
         return None
-    slowest = max(found, key=lambda t: t.seconds)
-    return Point(case.kind, case.name, case.dtype, case.ranks, parts, slowest.seconds, slowest.spread)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    slowest = max(timings, key=lambda t: t.seconds)
+    return MeasuredPoint(case, ops, slowest.seconds, slowest.spread)

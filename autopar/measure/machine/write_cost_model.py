@@ -1,4 +1,4 @@
-"""The cost-model file: constants with unit, source, date and error, and the points they were fitted from."""
+"""Text of a cost-model file: constants with unit, source, date and error, and the points that they were fitted from."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pathlib import Path
 from autopar.cost.hardware.cost_file import UNITS
 from autopar.errors import HardwareError
 from autopar.ir.units import plural
-from autopar.measure.machine.carried import PreservedSections, number_text
+from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.fit import Constant, fit
-from autopar.measure.machine.points import Point, Setting, point_data, point_from
+from autopar.measure.machine.points import MeasuredPoint, point_data, point_from
+from autopar.measure.machine.preserved import PreservedSections, number_text
 
-# From small to large: the last one of which a value is at least 1, else the first.
-WRITTEN_IN: Mapping[str, Sequence[str]] = {
+# Units from small to large. A value is written in the last unit in which it is at least 1, else in the first.
+FILE_UNITS: Mapping[str, Sequence[str]] = {
     "bytes": ("B", "kB", "MB", "GB"), "bytes per second": ("GB/s",), "FLOPs": ("MFLOP", "GFLOP"),
     "FLOPs per second": ("GFLOP/s", "TFLOP/s"), "seconds": ("us",), "share": ("1",), "ratio": ("1",),
 }  # fmt: skip
 DIGITS = 6
-NOTHING_CARRIED = PreservedSections()
+NOTHING_PRESERVED = PreservedSections()
 NOTE = """\
 # Measured by `autopar profile`. Every number carries its unit, its source, the date and its fit's error: the 90th
 # percentile of the relative errors of its large points, those of at least 20 launches. The points are below, formulas
@@ -31,57 +32,63 @@ NOTE = """\
 
 
 @dataclass(frozen=True)
-class Raw:
-    """Points with the setting that they were measured in."""
+class RawMeasurements:
+    """Points, and the setting in which they were measured: the [raw] table of a file."""
 
-    setting: Setting
-    points: tuple[Point, ...]
+    setting: ProfileSetting
+    points: tuple[MeasuredPoint, ...]
 
 
 def cost_model_text(
-    name: str, raw: Raw, constants: Sequence[Constant], day: date, kept: PreservedSections = NOTHING_CARRIED
+    name: str,
+    raw: RawMeasurements,
+    constants: Sequence[Constant],
+    day: date,
+    preserved: PreservedSections = NOTHING_PRESERVED,
 ) -> str:
-    """The file.
+    """The text of a cost-model file.
 
     Args:
-        kept: of the file that it replaces, without what was measured; a part of a node's devices may have been.
+        name: of the machine.
+        preserved: sections of the file that this one replaces, without numbers that were measured. Its devices per
+            node count if this machine has fewer.
     """
     setting = raw.setting
     alone = setting.devices == 1
-    link_name = kept.link_name or ("NCCL" if setting.device_type == "cuda" else "Gloo")
+    link_name = preserved.link_name or ("NCCL" if setting.device_type == "cuda" else "Gloo")
     head = {
         "name": name, "device": device_text(setting), "device_type": setting.device_type,
         "link_name": "none" if alone else link_name,
-        "devices_per_node": 1 if alone else max(kept.devices_per_node, setting.node_devices),
+        "devices_per_node": 1 if alone else max(preserved.devices_per_node, setting.node_devices),
     }  # fmt: skip
     lines = [NOTE, *(f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in head.items())]
     tables: dict[str, dict[str, str]] = {}
-    for constant in sorted(constants, key=lambda c: TABLES.index(c.path[0])):
+    for constant in sorted(constants, key=lambda c: TABLE_ORDER.index(c.path[0])):
         *table, key = constant.path
-        tables.setdefault(".".join(table), {})[key] = entry(constant, setting, day)
-    for table, numbers in kept.tables.items():
+        tables.setdefault(".".join(table), {})[key] = constant_text(constant, setting, day)
+    for table, numbers in preserved.tables.items():
         tables.setdefault(table, {}).update((key, number_text(number)) for key, number in numbers.items())
     for table, entries in tables.items():
         lines += ["", f"[{table}]", *(f"{key} = {text}" for key, text in entries.items())]
     lines += ["", "# What the constants were fitted from: seconds of operations with their FLOPs and bytes.", "[raw]"]
     lines += [f"{key} = {json.dumps(value, ensure_ascii=False)}" for key, value in asdict(setting).items()]
-    lines += ["points = [", *(f"  {inline(point)}," for point in raw.points), "]", ""]
+    lines += ["points = [", *(f"  {point_text(point)}," for point in raw.points), "]", ""]
     return "\n".join(lines)
 
 
-TABLES = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective", "overlap")
+TABLE_ORDER = ("memory", "peak_flops", "launch", "efficiency", "optimizer", "link", "collective", "overlap")
 
 
-def device_text(setting: Setting) -> str:
-    """A device in words; a GPU's name is torch's, by which it is known again."""
+def device_text(setting: ProfileSetting) -> str:
+    """The device in words. For a GPU it is torch's name, by which `autopar.runtime.launch.devices` recognises it."""
     if setting.device_type == "cuda":
         return setting.device
     return f"{plural(setting.threads, 'thread')} of {setting.device}"
 
 
-def entry(constant: Constant, setting: Setting, day: date) -> str:
-    """One number."""
-    value, unit = written(constant)
+def constant_text(constant: Constant, setting: ProfileSetting, day: date) -> str:
+    """A TOML inline table with a constant's value, unit, error, date and source."""
+    value, unit = in_file_unit(constant)
     source = f"assumption: {constant.assumption}"
     if not constant.assumption:
         source = f"measured: {setting.devices} x {setting.device}, torch {setting.torch}, `autopar profile --devices "
@@ -89,53 +96,53 @@ def entry(constant: Constant, setting: Setting, day: date) -> str:
         if constant.error_of_all > constant.error:
             source += f", error with small ones {constant.error_of_all:.1%}"
         source += f"; {constant.note}" if constant.note else ""
-    said = f"error = {constant.error:.3g}, date = {day}, source = {json.dumps(source, ensure_ascii=False)}"
-    return f'{{ value = {value:.{DIGITS}g}, unit = "{unit}", {said} }}'
+    attributes = f"error = {constant.error:.3g}, date = {day}, source = {json.dumps(source, ensure_ascii=False)}"
+    return f'{{ value = {value:.{DIGITS}g}, unit = "{unit}", {attributes} }}'
 
 
-def written(constant: Constant) -> tuple[float, str]:
-    """A value and the unit that suits it."""
+def in_file_unit(constant: Constant) -> tuple[float, str]:
+    """A constant's value in the unit in which the file has it, and that unit."""
     factors = UNITS[constant.quantity]
-    units = WRITTEN_IN[constant.quantity]
+    units = FILE_UNITS[constant.quantity]
     unit = next((u for u in reversed(units) if constant.value >= factors[u]), units[0])
     return constant.value / factors[unit], unit
 
 
 def value_text(constant: Constant) -> str:
-    """A value as the file has it, shorter."""
-    value, unit = written(constant)
+    """A constant's value and unit with four digits, for a table."""
+    value, unit = in_file_unit(constant)
     return f"{value:,.4g} {'' if unit == '1' else unit}".rstrip()
 
 
-def inline(point: Point) -> str:
-    """One point on a line."""
+def point_text(point: MeasuredPoint) -> str:
+    """A TOML inline table with a point's record."""
     return f"{{ {', '.join(f'{key} = {json.dumps(value)}' for key, value in point_data(point).items())} }}"
 
 
-def raw_points(path: Path) -> Raw | None:
-    """The points in a cost model; None where it has none by `autopar profile`.
+def raw_points(path: Path) -> RawMeasurements | None:
+    """The points in a cost-model file; None if `autopar profile` did not write it.
 
     Raises:
-        HardwareError: the file cannot be read, or its points are none.
+        HardwareError: the file or its points cannot be read.
     """
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8")).get("raw", {})
         if "points" not in raw:
             return None
         points = tuple(map(point_from, raw.pop("points")))
-        return Raw(Setting(**raw), points)
+        return RawMeasurements(ProfileSetting(**raw), points)
     except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as error:
         raise HardwareError(
-            f"Cannot read the measurements in {path}: {type(error).__name__}: {error}. Write the file anew with "
+            f"Cannot read the measurements in {path}: {type(error).__name__}: {error}. Write the file again with "
             "`autopar profile`."
         ) from error
 
 
 def refit(path: Path) -> tuple[Constant, ...]:
-    """The constants that a file's own points give.
+    """Constants fitted to the points in a cost-model file.
 
     Raises:
-        HardwareError: it has no points.
+        HardwareError: the file has no points, or they cannot be read.
     """
     raw = raw_points(path)
     if raw is None:

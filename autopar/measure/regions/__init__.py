@@ -1,1 +1,11 @@
-"""Operations timed on the device at hand, as they will run: compiled regions and their backwards, kept on disk."""
+"""`--cost measured`: times the compiled regions of the graphs that a rank would run, and keeps the times on disk.
+
+Input: a graph of one rank. Output: names of operations with their `RegionTimes`.
+
+Files in reading order:
+    timed_regions.py        a graph as regions under anonymous names, so that equal blocks are timed once
+    timing.py               forward and backward of one region; null_communicator.py replaces its peers
+    cache.py                times on disk, in one folder per setting
+    worker.py               times regions in a process; task.py is its payload
+    region_times.py         `RegionTimer`: the cache first, then worker processes; progress.py shows them
+"""

@@ -1,4 +1,4 @@
-"""Measured times on disk: a file each, written in one piece, so that several processes and kills do no harm."""
+"""Measured times on disk: one file per region, replaced atomically, so that several processes may write at a time."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ SETTING = "setting.txt"
 
 
 @dataclass(frozen=True)
-class Times:
-    """Median seconds of a piece's forward and of its backward, and how far repeats of both together lay apart: between
-    the quartiles, as a share of the median."""
+class RegionTimes:
+    """Median seconds of a region's forward and of its backward.
+
+    Args:
+        spread: interquartile range of the repeats as a share of the median; the larger of forward's and of both
+            together's.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -29,37 +33,37 @@ class Times:
 
     def __post_init__(self) -> None:
         if not (self.forward_seconds > 0 and self.backward_seconds >= 0 and self.spread >= 0):
-            raise ValueError(f"{self} has a time that none takes")
+            raise ValueError(f"{self} has an impossible time")
 
 
-TIMES = TypeAdapter(Times)
+TIMES = TypeAdapter(RegionTimes)
 
 
 def cache_folder() -> Path:
-    """``AUTOPAR_CACHE``, or autopar's folder among the user's caches (XDG base directories)."""
-    own = os.environ.get(FOLDER_VARIABLE)
+    """The folder in ``AUTOPAR_CACHE``, or autopar's folder in the user's cache directory (XDG base directories)."""
+    folder = os.environ.get(FOLDER_VARIABLE)
     caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(own) if own else Path(caches) / "autopar"
+    return Path(folder) if folder else Path(caches) / "autopar"
 
 
-class Cache:
-    """Times by name, in a folder for each setting. Nothing is kept in memory: another process may measure meanwhile."""
+class TimesCache:
+    """Times by name, in one folder per setting. Nothing is kept in memory: another process may measure meanwhile."""
 
     def __init__(self, folder: Path, setting: str) -> None:
-        """Open, or begin with the first measurement.
+        """Open a cache; its folder is created with the first measurement.
 
         Args:
-            setting: everything that times depend on but what is timed, for people too: it is written beside them.
+            setting: text of everything other than the region that times depend on; also written to setting.txt.
         """
         self.setting, self.folder = setting, folder / "times" / digest(setting)
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has been measured in this setting."""
+        """Whether there is no measurement in this setting."""
         return not self.folder.is_dir()
 
-    def get(self, name: str) -> Times | None:
-        """What is known; a file that cannot be read is removed, with a `CacheWarning`."""
+    def get(self, name: str) -> RegionTimes | None:
+        """The times of a name; None if there are none. A file that cannot be read is removed, with a `CacheWarning`."""
         path = self.path(name)
         try:
             return TIMES.validate_json(path.read_bytes(), strict=True)
@@ -75,8 +79,8 @@ class Cache:
             path.unlink(missing_ok=True)
             return None
 
-    def put(self, name: str, times: Times) -> None:
-        """Keep a measurement.
+    def put(self, name: str, times: RegionTimes) -> None:
+        """Write the times of a name.
 
         Raises:
             UsageError: the folder cannot be written to.
@@ -85,8 +89,8 @@ class Cache:
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             if not (self.folder / SETTING).exists():
-                write(self.folder / SETTING, self.setting + "\n")
-            write(path, json.dumps(asdict(times)))
+                replace_file(self.folder / SETTING, self.setting + "\n")
+            replace_file(path, json.dumps(asdict(times)))
         except OSError as error:
             raise UsageError(
                 f"Cannot keep measured times in {self.folder}: {error.strerror}. Set {FOLDER_VARIABLE} to a folder "
@@ -97,13 +101,13 @@ class Cache:
         return self.folder / f"{name}.json"
 
 
-def write(path: Path, text: str) -> None:
-    """Replace a file in one piece; a process that is killed leaves at most a file that nobody reads."""
+def replace_file(path: Path, text: str) -> None:
+    """Replace a file atomically; a process that is killed leaves at most a temporary file that nobody reads."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         file.write(text)
     Path(file.name).replace(path)
 
 
 def digest(*texts: str) -> str:
-    """A name for what some texts say."""
+    """A file name that identifies some texts: half of their SHA-256 in hexadecimal."""
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:32]

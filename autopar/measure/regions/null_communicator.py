@@ -1,4 +1,4 @@
-"""In place of the other ranks of a tensor-parallel axis: nothing travels, since cost models price that."""
+"""A communicator without peers: collectives of a timed region take no time, since the cost model prices them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from torch import Tensor
 
 
 class NullCommunicator:
-    """A `autopar.ops.collectives.Communicator` of the first of several ranks. What others would send has any values."""
+    """An `autopar.ops.collectives.Communicator` of rank 0 of several ranks; received tensors are uninitialised."""
 
     def __init__(self, ranks: int) -> None:
         self.rank, self.ranks = 0, ranks
 
     def reserve(self, num_bytes: int) -> None:
-        """There is nothing to reserve."""
+        """Do nothing: there is no buffer."""
 
     def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
-        """The sum of one summand."""
+        """Leave the tensor as it is."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return tensor.new_empty((self.ranks, *tensor.shape))
@@ -33,10 +33,10 @@ class NullCommunicator:
         return tensor.new_empty((self.ranks, *tensor.shape))
 
     def unpublish(self) -> None:
-        """Nobody reads."""
+        """Do nothing: no peer reads the shard."""
 
     def push_shard(self, rank: int, stacked: Tensor) -> None:
-        """Nobody is sent anything."""
+        """Do nothing: there is no peer."""
 
     def reduce_pushed(self, stacked: Tensor) -> Tensor:
         return stacked.new_empty(stacked.shape[1:])

@@ -1,4 +1,4 @@
-"""What measuring shows: a bar in a terminal, a line for each model and batch elsewhere."""
+"""Progress of timing regions on stderr: a bar in a terminal, otherwise a line for each model and batch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from autopar.ir.units import plural
 
 
-class Shown:
-    """Told by a `RegionTimer` how far it is; a bar begins with the first of some pieces and goes after the last."""
+class RegionProgressBar:
+    """The progress callback of a `RegionTimer`; the bar appears with the first region and disappears after the last."""
 
     def __init__(self) -> None:
         self.console = Console(stderr=True, highlight=False)

@@ -1,14 +1,9 @@
-"""Times of the pieces of graphs: from the cache, or measured now in processes of their own."""
+"""Times of a graph's regions: from the cache, or measured now in worker processes."""
 
 from __future__ import annotations
 
-import pickle
-import tempfile
-import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -18,194 +13,190 @@ from autopar.ir.hardware import Hardware
 from autopar.ir.plan_parts import CostSource
 from autopar.ir.program import Program
 from autopar.ir.units import percent, plural
-from autopar.measure.machine.points import STEADY_SPREAD
-from autopar.measure.regions.cache import TIMES as FROM_JSON
-from autopar.measure.regions.cache import Cache, Times, cache_folder, digest
-from autopar.measure.regions.progress import Shown
-from autopar.measure.regions.setting import Setting, this_setting
-from autopar.measure.regions.task import PIECES, TIMES, Task
-from autopar.measure.regions.timed_regions import TimedRegion, pieces_of
-from autopar.measure.workers import end, free_port, last_line, start
+from autopar.measure.device import RegionSetting, region_setting
+from autopar.measure.machine.points import MAX_STEADY_SPREAD
+from autopar.measure.regions.cache import RegionTimes, TimesCache, cache_folder, digest
+from autopar.measure.regions.progress import RegionProgressBar
+from autopar.measure.regions.task import RegionTask
+from autopar.measure.regions.timed_regions import TimedRegion, timed_regions
+from autopar.measure.workers import WorkerLimits, run_workers
 from autopar.runtime.launch.devices import describes
 from autopar.runtime.launch.environment import launched
 from autopar.runtime.launch.torch_settings import TorchSettings
 
-WORKER = "autopar.measure.regions.worker"
-POLL_SECONDS = 0.1
-LIMIT_SECONDS = 600.0  # for one piece, compiling included
+WORKER = "autopar.measure.regions.worker:run"
+LIMIT_SECONDS = 600.0  # for one region, compilation included
 
-# Is told how many of how many pieces are measured, and of what.
-Progress = Callable[[int, int, str], None]
-Measured = Sequence[tuple[tuple[str, ...], Times]]  # operations of each piece, and its times
+ProgressCallback = Callable[[int, int, str], None]  # (regions done, regions in all, description)
+MeasuredRegions = Sequence[tuple[tuple[str, ...], RegionTimes]]  # names of each region's operations, and its times
 
 
 class RegionTimer:
     """Times of graphs in one setting.
 
     Args:
-        may_measure: else what is not in the cache stays unknown.
+        may_measure: whether regions that are not in the cache are measured.
     """
 
-    def __init__(self, setting: Setting, cache: Cache, may_measure: bool, progress: Progress) -> None:
+    def __init__(
+        self, setting: RegionSetting, cache: TimesCache, may_measure: bool, progress: ProgressCallback
+    ) -> None:
         self.setting, self.cache = setting, cache
         self.may_measure, self.progress = may_measure, progress
 
-    def times(self, graph: Graph, ranks: int, size: int, at_size: Callable[[], Graph], what: str) -> Measured | None:
-        """The times of a graph's pieces with ``size`` samples, but those of pieces that no device has room for.
+    def times(
+        self, graph: Graph, ranks: int, size: int, at_size: Callable[[], Graph], what: str
+    ) -> MeasuredRegions | None:
+        """Times of a graph's regions with ``size`` samples, except for regions that do not fit in memory.
 
         Args:
             graph: traced with any number of samples.
             ranks: of its tensor-parallel axis.
-            at_size: traces it with that many.
+            at_size: traces the graph with ``size`` samples.
             what: the graph in words, for the progress.
         Returns:
-            None where some are unknown and may not be measured.
+            None if a region is not in the cache and may not be measured.
         Raises:
-            WorkerError: the process that measures failed; what it measured before is kept.
+            WorkerError: a worker process failed; regions measured before that are in the cache.
         """
-        pieces = tuple(pieces_of(graph))
-        named = [piece_name(p, ranks, graph.batch, size) for p in pieces]
-        known = {name: self.cache.get(name) for name in dict.fromkeys(named)}
-        if not all(known.values()):
+        regions = tuple(timed_regions(graph))
+        keys = [cache_key(region, ranks, graph.batch, size) for region in regions]
+        times_by_key = {key: self.cache.get(key) for key in dict.fromkeys(keys)}
+        if not all(times_by_key.values()):
             if not self.may_measure:
                 return None
-            sized = pieces if graph.batch == size else tuple(pieces_of(at_size()))
-            assert [p.ops for p in sized] == [p.ops for p in pieces], "another batch size divides otherwise"
-            found = self.measured(sized, ranks, size, what)
-            for name, piece in zip(named, sized):
-                known[name] = found.get(piece.text)
-                times = known[name]
-                if times is not None and times.spread <= STEADY_SPREAD and graph.batch != size:
-                    self.cache.put(name, times)
-        return [(piece.ops, times) for piece, name in zip(pieces, named) if (times := known[name]) is not None]
+            sized_regions = regions if graph.batch == size else tuple(timed_regions(at_size()))
+            same_ops = [r.ops for r in sized_regions] == [r.ops for r in regions]
+            assert same_ops, "the graph has other regions at another batch size"
+            measured = self.measure(sized_regions, ranks, size, what)
+            for key, region in zip(keys, sized_regions):
+                times = times_by_key[key] = measured.get(region.text)
+                if times is not None and times.spread <= MAX_STEADY_SPREAD and graph.batch != size:
+                    self.cache.put(key, times)
+        return [(r.ops, times) for r, key in zip(regions, keys) if (times := times_by_key[key]) is not None]
 
-    def measured(self, pieces: Sequence[TimedRegion], ranks: int, size: int, what: str) -> Mapping[str, Times]:
-        """Times by the text of a piece, measured where the cache has none."""
-        names = {p.text: piece_name(p, ranks, size, size) for p in pieces}
-        known = {text: times for text, name in names.items() if (times := self.cache.get(name)) is not None}
-        programs = {p.text: p.program for p in pieces if p.text not in known}
+    def measure(self, regions: Sequence[TimedRegion], ranks: int, size: int, what: str) -> Mapping[str, RegionTimes]:
+        """Times by the region's text, measured if the cache has none."""
+        keys = {region.text: cache_key(region, ranks, size, size) for region in regions}
+        times_by_text = {text: times for text, key in keys.items() if (times := self.cache.get(key)) is not None}
+        programs = {region.text: region.program for region in regions if region.text not in times_by_text}
 
-        def keep(text: str, times: Times | None) -> None:
+        def keep(text: str, times: RegionTimes | None) -> None:
             if times is None:
                 return
-            known[text] = times
-            if times.spread <= STEADY_SPREAD:
-                self.cache.put(names[text], times)
+            times_by_text[text] = times
+            if times.spread <= MAX_STEADY_SPREAD:
+                self.cache.put(keys[text], times)
 
-        self.run(programs, ranks, keep, what)
-        unsteady = max((known[text].spread for text in programs.keys() & known.keys()), default=0.0)
-        if unsteady > STEADY_SPREAD:
+        self.measure_programs(programs, ranks, keep, what)
+        unsteady = max((times_by_text[text].spread for text in programs.keys() & times_by_text.keys()), default=0.0)
+        if unsteady > MAX_STEADY_SPREAD:
             warnings.warn(
                 f"Times of {what} lie up to {percent(unsteady, 0)} apart, so something else uses this device. They "
                 "count in this plan and are not kept.",
                 MeasuringWarning,
                 stacklevel=2,
             )
-        if left := len(programs.keys() - known.keys()):
+        if num_missing := len(programs.keys() - times_by_text.keys()):
             warnings.warn(
-                f"{plural(left, 'piece')} of {what} need more memory than the device has free: priced by the cost "
-                "model.",
+                f"{plural(num_missing, 'piece')} of {what} need more memory than the device has free: priced by the "
+                "cost model.",
                 MeasuringWarning,
                 stacklevel=2,
             )
-        return known
+        return times_by_text
 
-    def run(
-        self, programs: Mapping[str, Program], ranks: int, keep: Callable[[str, Times | None], None], what: str
+    def measure_programs(
+        self, programs: Mapping[str, Program], ranks: int, keep: Callable[[str, RegionTimes | None], None], what: str
     ) -> None:
-        """Measure programs in as many processes at once as the setting says.
+        """Time programs in as many simultaneous processes as the setting says, and call ``keep`` with each result.
 
         Raises:
-            WorkerError: one failed, or took too long.
+            WorkerError: a process failed, or took too long.
         """
         if not programs:
             return
         setting, texts = self.setting, list(programs)
-        task = Task(
+        task = RegionTask(
             tuple((programs[text], ranks) for text in texts), setting.device_type, setting.execution_mode,
             setting.threads, TorchSettings.current(),
         )  # fmt: skip
-        with tempfile.TemporaryDirectory(prefix="autopar-measuring-") as name:
-            folders = [Path(name) / str(k) for k in range(setting.processes)]
-            for folder in folders:
-                folder.mkdir()
-                (folder / PIECES).write_bytes(pickle.dumps(task))
-            processes: list[Any] = []
-            try:
-                for folder in folders:
-                    processes.append(start(WORKER, folder, 0, 1, free_port(), setting.threads or None))
-                done, deadline = 0, time.monotonic() + LIMIT_SECONDS
-                self.progress(done, len(texts), what)
-                while done < len(texts):
-                    ended = [p.poll() for p in processes]
-                    rows = [lines(folder / TIMES) for folder in folders]
-                    for k in range(done, min(map(len, rows))):
-                        keep(texts[k], joined([row[k] for row in rows]))
-                        done, deadline = k + 1, time.monotonic() + LIMIT_SECONDS
-                        self.progress(done, len(texts), what)
-                    if done < len(texts) and (any(ended) or time.monotonic() > deadline):
-                        self.fail(folders, ended, what)
-                    time.sleep(POLL_SECONDS)
-            finally:
-                end(processes)
-                self.progress(len(texts), len(texts), what)  # also ends what is shown of a failure or Ctrl-C
+        results: list[list[RegionTimes | None]] = [[] for _ in range(setting.processes)]
+        done = 0
 
-    def fail(self, folders: Sequence[Path], ended: Sequence[int | None], what: str) -> None:
-        """Say why there is no measurement; raises WorkerError."""
-        died = next((folder for folder, code in zip(folders, ended) if code), None)
-        said = last_line((died or folders[0]) / "0.log")
-        problem = "ended" if died else f"had no result in {LIMIT_SECONDS:.0f} s"
-        raise WorkerError(
-            f"The process that times {what} {problem}; it said last: {said}. What was measured before is kept in "
-            f"{self.cache.folder}. Plan again, or with cost='analytic' (--cost analytic)."
-        )
+        def on_result(rank: int, times: RegionTimes | None) -> bool:
+            nonlocal done
+            results[rank].append(times)
+            if min(map(len, results)) == done:
+                return False
+            keep(texts[done], slowest([own[done] for own in results]))
+            done += 1
+            self.progress(done, len(texts), what)
+            return True
+
+        self.progress(0, len(texts), what)
+        try:
+            exit = run_workers(
+                WORKER, task, setting.processes, setting.threads or None, WorkerLimits(LIMIT_SECONDS), on_result,
+                name="measuring",
+            )  # fmt: skip
+        finally:
+            self.progress(len(texts), len(texts), what)  # also removes the bar after a failure or Ctrl-C
+        if done < len(texts):
+            problem = f"had no result in {LIMIT_SECONDS:.0f} s" if exit.timed_out else "ended"
+            last_line = exit.last_lines[exit.failed_rank or 0]
+            raise WorkerError(
+                f"The process that times {what} {problem}; it said last: {last_line}. What was measured before is kept "
+                f"in {self.cache.folder}. Plan again, or with cost='analytic' (--cost analytic)."
+            )
 
 
-def piece_name(piece: TimedRegion, ranks: int, traced: int, size: int) -> str:
-    """A piece's name in the cache; of one that was traced with another number of samples than is meant, another."""
+def cache_key(region: TimedRegion, ranks: int, traced: int, size: int) -> str:
+    """A region's name in the cache.
+
+    Args:
+        traced: samples with which the region was traced.
+        size: samples that the times are for. The text of a region traced with another number says too little.
+    """
     samples = "" if traced == size else f"traced with {traced}, for {size} samples"
-    return digest(piece.text, f"{ranks} ranks", samples)
+    return digest(region.text, f"{ranks} ranks", samples)
 
 
-def lines(path: Path) -> list[Times | None]:
-    """What a process has left so far: its last line may not be whole."""
-    if not path.exists():
-        return []
-    return [None if text == "null" else FROM_JSON.validate_json(text) for text in path.read_text().split("\n")[:-1]]
-
-
-def joined(found: Sequence[Times | None]) -> Times | None:
-    """What several processes measured at the same time, of the slowest, as a step waits for that; nothing where one had
-    no room."""
-    times = [t for t in found if t is not None]
-    if len(times) < len(found):
+def slowest(process_times: Sequence[RegionTimes | None]) -> RegionTimes | None:
+    """The times of the slowest of simultaneous processes, for which a step would wait; None if one lacked memory."""
+    times = [t for t in process_times if t is not None]
+    if len(times) < len(process_times):
         return None
     return max(times, key=lambda t: t.forward_seconds + t.backward_seconds)
 
 
-def region_timer_for(asked: CostSource, hardware: Hardware, devices: int, backend: str | None) -> RegionTimer | None:
-    """What prices operations by measurements on the device at hand; None where the cost model prices them.
+def region_timer_for(cost: CostSource, hardware: Hardware, devices: int, backend: str | None) -> RegionTimer | None:
+    """The timer that prices operations by measurements on this machine's device; None if the cost model prices them.
 
     Args:
-        asked: with "auto" nothing is measured, and what was measured before is used.
-        hardware: that the plan is for, running programs in the way that is measured.
+        cost: with "auto" nothing is measured, but earlier measurements are used.
+        hardware: the plan's machine, with the execution mode that is measured.
     Raises:
-        UsageError: "measured" is asked for on another device than the plan's, or under a launcher.
+        UsageError: "measured" is requested for another device than this machine's, or under a launcher.
     """
-    if asked == "analytic":
+    if cost == "analytic":
         return None
-    problem = unlike_here(hardware, backend)
-    if problem and asked == "measured":
+    problem = device_mismatch(hardware, backend)
+    if problem and cost == "measured":
         raise UsageError(f"cost='measured' (--cost measured) times operations on the device at hand, but {problem}")
     if problem:
         return None
-    setting = this_setting(hardware.device_type, hardware.execution_mode, devices)
-    cache = Cache(cache_folder(), setting.text)
-    return None if cache.is_empty and asked == "auto" else RegionTimer(setting, cache, asked == "measured", Shown())
+    setting = region_setting(hardware.device_type, hardware.execution_mode, devices)
+    cache = TimesCache(cache_folder(), setting.text)
+    return (
+        None
+        if cache.is_empty and cost == "auto"
+        else RegionTimer(setting, cache, cost == "measured", RegionProgressBar())
+    )
 
 
-def unlike_here(hardware: Hardware, backend: str | None) -> str:
-    """Why nothing is measured here for a machine; empty where it can be."""
+def device_mismatch(hardware: Hardware, backend: str | None) -> str:
+    """Why times measured on this machine do not hold for a cost model's; empty if they do."""
     if (launch := launched()) is not None:
         return (
             f"{launch.launcher}'s processes would each measure. Make the plan before: autopar plan … --cost measured "

@@ -1,4 +1,4 @@
-"""What the process that measures is told."""
+"""The payload of the worker processes that time regions."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from autopar.ir.hardware import ExecutionMode
 from autopar.ir.program import Program
 from autopar.runtime.launch.torch_settings import TorchSettings
 
-PIECES, TIMES = "pieces.pickle", "times.jsonl"
-
 
 @dataclass(frozen=True)
-class Task:
-    """Pieces, each with the ranks of its tensor-parallel axis, and how to run them; ``threads`` is 0 on GPUs."""
+class RegionTask:
+    """Regions to time, and how to run them.
 
-    pieces: tuple[tuple[Program, int], ...]
+    Args:
+        regions: each a program and the number of ranks of its tensor-parallel axis.
+        threads: of each process, on CPU; 0 on GPUs.
+    """
+
+    regions: tuple[tuple[Program, int], ...]
     device_type: str
     execution_mode: ExecutionMode
     threads: int

@@ -1,4 +1,7 @@
-"""A graph as pieces that are timed alone: the regions that torch.compile sees, without what names them in the model."""
+"""A graph as regions that are timed alone: those that torch.compile sees, without the model's names.
+
+Equal blocks of a model thus have equal programs, which are timed once.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +14,17 @@ from autopar.codegen.regions import regions_of
 from autopar.ir.graph import Graph, Op, Weight, renamed
 from autopar.ir.program import Edge, Program
 
-ANY_FRACTION = 0.5  # stands for every number that is not whole: none decides on a kernel's time
-RANDOM = "autopar.uniform.default"  # has the name of what draws as an argument
+ANY_FRACTION = 0.5  # replaces every number that is not whole: no kernel's time depends on its value
+RANDOM_OP = "autopar.uniform.default"  # one of its arguments is the name of the random operation
 
 
 @dataclass(frozen=True)
 class TimedRegion:
-    """Operations that become kernels together.
+    """Operations that are compiled together.
 
-    Equal pieces of a model, such as its blocks, have equal programs. ``ops`` are their names in the graph.
+    Args:
+        program: the operations under anonymous names.
+        ops: their names in the graph.
     """
 
     program: Program
@@ -27,60 +32,67 @@ class TimedRegion:
 
     @cached_property
     def text(self) -> str:
-        """Everything that its time depends on but the device."""
+        """Text that identifies the program: everything other than the device that its time depends on."""
         return repr(self.program)
 
 
-def pieces_of(graph: Graph) -> Iterator[TimedRegion]:
-    """The pieces of what a rank runs, in order; in training."""
+def timed_regions(graph: Graph) -> Iterator[TimedRegion]:
+    """The regions of a training graph that one rank runs, in order."""
     for region in regions_of(graph):
-        yield TimedRegion(anonymous(region.ops, region.reads, region.makes, graph), tuple(op.name for op in region.ops))
+        yield TimedRegion(
+            anonymous_program(region.ops, region.reads, region.makes, graph), tuple(op.name for op in region.ops)
+        )
 
 
-def anonymous(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[str, ...], graph: Graph) -> Program:
-    """A program of some operations in which names are numbers; what other operations make is received."""
-    held = dict.fromkeys(name for op in ops for name in (*op.reads, *op.mutates) if name in graph.weight)
-    names = {name: f"w{k}" for k, name in enumerate(held)} | {name: f"x{k}" for k, name in enumerate(reads)}
-    own: list[Op] = []
+def anonymous_program(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[str, ...], graph: Graph) -> Program:
+    """A program of some operations, whose weights, reads and results are named w0 …, x0 … and v0 ….
+
+    Args:
+        reads: values from outside the region: inputs of the graph stay inputs, all others are received.
+        makes: values that the region sends.
+    """
+    weight_names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.mutates) if name in graph.weight)
+    names = {name: f"w{k}" for k, name in enumerate(weight_names)} | {name: f"x{k}" for k, name in enumerate(reads)}
+    renamed_ops: list[Op] = []
     for number, op in enumerate(ops):
         name = f"v{number}"
         names |= {v.name: v.name.replace(op.name, name, 1) for v in op.outputs}
-        own.append(
+        renamed_ops.append(
             Op(
                 name=name,
                 target=op.target,
-                args=tuple(plain(renamed(a, names), op) for a in op.args),
-                kwargs=tuple((key, plain(renamed(a, names), op)) for key, a in op.kwargs),
+                args=tuple(normalized_argument(renamed(a, names), op) for a in op.args),
+                kwargs=tuple((key, normalized_argument(renamed(a, names), op)) for key, a in op.kwargs),
                 outputs=tuple(replace(v, name=names[v.name]) for v in op.outputs),
                 module="",
                 mutates=tuple(names[n] for n in op.mutates),
             )
         )
-    given = {v.name for v in graph.inputs}
+    input_names = {v.name for v in graph.inputs}
     values = {name: replace(graph.values[name], name=names[name]) for name in (*reads, *makes)}
     return Program(
         stage=1,
         mode=graph.mode,
         batch=graph.batch,
-        inputs=tuple(values[name] for name in reads if name in given),
-        receives=tuple(Edge(values[name], 0, 1) for name in reads if name not in given),
-        weights=tuple(weight(graph.weight[name], names[name]) for name in held),
-        ops=tuple(own),
+        inputs=tuple(values[name] for name in reads if name in input_names),
+        receives=tuple(Edge(values[name], 0, 1) for name in reads if name not in input_names),
+        weights=tuple(renamed_weight(graph.weight[name], names[name]) for name in weight_names),
+        ops=tuple(renamed_ops),
         sends=tuple(Edge(values[name], 1, 2) for name in makes),
     )
 
 
-def weight(found: Weight, name: str) -> Weight:
-    """A weight as a piece knows it."""
+def renamed_weight(weight: Weight, name: str) -> Weight:
+    """A weight under another name, without its shardings and the model's names."""
     return Weight(
-        name, found.kind, found.shape, found.dtype, found.requires_grad, master=found.master, order=found.order
+        name, weight.kind, weight.shape, weight.dtype, weight.requires_grad, master=weight.master, order=weight.order
     )
 
 
-def plain(argument: Any, op: Op) -> Any:
-    """An argument without what differs between equal blocks: probabilities, scales, names of random operations."""
+def normalized_argument(argument: Any, op: Op) -> Any:
+    """An argument without what differs between equal blocks: probabilities, scales, and names of random operations."""
     if isinstance(argument, tuple):
-        return tuple(plain(a, op) for a in argument)
+        return tuple(normalized_argument(a, op) for a in argument)
     if isinstance(argument, float) and not argument.is_integer():
         return ANY_FRACTION
-    return "random" if op.target == RANDOM and argument == op.name else argument
+    return "random" if op.target == RANDOM_OP and argument == op.name else argument

@@ -1,4 +1,4 @@
-"""How much of a step is bubble: from measured actions, and at the least."""
+"""The pipeline bubble of a measured step, and its lower bound by simulation."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from autopar.runtime.engine.executor import Span
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 
-Spans = Mapping[int, tuple[Span, ...]]
+SpansByRank = Mapping[int, tuple[Span, ...]]
 
 
-def bubble_bound_seconds(plan: Plan, spans: Spans) -> float:
-    """Simulated step with the measured forward and backward of each stage's slowest rank, and free transfers."""
+def bubble_bound_seconds(plan: Plan, spans: SpansByRank) -> float:
+    """Seconds of a simulated step with free transfers, and each stage's measured times on its slowest rank."""
 
     def per_action(rank: int, stage: int, kind: str) -> float:
-        own = (s for s in spans[rank] if s.action.kind == kind and s.action.chunk == stage)
-        return mean(s.end_seconds - s.start_seconds for s in own)
+        actions = (s for s in spans[rank] if s.action.kind == kind and s.action.chunk == stage)
+        return mean(s.end_seconds - s.start_seconds for s in actions)
 
     forward, backward = (
         [max(per_action(rank, number, kind) for rank in stage.ranks) for number, stage in enumerate(plan.stages)]
@@ -29,7 +29,7 @@ def bubble_bound_seconds(plan: Plan, spans: Spans) -> float:
     return simulate(generate(plan.schedule, plan.mesh.pp, count, plan.chunks), forward, backward).step_seconds
 
 
-def bubble_share(spans: Spans, step_seconds: float) -> float:
-    """Part of the ranks' time in which no action ran: waiting, transfers that are not hidden, sums and the update."""
-    busy = sum(s.end_seconds - s.start_seconds for own in spans.values() for s in own)
+def bubble_share(spans: SpansByRank, step_seconds: float) -> float:
+    """Share of the ranks' time in which no action ran: waiting, exposed transfers, gradient reduction, the update."""
+    busy = sum(s.end_seconds - s.start_seconds for rank_spans in spans.values() for s in rank_spans)
     return 1 - busy / (len(spans) * step_seconds)

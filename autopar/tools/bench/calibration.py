@@ -1,4 +1,4 @@
-"""How far predictions are off: the planner's plan and the best of every other mesh, predicted against measured."""
+"""Errors of predictions: the chosen plan and the best plan of every other mesh, predicted against measured."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from autopar.ir.mesh import STRICT, Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import PriceSource
 from autopar.ir.units import percent, plural
-from autopar.tools.bench.baselines.registry import CONTESTANTS, Variant
-from autopar.tools.bench.result import Row
-from autopar.tools.bench.run import Bench, Request, machine_for, outcome_text, plan_label
+from autopar.tools.bench.baselines.registry import CONTESTANTS, BaselineVariant
+from autopar.tools.bench.description import outcome_text, plan_label
+from autopar.tools.bench.request import BenchRequest, machine_for
+from autopar.tools.bench.result import BenchRow
+from autopar.tools.bench.run import Bench
 
 SCHEMA_VERSION = 1
 MIN_BAND = 0.001  # nothing measured is exact
@@ -27,8 +29,8 @@ MIN_BAND = 0.001  # nothing measured is exact
 
 @with_config(STRICT)
 @dataclass(frozen=True)
-class Point:
-    """One plan: what was predicted of a step, second, and of each rank's peak, byte, and what was measured."""
+class CalibrationPoint:
+    """One plan: predicted and measured time of a step, and peak memory of each rank."""
 
     model: str
     batch: int
@@ -42,113 +44,118 @@ class Point:
 
     @property
     def time_error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Error of the predicted step time, relative to the measured one."""
         return self.predicted_seconds / self.measured_seconds - 1
 
     @property
     def memory_errors(self) -> tuple[float, ...]:
-        """The same of each rank's peak."""
+        """Error of each rank's predicted peak, relative to the measured one."""
         return tuple(p / m - 1 for p, m in zip(self.predicted_bytes, self.measured_bytes, strict=True))
 
     @property
     def key(self) -> tuple[str, int, str, str]:
-        """What a later measurement of the same replaces."""
+        """Identifies the plan: a later measurement of it replaces this one."""
         return self.model, self.batch, self.precision, self.plan
 
 
 @dataclass(frozen=True)
-class Band:
-    """Median and largest absolute value of some relative errors."""
+class ErrorBand:
+    """Median and largest absolute value of relative errors."""
 
     median: float
     worst: float
 
     @staticmethod
-    def of(errors: Sequence[float]) -> Band:
+    def of(errors: Sequence[float]) -> ErrorBand:
         sizes = [abs(error) for error in errors]
-        return Band(median(sizes), max(sizes))
+        return ErrorBand(median(sizes), max(sizes))
 
 
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Calibration:
-    """Plans of one machine under one cost model, by its formulas or with operations that were timed; ``memory`` says
-    what the measured bytes are."""
+    """Measured plans of one machine under one cost model; a JSON file.
+
+    Args:
+        cost: whether operations were priced by the cost model's formulas or by measurements.
+        memory: what the measured bytes count.
+        commands: that measured the points.
+    """
 
     machine: str
     hardware: str
     cost: PriceSource
     memory: str
     commands: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[CalibrationPoint, ...]
     schema_version: int = SCHEMA_VERSION
 
     @property
-    def time(self) -> Band:
-        return Band.of([point.time_error for point in self.points])
+    def time(self) -> ErrorBand:
+        return ErrorBand.of([point.time_error for point in self.points])
 
     @property
-    def peaks(self) -> Band:
-        return Band.of([error for point in self.points for error in point.memory_errors])
+    def peaks(self) -> ErrorBand:
+        return ErrorBand.of([error for point in self.points for error in point.memory_errors])
 
-    def joined(self, other: Calibration) -> Calibration:
-        """With the points of a later one, which replace those of the same plans.
+    def merged_with(self, later: Calibration) -> Calibration:
+        """This calibration with the points of a later one; a later point replaces an earlier one of the same plan.
 
         Raises:
-            UsageError: it is of another machine or cost model.
+            UsageError: the later one is of another machine or cost model.
         """
-        for what, own, theirs in (
-            ("machine", self.machine, other.machine), ("cost model", self.hardware, other.hardware),
-            ("source of costs", self.cost, other.cost),
+        for what, earlier, now in (
+            ("machine", self.machine, later.machine), ("cost model", self.hardware, later.hardware),
+            ("source of costs", self.cost, later.cost),
         ):  # fmt: skip
-            if own != theirs:
+            if earlier != now:
                 raise UsageError(
-                    f"The calibration so far is of another {what}: {own} there, {theirs} here. Write to another file."
+                    f"The calibration so far is of another {what}: {earlier} there, {now} here. Write to another file."
                 )
-        points = {point.key: point for point in (*self.points, *other.points)}
-        commands = tuple(dict.fromkeys((*self.commands, *other.commands)))
-        return replace(other, commands=commands, points=tuple(points.values()))
+        points = {point.key: point for point in (*self.points, *later.points)}
+        commands = tuple(dict.fromkeys((*self.commands, *later.commands)))
+        return replace(later, commands=commands, points=tuple(points.values()))
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
 
     @staticmethod
     def load(path: Path) -> Calibration:
-        """What a file holds.
+        """The calibration in a file.
 
         Raises:
-            UsageError: it cannot be read, or is something else.
+            UsageError: the file cannot be read, or holds something else.
         """
         try:
             data = json.loads(path.read_text())
-            found = TypeAdapter(Calibration).validate_python(data)
+            calibration = TypeAdapter(Calibration).validate_python(data)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError, ValidationError) as error:
             first = str(error).splitlines()[0]
             raise UsageError(f"{path} is no calibration to add to: {first}. Write to another file.") from error
-        if found.schema_version != SCHEMA_VERSION:
+        if calibration.schema_version != SCHEMA_VERSION:
             raise UsageError(
-                f"{path} has schema_version {found.schema_version}, this autopar adds to {SCHEMA_VERSION}. Write to "
-                "another file."
+                f"{path} has schema_version {calibration.schema_version}, this autopar adds to {SCHEMA_VERSION}. Write "
+                "to another file."
             )
-        return found
+        return calibration
 
 
-def calibrated(
-    request: Request,
+def calibrate(
+    request: BenchRequest,
     progress: Callable[[str], None] = lambda text: None,
     keep: Callable[[Calibration], None] = lambda calibration: None,
     earlier: Calibration | None = None,
 ) -> Calibration:
-    """The plan and the best of every other mesh, each run in processes of its own.
+    """Run the chosen plan and the best plan of every other mesh, each in its own processes.
 
     Args:
-        progress: is told what is running and what came of it.
-        keep: is given the points so far whenever there is another one.
-        earlier: what the result adds to.
+        progress: called with a line of text when a plan starts and ends.
+        keep: called with the points so far after every plan.
+        earlier: a calibration to which the new points are added.
 
     Raises:
         UsageError, InfeasibleError, TraceError: there is no plan.
-        UsageError: ``earlier`` is of another machine; no plan ran: the message has the first one's reason.
+        UsageError: ``earlier`` is of another machine, or no plan ran; the message has the first plan's reason.
     """
     machine = machine_for(request)
     with tempfile.TemporaryDirectory(prefix="autopar-bench-") as folder:
@@ -156,49 +163,57 @@ def calibrated(
         empty = bench.result()
         memory = empty.memory if machine.device_type == "cuda" else "most bytes in tensors"
         priced = bench.plan.hardware
-        found = Calibration(empty.machine, priced.name, priced.cost, memory, (request.command,), ())
+        calibration = Calibration(empty.machine, priced.name, priced.cost, memory, (request.command,), ())
         if earlier is not None:
-            found = earlier.joined(found)
+            calibration = earlier.merged_with(calibration)
         plans = [bench.plan, *other_meshes(bench, progress)]
         failures: list[str] = []
         for number, plan in enumerate(plans, start=1):
             head = f"[{number}/{len(plans)}] {plan_label(plan)}"
             progress(f"{head}: running")
-            row = bench.measured(CONTESTANTS["autopar"], Variant("", {}), plan)
+            row = bench.run_variant(CONTESTANTS["autopar"], BaselineVariant("", {}), plan)
             progress(f"{head}: {outcome_text(row)}")
             if row.median_seconds is None:
                 failures.append(f"{plan_label(plan)}: {row.reason}")
-            elif plan.hardware.cost != found.cost:
+            elif plan.hardware.cost != calibration.cost:
                 failures.append(f"{plan_label(plan)}: its operations are not priced as the first plan's were")
-                progress(f"{head}: left out, priced otherwise")
+                progress(f"{head}: left out, its operations are priced differently")
             else:
-                found = found.joined(replace(found, points=(point_of(plan, row, row.median_seconds),)))
-                keep(found)
+                point = calibration_point(plan, row, row.median_seconds)
+                calibration = calibration.merged_with(replace(calibration, points=(point,)))
+                keep(calibration)
         if len(failures) == len(plans):
             raise UsageError(f"No plan ran, so there is nothing to compare. {failures[0]}")
-        return found
+        return calibration
 
 
 def other_meshes(bench: Bench, progress: Callable[[str], None]) -> Iterator[Plan]:
-    """The best plan of every mesh but the chosen one's, under the same constraints; why there is none is told."""
-    devices, asked = bench.plan.mesh.devices, bench.constraints
+    """The best plan of every mesh but the chosen one's, under the same constraints.
+
+    ``progress`` is called with the reason if a mesh has no plan.
+    """
+    devices, constraints = bench.plan.mesh.devices, bench.constraints
     for tp in range(1, devices + 1):
         for pp in range(1, devices // tp + 1):
             mesh = Mesh(pp, tp, devices // tp // pp)
-            given = {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp}
-            wanted = all(asked.get(axis, size) in (None, size) for axis, size in given.items())
-            if mesh.devices != devices or mesh == bench.plan.mesh or not wanted:
+            axes = {"pp": mesh.pp, "tp": mesh.tp, "dp": mesh.dp}
+            is_allowed = all(constraints.get(axis, size) in (None, size) for axis, size in axes.items())
+            if mesh.devices != devices or mesh == bench.plan.mesh or not is_allowed:
                 continue
             try:
-                yield bench.planned(devices, **{**asked, **given})
+                yield bench.make_plan(devices, **{**constraints, **axes})
             except (InfeasibleError, UsageError) as error:
                 progress(f"{mesh}: left out, {error}")
 
 
-def point_of(plan: Plan, row: Row, seconds: float) -> Point:
-    """A plan and what its row measured."""
+def calibration_point(plan: Plan, row: BenchRow, seconds: float) -> CalibrationPoint:
+    """The point of a plan and its row.
+
+    Args:
+        seconds: the row's median step time.
+    """
     assert row.pipeline is not None
-    return Point(
+    return CalibrationPoint(
         model=plan.model.name,
         batch=plan.batch,
         precision=plan.precision,
@@ -212,7 +227,7 @@ def point_of(plan: Plan, row: Row, seconds: float) -> Point:
 
 
 def band_text(calibration: Calibration, day: date) -> str:
-    """What a cost model says to have plans print the largest error of these steps as their band."""
+    """The [calibration] table of a cost model, with which plans print the largest error of these step times."""
     plans = plural(len(calibration.points), "plan")
     worst = max(calibration.time.worst, MIN_BAND)
     return (

@@ -1,4 +1,4 @@
-"""Floating-point operations of training on one image."""
+"""FLOPs of training on one image."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-SAMPLES = 2  # batch norm refuses one
+SAMPLES = 2  # batch norm refuses a batch of one
 
 
 def flops_per_image(model: nn.Module, shape: tuple[int, ...]) -> float:
-    """Forward and backward of matrix products, convolutions and attention; nothing is counted for recomputation.
+    """FLOPs of matrix products, convolutions and attention, forward and backward, without recomputation.
 
     Args:
         model: on the meta device.

@@ -1,23 +1,22 @@
-"""What a contestant's process leaves behind, as a JSON file."""
+"""The result of one worker process of a contestant."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 from autopar.runtime.engine.executor import Span
 from autopar.runtime.spec import RankStats
-from autopar.schedule.actions import Action
 
 
 @dataclass(frozen=True)
-class Failure:
-    """Why a rank gave up.
+class RankFailure:
+    """Why a rank failed.
 
-    ``kind`` is "expressible" where it was never able to, "usage" where a setting is wrong, "memory" where a GPU's
-    ran out, else the exception's class.
+    Args:
+        kind: "expressible" if the contestant cannot run this at all, "usage" if a setting is wrong, "memory" if a GPU
+            ran out of memory, "time" if the limit passed, "died" if the process ended without a word, else the
+            exception's class.
     """
 
     kind: str
@@ -26,7 +25,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class StepSpans:
-    """The actions of all ranks in one step, and when on the host's clock each rank's first one started."""
+    """The actions of all ranks in one step, and the host clock at each rank's first action."""
 
     spans: Mapping[int, tuple[Span, ...]]
     started_ns: Mapping[int, int]
@@ -42,57 +41,23 @@ class RankResult:
 
     Args:
         seconds: of each timed step.
-        losses: of all steps in order, warm-up included; this rank's shares.
-        peak_bytes: most memory during all steps: of the allocator on a GPU, and on CPU what the process grew by.
-        whole_ns: host clock around each inspected step, the device idle at both; on CPU they are the timed ones.
-        steps: spans of each inspected step, from rank 0 of contestants that have them.
-        tensor_bytes: most bytes in tensors per rank, where the contestant counts them.
+        losses: this rank's share of the loss of each step in order, warm-up included.
+        peak_bytes: peak memory over all steps: of the allocator on a GPU, growth of the process on CPU.
+        step_ns: host clock before and after each inspected step, with an idle device. On CPU these are the timed steps.
+        steps: spans of each inspected step, from rank 0 of contestants that run a plan.
+        tensor_bytes: peak bytes in tensors by rank, for contestants that count them.
+        failure: why there are no measurements.
     """
 
     seconds: tuple[float, ...]
     losses: tuple[float, ...]
     peak_bytes: int
-    whole_ns: tuple[tuple[int, int], ...] = ()
+    step_ns: tuple[tuple[int, int], ...] = ()
     steps: tuple[StepSpans, ...] = ()
     tensor_bytes: Mapping[int, int] = field(default_factory=dict)
-    failure: Failure | None = None
-
-    def write(self, path: Path) -> None:
-        """Write in one piece: a file that is there is whole."""
-        data = asdict(self) | {"steps": [packed(step) for step in self.steps]}
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(data))
-        temporary.replace(path)
-
-    @staticmethod
-    def read(path: Path) -> RankResult:
-        data = json.loads(path.read_text())
-        failure = Failure(**data["failure"]) if data["failure"] else None
-        return RankResult(
-            tuple(data["seconds"]),
-            tuple(data["losses"]),
-            data["peak_bytes"],
-            tuple((begun, ended) for begun, ended in data["whole_ns"]),
-            tuple(map(unpacked, data["steps"])),
-            {int(rank): number for rank, number in data["tensor_bytes"].items()},
-            failure,
-        )
+    failure: RankFailure | None = None
 
 
-def failed(kind: str, text: str) -> RankResult:
-    return RankResult((), (), 0, failure=Failure(kind, text))
-
-
-def packed(step: StepSpans) -> dict:
-    """A step's spans with actions as their text: ``2F0``."""
-    return {
-        "started_ns": step.started_ns,
-        "spans": {r: [[str(s.action), s.start_seconds, s.end_seconds] for s in own] for r, own in step.spans.items()},
-    }
-
-
-def unpacked(data: dict) -> StepSpans:
-    return StepSpans(
-        {int(r): tuple(Span(Action.parse(a), start, end) for a, start, end in own) for r, own in data["spans"].items()},
-        {int(r): number for r, number in data["started_ns"].items()},
-    )
+def failed_result(kind: str, text: str) -> RankResult:
+    """The result of a rank that failed."""
+    return RankResult((), (), 0, failure=RankFailure(kind, text))

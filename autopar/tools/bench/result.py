@@ -1,10 +1,10 @@
-"""The result of a bench: a row for each contestant and variant, as JSON."""
+"""The result of a bench: one row per contestant and variant; a JSON file."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -12,15 +12,16 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True)
-class Pipeline:
-    """What is known of a contestant that runs a plan.
+class PipelineResult:
+    """Bubble, prediction and memory of a contestant that runs a plan.
 
     Args:
         bubble_predicted: share of the step, by the planner.
         bubble_measured: share of the ranks' time in which no action ran.
-        bound_seconds: the step if nothing cost time but the measured actions, in the schedule's order.
-        predicted_seconds, predicted_bytes: of the step, and of each rank's peak.
-        tensor_bytes: measured most bytes in tensors, by rank; empty where the allocator's peak says it.
+        bound_seconds: the step if only the measured actions took time, in the schedule's order.
+        predicted_seconds: of a step.
+        predicted_bytes: peak of each rank.
+        tensor_bytes: measured peak of bytes in tensors by rank; empty on GPUs, where the allocator's peak is that.
     """
 
     plan: str
@@ -33,16 +34,20 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One contestant in one variant.
+class BenchRow:
+    """One variant of one contestant.
 
     Args:
-        title, label: as people call it, and what is special about the variant.
-        step_seconds: every timed step, each that of its slowest rank.
+        title: of the contestant, in tables.
+        label: of the variant.
+        about: description of the contestant.
+        settings: of the variant.
+        step_seconds: of every timed step, on its slowest rank.
         losses: mean loss of every step, warm-up included.
         peak_bytes: by rank.
-        reason: why there are no figures.
-        best: whether it is the fastest variant of its contestant.
+        reason: why there are no measurements.
+        note: on losses that differ from the reference's.
+        best: whether this is the fastest variant of its contestant.
     """
 
     contestant: str
@@ -57,14 +62,30 @@ class Row:
     tflops_per_device: float | None = None
     peak_bytes: tuple[int, ...] = ()
     losses: tuple[float, ...] = ()
-    pipeline: Pipeline | None = None
+    pipeline: PipelineResult | None = None
     reason: str | None = None
     note: str = ""
     best: bool = True
 
+    def with_seconds(self, seconds: tuple[float, ...], batch: int, flops_per_image: float) -> BenchRow:
+        """This row with step times and the rates that follow from them.
+
+        Args:
+            batch: images of the global batch; each counts once, even if several ranks compute on it.
+        """
+        median_seconds = median(seconds)
+        rate = batch / median_seconds
+        return replace(
+            self,
+            step_seconds=seconds,
+            median_seconds=median_seconds,
+            samples_per_second=rate,
+            tflops_per_device=flops_per_image * rate / self.devices / 1e12,
+        )
+
     @property
     def of_bound(self) -> float | None:
-        """Share of the bubble bound that was reached."""
+        """The bubble bound as a share of the measured step."""
         if self.pipeline is None or self.median_seconds is None:
             return None
         return self.pipeline.bound_seconds / self.median_seconds
@@ -72,7 +93,11 @@ class Row:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """What was measured on which machine. ``memory`` says what ``peak_bytes`` of the rows are."""
+    """Rows, and the model, machine and versions that they hold for.
+
+    Args:
+        memory: what ``peak_bytes`` of the rows count.
+    """
 
     model: str
     model_kwargs: Mapping[str, Any]
@@ -92,7 +117,7 @@ class BenchResult:
     autopar: str
     commit: str | None
     command: str
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -100,33 +125,13 @@ class BenchResult:
         return self.shape[0]
 
     @property
-    def best(self) -> tuple[Row, ...]:
-        """A row for each contestant."""
+    def best(self) -> tuple[BenchRow, ...]:
+        """The fastest row of each contestant."""
         return tuple(row for row in self.rows if row.best)
 
-    def row(self, contestant: str) -> Row:
-        """A contestant's best variant."""
+    def row(self, contestant: str) -> BenchRow:
+        """The fastest row of a contestant."""
         return next(row for row in self.best if row.contestant == contestant)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
-
-
-def timed_row(
-    row: dict[str, Any],
-    seconds: tuple[float, ...],
-    batch: int,
-    flops_per_image: float,
-    **measured: Any,
-) -> Row:
-    """A row with what follows from its step times: unique images per second, whatever each rank sees of them."""
-    middle = median(seconds)
-    rate = batch / middle
-    return Row(
-        **row,
-        step_seconds=seconds,
-        median_seconds=middle,
-        samples_per_second=rate,
-        tflops_per_device=flops_per_image * rate / row["devices"] / 1e12,
-        **measured,
-    )

@@ -1,4 +1,4 @@
-"""What the worker drives: a contestant that is ready to train, whatever it is."""
+"""The interface between the worker process and a contestant that is ready to train."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import torch.nn.functional as F
 
 from autopar.runtime.spec import RankStats
 
-Share = Callable[[], float]  # asked for once the step was timed
+LossShare = Callable[[], float]  # this rank's share of the mean loss; called after the step was timed
 
 
 @dataclass(frozen=True)
-class Ready:
-    """``step`` trains on the batch once and returns what tells this rank's share of its mean loss: shares add up.
+class BaselineTrainer:
+    """A contestant on one rank.
 
-    ``stats`` are what each rank measured in its last step, and ``tensor_peaks`` does a step to count tensors on CPU;
-    where they are known.
+    Args:
+        step: trains on the batch once; the shares of all ranks add up to the mean loss.
+        close: releases what training holds.
+        stats: measurements of all ranks in the last step; a call of all ranks. None for contestants without a plan.
+        tensor_peaks: does a step that counts peak bytes in tensors, by rank. None on GPUs and without a plan.
     """
 
-    step: Callable[[], Share]
+    step: Callable[[], LossShare]
     close: Callable[[], None] = lambda: None
     stats: Callable[[], Mapping[int, RankStats]] | None = None
     tensor_peaks: Callable[[], Mapping[int, int]] | None = None
@@ -30,7 +33,7 @@ class Ready:
 
 @contextmanager
 def casting(device: torch.device, low: torch.dtype | None) -> Iterator[None]:
-    """Autocast, where precision is mixed and anything is computed."""
+    """Within ``with``, autocast to a low dtype; nothing if that is None or the device is meta."""
     if low is None or device.type == "meta":
         yield
         return

@@ -1,174 +1,173 @@
-"""One process of a contestant: ``python -m autopar.tools.bench.worker FOLDER``, started as torchrun starts its own.
+"""One worker process of a contestant: builds the model, takes the steps, and measures them.
 
-It builds what ``FOLDER/assignment.json`` says, takes the steps and leaves ``FOLDER/RANK.json``. Lines on stdout say how
-far it is. When its stdin closes the bench is gone, and so is the process.
+Lines on stdout say how far it is. The timed steps on a GPU run as in a training loop: the host does not wait for them.
+A few inspected steps follow, after which the host reads how long each action took.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import DeviceMemoryError, UsageError
+from autopar.measure.timer import synchronize
+from autopar.measure.workers import Emit, WorkerContext
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.memory.out_of_memory import lack_of_memory
 from autopar.runtime.memory.peaks import peak_resident_bytes, resident_bytes, restart_peak
-from autopar.tools.bench.assignment import Assignment, WorkerContext
-from autopar.tools.bench.baselines.autopar import planned
+from autopar.tools.bench.baselines.autopar import run_plan
 from autopar.tools.bench.baselines.ddp_fsdp import ddp, fsdp2, plain
 from autopar.tools.bench.baselines.dtensor import tensor_parallel
 from autopar.tools.bench.baselines.pipelining import pipelined
 from autopar.tools.bench.baselines.registry import NotExpressible
-from autopar.tools.bench.rank_result import RankResult, StepSpans, failed
-from autopar.tools.bench.training import Ready
+from autopar.tools.bench.rank_result import RankResult, StepSpans, failed_result
+from autopar.tools.bench.task import BenchTask
+from autopar.tools.bench.training import BaselineTrainer
 
-BUILDERS: Mapping[str, Callable[[Assignment, WorkerContext], Ready]] = {
-    "plain": plain, "single": planned, "autopar": planned, "uniform": planned, "ddp": ddp, "fsdp2": fsdp2,
+BUILDERS: Mapping[str, Callable[[BenchTask, WorkerContext], BaselineTrainer]] = {
+    "plain": plain, "single": run_plan, "autopar": run_plan, "uniform": run_plan, "ddp": ddp, "fsdp2": fsdp2,
     "1f1b": pipelined, "interleaved": pipelined, "dtensor": tensor_parallel,
 }  # fmt: skip
-OWN_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}  # autopar makes one for itself
-MAX_LETTERS = 300  # of a reason
-INSPECTED_STEPS = 3  # after the timed ones on a GPU: what their actions took is read, which makes the host wait
-RUN_UP_STEPS = 5  # before each of those, so that the GPU is as warm, and its clock as slow, as in the timed ones
-GROUP_TIMEOUT = timedelta(minutes=30)  # the bench has a limit of its own
+# Contestants for which the worker initialises the default process group; autopar initialises it itself.
+NEEDS_PROCESS_GROUP = {"ddp", "fsdp2", "1f1b", "interleaved", "dtensor"}
+MAX_REASON_LENGTH = 300  # characters
+INSPECTED_STEPS = 3
+RUN_IN_STEPS = 5  # before each inspected step, so that the GPU is as warm, and its clock as slow, as in the timed steps
+GROUP_TIMEOUT = timedelta(minutes=30)  # longer than the bench's time limit
 
 
-def main(folder: Path) -> int:
-    """Run; the exit code."""
-    threading.Thread(target=leave_with_parent, daemon=True).start()
-    told = Assignment.read(folder / "assignment.json")
-    seat = worker_context(told)
-    target = folder / f"{seat.rank}.json"
+def run(task: BenchTask, emit: Emit) -> None:
+    """Emit this rank's `RankResult`; after a failure exit with code 1."""
+    worker = WorkerContext.current(task.device_type)
+    if worker.device.type == "cuda":
+        torch.backends.cudnn.benchmark = True
     try:
-        left = measured(told, seat)
+        result = run_steps(task, worker)
     except NotExpressible as error:
-        left = failed("expressible", str(error))
+        result = failed_result("expressible", str(error))
     except UsageError as error:
-        left = failed("usage", first_line(error))
+        result = failed_result("usage", first_line(error))
     except Exception as error:
         traceback.print_exc()
         lack = lack_of_memory(error)
         reason = error if lack is None or isinstance(error, DeviceMemoryError) else lack
-        left = failed(type(error).__name__ if lack is None else "memory", first_line(reason))
-    left.write(target)
-    sys.stdout.flush()
-    # What a group or a compiler left running may keep an ordinary exit waiting for ever.
-    os._exit(0 if left.failure is None else 1)
+        result = failed_result(type(error).__name__ if lack is None else "memory", first_line(reason))
+    emit(result)
+    if result.failure is not None:
+        sys.exit(1)
 
 
-def leave_with_parent() -> None:
-    sys.stdin.buffer.read()
-    os._exit(1)
-
-
-def worker_context(told: Assignment) -> WorkerContext:
-    """This process's rank and device, from the launcher's variables."""
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device(told.device_type, rank) if told.device_type == "cuda" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.backends.cudnn.benchmark = True
-    return WorkerContext(rank, world, device)
-
-
-def measured(told: Assignment, seat: WorkerContext) -> RankResult:
-    """Build, warm up, measure."""
-    report("building")
-    if told.contestant in OWN_GROUP:
-        on_gpu = seat.device.type == "cuda"
+def run_steps(task: BenchTask, worker: WorkerContext) -> RankResult:
+    """Build, warm up, and measure."""
+    print_progress("building")
+    on_gpu = worker.device.type == "cuda"
+    if task.contestant in NEEDS_PROCESS_GROUP:
         dist.init_process_group(
-            "nccl" if on_gpu else "gloo", device_id=seat.device if on_gpu else None, timeout=GROUP_TIMEOUT
+            "nccl" if on_gpu else "gloo", device_id=worker.device if on_gpu else None, timeout=GROUP_TIMEOUT
         )
-    ready = BUILDERS[told.contestant](told, seat)
+    trainer = BUILDERS[task.contestant](task, worker)
     gc.collect()
-    meet = meeting(seat)
-    base = restarted_peak(seat.device)
-    losses = []
-    for i in range(told.warmup):
-        report(f"warm-up step {i + 1} of {told.warmup}")
-        meet()
-        losses.append(ready.step()())
-    on_gpu = seat.device.type == "cuda"
+    barrier = make_barrier(worker)
+    base_bytes = reset_peak(worker.device)
+    losses: list[float] = []
+    for i in range(task.warmup):
+        print_progress(f"warm-up step {i + 1} of {task.warmup}")
+        barrier()
+        losses.append(trainer.step()())
     seconds: list[float] = []
     if on_gpu:
-        report(f"{told.steps} steps")
-        meet()
-        seconds, shares = in_a_row(ready, told.steps, seat.device)
+        print_progress(f"{task.steps} steps")
+        barrier()
+        seconds, shares = time_back_to_back(trainer, task.steps, worker.device)
         losses += shares
-    begun, ended, steps = [], [], []
-    for i in range(0 if on_gpu and ready.stats is None else INSPECTED_STEPS if on_gpu else told.steps):
-        report(f"step {i + 1}")
-        for _ in range(RUN_UP_STEPS if on_gpu else 0):
-            ready.step()
-        meet()
-        start = time.perf_counter_ns()
-        share = ready.step()
-        synchronize(seat.device)
-        end = time.perf_counter_ns()
-        meet()
-        begun.append(start)
-        ended.append(end)
-        losses.append(share())
-        if ready.stats is not None:
-            stats = ready.stats()  # a call of all ranks
-            steps += [StepSpans.of(stats)] if seat.rank == 0 else []
+    num_inspected = task.steps if not on_gpu else INSPECTED_STEPS if trainer.stats is not None else 0
+    steps = [inspect_step(trainer, worker, barrier, i) for i in range(num_inspected)]
+    losses += [step.loss for step in steps]
     if not on_gpu:
-        seconds = [(end - start) / 1e9 for start, end in zip(begun, ended, strict=True)]
-    peak = peak_bytes(seat.device, base)
-    tensors = ready.tensor_peaks() if ready.tensor_peaks is not None else {}
-    whole = tuple(zip(begun, ended, strict=True))
-    left = RankResult(tuple(seconds), tuple(losses), peak, whole, tuple(steps), dict(tensors))
-    meet()
-    report("closing")
-    ready.close()
-    return left
+        seconds = [(step.end_ns - step.start_ns) / 1e9 for step in steps]
+    peak = peak_bytes(worker.device, base_bytes)  # before the additional step that counts tensors
+    tensor_bytes = dict(trainer.tensor_peaks()) if trainer.tensor_peaks is not None else {}
+    result = RankResult(
+        seconds=tuple(seconds),
+        losses=tuple(losses),
+        peak_bytes=peak,
+        tensor_bytes=tensor_bytes,
+        step_ns=tuple((step.start_ns, step.end_ns) for step in steps),
+        steps=tuple(step.spans for step in steps if step.spans is not None),
+    )
+    barrier()
+    print_progress("closing")
+    trainer.close()
+    return result
 
 
-def in_a_row(ready: Ready, steps: int, device: torch.device) -> tuple[list[float], list[float]]:
-    """Steps on a GPU that nobody waits for, as in a training loop: the time from the end of each to that of the next on
-    the device, and this rank's shares of their losses.
+@dataclass(frozen=True)
+class InspectedStep:
+    """A step that the host waited for: host clock before and after, share of the loss, spans of all ranks on rank 0."""
+
+    start_ns: int
+    end_ns: int
+    loss: float
+    spans: StepSpans | None
+
+
+def inspect_step(
+    trainer: BaselineTrainer, worker: WorkerContext, barrier: Callable[[], None], number: int
+) -> InspectedStep:
+    """Take one step between two barriers, on a GPU after RUN_IN_STEPS others."""
+    print_progress(f"step {number + 1}")
+    for _ in range(RUN_IN_STEPS if worker.device.type == "cuda" else 0):
+        trainer.step()
+    barrier()
+    start = time.perf_counter_ns()
+    share = trainer.step()
+    synchronize(worker.device)
+    end = time.perf_counter_ns()
+    barrier()
+    loss = share()
+    stats = trainer.stats() if trainer.stats is not None else None  # a call of all ranks
+    return InspectedStep(start, end, loss, StepSpans.of(stats) if stats is not None and worker.rank == 0 else None)
+
+
+def time_back_to_back(trainer: BaselineTrainer, steps: int, device: torch.device) -> tuple[list[float], list[float]]:
+    """Seconds of GPU steps for which the host does not wait, and this rank's shares of their losses.
+
+    A step's time is that between the ends of two consecutive steps on the device.
     """
-    marks, shares = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)], []
-    marks[0].record()
-    for mark in marks[1:]:
-        shares.append(ready.step())
-        mark.record()
+    events, shares = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)], []
+    events[0].record()
+    for event in events[1:]:
+        shares.append(trainer.step())
+        event.record()
     torch.cuda.synchronize(device)
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)], [share() for share in shares]
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(events)], [share() for share in shares]
 
 
-def meeting(seat: WorkerContext) -> Callable[[], None]:
-    """What makes all ranks wait for each other, with an idle device; on the host, so that no kernel of it is timed."""
-    if seat.world == 1:
-        return lambda: synchronize(seat.device)
+def make_barrier(worker: WorkerContext) -> Callable[[], None]:
+    """A barrier of all ranks with idle devices; it waits on the host, so that none of its kernels is timed."""
+    if worker.world == 1:
+        return lambda: synchronize(worker.device)
     group: Any = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
 
-    def meet() -> None:
-        synchronize(seat.device)
+    def barrier() -> None:
+        synchronize(worker.device)
         dist.barrier(group)
 
-    return meet
+    return barrier
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def restarted_peak(device: torch.device) -> int:
-    """Count peak memory from now on; what the process holds already, which on a GPU counts too."""
+def reset_peak(device: torch.device) -> int:
+    """Count peak memory from now on; returns bytes that do not count: what the process holds now, 0 on a GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -177,23 +176,21 @@ def restarted_peak(device: torch.device) -> int:
     return resident_bytes()
 
 
-def peak_bytes(device: torch.device, base: int) -> int:
-    """Most bytes since then: on a GPU in its allocator and where peers write, with weights; else beyond the base."""
+def peak_bytes(device: torch.device, base_bytes: int) -> int:
+    """Peak memory since `reset_peak`: on a GPU of the allocator and the symmetric buffers, weights included; on CPU
+    the growth of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) + reserved_bytes(device)
-    return peak_resident_bytes() - base
+    return peak_resident_bytes() - base_bytes
 
 
-def report(text: str) -> None:
+def print_progress(text: str) -> None:
+    """Print a line that says how far this rank is."""
     print(text, flush=True)
 
 
 def first_line(error: BaseException) -> str:
-    """What happened, for one line."""
+    """The error's message for one line of a table."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    whole = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-    return whole if len(whole) <= MAX_LETTERS else f"{whole[: MAX_LETTERS - 1]}…"
-
-
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    return text if len(text) <= MAX_REASON_LENGTH else f"{text[: MAX_REASON_LENGTH - 1]}…"

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from types import FrameType
@@ -21,10 +22,100 @@ from autopar.tools.cli.command import takes_flags
 from autopar.tools.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
 
 if TYPE_CHECKING:
-    from autopar.tools.bench.run import Request
+    from autopar.tools.bench.request import BenchRequest
+    from autopar.tools.bench.result import BenchResult
+    from autopar.tools.bench.run import BenchOutput
 
 DEFAULT_BATCH = 32
-TERMINATED = 143  # what shells report for SIGTERM
+TERMINATED = 143  # exit code that shells report for SIGTERM
+
+
+@dataclass(frozen=True)
+class BenchFlags:
+    """The contestants, their batch and their steps."""
+
+    batch: Annotated[
+        int | None,
+        typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
+    ] = None
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each contestant.", metavar="N")] = 10
+    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.", metavar="N")] = 5
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Contestants to run: plain, single, autopar, uniform, ddp, fsdp2, 1f1b, interleaved, dtensor. By "
+            "default all, uniform and dtensor where the plan has stages and tensor parallelism.",
+            metavar="NAME,…",
+        ),
+    ] = None
+    skip: Annotated[list[str] | None, typer.Option(help="Contestants to leave out.", metavar="NAME,…")] = None
+    microbatch_sizes: Annotated[
+        str | None,
+        typer.Option(help="Microbatches to try with torch.distributed.pipelining, such as 16,32.", metavar="N,…"),
+    ] = None
+    channels_last: Annotated[
+        bool, typer.Option("--channels-last", help="Model and images in this memory format, for all.")
+    ] = False
+    limit: Annotated[float, typer.Option(min=1, help="Seconds for each variant of a contestant.", metavar="N")] = 600.0
+    seed: Annotated[int, typer.Option(help="Of weights and images.", metavar="N")] = 0
+
+
+@dataclass(frozen=True)
+class OutputFlags:
+    """The files to write, and whether predictions are calibrated instead."""
+
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write the result as JSON, after every row.", metavar="FILE")
+    ] = None
+    png: Annotated[Path | None, typer.Option(help="Draw the result.", metavar="FILE")] = None
+    calibrate: Annotated[
+        bool,
+        typer.Option(
+            "--calibrate",
+            help="Instead: the plan and the best of every other mesh, predicted against measured. Adds to -o.",
+        ),
+    ] = False
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a step of the plan as a timeline for ui.perfetto.dev.", metavar="FILE")
+    ] = None
+
+    def check(self, flags: BenchFlags) -> None:
+        """Raise a UsageError if flags contradict each other, or a file cannot be written later."""
+        from autopar.tools.cli.output import check_files
+        from autopar.tools.report.figure import needed_figure
+
+        if self.calibrate:
+            excluded = {"--only": flags.only, "--skip": flags.skip, "--microbatch-sizes": flags.microbatch_sizes}
+            for flag, value in {**excluded, "--trace": self.trace}.items():
+                if value:
+                    raise UsageError(f"--calibrate runs plans alone: leave {flag} out.")
+        only, skip = parse_names("--only", flags.only), parse_names("--skip", flags.skip)
+        if self.trace is not None and ("autopar" in skip or (only and "autopar" not in only)):
+            raise UsageError("--trace shows a step of the plan: let autopar take part.")
+        if self.png is not None:
+            needed_figure()
+        check_files({"-o": self.output, "--png": self.png, "--trace": self.trace})
+
+    def save(self, result: BenchResult) -> None:
+        """Write the JSON file, if there is to be one."""
+        from autopar.tools.cli.output import write
+
+        if self.output is not None:
+            write(self.output, result.to_json())
+
+    def report(self, output: BenchOutput) -> list[Path]:
+        """Print the tables, draw the picture and write the trace; returns all files that have been written."""
+        from autopar.tools.cli.output import show, write
+        from autopar.tools.report.bench_picture import draw
+        from autopar.tools.report.bench_table import bench_parts
+
+        show(bench_parts(output.result))
+        if self.png is not None:
+            draw(output.result, self.png)
+        if self.trace is not None and output.trace is not None:
+            write(self.trace, json.dumps(output.trace))
+        written = (self.output, self.png, self.trace if output.trace is not None else None)
+        return [path for path in written if path is not None]
 
 
 @takes_flags
@@ -34,187 +125,152 @@ def bench(
     model_flags: ModelFlags,
     plan_flags: PlanFlags,
     run_flags: RunFlags,
-    batch: Annotated[
-        int | None,
-        typer.Option("--batch", "--batch-size", min=1, help=f"Global batch; {DEFAULT_BATCH} by default.", metavar="N"),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each contestant.", metavar="N")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before them.", metavar="N")] = 5,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Contestants to run: plain, single, autopar, uniform, ddp, fsdp2, 1f1b, interleaved, dtensor. By "
-            "default all, uniform and dtensor where the plan has stages and tensor parallelism.",
-            metavar="NAME,…",
-        ),
-    ] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="Contestants to leave out.", metavar="NAME,…")] = None,
-    microbatch_sizes: Annotated[
-        str | None,
-        typer.Option(help="Microbatches to try with torch.distributed.pipelining, such as 16,32.", metavar="N,…"),
-    ] = None,
-    channels_last: Annotated[
-        bool, typer.Option("--channels-last", help="Model and images in this memory format, for all.")
-    ] = False,
-    limit: Annotated[float, typer.Option(min=1, help="Seconds for each variant of a contestant.", metavar="N")] = 600.0,
-    seed: Annotated[int, typer.Option(help="Of weights and images.", metavar="N")] = 0,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write the result as JSON, after every row.", metavar="FILE")
-    ] = None,
-    png: Annotated[Path | None, typer.Option(help="Draw the result.", metavar="FILE")] = None,
-    calibrate: Annotated[
-        bool,
-        typer.Option(
-            "--calibrate",
-            help="Instead: the plan and the best of every other mesh, predicted against measured. Adds to -o.",
-        ),
-    ] = False,
-    trace: Annotated[
-        Path | None, typer.Option(help="Write a step of the plan as a timeline for ui.perfetto.dev.", metavar="FILE")
-    ] = None,
+    bench_flags: BenchFlags,
+    output_flags: OutputFlags,
 ) -> None:
     """Time MODEL's plan on this machine beside the plain loop, DDP, FSDP2, pipelining, DTensor and uniform cuts."""
+    request = bench_request(model, devices, model_flags, plan_flags, run_flags, bench_flags)
+    output_flags.check(bench_flags)
+    if output_flags.calibrate:
+        run_calibration(request, output_flags)
+    else:
+        run_contestants(request, output_flags)
+
+
+def bench_request(
+    model: str,
+    devices: int,
+    model_flags: ModelFlags,
+    plan_flags: PlanFlags,
+    run_flags: RunFlags,
+    flags: BenchFlags,
+) -> BenchRequest:
+    """The request that the flags describe.
+
+    Raises:
+        UsageError: a flag cannot be read, or the model does not classify images of the shape given.
+    """
     constraints = plan_flags.constraints() | run_flags.constraints()
-    sizes = None if microbatch_sizes is None else parse_sizes(microbatch_sizes)
+    sizes = None if flags.microbatch_sizes is None else parse_sizes(flags.microbatch_sizes)
     import torch
 
     from autopar.api.planning.plan import example_call
     from autopar.runtime.launch.devices import this_machine
-    from autopar.tools.bench.result import BenchResult
-    from autopar.tools.bench.run import Finished, Interrupted, Request, num_classes, run_bench
+    from autopar.tools.bench.request import BenchRequest, num_classes
     from autopar.tools.cli.inputs import parse_inputs
     from autopar.tools.cli.models import model_source
-    from autopar.tools.cli.output import check_files, show, write
-    from autopar.tools.report.bench_picture import draw
-    from autopar.tools.report.bench_table import bench_parts
-    from autopar.tools.report.figure import needed_figure
 
-    source = model_source(model, model_flags, batch or DEFAULT_BATCH)
-    inputs = parse_inputs(model_flags.inputs, batch)
+    batch = flags.batch or DEFAULT_BATCH
+    source = model_source(model, model_flags, batch)
+    inputs = parse_inputs(model_flags.inputs, flags.batch)
     if len(inputs) > 1 or any(i.dtype != torch.float32 for i in inputs):
         raise UsageError("bench feeds a model random images: --input takes one shape of float32 there.")
-    built = source.build("meta")
+    meta_model = source.build("meta")
     if inputs:
         shape = torch.Size(inputs[0].shape)
     else:
-        shape = example_call(built, None, batch or DEFAULT_BATCH, source.input_shape).leaves[0].shape
-    taking_part, left_out = names_of("--only", only), names_of("--skip", skip)
-    if calibrate:
-        for flag, value in (("--only", only), ("--skip", skip), ("--microbatch-sizes", sizes), ("--trace", trace)):
-            if value:
-                raise UsageError(f"--calibrate runs plans alone: leave {flag} out.")
-    if trace is not None and ("autopar" in left_out or (taking_part and "autopar" not in taking_part)):
-        raise UsageError("--trace shows a step of the plan: let autopar take part.")
-    if png is not None:
-        needed_figure()
-    check_files({"-o": output, "--png": png, "--trace": trace})
-    request = Request(
+        shape = example_call(meta_model, None, batch, source.input_shape).leaves[0].shape
+    compiles = run_flags.compile
+    if compiles is None:
+        compiles = this_machine(devices, run_flags.backend).device_type == "cuda"
+    return BenchRequest(
         source=source,
         shape=tuple(shape),
-        classes=num_classes(built, shape),
+        classes=num_classes(meta_model, shape),
         devices=devices,
         constraints=constraints,
-        steps=steps,
-        warmup=warmup,
-        seed=seed,
-        compile=this_machine(devices, run_flags.backend).device_type == "cuda"
-        if run_flags.compile is None
-        else run_flags.compile,
-        channels_last=channels_last,
-        only=taking_part,
-        skip=left_out,
+        steps=flags.steps,
+        warmup=flags.warmup,
+        seed=flags.seed,
+        compile=compiles,
+        channels_last=flags.channels_last,
+        only=parse_names("--only", flags.only),
+        skip=parse_names("--skip", flags.skip),
         microbatch_sizes=sizes,
-        limit_seconds=limit,
+        limit_seconds=flags.limit,
         command=shlex.join(["autopar", *sys.argv[1:]]),
     )
 
-    if calibrate:
-        run_calibration(request, output, png)
-        return
 
-    def keep(result: BenchResult) -> None:
-        if output is not None:
-            write(output, result.to_json())
+def run_contestants(request: BenchRequest, outputs: OutputFlags) -> None:
+    """Run the bench, show and write its result; after Ctrl-C the rows so far.
 
-    def present(finished: Finished) -> list[Path]:
-        """Show and draw what there is; the files that have it."""
-        show(bench_parts(finished.result))
-        if png is not None:
-            draw(finished.result, png)
-        if trace is not None and finished.trace is not None:
-            write(trace, json.dumps(finished.trace))
-        return [path for path in (output, png, trace if finished.trace is not None else None) if path is not None]
+    Raises:
+        Exit: no contestant has measurements.
+    """
+    from autopar.tools.bench.run import BenchInterrupted, run_bench
 
     try:
         with ended_by_sigterm():
-            finished = run_bench(request, lambda text: typer.echo(text, err=True), keep)
-    except Interrupted as error:
+            output = run_bench(request, lambda text: typer.echo(text, err=True), outputs.save)
+    except BenchInterrupted as error:
         written = []
-        if error.finished.result.rows:
-            keep(error.finished.result)  # the whole file, whatever Ctrl-C came in the middle of
-            written = present(error.finished)
+        if error.output.result.rows:
+            outputs.save(error.output.result)  # again: Ctrl-C may have come while the file was being written
+            written = outputs.report(error.output)
         what = f"rows so far in {', '.join(map(str, written))}" if written else "nothing was written"
         typer.echo(f"Interrupted {error}; {what}.", err=True)
         raise
     except KeyboardInterrupt:
         typer.echo("Interrupted before the first contestant; nothing was written.", err=True)
         raise
-    present(finished)
-    if trace is not None and finished.trace is None:
-        typer.echo(f"No step of the plan was measured, so {trace} is not written.", err=True)
-    if all(row.reason is not None for row in finished.result.rows):
+    outputs.report(output)
+    if outputs.trace is not None and output.trace is None:
+        typer.echo(f"No step of the plan was measured, so {outputs.trace} is not written.", err=True)
+    if all(row.reason is not None for row in output.result.rows):
         raise typer.Exit(1)
 
 
-def run_calibration(request: Request, output: Path | None, png: Path | None) -> None:
-    """Show, draw and save how far predictions are off; the file has all plans so far after each."""
-    from autopar.tools.bench.calibration import Calibration, band_text, calibrated
+def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
+    """Measure, show, draw and save the errors of predictions; the file has all plans so far after each."""
+    from autopar.tools.bench.calibration import Calibration, band_text, calibrate
     from autopar.tools.cli.output import show, write
     from autopar.tools.report.calibration_picture import draw
     from autopar.tools.report.calibration_table import calibration_parts
 
-    earlier = Calibration.load(output) if output is not None and output.exists() and output.stat().st_size else None
+    path = outputs.output
+    earlier = Calibration.load(path) if path is not None and path.exists() and path.stat().st_size else None
 
-    def keep(found: Calibration) -> None:
-        if output is not None:
-            write(output, found.to_json())
+    def save(calibration: Calibration) -> None:
+        if path is not None:
+            write(path, calibration.to_json())
 
     with ended_by_sigterm():
-        result = calibrated(request, lambda text: typer.echo(text, err=True), keep, earlier)
+        result = calibrate(request, lambda text: typer.echo(text, err=True), save, earlier)
     show(calibration_parts(result))
     if result.time.worst < 1:
         typer.echo(
             f"\nPlans print this band when their cost model, or a copy of it, has\n\n{band_text(result, date.today())}"
         )
-    if png is not None:
-        draw(result, png)
+    if outputs.png is not None:
+        draw(result, outputs.png)
 
 
 @contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """Within ``with``, SIGTERM ends the command as an exception does: folders are removed and processes ended."""
+    """Within ``with``, SIGTERM raises SystemExit, so that folders are removed and processes ended."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    earlier = signal.signal(signal.SIGTERM, leave)
+    earlier = signal.signal(signal.SIGTERM, exit_on_signal)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, earlier)
 
 
-def leave(number: int, frame: FrameType | None) -> None:
-    """Handle SIGTERM, once."""
+def exit_on_signal(number: int, frame: FrameType | None) -> None:
+    """Exit at the first SIGTERM; later ones are ignored."""
     del frame
     signal.signal(number, signal.SIG_IGN)
     raise SystemExit(TERMINATED)
 
 
-def names_of(flag: str, texts: list[str] | None) -> tuple[str, ...]:
+def parse_names(flag: str, texts: list[str] | None) -> tuple[str, ...]:
     """The names in ``--only ddp,fsdp2 --only 1f1b``.
 
     Raises:
-        UsageError: the flag is there without a name.
+        UsageError: the flag was given without a name.
     """
     names = tuple(name.strip() for text in texts or () for name in text.split(",") if name.strip())
     if texts and not names:
@@ -226,7 +282,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     """The numbers in ``16,32``.
 
     Raises:
-        UsageError: not whole numbers of at least 1.
+        UsageError: a word is not a whole number of at least 1.
     """
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) > 0 for word in words):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,13 +15,16 @@ from autopar.errors import UsageError, suggest
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from autopar.measure.device import ProfileSetting
+    from autopar.measure.machine.cases import Case
     from autopar.measure.machine.fit import Constant
-    from autopar.measure.machine.points import Point, Setting
-    from autopar.measure.machine.write_cost_model import Raw
+    from autopar.measure.machine.points import MeasuredPoint
+    from autopar.measure.machine.preserved import PreservedSections
+    from autopar.measure.machine.write_cost_model import RawMeasurements
 
 DEFAULT_FILE = Path("machine.toml")
 CPU_DEVICES = 2
-MAX_NAMED = 8  # measurements whose spread is too large
+MAX_NAMED = 8  # measurements that an error names
 
 
 def profile(
@@ -61,28 +65,61 @@ def profile(
 
     A run that was ended goes on where it was: points so far are in FILE.part.
     """
-    import datetime
+    from autopar.measure.machine.preserved import preserved_sections
 
-    import torch
+    task = profile_request(output, name, devices, backend, only)
+    preserved = preserved_sections(output, task.setting.device_type)
+    raw, num_measured = measure_points(task)
+    missing = [kind for kind in dict.fromkeys(c.kind for c in task.cases) if kind not in {p.kind for p in raw.points}]
+    if missing:
+        typer.echo(
+            f"Measured {num_measured} points, kept in {task.part}. {output} needs {', '.join(missing)} too: "
+            f"autopar profile -o {output}"
+        )
+        return
+    write_cost_model(task, raw, preserved, anyway)
 
-    from autopar.cost.hardware.load import load_hardware
-    from autopar.measure.machine.carried import carried
-    from autopar.measure.machine.cases import cases
-    from autopar.measure.machine.fit import fit
-    from autopar.measure.machine.measure import measure
-    from autopar.measure.machine.setting import this_setting
-    from autopar.measure.machine.write_cost_model import Raw, cost_model_text
-    from autopar.runtime.launch.devices import this_machine
-    from autopar.tools.cli.bench import ended_by_sigterm
-    from autopar.tools.cli.output import check_writable, show
 
-    kinds = kinds_of(only)
+@dataclass(frozen=True)
+class ProfileRequest:
+    """The measurements of one run of the command, and the file that it writes.
+
+    Args:
+        part: file of the points so far.
+        cases: all cases of a cost model for this machine.
+        kinds: kinds of --only; empty for all.
+    """
+
+    output: Path
+    part: Path
+    name: str | None
+    setting: ProfileSetting
+    cases: tuple[Case, ...]
+    kinds: frozenset[str]
+
+
+def profile_request(
+    output: Path, name: str | None, devices: int | None, backend: str | None, only: list[str] | None
+) -> ProfileRequest:
+    """The request that the flags describe.
+
+    Raises:
+        UsageError: a flag is wrong, a file cannot be written, or this process was started by a launcher.
+    """
+    kinds = parse_kinds(only)
     if output.suffix != ".toml":
         raise UsageError(f"-o {output} must end in .toml: --hardware knows a file by that.")
     if name is not None and not name.strip():
         raise UsageError("--name is empty. Give the machine a name, or leave it out.")
     if backend not in (None, "gloo", "nccl"):
         raise UsageError(f"--backend {backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
+    import torch
+
+    from autopar.measure.device import profile_setting
+    from autopar.measure.machine.cases import cases
+    from autopar.runtime.launch.devices import this_machine
+    from autopar.tools.cli.output import check_writable
+
     gpus = torch.cuda.device_count() if torch.cuda.is_available() and backend != "gloo" else 0
     devices = devices or gpus or CPU_DEVICES
     machine = this_machine(devices, backend)
@@ -91,119 +128,141 @@ def profile(
     part = output.with_name(output.name + ".part")
     for path in (output, part):
         check_writable(path)
-    setting = this_setting(machine, devices)
-    kept = carried(output, setting.device_type)
-    points = earlier(output, part, setting, kinds)
-    wanted = cases(setting.device_type, devices)
-    known = {p.name for p in points}
-    todo = [case for case in wanted if case.name not in known and (not kinds or case.kind in kinds)]
+    setting = profile_setting(machine, devices)
+    return ProfileRequest(output, part, name, setting, cases(setting.device_type, devices), kinds)
+
+
+def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
+    """Measure the cases whose points cannot be reused.
+
+    Returns:
+        All points in the order of measuring, and how many were measured now.
+    Raises:
+        UsageError, HardwareError: as `reusable_points`.
+        WorkerError: a worker process failed.
+    """
+    from autopar.measure.machine.measure import measure
+    from autopar.measure.machine.resume import load_points
+    from autopar.measure.machine.write_cost_model import RawMeasurements
+    from autopar.tools.cli.bench import ended_by_sigterm
+
+    setting, part = request.setting, request.part
+    reused = reusable_points(request)
+    reused_cases = {point.case for point in reused}
+    todo = [c for c in request.cases if c not in reused_cases and (not request.kinds or c.kind in request.kinds)]
     try:
-        with ended_by_sigterm(), progress_of(len(todo)) as progress:
-            measure(setting, todo, part, points, progress)
+        with ended_by_sigterm(), showing_progress(len(todo)) as progress:
+            measure(setting, todo, part, reused, progress)
     except KeyboardInterrupt:
         typer.echo(f"Interrupted; points so far are in {part}. The same command goes on from there.", err=True)
         raise
-    raw = Raw(setting, in_order(part, setting, [case.name for case in wanted]))
-    missing = [kind for kind in dict.fromkeys(c.kind for c in wanted) if kind not in {p.kind for p in raw.points}]
-    if missing:
-        typer.echo(
-            f"Measured {len(todo)} points, kept in {part}. {output} needs {', '.join(missing)} too: "
-            f"autopar profile -o {output}"
-        )
-        return
-    constants = fit(raw.points, setting)
-    kept = kept.without({constant.path for constant in constants})
+    points = {point.case: point for point in load_points(part, setting).points}
+    return RawMeasurements(setting, tuple(points[case] for case in request.cases if case in points)), len(todo)
+
+
+def write_cost_model(request: ProfileRequest, raw: RawMeasurements, preserved: PreservedSections, anyway: bool) -> None:
+    """Fit the constants, write the file, and show them.
+
+    Args:
+        preserved: sections of the file that is replaced.
+        anyway: whether points whose repeats spread are accepted.
+    Raises:
+        UsageError: times do not grow with sizes, or repeats spread.
+    """
+    import datetime
+
+    from autopar.cost.hardware.load import load_hardware
+    from autopar.measure.machine.fit import fit
+    from autopar.measure.machine.write_cost_model import cost_model_text
+    from autopar.tools.cli.output import show
+
+    output = request.output
+    constants = fit(raw.points, raw.setting)
+    preserved = preserved.without({constant.path for constant in constants})
     if not anyway:
-        refuse_spread(raw, part)
-    text = cost_model_text(name or kept.name or output.stem, raw, constants, datetime.date.today(), kept)
-    output.write_text(text, encoding="utf-8")
+        check_spread(raw, request.part)
+    name = request.name or preserved.name or output.stem
+    output.write_text(cost_model_text(name, raw, constants, datetime.date.today(), preserved), encoding="utf-8")
     load_hardware(output)
-    part.unlink()
+    request.part.unlink()
     show([constants_table(constants)])
-    if kept.tables:
-        left = (f"[{table}] {' and '.join(numbers)}" for table, numbers in kept.tables.items())
-        typer.echo(f"kept as they were: {', '.join(left)}")
+    if preserved.tables:
+        sections = (f"[{table}] {' and '.join(numbers)}" for table, numbers in preserved.tables.items())
+        typer.echo(f"kept as they were: {', '.join(sections)}")
+    devices = raw.setting.devices
     typer.echo(f"\nsaved to {output}; plan with it: autopar plan MODEL --devices {devices} --hardware {output}")
 
 
-def kinds_of(texts: Sequence[str] | None) -> frozenset[str]:
-    """The kinds in ``--only matmul,launch``; none where all are meant.
+def parse_kinds(texts: Sequence[str] | None) -> frozenset[str]:
+    """The kinds in ``--only matmul,launch``; empty if the flag was not given.
 
     Raises:
-        UsageError: an unknown one, or the flag without any.
+        UsageError: a kind is unknown, or the flag has none.
     """
-    from autopar.measure.machine.cases import KINDS
+    from autopar.measure.machine.cases import POINT_KINDS
 
     if texts is None:
         return frozenset()
     names = [n.strip() for text in texts for n in text.split(",") if n.strip()]
-    unknown = [n for n in names if n not in KINDS]
+    unknown = [n for n in names if n not in POINT_KINDS]
     if unknown or not names:
-        hint = suggest(unknown[0], KINDS) if unknown else ""
-        raise UsageError(f"--only {','.join(texts)!r} names no kind.{hint} There are {', '.join(KINDS)}.")
+        hint = suggest(unknown[0], POINT_KINDS) if unknown else ""
+        raise UsageError(f"--only {','.join(texts)!r} names no kind.{hint} There are {', '.join(POINT_KINDS)}.")
     return frozenset(names)
 
 
-def earlier(output: Path, part: Path, setting: Setting, kinds: frozenset[str]) -> tuple[Point, ...]:
-    """Points that need not be measured: of a run that was ended, or with --only the other kinds of the file itself.
+def reusable_points(request: ProfileRequest) -> tuple[MeasuredPoint, ...]:
+    """Points that are not measured again: of an interrupted run, or with --only the other kinds in FILE.
 
     Raises:
-        UsageError: the file of a run that was ended is no such file.
+        UsageError: FILE.part is not a file of points.
         HardwareError: the cost model's points cannot be read.
     """
-    from autopar.measure.machine.kept import kept_points
+    from autopar.measure.machine.resume import load_points
     from autopar.measure.machine.write_cost_model import raw_points
 
-    kept = kept_points(part, setting)
-    if kept.note:
-        typer.echo(kept.note, err=True)
-    if kept.points or not kinds or not output.exists():
-        return kept.points
+    output, setting = request.output, request.setting
+    resumed = load_points(request.part, setting)
+    if resumed.note:
+        typer.echo(resumed.note, err=True)
+    if resumed.points or not request.kinds or not output.exists():
+        return resumed.points
     raw = raw_points(output)
     if raw is None or setting.differences(raw.setting):
         why = "no points" if raw is None else f"points of another setting ({setting.differences(raw.setting)})"
-        typer.echo(f"{output} has {why}; it is measured anew.", err=True)
+        typer.echo(f"{output} has {why}; it is measured again.", err=True)
         return ()
-    points = tuple(p for p in raw.points if p.kind not in kinds)
+    points = tuple(p for p in raw.points if p.kind not in request.kinds)
     typer.echo(f"Keeping {len(points)} points of {output}.", err=True)
     return points
 
 
-def in_order(part: Path, setting: Setting, names: Sequence[str]) -> tuple[Point, ...]:
-    """All points that were kept, in the order of measuring."""
-    from autopar.measure.machine.kept import kept_points
-
-    found = {p.name: p for p in kept_points(part, setting).points}
-    return tuple(found[name] for name in names if name in found)
-
-
-def refuse_spread(raw: Raw, part: Path) -> None:
-    """Give up where repeats spread too much; a next run measures these again.
+def check_spread(raw: RawMeasurements, part: Path) -> None:
+    """Discard points whose repeats spread too much, so that the next run measures them again.
 
     Raises:
-        UsageError: names them and their spread.
+        UsageError: there are such points; it names them and their spread.
     """
     from autopar.ir.units import plural
-    from autopar.measure.machine.kept import keep
-    from autopar.measure.machine.points import STEADY_SPREAD
+    from autopar.measure.machine.points import MAX_STEADY_SPREAD
+    from autopar.measure.machine.resume import save_points
 
-    loose = sorted((p for p in raw.points if not p.steady), key=lambda p: -p.spread)
-    if not loose:
+    unsteady = sorted((p for p in raw.points if not p.is_steady), key=lambda p: -p.spread)
+    if not unsteady:
         return
-    keep(part, raw.setting, [p for p in raw.points if p.steady])
-    named = ", ".join(f"{p.name} {p.spread:.0%}" for p in loose[:MAX_NAMED])
-    more = f" and {len(loose) - MAX_NAMED} more" if len(loose) > MAX_NAMED else ""
+    save_points(part, raw.setting, [p for p in raw.points if p.is_steady])
+    named = ", ".join(f"{p.name} {p.spread:.0%}" for p in unsteady[:MAX_NAMED])
+    more = f" and {len(unsteady) - MAX_NAMED} more" if len(unsteady) > MAX_NAMED else ""
     raise UsageError(
-        f"The repeats of {plural(len(loose), 'measurement')} of {len(raw.points)} lie more than "
-        f"{STEADY_SPREAD:.0%} apart, so something else uses this machine: {named}{more}. Run the same command on an "
-        "idle machine, which measures "
-        "these again alone, or pass --anyway."
+        f"The repeats of {plural(len(unsteady), 'measurement')} of {len(raw.points)} lie more than "
+        f"{MAX_STEADY_SPREAD:.0%} apart, so something else uses this machine: {named}{more}. Run the same command on "
+        "an idle machine, which measures these again alone, or pass --anyway."
     )
 
 
 @contextmanager
-def progress_of(count: int) -> Iterator[Callable[[int, str], None]]:
-    """Within ``with``, what shows how many measurements are done: a bar in a terminal, lines elsewhere."""
+def showing_progress(count: int) -> Iterator[Callable[[int, str], None]]:
+    """Within ``with``, a function that shows how many measurements are done: as a bar in a terminal, else as lines."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -226,7 +285,7 @@ def progress_of(count: int) -> Iterator[Callable[[int, str], None]]:
 
 
 def constants_table(constants: Sequence[Constant]) -> Table:
-    """What was fitted, how well to large points and to all, and from how many."""
+    """A table of constants with their errors and numbers of points."""
     from rich.table import Table
 
     from autopar.measure.machine.write_cost_model import value_text

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import BYTES, TIME, percent, plural, text
-from autopar.tools.bench.result import BenchResult, Row
+from autopar.tools.bench.result import BenchResult, BenchRow
 
 INDENT = 2  # of what is said about a run below its name
 
@@ -56,7 +56,7 @@ def rate_table(result: BenchResult) -> Table:
     return table
 
 
-def bubble_table(rows: Sequence[Row]) -> Table:
+def bubble_table(rows: Sequence[BenchRow]) -> Table:
     """Predicted and measured step and bubble of the contestants that run plans."""
     table = plain_table()
     table.add_column("run")
@@ -76,7 +76,7 @@ def bubble_table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def memory_table(row: Row, memory: str) -> Table:
+def memory_table(row: BenchRow, memory: str) -> Table:
     """Predicted and measured peak memory of each rank of the plan."""
     table = plain_table()
     assert row.pipeline is not None

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.ir.mesh import Mesh
 from autopar.ir.units import percent
-from autopar.tools.bench.calibration import Band, Calibration, Point
+from autopar.tools.bench.calibration import Calibration, CalibrationPoint, ErrorBand
 from autopar.tools.report.figure import needed_figure, save_figure
 
 Pair = tuple[float, float]  # measured, predicted
@@ -50,12 +50,12 @@ def figure_of(calibration: Calibration) -> Any:
     return figure
 
 
-def peaks_of(point: Point, size: int) -> list[Pair]:
+def peaks_of(point: CalibrationPoint, size: int) -> list[Pair]:
     """Measured and predicted peak of each rank, in units of so many bytes."""
     return [(m / size, p / size) for m, p in zip(point.measured_bytes, point.predicted_bytes, strict=True)]
 
 
-def scatter(axes: Any, points: Sequence[Point], pairs: Callable[[Point], Sequence[Pair]]) -> None:
+def scatter(axes: Any, points: Sequence[CalibrationPoint], pairs: Callable[[CalibrationPoint], Sequence[Pair]]) -> None:
     """Marks of all plans, one colour for each kind of mesh, and the line of equality with its band."""
     for kind, colour in COLOURS.items():
         marks = [pair for point in points if kind_of(point.mesh) == kind for pair in pairs(point)]
@@ -71,7 +71,7 @@ def scatter(axes: Any, points: Sequence[Point], pairs: Callable[[Point], Sequenc
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal")
 
 
-def labelled(axes: Any, what: str, band: Band) -> None:
+def labelled(axes: Any, what: str, band: ErrorBand) -> None:
     axes.set_title(f"{what}: median error {percent(band.median)}, worst {percent(band.worst)}", fontsize=9)
     axes.set(xlabel="measured", ylabel="predicted")
     ticker = importlib.import_module("matplotlib.ticker")

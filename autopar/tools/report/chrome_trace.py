@@ -52,7 +52,8 @@ def arrow_events(number: int, src: Action, dst: Action, sender: Slice, receiver:
     inside = round(sender.end_us - min(TICK_US, (sender.end_us - sender.start_us) / 2), 6)
     leaves = max(sender.start_us, min(arrives, inside))
     name = f"{'activation' if src.kind == 'F' else 'gradient'} s{src.chunk} → s{dst.chunk} mb{src.microbatch}"
-    common = {"name": name, "cat": "transfer", "id": number}
+    starts = {"sender_start_us": sender.start_us, "receiver_start_us": receiver.start_us}
+    common = {"name": name, "cat": "transfer", "id": number, "args": starts}
     return (
         {**common, "ph": "s", "pid": sender.process, "tid": sender.thread, "ts": leaves},
         {**common, "ph": "f", "bp": "e", "pid": receiver.process, "tid": receiver.thread, "ts": max(arrives, leaves)},

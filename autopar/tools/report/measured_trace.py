@@ -13,39 +13,40 @@ from autopar.runtime.spec import rank_text
 from autopar.schedule.actions import Action
 from autopar.tools.report.chrome_trace import Slice, arrow_events, colour, row_names, slice_event, title
 
-# How late a GPU's first action may seem, by `Stopwatch.host_ns`, beyond another's; on CPU there is no error.
+# Largest error of a GPU's first action on the host's clock, by `Stopwatch.host_ns`. On CPU there is no error.
 ALIGNMENT_SECONDS = 50e-6
 COMPUTE, STEP = 0, 1  # thread numbers
 THREADS = {COMPUTE: "compute", STEP: "whole step"}
 
-Transfer = tuple[Action, Action]
-
 
 @dataclass(frozen=True)
-class StepOnClock:
-    """One step of all ranks. Spans count from each rank's first action, all else is the host's clock.
+class MeasuredStep:
+    """One step of all ranks.
 
-    ``whole`` has for each rank when the step was called and when its device was idle again.
+    Args:
+        spans: by rank, in seconds since the rank's first action.
+        started_ns: host clock at each rank's first action.
+        step_ns: host clock at each rank's call of the step, and when its device was idle again.
     """
 
     spans: Mapping[int, tuple[Span, ...]]
     started_ns: Mapping[int, int]
-    whole: Mapping[int, tuple[int, int]]
+    step_ns: Mapping[int, tuple[int, int]]
 
 
-def trace_events(plan: Plan, step: StepOnClock, edges: Iterable[tuple[int, int]] | None = None) -> dict[str, Any]:
-    """The events as JSON's types: a process for each rank, times in µs since the first rank began.
+def trace_events(plan: Plan, step: MeasuredStep, edges: Iterable[tuple[int, int]] | None = None) -> dict[str, Any]:
+    """A Chrome trace as JSON types: one process per rank, times in µs since the first rank began.
 
     Args:
         edges: (src, dst) of stages with src < dst that exchange tensors; consecutive ones by default.
     """
-    zero = min(begun for begun, _ in step.whole.values())
+    zero = min(begun for begun, _ in step.step_ns.values())
     events: list[dict[str, Any]] = []
     slices: dict[tuple[int, Action], Slice] = {}
     for rank in sorted(step.spans):
         events += row_names(rank, rank_text(plan.mesh, rank, plan.chunks), THREADS)
         offset = (step.started_ns[rank] - zero) / 1e3
-        begun, ended = ((t - zero) / 1e3 for t in step.whole[rank])
+        begun, ended = ((t - zero) / 1e3 for t in step.step_ns[rank])
         last = begun
         for span in step.spans[rank]:
             start, last = (offset + 1e6 * t for t in (span.start_seconds, span.end_seconds))
@@ -70,17 +71,17 @@ def trace_events(plan: Plan, step: StepOnClock, edges: Iterable[tuple[int, int]]
 def transfers(
     plan: Plan, slices: Mapping[tuple[int, Action], Any], edges: Iterable[tuple[int, int]] | None
 ) -> Iterable[tuple[int, Action, Action]]:
-    """(sending rank, action that sends, action that receives) for every tensor's way between ranks."""
+    """(sending rank, action that sends, action that receives) of every tensor that travels between ranks."""
     count = len(plan.stages)
-    pairs = [(i, i + 1) for i in range(count - 1)] if edges is None else sorted(edges)
+    forward_edges = [(i, i + 1) for i in range(count - 1)] if edges is None else sorted(edges)
     for rank, action in slices:
-        ways = pairs if action.kind == "F" else [(dst, src) for src, dst in pairs]
-        for src, dst in ways:
+        directed = forward_edges if action.kind == "F" else [(dst, src) for src, dst in forward_edges]
+        for src, dst in directed:
             if src != action.chunk or peer(plan, rank, dst) == rank:
                 continue
-            there = Action(action.kind, dst, action.microbatch)
-            if (peer(plan, rank, dst), there) in slices:
-                yield rank, action, there
+            receiving = Action(action.kind, dst, action.microbatch)
+            if (peer(plan, rank, dst), receiving) in slices:
+                yield rank, action, receiving
 
 
 def peer(plan: Plan, rank: int, stage: int) -> int:
@@ -90,20 +91,15 @@ def peer(plan: Plan, rank: int, stage: int) -> int:
 
 
 def early_arrivals(trace: Mapping[str, Any]) -> list[str]:
-    """Transfers that a trace shows to arrive before the action that sends them began, by more than the clocks' error.
+    """Transfers that arrive before the action that sends them starts, by more than the clocks' error; one line each.
 
-    There are none in a sound trace. Slices are compared: arrows never go back in time.
+    A sound trace has none. The starts of the two actions are compared, because arrows never go back in time.
     """
-    starts = {(e["pid"], e["name"]): e["ts"] for e in trace["traceEvents"] if e["ph"] == "X"}
-    senders = {e["id"]: e["pid"] for e in trace["traceEvents"] if e["ph"] == "s"}
-    found = []
-    for event in trace["traceEvents"]:
-        if event["ph"] != "f":
-            continue
-        what, src, _, dst, microbatch = event["name"].split()
-        kind = "F" if what == "activation" else "B"
-        began = starts[senders[event["id"]], f"{kind} {src} {microbatch}"]
-        arrived = starts[event["pid"], f"{kind} {dst} {microbatch}"]
-        if arrived < began - trace["otherData"]["alignment_error_us"]:
-            found.append(f"{event['name']}: its sender began at {began:.1f} µs, it was there at {arrived:.1f} µs")
-    return found
+    arrows = [event for event in trace["traceEvents"] if event["ph"] == "f"]
+    tolerance_us = trace["otherData"]["alignment_error_us"]
+    starts = ((arrow["name"], arrow["args"]["sender_start_us"], arrow["args"]["receiver_start_us"]) for arrow in arrows)
+    return [
+        f"{name}: its sender began at {sender:.1f} µs, it was there at {receiver:.1f} µs"
+        for name, sender, receiver in starts
+        if receiver < sender - tolerance_us
+    ]

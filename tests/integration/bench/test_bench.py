@@ -33,21 +33,22 @@ from autopar.runtime.engine.executor import Span
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
-from autopar.tools.bench.assignment import Assignment
-from autopar.tools.bench.baselines.autopar import allow
-from autopar.tools.bench.baselines.dtensor import check
-from autopar.tools.bench.baselines.pipelining import cut
-from autopar.tools.bench.baselines.registry import CONTESTANTS, BenchContext, NotExpressible, chosen
+from autopar.tools.bench.baselines.autopar import limit_memory
+from autopar.tools.bench.baselines.dtensor import check_blocks
+from autopar.tools.bench.baselines.pipelining import split_evenly
+from autopar.tools.bench.baselines.registry import CONTESTANTS, BenchContext, NotExpressible, choose
 from autopar.tools.bench.bubble import bubble_share
 from autopar.tools.bench.flops import flops_per_image
+from autopar.tools.bench.outcome import BaselineOutcome, failure_text, run_baseline
 from autopar.tools.bench.parts import blocks, sequence
-from autopar.tools.bench.processes import Outcome, reason, run_contestant
-from autopar.tools.bench.rank_result import Failure
-from autopar.tools.bench.result import BenchResult, Pipeline, Row, timed_row
-from autopar.tools.bench.run import Finished, Interrupted, Request, run_bench
+from autopar.tools.bench.rank_result import RankFailure
+from autopar.tools.bench.request import BenchRequest
+from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
+from autopar.tools.bench.run import BenchInterrupted, BenchOutput, run_bench
+from autopar.tools.bench.task import BenchTask
 from autopar.tools.report.bench_picture import draw, figure_of
 from autopar.tools.report.bench_table import rate_table
-from autopar.tools.report.measured_trace import StepOnClock, early_arrivals, trace_events
+from autopar.tools.report.measured_trace import MeasuredStep, early_arrivals, trace_events
 
 # -- contestants that run ----------------------------------------------------------------------------------------------
 
@@ -56,7 +57,7 @@ KEPT = ("plain", "autopar", "ddp")
 
 
 @pytest.fixture(scope="module")
-def finished() -> Finished:
+def finished() -> BenchOutput:
     """Contestants in processes over Gloo."""
     more = {"only": tuple(CONTESTANTS)} if full() else {"only": KEPT, "microbatch_sizes": ()}
     return run_bench(request(**more))
@@ -68,12 +69,12 @@ def test_the_memory_of_a_plan_is_what_its_gpus_give(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, device: shares.append(share))
     monkeypatch.setattr("autopar.tools.bench.baselines.autopar.reserved_bytes", lambda device: reserved)
     for num_bytes in (22 * 2**30, 2**30, 200 * 2**30):
-        allow(num_bytes, torch.device("cuda", 0))
+        limit_memory(num_bytes, torch.device("cuda", 0))
     assert shares == [0.25, 0.0, 1.0]
 
 
 @pytest.mark.parametrize("name", only(KEPT, CONTESTANTS))
-def test_every_contestant_does_the_same_work(finished: Finished, name: str) -> None:
+def test_every_contestant_does_the_same_work(finished: BenchOutput, name: str) -> None:
     reference, rows = finished.result.row("plain"), [r for r in finished.result.rows if r.contestant == name]
     assert rows
     for row in rows:
@@ -82,7 +83,7 @@ def test_every_contestant_does_the_same_work(finished: Finished, name: str) -> N
         assert row.losses[2] < row.losses[0] and row.note == ""
 
 
-def test_figures_follow_from_the_step_times(finished: Finished) -> None:
+def test_figures_follow_from_the_step_times(finished: BenchOutput) -> None:
     result = finished.result
     assert [row.contestant for row in result.best] == [n for n in CONTESTANTS if full() or n in KEPT]
     for row in result.rows:
@@ -101,13 +102,13 @@ def test_figures_follow_from_the_step_times(finished: Finished) -> None:
 
 
 @pytest.mark.full
-def test_the_best_variant_stands_for_its_contestant(finished: Finished) -> None:
+def test_the_best_variant_stands_for_its_contestant(finished: BenchOutput) -> None:
     fsdp2 = [row for row in finished.result.rows if row.contestant == "fsdp2"]
     assert len(fsdp2) == 2
     assert finished.result.row("fsdp2").median_seconds == min(row.median_seconds or 0.0 for row in fsdp2)
 
 
-def test_bubbles_and_memory_of_the_plan(finished: Finished) -> None:
+def test_bubbles_and_memory_of_the_plan(finished: BenchOutput) -> None:
     row = finished.result.row("autopar")
     assert row.pipeline is not None and row.median_seconds is not None and row.of_bound is not None
     assert 0 < row.pipeline.bubble_measured < 1 and 0 < row.pipeline.bubble_predicted < 1
@@ -116,7 +117,7 @@ def test_bubbles_and_memory_of_the_plan(finished: Finished) -> None:
     assert row.pipeline.tensor_bytes == pytest.approx(row.pipeline.predicted_bytes, rel=0.1)
 
 
-def test_the_timeline_of_a_measured_step_is_sound(finished: Finished) -> None:
+def test_the_timeline_of_a_measured_step_is_sound(finished: BenchOutput) -> None:
     trace = finished.trace
     assert trace is not None
     check_trace(trace)
@@ -128,7 +129,7 @@ def test_the_timeline_of_a_measured_step_is_sound(finished: Finished) -> None:
     assert len([e for e in trace["traceEvents"] if e["ph"] == "s"]) == 8
 
 
-def test_a_picture_is_drawn(finished: Finished, tmp_path: Path) -> None:
+def test_a_picture_is_drawn(finished: BenchOutput, tmp_path: Path) -> None:
     failed = replace(finished.result.row("ddp"), median_seconds=None, samples_per_second=None, reason="out of memory")
     rows = tuple(failed if row.contestant == "ddp" else row for row in finished.result.rows)
     draw(replace(finished.result, rows=rows), tmp_path / "bench.png")
@@ -137,7 +138,7 @@ def test_a_picture_is_drawn(finished: Finished, tmp_path: Path) -> None:
         draw(finished.result, tmp_path / "missing" / "bench.png")
 
 
-def a_result(*rows: Row) -> BenchResult:
+def a_result(*rows: BenchRow) -> BenchResult:
     return BenchResult(
         model="vit", model_kwargs={}, shape=(8, 3, 32, 32), devices=2, precision="fp32", channels_last=False,
         compiled=False, plan="pp 2", flops_per_image=1e9, warmup=1, steps=1, seed=0, memory="", machine="a CPU",
@@ -145,10 +146,10 @@ def a_result(*rows: Row) -> BenchResult:
     )  # fmt: skip
 
 
-def a_row(rate: float, bound: float) -> Row:
+def a_row(rate: float, bound: float) -> BenchRow:
     """A plan's row with a batch of 8 at this rate, and its bubble bound's rate."""
-    pipeline = Pipeline("", 0.1, 0.1, bound_seconds=8 / bound, predicted_seconds=1.0, predicted_bytes=(1, 1))
-    return Row(
+    pipeline = PipelineResult("", 0.1, 0.1, bound_seconds=8 / bound, predicted_seconds=1.0, predicted_bytes=(1, 1))
+    return BenchRow(
         "autopar", "autopar", "", "", 2, median_seconds=8 / rate, samples_per_second=rate, tflops_per_device=1.0,
         peak_bytes=(1, 1), pipeline=pipeline,
     )  # fmt: skip
@@ -206,15 +207,15 @@ def test_a_contestant_that_fails_is_a_row() -> None:
 def test_ctrl_c_keeps_the_rows_so_far(
     flags: list[str], number: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outcomes = iter([Outcome(failure=Failure("usage", "too slow"))] * number)
+    outcomes = iter([BaselineOutcome(failure=RankFailure("usage", "too slow"))] * number)
 
-    def run(*told: object) -> Outcome:
+    def run(*told: object) -> BaselineOutcome:
         for outcome in outcomes:
             return outcome
         raise KeyboardInterrupt
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", run)
+    monkeypatch.setattr("autopar.tools.bench.run.run_baseline", run)
     code, out, error = invoke("bench", *FLAGS, "--batch", "8", "--only", "plain,single,ddp", *flags)
     assert code == 130 and error.strip().endswith(said)
     assert ("too slow" in out) == (number > 0)
@@ -226,15 +227,15 @@ def test_ctrl_c_keeps_the_rows_so_far(
 
 
 def test_ctrl_c_keeps_the_first_variants_of_a_contestant(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(told: Assignment, *others: object) -> Outcome:
+    def run(told: BenchTask, *others: object) -> BaselineOutcome:
         if told.settings["reshard"]:
             raise KeyboardInterrupt
-        return Outcome(failure=Failure("usage", "too slow"))
+        return BaselineOutcome(failure=RankFailure("usage", "too slow"))
 
-    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", run)
-    with pytest.raises(Interrupted, match="after 0 of 1 contestant") as caught:
+    monkeypatch.setattr("autopar.tools.bench.run.run_baseline", run)
+    with pytest.raises(BenchInterrupted, match="after 0 of 1 contestant") as caught:
         run_bench(request(only=("fsdp2",), microbatch_sizes=()))
-    (row,) = caught.value.finished.result.rows
+    (row,) = caught.value.output.result.rows
     assert row.reason == "too slow" and row.best
 
 
@@ -271,29 +272,29 @@ def test_a_signal_leaves_no_processes_and_no_folders(number: signal.Signals, cod
     assert not any(worker.is_running() for worker in workers)
 
 
-def assignment(**changes: Any) -> Assignment:
+def assignment(**changes: Any) -> BenchTask:
     given: dict[str, Any] = {
         "contestant": "plain", "settings": {"replicas": 1, "microbatches": 2}, "model": TINY.name,
         "model_kwargs": KWARGS, "shape": (8, 3, 32, 32), "classes": 10, "devices": 1, "device_type": "cpu",
         "precision": "fp32", "channels_last": False, "compile": False, "steps": 1, "warmup": 1, "seed": 0,
     }  # fmt: skip
-    return Assignment(**given | changes)
+    return BenchTask(**given | changes)
 
 
 def test_reasons_name_the_rank_and_the_cause() -> None:
     told = assignment(
         contestant="1f1b", model="convnext_atto", model_kwargs={}, settings={"microbatch_size": 1, "chunks": 1}
     )
-    outcome = run_contestant(told, 1, 1, 100.0)
+    outcome = run_baseline(told, 1, 1, 100.0)
     assert outcome.failure is not None and outcome.failure.text.startswith("nobody took ConvNeXt apart by hand here")
-    outcome = run_contestant(assignment(model="vit_tinny"), 2, 1, 100.0)
+    outcome = run_baseline(assignment(model="vit_tinny"), 2, 1, 100.0)
     assert outcome.failure is not None and outcome.failure.kind == "usage"
     assert outcome.failure.text.startswith("timm has no model named 'vit_tinny'")
-    assert reason(Failure("ValueError", "no"), 1, 2) == "ValueError (rank 1): no"
+    assert failure_text(RankFailure("ValueError", "no"), 1, 2) == "ValueError (rank 1): no"
 
 
 def test_a_time_limit_ends_a_contestant() -> None:
-    outcome = run_contestant(assignment(), 1, 1, 0.05)
+    outcome = run_baseline(assignment(), 1, 1, 0.05)
     assert outcome.failure is not None and outcome.failure.text.startswith("no result within 0 s; rank 0 was at: ")
 
 
@@ -308,7 +309,7 @@ def a_plan(pp: int = 2, dp: int = 1, microbatches: int = 4) -> Plan:
     return plan(TINY, pp * dp, batch_size=16, pp=pp, dp=dp, microbatches=microbatches, hardware="cpu-generic")
 
 
-def simulated(plan: Plan, offset_ns: int = 0) -> StepOnClock:
+def simulated(plan: Plan, offset_ns: int = 0) -> MeasuredStep:
     """A step as the simulator has it; the first rank's clock is wrong by the offset."""
     line = simulate(generate("1f1b", plan.mesh.pp, plan.microbatches), [1e-3] * plan.mesh.pp, [2e-3] * plan.mesh.pp)
     spans, started = {}, {}
@@ -318,7 +319,7 @@ def simulated(plan: Plan, offset_ns: int = 0) -> StepOnClock:
         spans[rank] = tuple(Span(s.action, s.start_seconds - first, s.end_seconds - first) for s in own)
         started[rank] = 10**12 + round(first * 1e9) + (offset_ns if rank == 0 else 0)
     end = 10**12 + round(line.step_seconds * 1e9)
-    return StepOnClock(spans, started, dict.fromkeys(spans, (10**12 - 1000, end + 500_000)))
+    return MeasuredStep(spans, started, dict.fromkeys(spans, (10**12 - 1000, end + 500_000)))
 
 
 def test_ranks_are_shown_on_one_clock() -> None:
@@ -346,7 +347,7 @@ def test_a_rank_is_named_with_all_its_stages() -> None:
 
     found = plan(TINY, 2, batch_size=16, pp=2, schedule="interleaved", chunks=2, microbatches=4, hardware="cpu-generic")
     own = (Span(Action("F", 0, 0), 0.0, 1.0),)
-    trace = trace_events(found, StepOnClock({0: own, 1: own}, {0: 0, 1: 0}, {0: (0, 9), 1: (0, 9)}))
+    trace = trace_events(found, MeasuredStep({0: own, 1: own}, {0: 0, 1: 0}, {0: (0, 9), 1: (0, 9)}))
     assert process_names(trace) == {"rank 0 (stages 0 and 2)", "rank 1 (stages 1 and 3)"}
 
 
@@ -376,8 +377,7 @@ def test_the_bubble_is_the_time_without_actions() -> None:
 
 
 def test_unique_images_are_counted() -> None:
-    head = {"contestant": "ddp", "title": "DDP", "label": "", "about": "", "devices": 4}
-    row = timed_row(head, (0.5, 0.1, 0.2), 512, 1e12)
+    row = BenchRow("ddp", "DDP", "", "", 4).with_seconds((0.5, 0.1, 0.2), 512, 1e12)
     assert row.median_seconds == 0.2 and row.samples_per_second == 2560 and row.tflops_per_device == 640
 
 
@@ -417,22 +417,22 @@ def test_a_sequence_of_parts_is_the_model(name: str, kwargs: dict, side: int, co
 
 def test_stages_have_equal_numbers_of_blocks() -> None:
     modules = [nn.Linear(1, 1) for _ in range(9)]
-    stages = cut(modules, 3)
+    stages = split_evenly(modules, 3)
     assert [len(stage) for stage in stages] == [3, 3, 3] and [m for stage in stages for m in stage] == modules
     with pytest.raises(NotExpressible, match="7 blocks do not fill 8 stages"):
-        cut(modules, 8)
+        split_evenly(modules, 8)
 
 
 def test_what_cannot_be_taken_apart_says_so() -> None:
     with pytest.raises(NotExpressible, match="nobody took ConvNeXt apart by hand here"):
         sequence(create_model("convnext_atto"))
     with pytest.raises(NotExpressible, match=r"BasicBlock is no block with attn\.qkv"):
-        check(blocks(create_model("resnet18")), 2)
+        check_blocks(blocks(create_model("resnet18")), 2)
     with pytest.raises(NotExpressible, match="3 ranks cannot share 4 heads"):
-        check(blocks(create_model(TINY.name, **KWARGS)), 3)
+        check_blocks(blocks(create_model(TINY.name, **KWARGS)), 3)
     normed = create_model(TINY.name, **KWARGS, qk_norm=True)
     with pytest.raises(NotExpressible, match=r"more between qkv and the projection \(q_norm, k_norm\)"):
-        check(blocks(normed), 2)
+        check_blocks(blocks(normed), 2)
 
 
 # -- who takes part ----------------------------------------------------------------------------------------------------
@@ -445,7 +445,7 @@ def field_of(mesh: Mesh, batch: int = 16, sizes: tuple[int, ...] | None = None, 
 
 def test_contestants_depend_on_the_mesh() -> None:
     def names(mesh: Mesh, only: tuple[str, ...] = (), skip: tuple[str, ...] = ()) -> list[str]:
-        return [c.name for c in chosen(only, skip, field_of(mesh))]
+        return [c.name for c in choose(only, skip, field_of(mesh))]
 
     everywhere = ["plain", "single", "autopar"]
     others = ["ddp", "fsdp2", "1f1b", "interleaved"]
@@ -499,11 +499,11 @@ def test_sizes_that_were_asked_for_are_never_left_out() -> None:
     with pytest.raises(NotExpressible, match="a multiple of the 2 ranks; use a batch that is a multiple of 2"):
         reasons("interleaved", field_of(Mesh(2), 3))
     with pytest.raises(UsageError, match="--skip plain,single,autopar leaves nothing to measure"):
-        chosen((), ("plain", "single", "autopar"), field_of(Mesh(1)))
+        choose((), ("plain", "single", "autopar"), field_of(Mesh(1)))
 
 
 def test_sizes_that_do_not_fit_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", None)  # nothing is started
+    monkeypatch.setattr("autopar.tools.bench.run.run_baseline", None)  # nothing is started
     rows = run_bench(request(only=("interleaved",), microbatch_sizes=(3, 8))).result.rows
     assert [(row.label, row.best) for row in rows] == [("microbatch 3", True), ("microbatch 8", False)]
     assert all("does not give equal microbatches" in (row.reason or "") for row in rows)
@@ -537,7 +537,7 @@ def test_bad_input_ends_before_anything_runs(
     flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", None)  # nothing is started
+    monkeypatch.setattr("autopar.tools.bench.run.run_baseline", None)  # nothing is started
     code, out, error = invoke("bench", *FLAGS, "--batch", "8", *flags)
     assert code in (2, 3) and out == "", error
     assert re.search(message, " ".join(re.sub("[│╭╮╰╯─]", " ", error).split())), error
@@ -545,9 +545,9 @@ def test_bad_input_ends_before_anything_runs(
 
 
 def test_a_single_step_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Request] = []
+    asked: list[BenchRequest] = []
 
-    def note(told: Request, *others: object) -> Finished:
+    def note(told: BenchRequest, *others: object) -> BenchOutput:
         asked.append(told)
         raise UsageError("enough")
 
@@ -570,17 +570,19 @@ def test_a_model_that_is_no_classifier_is_refused() -> None:
 
 
 def test_rows_with_other_losses_get_a_note() -> None:
-    from autopar.tools.bench.run import noted
+    from autopar.tools.bench.run import with_loss_notes
 
-    def row(name: str, losses: tuple[float, ...]) -> Row:
-        return Row(name, CONTESTANTS[name].title, "", "", 2, losses=losses)
+    def row(name: str, losses: tuple[float, ...]) -> BenchRow:
+        return BenchRow(name, CONTESTANTS[name].title, "", "", 2, losses=losses)
 
     rows = [row("plain", (2.0, 1.0)), row("ddp", (2.001, 1.0005)), row("fsdp2", (2.0, 1.2)), row("1f1b", ())]
-    assert [r.note for r in noted(rows, "fp32", False)] == [
+    assert [r.note for r in with_loss_notes(rows, "fp32", False)] == [
         "",
         "",
         "loss 1.2000, plain PyTorch loop, one device 1.0000",
         "",
     ]
-    assert [r.note for r in noted(rows, "fp32", True)] == [""] * 4
-    assert [r.note for r in noted([row("plain", (2.0,)), row("ddp", (float("nan"),))], "bf16", False)][1] != ""
+    assert [r.note for r in with_loss_notes(rows, "fp32", True)] == [""] * 4
+    assert [r.note for r in with_loss_notes([row("plain", (2.0,)), row("ddp", (float("nan"),))], "bf16", False)][
+        1
+    ] != ""

@@ -16,17 +16,17 @@ from autopar.cost.hardware.load import cost_model_dir, load_hardware
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 from autopar.ir.text import rendered
-from autopar.tools.bench.calibration import Calibration, Point, band_text, calibrated, summary
-from autopar.tools.bench.processes import Outcome
-from autopar.tools.bench.rank_result import Failure
+from autopar.tools.bench.calibration import Calibration, CalibrationPoint, band_text, calibrate, summary
+from autopar.tools.bench.outcome import BaselineOutcome
+from autopar.tools.bench.rank_result import RankFailure
 from autopar.tools.report.calibration_picture import draw, figure_of, kind_of
 from autopar.tools.report.calibration_table import calibration_parts
 
 PAIR = Mesh(2)
 
 
-def point(plan: str, predicted: float, measured: float, mesh: Mesh = PAIR) -> Point:
-    return Point("vit", 8, "fp32", plan, mesh, predicted, measured, (90, 240), (100, 200))
+def point(plan: str, predicted: float, measured: float, mesh: Mesh = PAIR) -> CalibrationPoint:
+    return CalibrationPoint("vit", 8, "fp32", plan, mesh, predicted, measured, (90, 240), (100, 200))
 
 
 FOUND = Calibration("a box", "cpu-generic", "analytic", "most bytes in tensors", ("autopar bench a",), (
@@ -64,15 +64,15 @@ def test_the_band_of_a_cost_model_is_the_worst_step(tmp_path: Path) -> None:
 
 def test_a_later_measurement_replaces_that_of_the_same_plan() -> None:
     later = replace(FOUND, commands=("autopar bench b",), points=(point("pp 2", 0.1, 0.1), point("pp 2 again", 1, 1)))
-    joined = FOUND.joined(later)
+    joined = FOUND.merged_with(later)
     assert [(p.plan, p.predicted_seconds) for p in joined.points] == [
         ("pp 2", 0.1), ("dp 2", 0.11), ("tp 2", 0.15), ("pp 2 again", 1)
     ]  # fmt: skip
     assert joined.commands == ("autopar bench a", "autopar bench b")
     with pytest.raises(UsageError, match=r"is of another machine: a box there, a tower here\. Write to another file"):
-        FOUND.joined(replace(FOUND, machine="a tower"))
+        FOUND.merged_with(replace(FOUND, machine="a tower"))
     with pytest.raises(UsageError, match="is of another cost model: cpu-generic there, mine here"):
-        FOUND.joined(replace(FOUND, hardware="mine"))
+        FOUND.merged_with(replace(FOUND, hardware="mine"))
 
 
 def test_files_round_trip_and_others_are_refused(tmp_path: Path) -> None:
@@ -118,10 +118,11 @@ def test_plans_are_run_and_files_grow(tmp_path: Path) -> None:
 def test_every_mesh_is_tried_and_what_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(
-        "autopar.tools.bench.run.run_contestant", lambda *told: Outcome((), Failure("Exception", "out of order"))
+        "autopar.tools.bench.run.run_baseline",
+        lambda *told: BaselineOutcome((), RankFailure("Exception", "out of order")),
     )
     with pytest.raises(UsageError, match=r"No plan ran, so there is nothing to compare\. .*: out of order"):
-        calibrated(request(devices=4, constraints={"memory": "1GiB"}, microbatch_sizes=None), lines.append)
+        calibrate(request(devices=4, constraints={"memory": "1GiB"}, microbatch_sizes=None), lines.append)
     running = [re.sub(r", .*", "", line) for line in lines if line.endswith("running")]
     assert len(running) == 6 and {line.split("] ")[1] for line in running} == {
         "pp 4", "pp 2 × tp 2", "pp 2 × dp 2", "tp 4", "tp 2 × dp 2", "dp 4"
@@ -139,7 +140,7 @@ def test_every_mesh_is_tried_and_what_fails_is_told(monkeypatch: pytest.MonkeyPa
 )
 def test_bad_input(flags: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("autopar.tools.bench.run.run_contestant", None)  # nothing is started
+    monkeypatch.setattr("autopar.tools.bench.run.run_baseline", None)  # nothing is started
     (tmp_path / "notes.txt").write_text("mine")
     code, out, error = invoke("bench", *FLAGS, "--batch", "8", "--calibrate", *flags)
     assert code == 2 and out == "" and message in " ".join(error.split()), error

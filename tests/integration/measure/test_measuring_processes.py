@@ -13,10 +13,10 @@ from support.measured import plan
 
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import WorkerError
-from autopar.measure.machine.cases import COLLECTIVES, Case
-from autopar.measure.machine.kept import kept_points
+from autopar.measure.device import ProfileSetting
+from autopar.measure.machine.cases import COLLECTIVES, FUSED, UNFUSED, Case
 from autopar.measure.machine.measure import measure
-from autopar.measure.machine.points import Setting
+from autopar.measure.machine.resume import load_points
 from autopar.measure.regions import region_times as making
 
 
@@ -28,7 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_real_measurement_and_its_reuse(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With processes: as many as devices, and none where everything is known."""
-    monkeypatch.setattr(making, "STEADY_SPREAD", 99.0)  # while other tests use the processors
+    monkeypatch.setattr(making, "MAX_STEADY_SPREAD", 99.0)  # while other tests use the processors
     first = plan(cost="measured", dp=2, microbatches=2)
     files = {path: path.stat().st_mtime_ns for path in folder.rglob("*.json")}
     assert first.hardware.cost == "measured" and len(files) >= 3
@@ -38,7 +38,7 @@ def test_a_real_measurement_and_its_reuse(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(making, "WORKER", "autopar.measure.regions.no_such_worker")
+    monkeypatch.setattr(making, "WORKER", "autopar.measure.regions.no_such_worker:run")
     with pytest.raises(
         WorkerError, match=r"The process that times VisionTransformer .* ended; it said last: .*no_such"
     ):
@@ -48,7 +48,7 @@ def test_a_process_that_fails_says_why(folder: Path, monkeypatch: pytest.MonkeyP
 def test_killed_while_measuring(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The command is killed: its worker goes, and the next plan starts from what is whole."""
     script = (
-        "import autopar, torch, autopar.measure.regions.region_times as keeping\nkeeping.STEADY_SPREAD = 99\n"
+        "import autopar, torch, autopar.measure.regions.region_times as keeping\nkeeping.MAX_STEADY_SPREAD = 99\n"
         "from timm.models.vision_transformer import VisionTransformer as V\n"
         "autopar.plan(V(img_size=32, patch_size=8, embed_dim=32, depth=3, num_heads=4, num_classes=10).to('meta'), 2,"
         " torch.empty(16, 3, 32, 32, device='meta'), dp=2, microbatches=1, cost='measured')"
@@ -63,7 +63,7 @@ def test_killed_while_measuring(folder: Path, monkeypatch: pytest.MonkeyPatch) -
     process.wait()
     kept = set(folder.rglob("*.json"))
     assert kept
-    monkeypatch.setattr(making, "STEADY_SPREAD", 99.0)
+    monkeypatch.setattr(making, "MAX_STEADY_SPREAD", 99.0)
     assert plan(cost="measured", dp=2, microbatches=1).hardware.cost == "measured"
     assert kept <= set(folder.rglob("*.json"))
 
@@ -80,23 +80,23 @@ SMALL = (
     Case("point-to-point", "", "", (64,), 2),
     *(Case(kind, "", "", (64,), 2) for kind in COLLECTIVES),
     *(
-        Case("overlap", f"{name} {way}", "bfloat16", (8, 4, 8), 2)
+        Case("overlap", name, "bfloat16", (8, 4, 8), 2, fusion)
         for name in OVERLAP_WINDOWS
-        for way in ("apart", "joined")
+        for fusion in (UNFUSED, FUSED)
     ),
 )
 
 
 def test_two_processes_measure_every_kind(tmp_path: Path) -> None:
-    setting, seen = Setting("toy", "cpu", "2.15", 1, 2, 2), []
+    setting, seen = ProfileSetting("toy", "cpu", "2.15", 1, 2, 2), []
     measure(setting, SMALL, tmp_path / "m.part", (), lambda done, name: seen.append((done, name)))
-    kept = kept_points(tmp_path / "m.part", setting)
+    kept = load_points(tmp_path / "m.part", setting)
     assert [p.name for p in kept.points] == [case.name for case in SMALL]
     assert all(p.value > 0 for p in kept.points)
     assert seen[-1] == (len(SMALL), "")
 
 
 def test_a_rank_that_fails_is_named(tmp_path: Path) -> None:
-    setting, broken = Setting("toy", "cpu", "2.15", 1, 1, 1), Case("matmul", "forward", "float31", (4, 8, 8))
+    setting, broken = ProfileSetting("toy", "cpu", "2.15", 1, 1, 1), Case("matmul", "forward", "float31", (4, 8, 8))
     with pytest.raises(WorkerError, match=r"Rank 0 failed while measuring .*float31.*m.part"):
         measure(setting, (broken,), tmp_path / "m.part", (), lambda done, name: None)

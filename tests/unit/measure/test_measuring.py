@@ -25,12 +25,12 @@ from autopar.cost.ops.op_stats import graph_stats
 from autopar.errors import CacheWarning, MeasuringWarning, UsageError
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import ExecutionMode, Link
+from autopar.measure.device import region_setting
 from autopar.measure.regions import region_times as making
-from autopar.measure.regions.cache import Cache, Times
+from autopar.measure.regions.cache import RegionTimes, TimesCache
 from autopar.measure.regions.region_times import RegionTimer, region_timer_for
-from autopar.measure.regions.setting import this_setting
-from autopar.measure.regions.timed_regions import pieces_of
-from autopar.measure.regions.timing import Running, times_of
+from autopar.measure.regions.timed_regions import timed_regions
+from autopar.measure.regions.timing import RegionRun, time_region
 from autopar.tools.explain.why_not import Query, ReplanContext, answers
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
@@ -59,9 +59,9 @@ def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         runs.extend([what] * bool(programs))
         for text, program in programs.items():
             seconds = 1e-6 * len(program.ops) * program.batch
-            keep(text, Times(seconds, 2 * seconds, 0.01))
+            keep(text, RegionTimes(seconds, 2 * seconds, 0.01))
 
-    monkeypatch.setattr(RegionTimer, "run", run)
+    monkeypatch.setattr(RegionTimer, "measure_programs", run)
     yield runs
 
 
@@ -70,32 +70,32 @@ def timed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 def test_pieces_cover_a_graph_and_equal_blocks_are_equal() -> None:
     graph = traced()
-    pieces = list(pieces_of(graph))
+    pieces = list(timed_regions(graph))
     assert [name for piece in pieces for name in piece.ops] == [op.name for op in graph.ops]
     assert len(pieces) == 5 and len({piece.text for piece in pieces}) == 3  # before, blocks, behind
     assert pieces[1].text == pieces[2].text == pieces[3].text and "blocks" not in pieces[1].text
 
 
 def test_probabilities_and_names_of_random_operations_do_not_make_blocks_differ() -> None:
-    pieces = list(pieces_of(traced(model=vit(drop_path_rate=0.3))))
+    pieces = list(timed_regions(traced(model=vit(drop_path_rate=0.3))))
     blocks = [piece.text for piece in pieces if any("blocks" in name for name in piece.ops)]
     assert len(blocks) == 3 and len(set(blocks[1:])) == 1 and blocks[0] != blocks[1]  # the first drops nothing
 
 
 def test_another_batch_or_width_is_another_piece() -> None:
-    texts = {piece.text for piece in pieces_of(traced())}
-    assert texts.isdisjoint(piece.text for piece in pieces_of(traced(8)))
+    texts = {piece.text for piece in timed_regions(traced())}
+    assert texts.isdisjoint(piece.text for piece in timed_regions(traced(8)))
 
 
 # -- timing ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_piece_runs_as_on_a_rank_and_adds_to_its_gradients() -> None:
-    piece = next(p for p in pieces_of(traced()) if any("blocks.1" in name for name in p.ops))
-    running = Running(piece.program, compiled=False, device=ONE)
-    running.both()
+    piece = next(p for p in timed_regions(traced()) if any("blocks.1" in name for name in p.ops))
+    running = RegionRun(piece.program, compiled=False, device=ONE)
+    running.forward_backward()
     once = {name: view.clone() for name, view in running.gradients.views.items()}
-    running.both()
+    running.forward_backward()
     assert len(once) == sum(w.requires_grad for w in piece.program.weights) == 12
     for name, view in running.gradients.views.items():
         assert once[name].abs().max() > 0
@@ -111,22 +111,22 @@ def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
     split = apply(graph, priced.strategies, 2, free).graph
     assert any("autopar." in op.target for op in split.ops)
     for number, local in ((1, graph), (2, split)):
-        piece = max(pieces_of(local), key=lambda piece: len(piece.ops))
-        found = times_of(piece.program, number, ExecutionMode(), ONE)
+        piece = max(timed_regions(local), key=lambda piece: len(piece.ops))
+        found = time_region(piece.program, number, ExecutionMode(), ONE)
         # On processors that others use, the difference that a backward is may be lost in what is then called unsteady.
         assert found.forward_seconds > 0
-        assert found.backward_seconds > 0 or found.spread > making.STEADY_SPREAD
+        assert found.backward_seconds > 0 or found.spread > making.MAX_STEADY_SPREAD
 
 
 def test_a_compiled_piece() -> None:
-    found = times_of(next(iter(pieces_of(traced(2)))).program, 1, ExecutionMode(compiled=True), ONE)
+    found = time_region(next(iter(timed_regions(traced(2)))).program, 1, ExecutionMode(compiled=True), ONE)
     assert found.forward_seconds > 0
 
 
 def test_factors_make_prices_what_was_measured() -> None:
     graph = traced()
     facts = graph_stats(graph)
-    measured = [(piece.ops, 0.5, 0.25) for piece in pieces_of(graph)]
+    measured = [(piece.ops, 0.5, 0.25) for piece in timed_regions(graph)]
     costs = PlanCosts(graph, CPU)
     before = costs.whole(4)
     costs.use_measurements(MeasuredConfig(1, 4), measured)
@@ -143,26 +143,26 @@ def test_factors_make_prices_what_was_measured() -> None:
 
 
 def test_what_was_measured_is_known_in_its_setting_alone(tmp_path: Path) -> None:
-    setting = this_setting("cpu", ExecutionMode(), 2)
-    cache = Cache(tmp_path, setting.text)
+    setting = region_setting("cpu", ExecutionMode(), 2)
+    cache = TimesCache(tmp_path, setting.text)
     assert cache.is_empty and cache.get("a") is None
-    cache.put("a", Times(1.0, 2.0, 0.1))
-    assert Cache(tmp_path, setting.text).get("a") == Times(1.0, 2.0, 0.1)
+    cache.put("a", RegionTimes(1.0, 2.0, 0.1))
+    assert TimesCache(tmp_path, setting.text).get("a") == RegionTimes(1.0, 2.0, 0.1)
     unlike = (
         {"torch": "1.13"},
         {"driver": "1"},
-        {"way": ExecutionMode(compiled=True)},
-        {"way": ExecutionMode(captured=True)},
+        {"execution_mode": ExecutionMode(compiled=True)},
+        {"execution_mode": ExecutionMode(captured=True)},
     )
     for other in (replace(setting, **change) for change in unlike):
-        assert Cache(tmp_path, other.text).is_empty
+        assert TimesCache(tmp_path, other.text).is_empty
     assert f"device: {setting.device}" in (cache.folder / "setting.txt").read_text()
 
 
 @pytest.mark.parametrize("broken", ["", "{", "[]", '{"forward_seconds": -1.0, "backward_seconds": 0.0, "spread": 0.0}'])
 def test_a_damaged_file_is_said_and_made_anew(tmp_path: Path, broken: str) -> None:
-    cache = Cache(tmp_path, "here")
-    cache.put("a", Times(1.0, 2.0, 0.1))
+    cache = TimesCache(tmp_path, "here")
+    cache.put("a", RegionTimes(1.0, 2.0, 0.1))
     cache.path("a").write_text(broken)
     with pytest.warns(CacheWarning, match=r"a\.json holds no measured times .* it is removed, and measured again"):
         assert cache.get("a") is None
@@ -172,18 +172,18 @@ def test_a_damaged_file_is_said_and_made_anew(tmp_path: Path, broken: str) -> No
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "times").write_text("in the way")
     with pytest.raises(UsageError, match=r"Cannot keep measured times in .*Set AUTOPAR_CACHE .* or plan with cost="):
-        Cache(tmp_path, "here").put("a", Times(1.0, 2.0, 0.1))
+        TimesCache(tmp_path, "here").put("a", RegionTimes(1.0, 2.0, 0.1))
 
 
 def write_for_ever(folder: str, seconds: float) -> None:
-    cache = Cache(Path(folder), "here")
+    cache = TimesCache(Path(folder), "here")
     while True:
-        cache.put("a", Times(seconds, seconds, 0.0))
+        cache.put("a", RegionTimes(seconds, seconds, 0.0))
 
 
 def test_writers_that_are_killed_leave_a_whole_file(tmp_path: Path) -> None:
-    cache = Cache(tmp_path, "here")
-    cache.put("a", Times(1.0, 1.0, 0.0))
+    cache = TimesCache(tmp_path, "here")
+    cache.put("a", RegionTimes(1.0, 1.0, 0.0))
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=write_for_ever, args=(str(tmp_path), float(k + 1))) for k in range(3)]
     for writer in writers:
@@ -229,9 +229,9 @@ def test_measurements_decide(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     def run(self: RegionTimer, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
         for text, program in programs.items():
-            keep(text, Times(1e-3 * program.batch**2, 1e-3 * program.batch**2, 0.0))
+            keep(text, RegionTimes(1e-3 * program.batch**2, 1e-3 * program.batch**2, 0.0))
 
-    monkeypatch.setattr(RegionTimer, "run", run)
+    monkeypatch.setattr(RegionTimer, "measure_programs", run)
     found = {cost: autopar.plan(vit(), 2, images(4096), dp=2, cost=cost) for cost in ("analytic", "measured")}
     sizes = {cost: found[cost].microbatch_size for cost in found}
     assert sizes["measured"] < sizes["analytic"]
@@ -249,17 +249,17 @@ def test_a_damaged_cache_is_measured_again(timed: list[str], folder: Path) -> No
 
 
 def test_of_processes_at_the_same_time_the_slowest_counts() -> None:
-    fast, slow = Times(1.0, 3.0, 0.2), Times(2.0, 2.5, 0.1)
-    assert making.joined([fast, slow]) == making.joined([slow, fast]) == slow
-    assert making.joined([fast, None]) is None
+    fast, slow = RegionTimes(1.0, 3.0, 0.2), RegionTimes(2.0, 2.5, 0.1)
+    assert making.slowest([fast, slow]) == making.slowest([slow, fast]) == slow
+    assert making.slowest([fast, None]) is None
 
 
 def test_unsteady_times_are_said_and_not_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self: RegionTimer, programs: Mapping[str, Any], ranks: int, keep: Any, what: str) -> None:
         for text in programs:
-            keep(text, Times(1e-3, 1e-3, 0.9))
+            keep(text, RegionTimes(1e-3, 1e-3, 0.9))
 
-    monkeypatch.setattr(RegionTimer, "run", run)
+    monkeypatch.setattr(RegionTimer, "measure_programs", run)
     with pytest.warns(MeasuringWarning, match="lie up to 90 % apart.* are not kept"):
         plan(cost="measured", dp=2, microbatches=1)
     assert not list(folder.rglob("*.json"))
@@ -270,7 +270,7 @@ def test_what_finds_no_room_is_priced_by_the_cost_model(folder: Path, monkeypatc
         for text in programs:
             keep(text, None)
 
-    monkeypatch.setattr(RegionTimer, "run", run)
+    monkeypatch.setattr(RegionTimer, "measure_programs", run)
     with pytest.warns(MeasuringWarning, match="3 pieces of .* need more memory than the device has free"):
         found = plan(cost="measured", dp=2, microbatches=1)
     analytic = plan(cost="analytic", dp=2, microbatches=1)

@@ -18,20 +18,21 @@ from autopar.cost.hardware.load import cost_model_dir, hardware_names, load_hard
 from autopar.cost.ops.overlap import OVERLAP_WINDOWS
 from autopar.errors import HardwareError, UsageError
 from autopar.ir.hardware import COMPUTE_KINDS, CollectiveKind, Efficiency, ExecutionMode, Hardware, Launch, Link
-from autopar.measure.machine import clock
+from autopar.measure import timer
+from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
-from autopar.measure.machine.carried import carried
 from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
-from autopar.measure.machine.collectives import parts_of
+from autopar.measure.machine.collectives import communication_op_counts
 from autopar.measure.machine.fit import fit
-from autopar.measure.machine.kept import keep, kept_points
-from autopar.measure.machine.kernels import BUILDERS, work_of
-from autopar.measure.machine.points import Part, Point, Setting, point_data, point_from
-from autopar.measure.machine.write_cost_model import Raw, cost_model_text, raw_points, refit
+from autopar.measure.machine.kernels import BUILDERS, kernel_runs
+from autopar.measure.machine.points import MeasuredPoint, OpCounts, point_data, point_from
+from autopar.measure.machine.preserved import preserved_sections
+from autopar.measure.machine.resume import load_points, save_points
+from autopar.measure.machine.write_cost_model import RawMeasurements, cost_model_text, raw_points, refit
 from autopar.runtime.launch.devices import Machine
 from autopar.tools.cli.app import app
 
-SETTING = Setting("NVIDIA Toy", "cuda", "2.15", 0, 4, 8)
+SETTING = ProfileSetting("NVIDIA Toy", "cuda", "2.15", 0, 4, 8)
 MACHINE = replace(
     load_hardware("h200-nvlink"),
     peak_flops={"float32": 5e13, "bfloat16": 8e14, "float16": 8e14, "float64": 5e13},
@@ -58,25 +59,25 @@ MACHINE = replace(
 )
 
 
-def parts(case: Case) -> tuple[Part, ...]:
+def parts(case: Case) -> tuple[OpCounts, ...]:
     """What the planner counts; of large cases without the memory to run them."""
     if case.kind in BUILDERS:
         with torch.device("meta"):
-            return work_of(case, torch.device("meta")).parts
-    return parts_of(case) if case.ranks > 1 else (Part(0.0, 0.0),)
+            return kernel_runs(case, torch.device("meta")).ops
+    return communication_op_counts(case) if case.ranks > 1 else (OpCounts(0.0, 0.0),)
 
 
 CAPTURED = ExecutionMode(compiled=True, captured=True)
 
 
-def point(case: Case, machine: Hardware, way: ExecutionMode) -> Point:
+def point(case: Case, machine: Hardware, way: ExecutionMode) -> MeasuredPoint:
     """What the machine would have measured."""
     here, own = machine.with_mode(way), parts(case)
     total = own[0].num_bytes
     if case.kind == "capacity":
         seconds = float(machine.memory_bytes)
     elif case.kind == "launch":
-        seconds = getattr(machine.launch, case.what)
+        seconds = getattr(machine.launch, case.variant)
     elif case.kind == "optimizer":
         seconds = machine.update_seconds(total)
     elif case.kind == "point-to-point":
@@ -91,38 +92,39 @@ def point(case: Case, machine: Hardware, way: ExecutionMode) -> Point:
     else:
         kind: CollectiveKind = next(k for k in COLLECTIVES if k == case.kind)
         seconds = machine.collective_seconds(kind, total, case.ranks)
-    return Point(case.kind, case.name, case.dtype, case.ranks, own, seconds, 0.01)
+    return MeasuredPoint(case, own, seconds, 0.01)
 
 
 def layer_seconds(case: Case, machine: Hardware) -> float:
     """A layer and its collective forwards and backwards, of which the joined ones hide a share."""
-    operator, way = case.what.split()
-    product, backward, again, *travels = parts_of(case)
+    product, backward, again, *travels = communication_op_counts(case)
     assert backward == again
     forward_seconds = machine.op_seconds("matmul", product.flops, product.num_bytes, case.dtype)
     backward_seconds = 2 * machine.op_seconds("matmul", backward.flops, backward.num_bytes, case.dtype, backward=True)
     sent = [
         machine.collective_seconds(kind, part.num_bytes, case.ranks) if kind else 0.0
-        for kind, part in zip(ASYNC_TP_OPS[operator].kinds, travels, strict=True)
+        for kind, part in zip(ASYNC_TP_OPS[case.variant].kinds, travels, strict=True)
     ]
-    window = OVERLAP_WINDOWS[operator](case.ranks)
+    window = OVERLAP_WINDOWS[case.variant](case.ranks)
     hidden = min(sent[0], window.forward * forward_seconds) + min(sent[1], window.backward * backward_seconds)
-    return forward_seconds + backward_seconds + sum(sent) - (way == "joined") * machine.overlap_efficiency * hidden
+    return (
+        forward_seconds + backward_seconds + sum(sent) - (case.fusion == "joined") * machine.overlap_efficiency * hidden
+    )
 
 
 @pytest.fixture(scope="module")
-def points() -> tuple[Point, ...]:
+def points() -> tuple[MeasuredPoint, ...]:
     return tuple(point(case, MACHINE, CAPTURED) for case in cases("cuda", 4))
 
 
 @pytest.fixture(scope="module")
-def made(points: tuple[Point, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def made(points: tuple[MeasuredPoint, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("made") / "toy.toml"
-    path.write_text(cost_model_text("toy", Raw(SETTING, points), fit(points, SETTING), date(2026, 11, 22)))
+    path.write_text(cost_model_text("toy", RawMeasurements(SETTING, points), fit(points, SETTING), date(2026, 11, 22)))
     return path
 
 
-def test_the_file_prices_as_the_machine_that_was_measured(points: tuple[Point, ...], made: Path) -> None:
+def test_the_file_prices_as_the_machine_that_was_measured(points: tuple[MeasuredPoint, ...], made: Path) -> None:
     found = load_hardware(made)
     assert (found.name, found.device, found.devices_per_node) == ("toy", "NVIDIA Toy", 8)
     assert found.memory_bytes == pytest.approx(MACHINE.memory_bytes)
@@ -132,7 +134,7 @@ def test_the_file_prices_as_the_machine_that_was_measured(points: tuple[Point, .
             assert point(case, found, CAPTURED).value == pytest.approx(measured.value, rel=2e-3), case.name
 
 
-def test_asymptotes_are_relative_to_the_peak_of_matmuls(points: tuple[Point, ...], made: Path) -> None:
+def test_asymptotes_are_relative_to_the_peak_of_matmuls(points: tuple[MeasuredPoint, ...], made: Path) -> None:
     found = load_hardware(made)
     assert found.peak_flops["float32"] == pytest.approx(5e13 * 0.8, rel=1e-3)
     convolution = found.dtype_efficiency["convolution", "float32"]
@@ -142,7 +144,7 @@ def test_asymptotes_are_relative_to_the_peak_of_matmuls(points: tuple[Point, ...
     assert found.dtype_efficiency["matmul", "float32"].backward is None
 
 
-def test_a_dtype_that_was_not_measured_is_an_assumption(points: tuple[Point, ...], made: Path) -> None:
+def test_a_dtype_that_was_not_measured_is_an_assumption(points: tuple[MeasuredPoint, ...], made: Path) -> None:
     """It is priced as the measured dtype that reaches the least of its peak."""
     found = load_hardware(made).dtype_efficiency
     assert found["convolution", "float64"] == found["convolution", "float16"]
@@ -152,7 +154,7 @@ def test_a_dtype_that_was_not_measured_is_an_assumption(points: tuple[Point, ...
     assert constant.assumption.startswith("as in float16")
 
 
-def test_small_points_weigh_less_than_large_ones(points: tuple[Point, ...]) -> None:
+def test_small_points_weigh_less_than_large_ones(points: tuple[MeasuredPoint, ...]) -> None:
     """A step is made of large kernels: small ones that take twice as long do not move what is said of these."""
     small = {"matmul forward float32 64x256x256", "matmul backward float32 64x256x256"}
     bent = [replace(p, value=2 * p.value) if p.name in small else p for p in points]
@@ -162,11 +164,11 @@ def test_small_points_weigh_less_than_large_ones(points: tuple[Point, ...]) -> N
     assert before[path].error_of_all < 0.01 < after[path].error < after[path].error_of_all / 2
 
 
-def test_what_products_hide_of_collectives(points: tuple[Point, ...], made: Path) -> None:
+def test_what_products_hide_of_collectives(points: tuple[MeasuredPoint, ...], made: Path) -> None:
     assert set(ASYNC_TP_OPS) == set(OVERLAP_WINDOWS)
     assert load_hardware(made).overlap_efficiency == pytest.approx(MACHINE.overlap_efficiency, rel=1e-2)
 
-    def share(joined_in: Callable[[Point], float]) -> float:
+    def share(joined_in: Callable[[MeasuredPoint], float]) -> float:
         """With other times of the operators that are both."""
         changed = [replace(p, value=joined_in(p)) if "joined" in p.name.split() else p for p in points]
         return next(c.value for c in fit(changed, SETTING) if c.path == ("overlap", "layers"))
@@ -184,20 +186,20 @@ def test_what_products_hide_of_collectives(points: tuple[Point, ...], made: Path
     assert not any(c.path[0] == "overlap" for c in without)
 
 
-def test_a_measured_number_takes_the_place_of_a_kept_one(points: tuple[Point, ...], tmp_path: Path) -> None:
+def test_a_measured_number_takes_the_place_of_a_kept_one(points: tuple[MeasuredPoint, ...], tmp_path: Path) -> None:
     path = tmp_path / "m.toml"
     path.write_text((cost_model_dir() / "h200-nvlink.toml").read_text().replace("value = 0.57", "value = 0.11"))
     before, constants = load_hardware(path), fit(points, SETTING)
     assert before.overlap_efficiency == 0.11
-    kept = carried(path, "cuda").without({c.path for c in constants})
+    kept = preserved_sections(path, "cuda").without({c.path for c in constants})
     assert set(kept.tables["overlap"]) == {"replicas"}
-    path.write_text(cost_model_text("toy", Raw(SETTING, points), constants, date(2026, 11, 22), kept))
+    path.write_text(cost_model_text("toy", RawMeasurements(SETTING, points), constants, date(2026, 11, 22), kept))
     after = load_hardware(path)
     assert after.overlap_efficiency == pytest.approx(MACHINE.overlap_efficiency, rel=1e-2)
     assert after.replica_bytes_per_second == before.replica_bytes_per_second
 
 
-def test_layer_norms_leave_the_bandwidth_as_it_is(points: tuple[Point, ...]) -> None:
+def test_layer_norms_leave_the_bandwidth_as_it_is(points: tuple[MeasuredPoint, ...]) -> None:
     slow = [replace(p, value=3 * p.value) if "layer_norm" in p.name else p for p in points]
     before, after = ({c.path: c for c in fit(own, SETTING)} for own in (points, slow))
     path = ("memory", "efficiency")
@@ -206,7 +208,7 @@ def test_layer_norms_leave_the_bandwidth_as_it_is(points: tuple[Point, ...]) -> 
     assert "layer_norm by itself takes up to 3 times" in after[path].note
 
 
-def test_a_fit_that_no_point_tests_has_a_large_error(points: tuple[Point, ...]) -> None:
+def test_a_fit_that_no_point_tests_has_a_large_error(points: tuple[MeasuredPoint, ...]) -> None:
     one = [p for p in points if p.kind != "depthwise" or p.name.endswith("float32 64x96x96x56x7x1x96")]
     errors = {c.path: c.error for c in fit(one, SETTING)}
     assert errors["efficiency", "depthwise", "float32", "asymptote"] == 0.5
@@ -233,19 +235,19 @@ def test_ranks_that_communicate_run_equally_often_whatever_their_clocks_say(monk
     counts = []
     for seconds in (1e-6, 10.0):  # of a run, as two ranks find it
         runs: list[None] = []
-        monkeypatch.setattr(clock, "once_seconds", lambda run, device, seconds=seconds: seconds)
-        clock.timed_rows([lambda runs=runs: runs.append(None)], torch.device("cpu"), inner=3)
+        monkeypatch.setattr(timer, "single_run_seconds", lambda run, device, seconds=seconds: seconds)
+        timer.time_repeats([lambda runs=runs: runs.append(None)], torch.device("cpu"), inner=3)
         counts.append(len(runs))
-    assert counts == [3 * clock.REPEATS] * 2
+    assert counts == [3 * timer.REPEATS] * 2
 
 
 def test_long_runs_are_timed_seldom_and_short_ones_on_all_their_data(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, expected in ((1.0, {0}), (1e-3, {0, 1, 2})):
         touched: list[int] = []
-        monkeypatch.setattr(clock, "once_seconds", lambda run, device, seconds=seconds: seconds)
-        clock.timed([lambda k=k, touched=touched: touched.append(k) for k in range(3)], torch.device("cpu"))
+        monkeypatch.setattr(timer, "single_run_seconds", lambda run, device, seconds=seconds: seconds)
+        timer.time_eager([lambda k=k, touched=touched: touched.append(k) for k in range(3)], torch.device("cpu"))
         assert set(touched) == expected
-        assert len(touched) == (1 + clock.FEW_REPEATS if seconds == 1.0 else 3 + 4 * clock.REPEATS)
+        assert len(touched) == (1 + timer.LONG_RUN_REPEATS if seconds == 1.0 else 3 + 4 * timer.REPEATS)
 
 
 def test_every_measured_file_refits_to_its_constants(made: Path) -> None:
@@ -263,19 +265,19 @@ def test_a_changed_constant_does_not_refit(made: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "kind", ["capacity", "launch", "matmul", "attention", "depthwise", "memory", "optimizer", "all-to-all"]
 )
-def test_a_kind_without_points(points: tuple[Point, ...], kind: str) -> None:
+def test_a_kind_without_points(points: tuple[MeasuredPoint, ...], kind: str) -> None:
     with pytest.raises(UsageError, match=rf"needs {kind}.*--only {kind}"):
         fit([p for p in points if p.kind != kind], SETTING)
 
 
-def test_one_device_has_no_links(points: tuple[Point, ...], tmp_path: Path) -> None:
+def test_one_device_has_no_links(points: tuple[MeasuredPoint, ...], tmp_path: Path) -> None:
     setting, path = replace(SETTING, devices=1), tmp_path / "one.toml"
     alone = tuple(p for p in points if p.ranks == 1)
-    path.write_text(cost_model_text("one", Raw(setting, alone), fit(alone, setting), date(2026, 11, 22)))
+    path.write_text(cost_model_text("one", RawMeasurements(setting, alone), fit(alone, setting), date(2026, 11, 22)))
     assert (load_hardware(path).link, load_hardware(path).devices_per_node) == (None, 1)
 
 
-def test_a_way_that_does_not_exist_is_an_assumption(points: tuple[Point, ...]) -> None:
+def test_a_way_that_does_not_exist_is_an_assumption(points: tuple[MeasuredPoint, ...]) -> None:
     own = [p for p in points if not p.name.startswith("launch ca")]
     (captured,) = [c for c in fit(own, replace(SETTING, device_type="cpu")) if c.path == ("launch", "captured")]
     assert (captured.value, captured.num_points) == (5e-6, 0)
@@ -293,27 +295,27 @@ def test_names_of_cases_differ(device_type: str) -> None:
     assert len(set(names)) == len(names) > 100
 
 
-def test_kept_points(points: tuple[Point, ...], tmp_path: Path) -> None:
+def test_kept_points(points: tuple[MeasuredPoint, ...], tmp_path: Path) -> None:
     path = tmp_path / "m.part"
-    assert kept_points(path, SETTING).points == ()
-    keep(path, SETTING, points[:3])
-    assert kept_points(path, SETTING).points == points[:3]
+    assert load_points(path, SETTING).points == ()
+    save_points(path, SETTING, points[:3])
+    assert load_points(path, SETTING).points == points[:3]
     text = path.read_text()
     path.write_text(text[:-9])  # the last line was being written
-    kept = kept_points(path, SETTING)
+    kept = load_points(path, SETTING)
     assert kept.points == points[:2]
     assert "last line was cut off" in kept.note
     path.write_text(text[:9])
-    assert "first line" in kept_points(path, SETTING).note
-    other = kept_points(path, replace(SETTING, torch="2.16"))
+    assert "first line" in load_points(path, SETTING).note
+    other = load_points(path, replace(SETTING, torch="2.16"))
     assert other.points == ()
     path.write_text(text)
-    other = kept_points(path, replace(SETTING, torch="2.16"))
+    other = load_points(path, replace(SETTING, torch="2.16"))
     assert (other.points, "torch 2.15 instead of 2.16" in other.note) == ((), True)
     for broken in (text.replace('"kind"', '"knd"'), text.replace('"value": ', '"value": -'), "what?\n"):
         path.write_text(broken)
         with pytest.raises(UsageError, match=r"Cannot read the points kept in .*m.part.*Remove that file"):
-            kept_points(path, SETTING)
+            load_points(path, SETTING)
 
 
 @pytest.fixture
@@ -324,12 +326,16 @@ def faked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     machine = replace(load_hardware("cpu-generic"), memory_bytes=2**33)
 
     def fake(
-        setting: Setting, todo: Sequence[Case], file: Path, known: Sequence[Point], progress: Callable[[int, str], None]
+        setting: ProfileSetting,
+        todo: Sequence[Case],
+        file: Path,
+        known: Sequence[MeasuredPoint],
+        progress: Callable[[int, str], None],
     ) -> None:
         runs.append([case.name for case in todo])
         loose = {"memory gelu float32 1024"} if len(runs) == 1 else set()
         new = [point(case, machine, ExecutionMode()) for case in todo]
-        keep(file, setting, [*known, *(replace(p, spread=0.9) if p.name in loose else p for p in new)])
+        save_points(file, setting, [*known, *(replace(p, spread=0.9) if p.name in loose else p for p in new)])
 
     monkeypatch.setattr("autopar.measure.machine.measure.measure", fake)
     return runs

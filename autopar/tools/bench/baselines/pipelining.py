@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: stages built by hand from equal numbers of blocks."""
+"""torch.distributed.pipelining with stages of equal numbers of blocks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from autopar.api.model_source import ModelSource
-from autopar.tools.bench.assignment import Assignment, WorkerContext, adamw_options, built_model, images_and_labels
+from autopar.measure.workers import WorkerContext
 from autopar.tools.bench.baselines.ddp_fsdp import refuse_float16
 from autopar.tools.bench.baselines.registry import NotExpressible
-from autopar.tools.bench.parts import Calls, WithRope, compile_blocks, sequence
-from autopar.tools.bench.training import Ready, Share, casting, mean_loss
+from autopar.tools.bench.parts import ModelFunction, WithRope, compile_blocks, sequence
+from autopar.tools.bench.task import BenchTask, adamw_options, build_model, make_batch
+from autopar.tools.bench.training import BaselineTrainer, LossShare, casting, mean_loss
 
 
 class Section(nn.Module):
-    """Some of a model's modules in sequence; what leaves it is of the low dtype and without gaps.
+    """Consecutive modules of a model; the output is contiguous and in the low dtype.
 
-    The receiver's buffer is a plain one, so channels_last tensors travel in the plain order and are put back.
+    The receiver's buffer is contiguous, so channels_last tensors are sent as contiguous ones and converted back.
     """
 
     def __init__(self, modules: Sequence[nn.Module], low: torch.dtype | None, channels_last: bool) -> None:
@@ -37,44 +38,44 @@ class Section(nn.Module):
         return x.to(self.low or x.dtype).contiguous()
 
 
-def pipelined(told: Assignment, seat: WorkerContext) -> Ready:
-    """1F1B with a stage a rank, or interleaved 1F1B with several: stage s is on rank s % ranks."""
-    refuse_float16(told, "torch.distributed.pipelining")
-    chunks, size = told.settings["chunks"], told.settings["microbatch_size"]
-    model = built_model(told, seat)
-    count = chunks * seat.world
-    sections = sections_of(model, told, count)
+def pipelined(task: BenchTask, worker: WorkerContext) -> BaselineTrainer:
+    """1F1B with one stage per rank, or interleaved 1F1B with several; stage s is on rank s % ranks."""
+    refuse_float16(task, "torch.distributed.pipelining")
+    chunks, size = task.settings["chunks"], task.settings["microbatch_size"]
+    model = build_model(task, worker)
+    count = chunks * worker.world
+    sections = sections_of(model, task, count)
     shapes = shapes_between(
-        sections_of(ModelSource(told.model, told.model_kwargs).build("meta"), told, count), (size, *told.shape[1:])
+        sections_of(ModelSource(task.model, task.model_kwargs).build("meta"), task, count), (size, *task.shape[1:])
     )
-    own = {s: sections[s].to(seat.device) for s in range(seat.rank, count, seat.world)}
+    local_sections = {s: sections[s].to(worker.device) for s in range(worker.rank, count, worker.world)}
     del model, sections
-    if told.compile:
-        for section in own.values():
-            compile_blocks(repeated(section))
-    low = told.low or (torch.float64 if told.precision == "fp64" else torch.float32)
-    # Whether they require gradients decides which are sent back.
+    if task.compile:
+        for section in local_sections.values():
+            compile_blocks(repeated_blocks(section))
+    low = task.low or (torch.float64 if task.precision == "fp64" else torch.float32)
+    # A stage sends back gradients of the inputs that require them.
     meta = [torch.empty(shape, dtype=low, device="meta", requires_grad=True) for shape in shapes]
-    meta[0] = torch.empty(shapes[0], dtype=torch.float64 if told.precision == "fp64" else torch.float32, device="meta")
+    meta[0] = torch.empty(shapes[0], dtype=torch.float64 if task.precision == "fp64" else torch.float32, device="meta")
     stages = [
-        PipelineStage(section, s, count, seat.device, input_args=meta[s], output_args=meta[s + 1])
-        for s, section in own.items()
+        PipelineStage(section, s, count, worker.device, input_args=meta[s], output_args=meta[s + 1])
+        for s, section in local_sections.items()
     ]
-    microbatches = told.batch // size
+    microbatches = task.batch // size
     if chunks == 1:
         schedule = Schedule1F1B(stages[0], microbatches, loss_fn=mean_loss)
     else:
         schedule = ScheduleInterleaved1F1B(list(stages), microbatches, loss_fn=mean_loss)
-    first, last = seat.rank == 0, seat.rank == seat.world - 1
-    images, labels = images_and_labels(told, seat) if first or last else (None, None)
+    first, last = worker.rank == 0, worker.rank == worker.world - 1
+    images, labels = make_batch(task, worker) if first or last else (None, None)
     arguments = (images,) if first else ()
     if not first:
         images = None
     optimizer = torch.optim.AdamW(
-        [p for section in own.values() for p in section.parameters()], **adamw_options(seat.device.type)
+        [p for section in local_sections.values() for p in section.parameters()], **adamw_options(worker.device.type)
     )
 
-    def step() -> Share:
+    def step() -> LossShare:
         losses: list[torch.Tensor] = []
         if last:
             schedule.step(*arguments, target=labels, losses=losses)
@@ -84,15 +85,15 @@ def pipelined(told: Assignment, seat: WorkerContext) -> Ready:
         optimizer.zero_grad(set_to_none=True)
         return torch.stack([loss.detach() for loss in losses]).mean().item if last else float
 
-    return Ready(step)
+    return BaselineTrainer(step)
 
 
-def sections_of(model: nn.Module, told: Assignment, count: int) -> list[Section]:
-    """A model in ``count`` sections; errors as `sequence` and `cut`."""
-    return [Section(modules, told.low, told.channels_last) for modules in cut(sequence(model), count)]
+def sections_of(model: nn.Module, task: BenchTask, count: int) -> list[Section]:
+    """A model in ``count`` sections; errors as `sequence` and `split_evenly`."""
+    return [Section(modules, task.low, task.channels_last) for modules in split_evenly(sequence(model), count)]
 
 
-def cut(modules: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
+def split_evenly(modules: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
     """Stem, blocks and head in ``count`` stages with equal numbers of blocks.
 
     Raises:
@@ -108,14 +109,19 @@ def cut(modules: Sequence[nn.Module], count: int) -> list[list[nn.Module]]:
     return stages
 
 
-def repeated(section: Section) -> list[nn.Module]:
-    """What is compiled of a section: the model's blocks, not stem and head."""
-    found = [part.block if isinstance(part, WithRope) else part for part in section.parts]
-    return [part for part in found if not isinstance(part, Calls)]
+def repeated_blocks(section: Section) -> list[nn.Module]:
+    """The model's blocks in a section, without stem and head: these are compiled."""
+    parts = [part.block if isinstance(part, WithRope) else part for part in section.parts]
+    return [part for part in parts if not isinstance(part, ModelFunction)]
 
 
 def shapes_between(sections: Sequence[Section], shape: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Shapes of what enters each section of a model on the meta device, and of what leaves the last."""
+    """Shapes of the inputs of all sections, and of the last section's output.
+
+    Args:
+        sections: of a model on the meta device.
+        shape: of the first section's input.
+    """
     shapes = [shape]
     with torch.no_grad():
         for section in sections:

@@ -1,4 +1,4 @@
-"""What runs beside the plan: names, what each is, and the variants of which the best counts."""
+"""The contestants of a bench: names, descriptions, and for each the variants of which the fastest counts."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from typing import Any
 from autopar.errors import UsageError, suggest
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Precision
-from autopar.tools.bench.assignment import LOW_DTYPES
+from autopar.tools.bench.task import LOW_DTYPES
 
-MICROBATCH_SIZES = (16, 32, 64)  # of torch.distributed.pipelining, where they fit the batch
+MICROBATCH_SIZES = (16, 32, 64)  # tried with torch.distributed.pipelining if they fit the batch
 INTERLEAVED_CHUNKS = 2
 
 
 class NotExpressible(Exception):
-    """A contestant cannot run this model, batch or precision, as the message says."""
+    """A contestant cannot run this model, batch or precision; the message says why."""
 
 
 @dataclass(frozen=True)
-class Variant:
-    """One way of running a contestant; ``label`` says what is special about it, ``reason`` why it cannot be run."""
+class BaselineVariant:
+    """One way of running a contestant.
+
+    Args:
+        label: distinguishes it in tables; may be empty.
+        settings: for the builder in `autopar.tools.bench.worker`.
+        reason: why it cannot be run; None if it can.
+    """
 
     label: str
     settings: Mapping[str, Any]
@@ -30,7 +36,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class BenchContext:
-    """What variants depend on."""
+    """The plan and the flags on which variants depend.
+
+    Args:
+        microbatch_sizes: of --microbatch-sizes; None for the default ones.
+    """
 
     plan: Plan
     compile: bool
@@ -43,90 +53,91 @@ class BenchContext:
 
 @dataclass(frozen=True)
 class Baseline:
-    """A row of the result.
+    """A contestant.
 
     Args:
-        title: how it is called in tables.
-        about: what it is in any precision.
-        mixed: what is added to that in a lower one than the weights'.
-        variants: of which the fastest counts. Raises NotExpressible where there are none.
-        single: runs on one device.
-        planned: has a bubble bound and measured actions.
-        sized: its variants are sizes of microbatches.
-        usual: whether it takes part unless it is asked for.
+        title: its name in tables.
+        about: description that holds in any precision.
+        variants: its variants; raises NotExpressible if there are none.
+        single: whether it runs on one device.
+        planned: whether it runs a plan, and so has a bubble bound and measured actions.
+        sized: whether its variants are sizes of microbatches.
+        by_default: whether it takes part without --only.
+        mixed: description that is added in mixed precision.
     """
 
     name: str
     title: str
     about: str
-    variants: Callable[[BenchContext], Sequence[Variant]]
+    variants: Callable[[BenchContext], Sequence[BaselineVariant]]
     single: bool = False
     planned: bool = False
     sized: bool = False
-    by_default: Callable[[BenchContext], bool] = lambda field: True
+    by_default: Callable[[BenchContext], bool] = lambda context: True
     mixed: str = ""
 
     def about_in(self, precision: Precision) -> str:
-        """What it is, for a record."""
+        """The description in a precision, for the record."""
         return f"{self.about}, {self.mixed}" if self.mixed and precision in LOW_DTYPES else self.about
 
 
-def one_way(field: BenchContext) -> Sequence[Variant]:
-    return [Variant("", {})]
+def single_variant(context: BenchContext) -> Sequence[BaselineVariant]:
+    return [BaselineVariant("", {})]
 
 
-def plain_ways(field: BenchContext) -> Sequence[Variant]:
-    settings = {"replicas": field.plan.mesh.dp, "microbatches": field.plan.microbatches}
-    return [Variant("blocks compiled" if field.compile else "", settings)]
+def plain_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    settings = {"replicas": context.plan.mesh.dp, "microbatches": context.plan.microbatches}
+    return [BaselineVariant("blocks compiled" if context.compile else "", settings)]
 
 
-def uniform_cuts(field: BenchContext) -> Sequence[Variant]:
-    if field.plan.mesh.pp == 1:
+def uniform_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    if context.plan.mesh.pp == 1:
         raise NotExpressible("the plan has one stage, so there is nothing to cut")
-    return [Variant("", {})]
+    return [BaselineVariant("", {})]
 
 
-def ddp_ways(field: BenchContext) -> Sequence[Variant]:
-    check_shares(field)
-    if not field.compile:
-        return [Variant("", {"compile": "none"})]
+def ddp_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    check_shares(context)
+    if not context.compile:
+        return [BaselineVariant("", {"compile": "none"})]
     return [
-        Variant("blocks compiled, static graph", {"compile": "blocks"}),
-        Variant("compiled as a whole", {"compile": "whole"}),
+        BaselineVariant("blocks compiled, static graph", {"compile": "blocks"}),
+        BaselineVariant("compiled as a whole", {"compile": "whole"}),
     ]
 
 
-def fsdp2_ways(field: BenchContext) -> Sequence[Variant]:
-    check_shares(field)
-    blocks = "blocks compiled, " if field.compile else ""
+def fsdp2_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    check_shares(context)
+    blocks = "blocks compiled, " if context.compile else ""
     return [
-        Variant(f"{blocks}weights kept for the backward", {"reshard": False}),
-        Variant(f"{blocks}weights gathered again", {"reshard": True}),
+        BaselineVariant(f"{blocks}weights kept for the backward", {"reshard": False}),
+        BaselineVariant(f"{blocks}weights gathered again", {"reshard": True}),
     ]
 
 
-def check_shares(field: BenchContext) -> None:
-    if field.plan.batch % field.devices:
-        raise NotExpressible(f"{field.devices} replicas cannot share a batch of {field.plan.batch} evenly")
+def check_shares(context: BenchContext) -> None:
+    if context.plan.batch % context.devices:
+        raise NotExpressible(f"{context.devices} replicas cannot share a batch of {context.plan.batch} evenly")
 
 
-def pipelining_ways(chunks: int) -> Callable[[BenchContext], Sequence[Variant]]:
-    """Variants of torch.distributed.pipelining: a microbatch size each.
+def pipelining_variants(chunks: int) -> Callable[[BenchContext], Sequence[BaselineVariant]]:
+    """Variants of torch.distributed.pipelining, one for each microbatch size.
 
-    A size that was asked for and does not fit is a variant with a reason; the usual ones count where they fit.
+    Default sizes that do not fit the batch are left out. A size of --microbatch-sizes that does not fit is a variant
+    with a reason.
     """
 
-    def ways(field: BenchContext) -> Sequence[Variant]:
-        batch, pp = field.plan.batch, field.devices
+    def sized_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+        batch, pp = context.plan.batch, context.devices
         if pp == 1:
             raise NotExpressible("one device is no pipeline")
-        usual = sorted({*MICROBATCH_SIZES, max(1, batch // (2 * pp))})
-        sizes = field.microbatch_sizes or [s for s in usual if fits(s, batch, pp, chunks)]
+        default_sizes = sorted({*MICROBATCH_SIZES, max(1, batch // (2 * pp))})
+        sizes = context.microbatch_sizes or [s for s in default_sizes if fits(s, batch, pp, chunks)]
         if not sizes:
-            raise NotExpressible(misfit(usual, batch, pp, chunks))
-        compiled = "blocks compiled, " if field.compile else ""
+            raise NotExpressible(misfit(default_sizes, batch, pp, chunks))
+        compiled = "blocks compiled, " if context.compile else ""
         return [
-            Variant(
+            BaselineVariant(
                 f"{compiled}microbatch {s}",
                 {"microbatch_size": s, "chunks": chunks},
                 None if fits(s, batch, pp, chunks) else misfit([s], batch, pp, chunks),
@@ -134,16 +145,16 @@ def pipelining_ways(chunks: int) -> Callable[[BenchContext], Sequence[Variant]]:
             for s in sizes
         ]
 
-    return ways
+    return sized_variants
 
 
 def fits(size: int, batch: int, pp: int, chunks: int) -> bool:
-    """Whether there are at least as many microbatches as ranks, all of one size, and interleaved a multiple of them."""
+    """Whether the batch divides into at least ``pp`` equal microbatches; interleaved into a multiple of ``pp``."""
     return batch % size == 0 and batch // size >= pp and (chunks == 1 or batch // size % pp == 0)
 
 
 def misfit(sizes: Sequence[int], batch: int, pp: int, chunks: int) -> str:
-    """Why none of these sizes fits, and what would."""
+    """Why none of these sizes fits, and which size or batch would."""
     kind = "a multiple of" if chunks > 1 else "at least as many as"
     fitting = [s for s in range(1, batch // pp + 1) if fits(s, batch, pp, chunks)]
     if fitting:
@@ -156,24 +167,24 @@ def misfit(sizes: Sequence[int], batch: int, pp: int, chunks: int) -> str:
     )
 
 
-def sharded_ways(field: BenchContext) -> Sequence[Variant]:
-    tp = tensor_ranks(field)
+def dtensor_variants(context: BenchContext) -> Sequence[BaselineVariant]:
+    tp = tp_ranks(context)
     if tp == 1:
         raise NotExpressible("one device shares no operation")
-    rest = field.devices // tp
-    if field.plan.batch % rest:
-        raise NotExpressible(f"{rest} replicas cannot share a batch of {field.plan.batch} evenly")
-    compiled = "blocks compiled, " if field.compile else ""
-    return [Variant(f"{compiled}tp {tp}" + (f" × FSDP2 {rest}" if rest > 1 else ""), {})]
+    rest = context.devices // tp
+    if context.plan.batch % rest:
+        raise NotExpressible(f"{rest} replicas cannot share a batch of {context.plan.batch} evenly")
+    compiled = "blocks compiled, " if context.compile else ""
+    return [BaselineVariant(f"{compiled}tp {tp}" + (f" × FSDP2 {rest}" if rest > 1 else ""), {})]
 
 
-def tensor_ranks(field: BenchContext) -> int:
-    """Ranks of a tensor-parallel group: the plan's, or all."""
-    return field.plan.mesh.tp if field.plan.mesh.tp > 1 else field.devices
+def tp_ranks(context: BenchContext) -> int:
+    """Ranks of a tensor-parallel group: the plan's, or all devices if the plan has no tensor parallelism."""
+    return context.plan.mesh.tp if context.plan.mesh.tp > 1 else context.devices
 
 
-def several(field: BenchContext) -> bool:
-    return field.devices > 1
+def multi_device(context: BenchContext) -> bool:
+    return context.devices > 1
 
 
 CONTESTANTS: Mapping[str, Baseline] = {
@@ -181,60 +192,60 @@ CONTESTANTS: Mapping[str, Baseline] = {
     for c in (
         Baseline(
             "plain", "plain PyTorch loop, one device",
-            "the plan's microbatches with accumulated gradients", plain_ways, single=True, mixed="autocast",
+            "the plan's microbatches with accumulated gradients", plain_variants, single=True, mixed="autocast",
         ),
-        Baseline("single", "autopar, one device", "the same microbatches", one_way, single=True, planned=True),
-        Baseline("autopar", "autopar", "the plan", one_way, planned=True),
+        Baseline("single", "autopar, one device", "the same microbatches", single_variant, single=True, planned=True),
+        Baseline("autopar", "autopar", "the plan", single_variant, planned=True),
         Baseline(
             "uniform", "autopar, uniform cuts", "the plan's mesh and microbatches, stages of as many operations",
-            uniform_cuts, planned=True, by_default=lambda field: field.plan.mesh.pp > 1,
+            uniform_variants, planned=True, by_default=lambda context: context.plan.mesh.pp > 1,
         ),
         Baseline(
-            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_ways, by_default=several,
+            "ddp", "DDP", "gradient_as_bucket_view, one microbatch a replica", ddp_variants, by_default=multi_device,
             mixed="autocast",
         ),
         Baseline(
-            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_ways, by_default=several,
+            "fsdp2", "FSDP2", "fully_shard per block", fsdp2_variants, by_default=multi_device,
             mixed="low-precision weights (autocast instead where there is batch norm), gradients summed in float32",
         ),
         Baseline(
             "1f1b", "pipelining 1F1B", "torch.distributed.pipelining, equal numbers of blocks, its best microbatch",
-            pipelining_ways(1), sized=True, by_default=several, mixed="autocast, low-precision transfers",
+            pipelining_variants(1), sized=True, by_default=multi_device, mixed="autocast, low-precision transfers",
         ),
         Baseline(
             "interleaved", "pipelining interleaved", f"the same, {INTERLEAVED_CHUNKS} stages a rank",
-            pipelining_ways(INTERLEAVED_CHUNKS), sized=True, by_default=several,
+            pipelining_variants(INTERLEAVED_CHUNKS), sized=True, by_default=multi_device,
         ),
         Baseline(
             "dtensor", "DTensor", "parallelize_module: column and row splits of attention and MLP",
-            sharded_ways, by_default=lambda field: field.plan.mesh.tp > 1,
+            dtensor_variants, by_default=lambda context: context.plan.mesh.tp > 1,
         ),
     )
 }  # fmt: skip
 
 
-def chosen(only: Sequence[str], skip: Sequence[str], field: BenchContext) -> list[Baseline]:
+def choose(only: Sequence[str], skip: Sequence[str], context: BenchContext) -> list[Baseline]:
     """The contestants that take part, in order.
 
     Raises:
-        UsageError: there are none, or none whose microbatches have the sizes that were asked for.
+        UsageError: there are none, or --microbatch-sizes was given and none of them has microbatch sizes.
     """
-    found = [
-        c for c in CONTESTANTS.values() if (c.name in only if only else c.by_default(field)) and c.name not in skip
+    baselines = [
+        c for c in CONTESTANTS.values() if (c.name in only if only else c.by_default(context)) and c.name not in skip
     ]  # fmt: skip
-    if not found:
+    if not baselines:
         raise nothing_left(only, skip)
-    if field.microbatch_sizes and not any(c.sized for c in found):
+    if context.microbatch_sizes and not any(c.sized for c in baselines):
         names = " or ".join(c.name for c in CONTESTANTS.values() if c.sized)
         raise UsageError(f"--microbatch-sizes is for {names}, and neither takes part: leave it out.")
-    return found
+    return baselines
 
 
 def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
-    """Compare names that a user gave with the known ones.
+    """Check the names of --only and --skip.
 
     Raises:
-        UsageError: one is unknown, or nothing would be left.
+        UsageError: a name is unknown, or no contestant would be left.
     """
     for flag, names in (("--only", only), ("--skip", skip)):
         for name in names:

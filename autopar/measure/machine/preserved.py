@@ -1,4 +1,4 @@
-"""What a cost model says beyond measurements, taken over when its machine is measured anew."""
+"""The sections of a cost model that `autopar profile` does not measure, copied when it replaces the file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READERS = {"reserve": read_reserve, "overlap": read_overlap, "network": read_lin
 
 @dataclass(frozen=True)
 class PreservedSections:
-    """The name of the machine and its links, its devices per node, and the tables that are not measured."""
+    """Names of the machine and of its links, devices per node, and tables that are not measured, by name."""
 
     name: str = ""
     link_name: str = ""
@@ -33,19 +33,23 @@ class PreservedSections:
     tables: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def without(self, measured: Collection[tuple[str, ...]]) -> PreservedSections:
-        """What is left of it where some numbers were measured, by table and name."""
-        left = {
+        """These sections without numbers that were measured after all.
+
+        Args:
+            measured: (table, key) of each measured number.
+        """
+        remaining = {
             table: {key: entry for key, entry in numbers.items() if (table, key) not in measured}
             for table, numbers in self.tables.items()
         }
-        return replace(self, tables={table: numbers for table, numbers in left.items() if numbers})
+        return replace(self, tables={table: numbers for table, numbers in remaining.items() if numbers})
 
 
-def carried(path: Path, device_type: str) -> PreservedSections:
-    """What is kept of a file; nothing where there is none or it describes another type of device.
+def preserved_sections(path: Path, device_type: str) -> PreservedSections:
+    """Sections to copy from a file; empty if it does not exist or describes another type of device.
 
     Raises:
-        HardwareError: it cannot be read, or these parts are wrong.
+        HardwareError: the file cannot be read, or one of these sections is wrong.
     """
     if not path.exists():
         return PreservedSections()
@@ -66,7 +70,7 @@ def carried(path: Path, device_type: str) -> PreservedSections:
 
 
 def number_text(entry: Mapping[str, Any]) -> str:
-    """A number with what is said of it; a date is written bare."""
+    """A TOML inline table with a number's value, unit, error, source and date."""
     texts = (
         f"{key} = {json.dumps(value, ensure_ascii=False) if isinstance(value, str | int | float) else value}"
         for key, value in entry.items()

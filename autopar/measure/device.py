@@ -1,0 +1,101 @@
+"""The device and the settings under which something was measured: numbers of different settings are never mixed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from autopar import __version__
+from autopar.ir.hardware import ExecutionMode
+from autopar.runtime.launch.devices import Machine, num_processors
+from autopar.runtime.launch.torch_settings import TorchSettings
+
+CPU_INFO = Path("/proc/cpuinfo")
+DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class ProfileSetting:
+    """Where the points of a cost model were measured; the fields are keys of the file's [raw] table.
+
+    Args:
+        threads: of each process, on CPU; 0 on GPUs.
+        devices: processes that measured at the same time.
+        node_devices: devices of the machine; on CPU equal to ``devices``.
+    """
+
+    device: str
+    device_type: str
+    torch: str
+    threads: int
+    devices: int
+    node_devices: int
+
+    def differences(self, other: ProfileSetting) -> str:
+        """Fields in which another setting differs, in words; empty where the two are equal."""
+        fields, other_fields = asdict(self), asdict(other)
+        return ", ".join(
+            f"{key} {other_fields[key]} instead of {value}"
+            for key, value in fields.items()
+            if value != other_fields[key]
+        )
+
+
+@dataclass(frozen=True)
+class RegionSetting:
+    """Where and how compiled regions were timed: the cache has one folder for each.
+
+    Args:
+        driver: version of the GPU driver; empty on CPU.
+        threads: of each process, on CPU; 0 on GPUs.
+        processes: that run at the same time, on CPU; 1 on GPUs.
+        precision: of float32 products, and the other torch settings that decide between kernels.
+    """
+
+    device: str
+    device_type: str
+    driver: str
+    torch: str
+    autopar: str
+    execution_mode: ExecutionMode
+    threads: int
+    processes: int
+    precision: str
+
+    @property
+    def text(self) -> str:
+        """A line for each field."""
+        return "\n".join(f"{key}: {value}" for key, value in asdict(self).items())
+
+
+def profile_setting(machine: Machine, devices: int) -> ProfileSetting:
+    """The setting of ``autopar profile`` on so many devices of a machine."""
+    if machine.device_type == "cuda":
+        name, node_devices = torch.cuda.get_device_name(), torch.cuda.device_count()
+        return ProfileSetting(name, "cuda", torch.__version__, 0, devices, node_devices)
+    return ProfileSetting(cpu_name(), "cpu", torch.__version__, machine.num_threads, devices, devices)
+
+
+def region_setting(device_type: str, mode: ExecutionMode, devices: int) -> RegionSetting:
+    """The setting of regions that run on this machine's device, one of several that run at the same time."""
+    cuda = device_type == "cuda"
+    return RegionSetting(
+        device=torch.cuda.get_device_name() if cuda else cpu_name(),
+        device_type=device_type,
+        driver=DRIVER.read_text().splitlines()[0] if cuda and DRIVER.exists() else "",
+        torch=torch.__version__,
+        autopar=__version__,
+        execution_mode=mode,
+        threads=0 if cuda else max(1, num_processors() // devices),
+        processes=1 if cuda else min(devices, num_processors()),
+        precision=str(TorchSettings.current()),
+    )
+
+
+def cpu_name() -> str:
+    """The processor's name from /proc/cpuinfo, or the instruction set that torch uses where that names none."""
+    lines = CPU_INFO.read_text().splitlines() if CPU_INFO.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else f"{torch.backends.cpu.get_cpu_capability()} CPU"
