@@ -44,9 +44,9 @@ from autopar.train import (
     schedule,
     training_loader,
 )
-from autopar.train.evaluation import evaluation, judged
-from autopar.train.run.interrupt import noted_interrupts
-from autopar.train.run.reports import Position
+from autopar.train.evaluation import mean_scores, score_sums
+from autopar.train.run.interrupt import deferred_interrupts
+from autopar.train.run.reports import RunPosition
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
 MOVED = Augmentation(shift=1)
@@ -225,7 +225,7 @@ def test_evaluation_counts_ragged_batches_and_leaves_out_what_fills_them():
     labels = torch.tensor([0, 1, 2, 3, 4, 5])
     scores = torch.eye(7)[labels] + torch.linspace(0, 0.1, 7)
     scores[4] = scores[3]
-    whole = evaluation(judged(scores, labels))
+    whole = mean_scores(score_sums(scores, labels))
     assert (whole.right, whole.samples, whole.accuracy) == (5, 6, 5 / 6)
     assert whole.loss == pytest.approx(nn.functional.cross_entropy(scores, labels).item())
     batches = [Batch(scores[:4], labels[:4], 4), Batch(scores[4:], labels[4:], 1), Batch(scores[5:], labels[5:], 1)]
@@ -236,7 +236,7 @@ def test_evaluation_counts_ragged_batches_and_leaves_out_what_fills_them():
 
 def test_top5_is_told_apart():
     scores = torch.arange(8.0).expand(8, 8)
-    top = evaluation(judged(scores, torch.arange(8)))
+    top = mean_scores(score_sums(scores, torch.arange(8)))
     assert (top.accuracy, top.top5) == (1 / 8, 5 / 8)
 
 
@@ -449,9 +449,9 @@ def test_a_handler_of_the_callers_own_stays():
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with noted_interrupts() as interrupt:
+        with deferred_interrupts() as interrupt:
             os.kill(os.getpid(), signal.SIGINT)
-        assert (heard, interrupt.asked) == ([signal.SIGINT], False)
+        assert (heard, interrupt.requested) == ([signal.SIGINT], False)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -467,9 +467,9 @@ def test_a_run_goes_on_in_another_folder(data: Data, tmp_path: Path):
         on.resume(old / "last")
         with pytest.raises(KeyboardInterrupt):
             on.fit()
-        assert on.checkpoint == new / "last" and on.saved == Position(2, 1, 5)
+        assert on.checkpoint == new / "last" and on.saved == RunPosition(2, 1, 5)
     assert losses(new) == losses(old) and lines(new / "history.jsonl") == lines(old / "history.jsonl")
-    assert read_run(new / "last") == read_run(old / "last") and read_run(new / "best").position == Position(2, 0, 5)
+    assert read_run(new / "last") == read_run(old / "last") and read_run(new / "best").position == RunPosition(2, 0, 5)
     with parallel() as pm:  # from the start of the new folder, as if the old one were gone
         again = trainer(pm, data, callbacks=(JsonLog(new), Checkpoints(new)))
         again.resume(new / "last")

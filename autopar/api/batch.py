@@ -68,7 +68,7 @@ def partition(batch: int, replicas: int, microbatches: int) -> list[int]:
     return [size for own in replica_sizes(batch, replicas) for size in microbatch_sizes(own, microbatches)]
 
 
-def check_shares(batch: int, replicas: int) -> None:
+def check_divisible(batch: int, replicas: int) -> None:
     """Compare a batch to train on with the number of replicas that it is for.
 
     Raises:
@@ -118,15 +118,15 @@ def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
 
 def batched_outputs(graph: Graph) -> tuple[bool, ...]:
     """Whether each of a graph's flattened outputs depends on the batch: on an input whose first size it is."""
-    fed = {v.name for v in graph.inputs if v.shape[:1] == (graph.batch,)}
+    batch_dependent = {v.name for v in graph.inputs if v.shape[:1] == (graph.batch,)}
     for op in graph.ops:
-        if fed.isdisjoint(op.reads):
+        if batch_dependent.isdisjoint(op.reads):
             continue
-        fed.update(op.mutates, (v.name for v in op.outputs))
+        batch_dependent.update(op.mutates, (v.name for v in op.outputs))
         if not op.outputs:  # an update in place: of what it reads, and of everything that shares that memory
             sharing = {name for names in graph.colocated if op.name in names for name in names}
-            fed.update(refs(op.args), (v.name for o in graph.ops if o.name in sharing for v in o.outputs))
-    return tuple(isinstance(output, Ref) and output.name in fed for output in graph.outputs)
+            batch_dependent.update(refs(op.args), (v.name for o in graph.ops if o.name in sharing for v in o.outputs))
+    return tuple(isinstance(output, Ref) and output.name in batch_dependent for output in graph.outputs)
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ def join_outputs(graphs: Sequence[Graph], batched: Sequence[bool]) -> Outputs:
     joins: list[Join] = ["first"] * len(batched)
     for i, depends in enumerate(batched):
         if depends and len(graphs) > 1:
-            joins[i] = join_of(i, [graph.values[graph.outputs[i].name] for graph in graphs], sizes)
+            joins[i] = output_join(i, [graph.values[graph.outputs[i].name] for graph in graphs], sizes)
     return Outputs(sizes, tuple(joins), graphs[-1].out_spec)
 
 
-def join_of(number: int, values: Sequence[Value], sizes: Sequence[int]) -> Join:
+def output_join(number: int, values: Sequence[Value], sizes: Sequence[int]) -> Join:
     """How one output that depends on the batch is joined; errors as `join_outputs`."""
     value = values[0]
     if not value.shape and getattr(torch, value.dtype).is_floating_point:

@@ -10,13 +10,13 @@ from autopar.api.batch import shards_of
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 
-MARKED_ELEMENTS = 1024  # of a sample that `mark` looks at, evenly spaced
+SAMPLED_ELEMENTS = 1024  # of a sample that `mark` looks at, evenly spaced
 
 
-MARK_FACTOR = 6364136223846793005  # of Knuth's generator: spreads any change over all bits
+HASH_FACTOR = 6364136223846793005  # of Knuth's generator: spreads any change over all bits
 
 
-def check_parts(batches: Sequence[tuple[int, int]], data_size: int) -> None:
+def check_batch_sizes(batches: Sequence[tuple[int, int]], data_size: int) -> None:
     """Compare the batches that ranks were given, as (data rank, samples), where each gives a part of the global batch.
 
     Raises:
@@ -31,7 +31,7 @@ def check_parts(batches: Sequence[tuple[int, int]], data_size: int) -> None:
         )
 
 
-def check_copies(marks: Sequence[int], mesh: Mesh, when: str = "") -> None:
+def check_same_samples(fingerprints: Sequence[int], mesh: Mesh, when: str = "") -> None:
     """Compare what the ranks of each tensor-parallel group were given, all of which need the same samples.
 
     Args:
@@ -41,8 +41,8 @@ def check_copies(marks: Sequence[int], mesh: Mesh, when: str = "") -> None:
     Raises:
         UsageError: names two ranks of a group that were given different samples.
     """
-    for group in {tuple(shards_of(rank, mesh)) for rank in range(len(marks))}:
-        own = [(marks[rank], rank) for rank in group if marks[rank]]
+    for group in {tuple(shards_of(rank, mesh)) for rank in range(len(fingerprints))}:
+        own = [(fingerprints[rank], rank) for rank in group if fingerprints[rank]]
         other = next((rank for value, rank in own if value != own[0][0]), None)
         if other is not None:
             raise UsageError(
@@ -61,9 +61,9 @@ def fingerprint(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
     for leaf in leaves:
         ends = [leaf[0], leaf[-1]] if leaf.ndim > 1 and len(leaf) else [leaf]
         parts = [end.detach().reshape(-1) for end in ends]
-        parts = [part[:: -(-len(part) // MARKED_ELEMENTS) or 1].contiguous().view(torch.uint8) for part in parts]
+        parts = [part[:: -(-len(part) // SAMPLED_ELEMENTS) or 1].contiguous().view(torch.uint8) for part in parts]
         content = torch.cat(parts).to(torch.int64)
         # Odd factors lose no bit of what they multiply; whole numbers wrap around alike everywhere.
         factors = torch.arange(len(content), device=leaf.device) * 2 + 1
-        total = (total * MARK_FACTOR + (content * factors * factors).sum()) | 1
+        total = (total * HASH_FACTOR + (content * factors * factors).sum()) | 1
     return total

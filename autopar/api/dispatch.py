@@ -12,9 +12,9 @@ from zlib import crc32
 
 import torch
 
-from autopar.api.batch import Outputs, check_real, check_shares, join_outputs, replica_sizes, split_targets
-from autopar.api.batch_agreement import check_copies, check_parts, fingerprint
-from autopar.api.program_cache import ProgramCache, Specialization, signature
+from autopar.api.batch import Outputs, check_divisible, check_real, join_outputs, replica_sizes, split_targets
+from autopar.api.batch_agreement import check_batch_sizes, check_same_samples, fingerprint
+from autopar.api.program_cache import ProgramCache, Specialization, input_signature
 from autopar.errors import UsageError
 from autopar.ir.graph import Mode, Ref
 from autopar.ir.mesh import Mesh, Place
@@ -39,7 +39,7 @@ WITH_AVERAGES = frozenset({
 })  # fmt: skip
 # Steps that may be launched and not done: one computes while the next is prepared. More would take memory for their
 # inputs, and move errors away from their cause.
-IN_FLIGHT = 2
+MAX_STEPS_IN_FLIGHT = 2
 MAX_CACHED_PARTITIONS = 64  # a caller whose batches differ every time is not to fill the memory with how they were cut
 
 
@@ -70,21 +70,21 @@ class BatchPartition:
     """
 
     sizes: tuple[tuple[int, ...], ...]
-    variants: tuple[tuple[Specialization, ...], ...]
+    specializations: tuple[tuple[Specialization, ...], ...]
     outputs: Outputs | None
 
     @property
     def all_sizes(self) -> list[int]:
-        return [size for own in self.sizes for size in own]
+        return [size for replica in self.sizes for size in replica]
 
     @property
-    def all_variants(self) -> list[Specialization]:
-        return [variant for own in self.variants for variant in own]
+    def all_specializations(self) -> list[Specialization]:
+        return [s for replica in self.specializations for s in replica]
 
     @cached_property
     def has_random_ops(self) -> bool:
         """Whether any microbatch draws random numbers by counters."""
-        return any(map(draws_numbers, self.all_variants))
+        return any(map(draws_random_numbers, self.all_specializations))
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Microbatch:
     ``share`` is the factor of its mean loss; ``draws`` what its random operations count, None where it has none.
     """
 
-    variant: Specialization
+    specialization: Specialization
     leaves: list[Any]
     target: Any
     share: float
@@ -103,10 +103,12 @@ class Microbatch:
     def inputs(self, stages: Sequence[int]) -> list[Any]:
         """What the programs of a rank's stages read, in their order."""
         by_name: dict[str, Any] = {
-            leaf.name: tensor for leaf, tensor in zip(self.variant.graph.leaves, self.leaves) if isinstance(leaf, Ref)
+            leaf.name: tensor
+            for leaf, tensor in zip(self.specialization.graph.leaves, self.leaves)
+            if isinstance(leaf, Ref)
         }
         by_name[RNG_COUNTERS] = self.rng_counters
-        return [by_name[name] for name in input_names(self.variant.programs[stage] for stage in stages)]
+        return [by_name[name] for name in input_names(self.specialization.programs[stage] for stage in stages)]
 
 
 class BatchAgreement:
@@ -124,12 +126,12 @@ class BatchAgreement:
 
     def __init__(self, ranks: SpmdBackend, mesh: Mesh, data_size: int) -> None:
         self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
-        self.flag = self.flagged = False
+        self.flag = self.any_flag = False
         self.kinds: tuple[int, ...] = ()
         self.shapes: tuple[int, ...] = ()
-        self.late: deque[Callable[[], list[int]]] = deque()  # marks of batches on GPUs
+        self.pending: deque[Callable[[], list[int]]] = deque()  # marks of batches on GPUs
 
-    def start(self, batch: int, kind: int, shapes: int, given: Sequence[Any]) -> Callable[[], None]:
+    def start(self, batch: int, kind: int, shapes: int, values: Sequence[Any]) -> Callable[[], None]:
         """Send this rank's numbers; the result waits for those of the others.
 
         Args:
@@ -138,29 +140,32 @@ class BatchAgreement:
         Raises:
             UsageError: by the result, if the ranks do not agree: on all of them.
         """
-        now, late = self.fingerprints(given) if self.mesh.tp > 1 else (0, 0)
-        told = self.ranks.exchange((batch, self.flag, now, late, kind, shapes))
+        now, late = self.fingerprints(values) if self.mesh.tp > 1 else (0, 0)
+        exchanged = self.ranks.exchange((batch, self.flag, now, late, kind, shapes))
 
-        def agreed() -> None:
-            rows = told()
-            self.flagged = any(row[1] for row in rows)
+        def agree() -> None:
+            rows = exchanged()
+            self.any_flag = any(row[1] for row in rows)
             self.kinds, self.shapes = tuple(row[4] for row in rows), tuple(row[5] for row in rows)
-            check_parts([(self.mesh.place(rank).replica, own) for rank, (own, *_) in enumerate(rows)], self.data_size)
-            check_copies([row[2] for row in rows], self.mesh)
-            check_copies(
-                [row[3] for row in rows], self.mesh, f" {IN_FLIGHT} calls ago, so that updates since are wrong"
+            sizes = [(self.mesh.place(rank).replica, row[0]) for rank, row in enumerate(rows)]
+            check_batch_sizes(sizes, self.data_size)
+            check_same_samples([row[2] for row in rows], self.mesh)
+            check_same_samples(
+                [row[3] for row in rows],
+                self.mesh,
+                f" {MAX_STEPS_IN_FLIGHT} calls ago, so that updates since are wrong",
             )
 
-        return agreed
+        return agree
 
-    def fingerprints(self, given: Sequence[Any]) -> tuple[int, int]:
+    def fingerprints(self, values: Sequence[Any]) -> tuple[int, int]:
         """The mark of the tensors on the CPU, and that of those which were on a GPU `IN_FLIGHT` calls ago."""
-        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        there = [leaf for leaf in tensors if leaf.device.type != "cpu"]
-        here = [leaf for leaf in tensors if leaf.device.type == "cpu"]
-        self.late.append(start_readback(fingerprint(there).reshape(1)) if there else lambda: [0])
-        late = self.late.popleft()()[0] if len(self.late) > IN_FLIGHT else 0
-        return int(fingerprint(here)) if here else 0, late
+        tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        on_gpu = [leaf for leaf in tensors if leaf.device.type != "cpu"]
+        on_cpu = [leaf for leaf in tensors if leaf.device.type == "cpu"]
+        self.pending.append(start_readback(fingerprint(on_gpu).reshape(1)) if on_gpu else lambda: [0])
+        late = self.pending.popleft()()[0] if len(self.pending) > MAX_STEPS_IN_FLIGHT else 0
+        return int(fingerprint(on_cpu)) if on_cpu else 0, late
 
 
 class Dispatcher:
@@ -173,9 +178,9 @@ class Dispatcher:
     def __init__(self, programs: ProgramCache, ranks: InProcessBackend | SpmdBackend | WorkerPool, seed: int) -> None:
         self.programs, self.ranks, self.seed = programs, ranks, seed
         self.plan, self.mesh = programs.plan, programs.plan.mesh
-        apart = isinstance(ranks, SpmdBackend)
-        self.data_size = self.mesh.dp if apart else 1
-        self.data_rank = self.mesh.place(ranks.numbers[0]).replica if apart else 0
+        spmd = isinstance(ranks, SpmdBackend)
+        self.data_size = self.mesh.dp if spmd else 1
+        self.data_rank = self.mesh.place(ranks.numbers[0]).replica if spmd else 0
         self.num_updates = self.num_drawn = 0
         self.averaged = False
         self.agreement = BatchAgreement(ranks, self.mesh, self.data_size) if isinstance(ranks, SpmdBackend) else None
@@ -205,7 +210,7 @@ class Dispatcher:
         if self.agreement is None:
             return flag
         self.agreement.flag = flag
-        return self.agreement.flagged
+        return self.agreement.any_flag
 
     def updated(self) -> None:
         """Count an update of the weights."""
@@ -219,32 +224,35 @@ class Dispatcher:
             UsageError: as `ParallelModel.forward_backward`.
         """
         leaves, targets = request.call.leaves, pytree_leaves(request.target)
-        given = signature(leaves)
-        kind, shapes = checksum(request.keep_outputs, request.share, given, signature(targets)), checksum(given)
-        agreed = None
+        input_key = input_signature(leaves)
+        kind = checksum(request.keep_outputs, request.share, input_key, input_signature(targets))
+        shapes = checksum(input_key)
+        await_agreement = None
         if self.agreement is not None:
-            agreed = self.agreement.start(request.call.batch, kind, shapes, [*leaves, *targets])
-        key = request.mode, request.schedule, request.target is None, request.keep_outputs, given
-        cut = self.partitions.get(key)
-        if cut is None:
-            if agreed is not None:
-                agreed()
-            cut = self.partition(request, leaves)
+            await_agreement = self.agreement.start(request.call.batch, kind, shapes, [*leaves, *targets])
+        key = request.mode, request.schedule, request.target is None, request.keep_outputs, input_key
+        partition = self.partitions.get(key)
+        if partition is None:
+            if await_agreement is not None:
+                await_agreement()
+            partition = self.partition(request, leaves)
             if len(self.partitions) == MAX_CACHED_PARTITIONS:
                 self.partitions.clear()
-            self.partitions[key] = cut
-            agreed = None
-        microbatches = self.microbatches(request, cut, leaves)
+            self.partitions[key] = partition
+            await_agreement = None
+        microbatches = self.microbatches(request, partition, leaves)
         check = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets))
-        works = {rank: self.rank_request(request, microbatches, rank, check) for rank in self.ranks.numbers}
-        if agreed is not None:  # as late as possible: what was done meanwhile took time too
-            agreed()
-        of_all = (self.agreement.kinds, self.agreement.shapes) if self.agreement is not None else ((kind,), (shapes,))
-        agreed_on = {rank: (replace(work, kind=of_all[0], shapes=of_all[1]),) for rank, work in works.items()}
-        results = self.call(request.command, agreed_on)
-        if cut.has_random_ops:
+        rank_requests = {rank: self.rank_request(request, microbatches, rank, check) for rank in self.ranks.numbers}
+        if await_agreement is not None:  # as late as possible: what was done meanwhile took time too
+            await_agreement()
+        kinds, all_shapes = (kind,), (shapes,)
+        if self.agreement is not None:
+            kinds, all_shapes = self.agreement.kinds, self.agreement.shapes
+        arguments = {r: (replace(own, kind=kinds, shapes=all_shapes),) for r, own in rank_requests.items()}
+        results = self.call(request.command, arguments)
+        if partition.has_random_ops:
             self.num_drawn += request.call.batch * self.data_size
-        return results, cut.outputs
+        return results, partition.outputs
 
     def joined_outputs(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
         """The model's output for the caller's batch, of the microbatches' outputs that each rank kept."""
@@ -260,35 +268,40 @@ class Dispatcher:
         """How to cut a batch among the replicas that share it; the ranks get the programs for it."""
         call, batch, replicas = request.call, request.call.batch, self.mesh.dp // self.data_size
         if request.target is not None:
-            check_shares(batch, replicas)
+            check_divisible(batch, replicas)
         sizes = [microbatch_sizes(own, self.plan.microbatches) for own in replica_sizes(batch, replicas)]
         parts = split_leaves(leaves, batch, [size for own in sizes for size in own])
-        variants = [variant for variant, _ in self.programs.microbatches(request.mode, call, parts)]
+        specializations = [s for s, _ in self.programs.microbatches(request.mode, call, parts)]
         # Before anything runs, so that outputs that cannot be joined leave no gradients behind.
-        graphs = [variant.graph for variant in variants]
-        outputs = join_outputs(graphs, variants[-1].batched) if request.keep_outputs else None
-        self.send_programs(variants)
+        graphs = [s.graph for s in specializations]
+        outputs = join_outputs(graphs, specializations[-1].batched) if request.keep_outputs else None
+        self.send_programs(specializations)
         for own in sizes:
-            self.check_schedule(request.schedule, variants, len(own))
-        found = iter(variants)
-        return BatchPartition(tuple(map(tuple, sizes)), tuple(tuple(islice(found, len(own))) for own in sizes), outputs)
+            self.check_schedule(request.schedule, specializations, len(own))
+        remaining = iter(specializations)
+        by_replica = tuple(tuple(islice(remaining, len(replica))) for replica in sizes)
+        return BatchPartition(tuple(map(tuple, sizes)), by_replica, outputs)
 
-    def microbatches(self, request: BatchRequest, cut: BatchPartition, leaves: Sequence[Any]) -> list[list[Microbatch]]:
+    def microbatches(
+        self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any]
+    ) -> list[list[Microbatch]]:
         """The microbatches of each replica that shares the caller's batch."""
-        batch, sizes, variants = request.call.batch, cut.all_sizes, cut.all_variants
+        batch, sizes, specializations = request.call.batch, partition.all_sizes, partition.all_specializations
         parts = split_leaves(leaves, batch, sizes)
         targets = [None] * len(sizes) if request.target is None else split_targets(request.target[0], batch, sizes)
         shares = [request.share * size / (batch * self.data_size) for size in sizes]
-        draws = self.rng_counters(sizes) if cut.has_random_ops else [None] * len(sizes)
-        found = map(Microbatch, variants, parts, targets, shares, draws)
-        return [list(islice(found, len(own))) for own in cut.sizes]
+        counters = self.rng_counters(sizes) if partition.has_random_ops else [None] * len(sizes)
+        microbatches = map(Microbatch, specializations, parts, targets, shares, counters)
+        return [list(islice(microbatches, len(own))) for own in partition.sizes]
 
     def rng_counters(self, sizes: list[int]) -> list[torch.Tensor]:
         """What random operations count in each microbatch: samples since the last update, in the global batch."""
         first = self.num_drawn + self.data_rank * sum(sizes)
         return list(counter_rows(self.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
-    def rank_request(self, request: BatchRequest, cut: list[list[Microbatch]], rank: int, check: bool) -> StepRequest:
+    def rank_request(
+        self, request: BatchRequest, microbatches: list[list[Microbatch]], rank: int, check: bool
+    ) -> StepRequest:
         """A rank's part.
 
         Args:
@@ -298,7 +311,7 @@ class Dispatcher:
             UsageError: it reads tensors that are on the meta device.
         """
         place = self.mesh.place(rank)
-        own, last = cut[place.replica % len(cut)], place.stage == self.mesh.pp - 1
+        own, last = microbatches[place.replica % len(microbatches)], place.stage == self.mesh.pp - 1
         training = request.target is not None
         data = StepData(
             [microbatch.inputs(self.stages(rank)) for microbatch in own],
@@ -311,7 +324,7 @@ class Dispatcher:
         return StepRequest(
             mode=request.mode,
             schedule=request.schedule,
-            programs=tuple(microbatch.variant.number for microbatch in own),
+            programs=tuple(microbatch.specialization.number for microbatch in own),
             data=data,
             training=training,
             keep_outputs=request.keep_outputs and last and place.shard == 0,
@@ -322,26 +335,26 @@ class Dispatcher:
         """The stages that a rank runs."""
         return self.mesh.stages(rank, self.plan.chunks)
 
-    def send_programs(self, variants: Sequence[Specialization]) -> None:
+    def send_programs(self, specializations: Sequence[Specialization]) -> None:
         """Give each rank its programs of those variants that it does not have yet."""
-        for variant in variants:
-            if variant.number in self.sent:
+        for specialization in specializations:
+            if specialization.number in self.sent:
                 continue
             arguments = {}
             for rank in self.ranks.numbers:
-                programs = [variant.programs[stage] for stage in self.stages(rank)]
+                programs = [specialization.programs[stage] for stage in self.stages(rank)]
                 weights = [weight for program in programs for weight in program.weights]
-                constants = {w.name: variant.graph.constants[w.name] for w in weights if w.kind == "constant"}
-                arguments[rank] = (variant.number, programs, constants)
+                constants = {w.name: specialization.graph.constants[w.name] for w in weights if w.kind == "constant"}
+                arguments[rank] = (specialization.number, programs, constants)
             self.call("add_programs", arguments)
-            self.sent.add(variant.number)
+            self.sent.add(specialization.number)
 
-    def check_schedule(self, name: str, variants: Sequence[Specialization], count: int) -> None:
+    def check_schedule(self, name: str, specializations: Sequence[Specialization], count: int) -> None:
         """Prove the schedule for this number of microbatches before its first run."""
         stages, pp, chunks = self.programs.num_stages, self.mesh.pp, self.plan.chunks
         if (name, count) in self.checked or count == 0:
             return
-        edges = {(e.src, e.dst) for v in variants for p in v.programs for e in p.sends}
+        edges = {(e.src, e.dst) for s in specializations for p in s.programs for e in p.sends}
         training = name != "forward-only"
         check(
             generate(name, pp, count, chunks),
@@ -359,6 +372,6 @@ def checksum(*values: Any) -> int:
     return crc32(repr(values).encode())
 
 
-def draws_numbers(variant: Specialization) -> bool:
+def draws_random_numbers(specialization: Specialization) -> bool:
     """Whether a microbatch's programs draw random numbers by counters."""
-    return any(value.name == RNG_COUNTERS for value in variant.graph.inputs)
+    return any(value.name == RNG_COUNTERS for value in specialization.graph.inputs)

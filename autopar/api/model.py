@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.api.checkpoint import header_of, load, save
-from autopar.api.dispatch import IN_FLIGHT, BatchRequest, Dispatcher
+from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
+from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchRequest, Dispatcher
 from autopar.api.program_cache import ProgramCache
 from autopar.api.step_result import StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
@@ -78,7 +78,8 @@ class ParallelModel:
     def needs_inputs(self) -> bool:
         """Whether this process has to pass real inputs; if not, tensors on the meta device do as well."""
         stages = {s for rank in self._ranks.numbers for s in self.plan.mesh.stages(rank, self.plan.chunks)}
-        read = {v.name for variant in self._programs.known.values() for s in stages for v in variant.programs[s].inputs}
+        programs = [own.programs[stage] for own in self._programs.specializations.values() for stage in stages]
+        read = {value.name for program in programs for value in program.inputs}
         return not read <= {RNG_COUNTERS}
 
     @property
@@ -147,7 +148,7 @@ class ParallelModel:
         Raises:
             UsageError: as `forward_backward`, or an output depends on the batch and cannot be joined from microbatches.
         """
-        call = self._programs.call(args, kwargs)
+        call = self._programs.bind_call(args, kwargs)
         request = BatchRequest("forward", self._mode, "forward-only", call, keep_outputs=True)
         results, outputs = self._dispatcher.carry_out(request)
         assert outputs is not None
@@ -180,9 +181,9 @@ class ParallelModel:
                 f"share={share!r} must be a number above 0: this batch's part of all samples of the update, such as "
                 "1 / 4 for each of four equal parts."
             )
-        while len(self._unread) >= IN_FLIGHT:
+        while len(self._unread) >= MAX_STEPS_IN_FLIGHT:
             _ = self._unread.popleft().figures
-        request = self._training(command, x, y, return_outputs, share)
+        request = self._training_request(command, x, y, return_outputs, share)
         results: dict[int, StepOutcome]
         results, outputs = self._dispatcher.carry_out(request)
         seconds, step = self._ranks.call_seconds, self.num_updates
@@ -193,21 +194,23 @@ class ParallelModel:
             joined = self._dispatcher.joined_outputs(outputs, {rank: own.outputs for rank, own in results.items()})
         numbers = results[max(results)].numbers
         if isinstance(numbers, StepNumbers):
-            return StepResult(self._figures(numbers, seconds, share, step), joined)
-        result = StepResult(partial(self._figures, numbers, seconds, share, step), joined)
+            return StepResult(self._metrics(numbers, seconds, share, step), joined)
+        result = StepResult(partial(self._metrics, numbers, seconds, share, step), joined)
         self._unread.append(result)
         return result
 
-    def _figures(self, numbers: StepNumbers | LazyMetrics, call_seconds: float, share: float, step: int) -> StepMetrics:
+    def _metrics(self, numbers: StepNumbers | LazyMetrics, call_seconds: float, share: float, step: int) -> StepMetrics:
         """What the caller is told; waits for it, and warns of a loss that is not finite."""
         numbers = resolve(numbers)
         self._report_non_finite(numbers.losses, step)
         seconds = call_seconds if numbers.device_seconds is None else numbers.device_seconds
         return StepMetrics(sum(numbers.losses) / share, seconds, numbers.grad_norm, numbers.skipped)
 
-    def _training(self, command: str, x: Any, y: Any, keep_outputs: bool = False, share: float = 1.0) -> BatchRequest:
+    def _training_request(
+        self, command: str, x: Any, y: Any, keep_outputs: bool = False, share: float = 1.0
+    ) -> BatchRequest:
         call = as_call(self._model, x)
-        call = self._programs.call(call.args, call.kwargs)
+        call = self._programs.bind_call(call.args, call.kwargs)
         return BatchRequest(command, self._mode, self.plan.schedule, call, (y,), keep_outputs, share)
 
     def optimizer_step(self) -> UpdateResult:
@@ -249,7 +252,7 @@ class ParallelModel:
                 f"The loss of step {step} is {sum(losses)}: microbatches {bad} of {len(losses)}. "
                 "Gradients are not finite either; lower the learning rate or check the inputs.",
                 NonFiniteLossWarning,
-                stacklevel=frames_here(),  # the caller of forward_backward or train_step, or whoever reads the loss
+                stacklevel=frames_in_api(),  # the caller of forward_backward or train_step, or whoever reads the loss
             )
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -335,7 +338,7 @@ class ParallelModel:
             CheckpointError: it cannot be written (the disk is full, say); the one that was there is as it was, and
                 training can go on.
         """
-        save(self._dispatcher, folder, self._header(extra))
+        save_on_ranks(self._dispatcher, folder, self._header(extra))
 
     def load_checkpoint(self, folder: str | PathLike[str]) -> Any:
         """Go on from a checkpoint that was saved under any mesh; the ``extra`` that was saved with it.
@@ -347,7 +350,7 @@ class ParallelModel:
         Raises:
             CheckpointError: it is none, is damaged, or is of another model or optimizer; nothing was changed.
         """
-        header = load(self._dispatcher, folder, self._header(None), self._spec)
+        header = load_on_ranks(self._dispatcher, folder, self._header(None), self._spec)
         self._dispatcher.num_updates, self._dispatcher.num_drawn = header.updates, header.drawn
         return header.extra
 
@@ -374,7 +377,7 @@ class ParallelModel:
 
     def measure_memory(self, x: Any, y: Any) -> dict[int, int]:
         """Most bytes in tensors at once on each rank during a training step, which is done; slower than a plain one."""
-        found, _ = self._dispatcher.carry_out(self._training("tensor_peak", x, y))
+        found, _ = self._dispatcher.carry_out(self._training_request("tensor_peak", x, y))
         self._dispatcher.updated()
         return found
 
@@ -406,7 +409,7 @@ class ParallelModel:
 ROOM = str(Path(__file__).parent) + os.sep
 
 
-def frames_here() -> int:
+def frames_in_api() -> int:
     """How many frames above the caller's, itself included, are of this room; as `warnings.warn` counts levels."""
     frame, count = inspect.currentframe(), 0
     while frame is not None and frame.f_code.co_filename.startswith(ROOM):

@@ -51,12 +51,12 @@ class ModelSource:
         if not colon:
             timm = need("timm", f"Model {self.name!r}")
             if not timm.is_model(self.name):
-                raise unknown(self.name, timm.list_models(), "timm")
+                raise unknown_model(self.name, timm.list_models(), "timm")
             return lambda **kwargs: timm.create_model(self.name, pretrained=False, **kwargs)
         if library == "torchvision":
             models = need("torchvision.models", f"Model {self.name!r}")
             if name not in models.list_models():
-                raise unknown(name, models.list_models(), "torchvision")
+                raise unknown_model(name, models.list_models(), "torchvision")
             return lambda **kwargs: models.get_model(name, weights=None, **kwargs)
         return user_factory(self.name, library, name)
 
@@ -71,11 +71,11 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
         raise UsageError(f"Cannot import {module_name!r} of model {full_name!r}: {error}.") from error
     public = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
     if name not in public:
-        raise unknown(name, list(public), module_name)
+        raise unknown_model(name, list(public), module_name)
     return public[name]
 
 
-def unknown(name: str, known: list[str], where: str) -> UsageError:
+def unknown_model(name: str, known: list[str], where: str) -> UsageError:
     """The error for a name that is not there."""
     near = difflib.get_close_matches(name, known, 3)
     hint = f" Did you mean {', '.join(near)}?" if near else ""

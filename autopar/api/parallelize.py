@@ -39,7 +39,7 @@ RUN_SETTINGS = frozenset(
 )
 
 
-def warn_of_generators(graph: Graph) -> None:
+def warn_of_plan_dependent_random(graph: Graph) -> None:
     """Say which operations draw numbers that depend on the plan."""
     left = [op for op in graph.ops if is_random(op)]
     if left:
@@ -120,10 +120,10 @@ def parallelize(
         chosen, graph = make_plan(model, call, devices, options, hardware, name, {}, optimizer, ema)
     else:
         chosen, graph = plan if isinstance(plan, Plan) else Plan.load(plan), None
-        check_given(chosen, devices, constraints)
+        check_given_plan(chosen, devices, constraints)
     check_device(chosen.precision, machine)
     programs = ProgramCache(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
-    warn_of_generators(programs.example)
+    warn_of_plan_dependent_random(programs.example)
     specs = rank_specs(
         programs,
         machine,
@@ -139,11 +139,11 @@ def parallelize(
         transport=options.transport,
     )
     tensors = weight_tensors(model, programs.example)
-    ranks = start(specs, tensors, machine, options.timeout, chosen.decision)
+    ranks = start_ranks(specs, tensors, machine, options.timeout, chosen.decision)
     return ParallelModel(model, chosen, programs, ranks, machine, specs[0])
 
 
-def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> None:
+def check_given_plan(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> None:
     """Compare a given plan with the other arguments.
 
     Raises:
@@ -157,7 +157,7 @@ def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> Non
         raise UsageError(f"Both plan= and {name}= are given; the plan decides already. Leave {name} out.")
 
 
-def start(
+def start_ranks(
     specs: list[RankSpec], tensors: Mapping[str, torch.Tensor], machine: Machine, timeout_seconds: float, decision: str
 ) -> InProcessBackend | SpmdBackend | WorkerPool:
     """The ranks, running: this process's own under torchrun or alone, worker processes otherwise."""

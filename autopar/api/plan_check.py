@@ -13,13 +13,13 @@ from autopar.sharding.lookup import rule_of
 from autopar.sharding.rule import strategy
 
 
-def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
+def weight_layouts(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
     """The layout in which ranks hold each weight.
 
     Raises:
         PlanError: the plan names a weight that the model does not have, or splits one that cannot be split so.
     """
-    check_names("shardings", plan.shardings, [w.name for w in graph.weights])
+    check_table_names("shardings", plan.shardings, [w.name for w in graph.weights])
     storage: dict[str, Layout] = {}
     for weight in graph.weights:
         text = look_up(plan.shardings, weight.name)
@@ -50,7 +50,7 @@ def check_strategies(plan: Plan, graph: Graph) -> None:
     Raises:
         PlanError: names the field, and the factors that there are.
     """
-    check_names("strategies", plan.strategies, [op.name for op in graph.ops])
+    check_table_names("strategies", plan.strategies, [op.name for op in graph.ops])
     for op in graph.ops:
         label = look_up(plan.strategies, op.name)
         if not label:
@@ -64,7 +64,7 @@ def check_strategies(plan: Plan, graph: Graph) -> None:
             )
 
 
-def check_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> None:
+def check_table_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> None:
     """Refuse entries of a plan's table that fit nothing in the model."""
     known = {*names, *map(pattern_of, names)}
     for name in table:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autopar.api.batch import batched_outputs, check_call
-from autopar.api.plan_check import check_strategies, storage_of
-from autopar.api.recompute import recomputing
+from autopar.api.plan_check import check_strategies, weight_layouts
+from autopar.api.recompute import with_recompute_segments
 from autopar.codegen.split import follow, holders, split
 from autopar.errors import TraceError, UsageError
 from autopar.ir.graph import Graph, Mode
@@ -59,9 +59,9 @@ class ProgramCache:
         if graph is None or graph.batch != microbatch.batch:
             graph = self.trace(microbatch, "train")
         self.train_stage_of = plan.stage_of(graph)
-        self.storage = storage_of(plan, graph)
+        self.storage = weight_layouts(plan, graph)
         check_strategies(plan, graph)
-        self.known: dict[tuple, Specialization] = {}
+        self.specializations: dict[tuple, Specialization] = {}
         train = self.split(graph, self.train_stage_of)
         trained_on = holders([(graph, train)])
         evaluated = self.trace(microbatch, "eval")
@@ -80,12 +80,12 @@ class ProgramCache:
     def split(self, graph: Graph, stage_of: Mapping[str, int]) -> tuple[Program, ...]:
         """What each stage's ranks run of a graph of whole tensors."""
         if self.plan.mesh.tp == 1:
-            return recomputing(split(graph, stage_of, self.num_stages), graph, self.plan)
-        found = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
-        labels = {name: label for name, label in found.items() if label is not None}
+            return with_recompute_segments(split(graph, stage_of, self.num_stages), graph, self.plan)
+        by_name = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
+        labels = {name: label for name, label in by_name.items() if label is not None}
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
         local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
-        return recomputing(split(local, stage_of, self.num_stages), local, self.plan)
+        return with_recompute_segments(split(local, stage_of, self.num_stages), local, self.plan)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
         """The model's graph, traced with its modules in the modes in which they were handed over."""
@@ -97,17 +97,17 @@ class ProgramCache:
             set_modes(now)
 
     def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Specialization:
-        variant = Specialization(len(self.known), graph, batched_outputs(graph), programs)
-        self.known[mode, signature(microbatch.leaves)] = variant
-        return variant
+        specialization = Specialization(len(self.specializations), graph, batched_outputs(graph), programs)
+        self.specializations[mode, input_signature(microbatch.leaves)] = specialization
+        return specialization
 
-    def variant(self, mode: Mode, microbatch: Call) -> Specialization:
+    def specialize(self, mode: Mode, microbatch: Call) -> Specialization:
         """The variant for a microbatch, traced now if its shape is new.
 
         Raises:
             UsageError: the model does not take this shape.
         """
-        found = self.known.get((mode, signature(microbatch.leaves)))
+        found = self.specializations.get((mode, input_signature(microbatch.leaves)))
         if found is not None:
             return found
         check_call(microbatch, self.example, self.plan.model.name)
@@ -115,8 +115,9 @@ class ProgramCache:
             graph = self.trace(microbatch, mode)
         except TraceError as error:
             raise UsageError(
-                f"{self.plan.model.name} does not take inputs of shape {shapes(microbatch.leaves)} (one microbatch); "
-                f"it was planned for {shapes(self.example.inputs)}. {str(error).removesuffix(ADVICE).rstrip()}"
+                f"{self.plan.model.name} does not take inputs of shape {shapes_text(microbatch.leaves)} (one "
+                f"microbatch); it was planned for {shapes_text(self.example.inputs)}. "
+                f"{str(error).removesuffix(ADVICE).rstrip()}"
             ) from error
         programs = self.split(graph, follow(graph, self.train_stage_of, self.holders))
         for program in programs:
@@ -125,7 +126,7 @@ class ProgramCache:
             ]
             if missing:
                 raise UsageError(
-                    f"At input shape {shapes(microbatch.leaves)} {self.plan.model.name} takes another path: stage "
+                    f"At input shape {shapes_text(microbatch.leaves)} {self.plan.model.name} takes another path: stage "
                     f"{program.stage} would need {', '.join(missing[:3])}. Plan again with such example_inputs."
                 )
         return self.add(mode, microbatch, graph, programs)
@@ -136,9 +137,9 @@ class ProgramCache:
         """The variant and the leaves of each microbatch of a call."""
         for leaves in parts:
             args, kwargs = unflatten(leaves, call.spec)
-            yield self.variant(mode, Call(args, kwargs)), leaves
+            yield self.specialize(mode, Call(args, kwargs)), leaves
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+    def bind_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
         """A user's call, bound and compared with the traced one.
 
         Raises:
@@ -155,18 +156,18 @@ def set_modes(modes: Mapping[nn.Module, bool]) -> None:
         module.training = training
 
 
-def enter(model: nn.Module, modes: Mapping[nn.Module, bool], mode: Mode) -> None:
+def enter_mode(model: nn.Module, modes: Mapping[nn.Module, bool], mode: Mode) -> None:
     """Put a model that was handed over with ``modes`` into a mode as `trace` does: what is frozen in it stays so."""
     set_modes(modes)
     if model.training != (mode == "train"):
         model.train(mode == "train")
 
 
-def signature(leaves: Sequence[Any]) -> tuple:
+def input_signature(leaves: Sequence[Any]) -> tuple:
     """What a trace depends on: shape and dtype of tensors, and every constant."""
     return tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves)
 
 
-def shapes(leaves: Sequence[Any]) -> str:
+def shapes_text(leaves: Sequence[Any]) -> str:
     """The shapes of all tensors (or values) among the leaves, for a message."""
     return ", ".join(str(list(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape"))

@@ -45,7 +45,7 @@ def rank_specs(
             local = replace(weight, shape=layout.local_shape(weight.shape, {TP: mesh.tp}))
             for position in positions[weight.name]:
                 weights[position].append(local)
-    pairs = {(e.src, e.dst) for v in programs.known.values() for p in v.programs for e in p.sends}
+    pairs = {(e.src, e.dst) for v in programs.specializations.values() for p in v.programs for e in p.sends}
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
     if programs.plan.zero1:

@@ -12,7 +12,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 
 
-def recomputing(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[Program, ...]:
+def with_recompute_segments(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[Program, ...]:
     """The programs of a graph, with segments on the stages that recompute by the plan.
 
     A segment of the graph that a cut divides becomes one on each side.
@@ -23,14 +23,14 @@ def recomputing(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[
     begins = segments(graph, op_facts(graph, plan.hardware.device_type))
     place = {op.name: i for i, op in enumerate(graph.ops)}
     return tuple(
-        replace(program, segments=own_segments([place[op.name] for op in program.ops], begins))
+        replace(program, segments=segment_starts([place[op.name] for op in program.ops], begins))
         if plan.stages[program.stage].recompute == "all"
         else program
         for program in programs
     )
 
 
-def own_segments(places: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
+def segment_starts(places: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
     """Which of a program's operations, at these places of its graph, are the first of a segment."""
     segment = [sum(begin <= place for begin in begins) for place in places]
     return tuple(i for i, own in enumerate(segment) if own and (i == 0 or own != segment[i - 1]))

@@ -64,13 +64,13 @@ def take_folder(trainer: Trainer, folder: Path) -> None:
     """
     make_folder(folder)
     goes_on = trainer.resumed is not None and lies_in(trainer.resumed, folder)
-    if not goes_on and folder.resolve() not in trainer.own:
+    if not goes_on and folder.resolve() not in trainer.run_folders:
         check_free(
             folder,
             go_on='trainer.resume("{}")',
             instead=f'take another folder, or remove it first with autopar.train.remove_run(Path("{folder}")).',
         )
-    trainer.own.add(folder.resolve())
+    trainer.run_folders.add(folder.resolve())
 
 
 class JsonLog(Callback):

@@ -14,7 +14,7 @@ from autopar.errors import UsageError
 from autopar.train.data.loader import Batch
 from autopar.train.timm_optional import needed
 
-FEW = 5  # classes among which the right one has to be for `Evaluation.top5`
+TOP_CLASSES = 5  # classes among which the right one has to be for `Evaluation.top5`
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def evaluate(
     pm.eval()
     sums = [0.0] * 4
     for x, y, count in batches:
-        sums = [a + b for a, b in zip(sums, judged(scores(pm(x))[:count], y[:count]))]
-    return evaluation(pm.data_sum(sums))
+        sums = [a + b for a, b in zip(sums, score_sums(scores(pm(x))[:count], y[:count]))]
+    return mean_scores(pm.data_sum(sums))
 
 
 def evaluate_alone(model: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[Batch]) -> Evaluation:
@@ -62,20 +62,20 @@ def evaluate_alone(model: Callable[[torch.Tensor], torch.Tensor], batches: Itera
     sums = [0.0] * 4
     with torch.no_grad():
         for x, y, count in batches:
-            sums = [a + b for a, b in zip(sums, judged(plain_scores(model(x))[:count], y[:count]))]
-    return evaluation(sums)
+            sums = [a + b for a, b in zip(sums, score_sums(plain_scores(model(x))[:count], y[:count]))]
+    return mean_scores(sums)
 
 
-def judged(scores: torch.Tensor, labels: torch.Tensor) -> list[float]:
+def score_sums(scores: torch.Tensor, labels: torch.Tensor) -> list[float]:
     """Samples, sum of cross-entropies, number of right ones, number of right ones among the best five."""
     if not len(labels):
         return [0.0] * 4
     labels = labels.to(scores.device)
     loss = F.cross_entropy(scores.float(), labels, reduction="sum").item()
-    return [float(len(labels)), loss, right_among(1, scores, labels), right_among(FEW, scores, labels)]
+    return [float(len(labels)), loss, num_correct(1, scores, labels), num_correct(TOP_CLASSES, scores, labels)]
 
 
-def right_among(best: int, scores: torch.Tensor, labels: torch.Tensor) -> float:
+def num_correct(best: int, scores: torch.Tensor, labels: torch.Tensor) -> float:
     """How many samples have their class among so many of the highest scores."""
     count = needed("torchmetrics.functional.classification", "Accuracy").multiclass_stat_scores
     classes = scores.shape[1]
@@ -83,7 +83,7 @@ def right_among(best: int, scores: torch.Tensor, labels: torch.Tensor) -> float:
     return float(stats[0])
 
 
-def evaluation(sums: list[float]) -> Evaluation:
+def mean_scores(sums: list[float]) -> Evaluation:
     """The figures from what `judged` summed over all samples."""
     samples, loss, right, among = sums
     return Evaluation(loss / samples, right / samples, among / samples, round(right), round(samples))

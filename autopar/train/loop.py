@@ -21,20 +21,20 @@ from autopar.api.step_result import StepResult
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.ir.units import plural
 from autopar.train.callbacks import Callback
-from autopar.train.data.loader import Batch, Loader, Plain
+from autopar.train.data.loader import Batch, IterableLoader, Loader
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
-from autopar.train.run.interrupt import Interrupt, Interrupted, noted_interrupts
-from autopar.train.run.reports import EpochReport, Position, Running, StepReport
+from autopar.train.run.interrupt import Interrupt, TrainingInterrupted, deferred_interrupts
+from autopar.train.run.reports import EpochReport, EpochSums, RunPosition, StepReport
 from autopar.train.run.state import SavedRun, read_run
 
-Schedule = Literal["none", "update", "epoch", "timm"]
+SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedUpdate:
     """An update that was launched: what it came to is known when its results have been read."""
 
-    position: Position
+    position: RunPosition
     results: tuple[StepResult, ...]
     samples: int
     lr: float
@@ -63,7 +63,7 @@ class Trainer:
         *,
         epochs: int,
         grad_accum_steps: int = 1,
-        schedule: Schedule = "none",
+        schedule: SchedulerSteps = "none",
         ema: bool = False,
         callbacks: Sequence[Callback] = (),
         scores: Callable[[Any], torch.Tensor] = plain_scores,
@@ -98,16 +98,16 @@ class Trainer:
                 f"An epoch has {plural(len(self.train_loader), 'batch', 'es')}, an update takes "
                 f"grad_accum_steps={grad_accum_steps}. Use a smaller batch or fewer accumulation steps."
             )
-        self.position, self.running = Position(1, 0, steps), Running()
+        self.position, self.running = RunPosition(1, 0, steps), EpochSums()
         self.history: list[EpochReport] = []
         self.best: float | None = None
         self.peak_bytes = 0
         self.checkpoint: Path | None = None  # the last one written or read
-        self.saved: Position | None = None  # where that one is
+        self.saved: RunPosition | None = None  # where that one is
         self.resumed: Path | None = None  # the one that the run goes on from
-        self.own: set[Path] = set()  # folders that callbacks took for this run, where a later fit() goes on
+        self.run_folders: set[Path] = set()  # folders that callbacks took for this run, where a later fit() goes on
         self.interrupt = Interrupt()
-        self.launched: deque[Launched] = deque()  # updates that callbacks were not told of yet
+        self.launched: deque[LaunchedUpdate] = deque()  # updates that callbacks were not told of yet
 
     # -- training ----------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class Trainer:
             TrainingError: a loss is not finite; names epoch and step. Checkpoints stay as they are.
         """
         with ExitStack() as ends:
-            self.interrupt = ends.enter_context(noted_interrupts())
+            self.interrupt = ends.enter_context(deferred_interrupts())
             for callback in self.callbacks:
                 ends.callback(callback.on_end, self)
                 callback.on_start(self)
@@ -129,18 +129,18 @@ class Trainer:
                 while self.position.epoch <= self.epochs:
                     self.train_epoch()
                     self.finish_epoch()
-            except Interrupted:
-                self.tell(all_of_them=True)
+            except TrainingInterrupted:
+                self.report_steps(all_of_them=True)
                 for callback in self.callbacks:
                     callback.on_interrupt(self)
                 raise
         return self.history
 
-    def end_if_asked(self, wait: bool = False) -> None:
+    def stop_if_interrupted(self, wait: bool = False) -> None:
         """Raise Interrupted on all ranks if Ctrl-C came to any of them; one batch late, or at once if they ``wait``."""
         asked = self.pm.any_rank if wait else self.pm.any_rank_so_far
-        if asked(self.interrupt.asked):
-            raise Interrupted
+        if asked(self.interrupt.requested):
+            raise TrainingInterrupted
 
     def train_epoch(self) -> None:
         """The updates that are left of the current epoch."""
@@ -148,10 +148,10 @@ class Trainer:
         batches = self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps)
         while not self.position.epoch_done:
             self.update(batches)
-            self.tell()
+            self.report_steps()
             for callback in self.callbacks:
                 callback.on_update(self)
-            self.end_if_asked()
+            self.stop_if_interrupted()
 
     def update(self, batches: Iterator[Batch]) -> None:
         """Launch one update, of as many batches as it takes."""
@@ -166,13 +166,13 @@ class Trainer:
                 results.append(step(batch.x, batch.y, share=1 / k))
             samples += batch.count * self.pm.data_size
         self.position = self.position.next
-        self.launched.append(Launched(self.position, tuple(results), samples, lr))
+        self.launched.append(LaunchedUpdate(self.position, tuple(results), samples, lr))
         if self.schedule == "timm":
             self.pm.lr_scheduler.step_update(self.position.update)
         elif self.schedule == "update":
             self.pm.lr_scheduler.step()
 
-    def tell(self, all_of_them: bool = False) -> None:
+    def report_steps(self, all_of_them: bool = False) -> None:
         """Tell callbacks of the updates whose numbers are there, or wait for those of all.
 
         Raises:
@@ -183,7 +183,7 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step(self, report)
 
-    def report(self, update: Launched) -> StepReport:
+    def report(self, update: LaunchedUpdate) -> StepReport:
         """What an update came to; waits for it."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better below
@@ -200,7 +200,7 @@ class Trainer:
             self.running.samples_per_second, self.peak_bytes, last.skipped,
         )  # fmt: skip
 
-    def not_finite(self, loss: float, update: Launched) -> TrainingError:
+    def not_finite(self, loss: float, update: LaunchedUpdate) -> TrainingError:
         position = update.position
         saved = f"The last checkpoint is {self.checkpoint}. " if self.checkpoint is not None else ""
         return TrainingError(
@@ -211,7 +211,7 @@ class Trainer:
 
     def finish_epoch(self) -> None:
         """Evaluate, tell, and go on to the next epoch."""
-        self.tell(all_of_them=True)
+        self.report_steps(all_of_them=True)
         done, running = self.position, self.running
         plain, averaged = self.evaluations()
         self.measure_memory()
@@ -236,10 +236,10 @@ class Trainer:
             self.pm.lr_scheduler.step()
         self.history.append(report)
         self.best = report.score if best else self.best
-        self.position, self.running = done.next_epoch, Running()
+        self.position, self.running = done.next_epoch, EpochSums()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
-        self.end_if_asked(wait=True)
+        self.stop_if_interrupted(wait=True)
 
     def evaluations(self) -> tuple[Evaluation | None, Evaluation | None]:
         """Of the weights, and of their averages; None where there are none, or nothing to evaluate on."""
@@ -256,8 +256,8 @@ class Trainer:
         for batch in loader.epoch(1):
             yield batch
             try:
-                self.end_if_asked()
-            except Interrupted:
+                self.stop_if_interrupted()
+            except TrainingInterrupted:
                 self.pm.zero_grad()  # what random operations drew for this evaluation is drawn again then
                 raise
 
@@ -274,7 +274,7 @@ class Trainer:
         Raises:
             TrainingError: the loss of one of them is not finite; nothing was written.
         """
-        self.tell(all_of_them=True)
+        self.report_steps(all_of_them=True)
         run = SavedRun(self.position, self.running, tuple(self.history), self.best, self.settings)
         self.pm.save_checkpoint(folder, extra=run.to_extra())
         self.checkpoint, self.saved = Path(folder), self.position
@@ -299,4 +299,4 @@ class Trainer:
 
 def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
     """A loader that knows epochs."""
-    return Plain(loader, len(loader)) if isinstance(loader, DataLoader) else loader
+    return IterableLoader(loader, len(loader)) if isinstance(loader, DataLoader) else loader

@@ -19,7 +19,7 @@ from autopar.train.timm_optional import needed
 
 
 @dataclass(frozen=True)
-class Group:
+class ParamGroup:
     """Parameters by original name, and the options that they share (``weight_decay``, ``lr_scale``, …)."""
 
     names: tuple[str, ...]
@@ -36,7 +36,7 @@ class TimmOptimizer:
 
     name: str
     lr: float | None
-    groups: tuple[Group, ...]
+    groups: tuple[ParamGroup, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     clip_grad_norm: float | None = None
 
@@ -90,7 +90,7 @@ def timm_optimizer(
             'the name of an optimizer, such as timm_optimizer(model, "lamb", lr=1e-3).'
         )
     library = need("timm.optim", f"Optimizer {opt!r}")
-    accepted = arguments(library, opt)
+    accepted = optimizer_arguments(library, opt)
     if momentum is not None:
         options["momentum"] = momentum
     unknown = [name for name in options if name not in accepted]
@@ -102,19 +102,21 @@ def timm_optimizer(
     if "max_grad_norm" in accepted:
         limit = options.get("max_grad_norm", accepted["max_grad_norm"])
         options["max_grad_norm"] = None
-    groups = explained(opt, lambda: named_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn))
-    made = TimmOptimizer(opt, lr, groups, options, limit)
+    groups = with_timm_errors(
+        opt, lambda: timm_param_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn)
+    )
+    optimizer = TimmOptimizer(opt, lr, groups, options, limit)
     stand_ins = {name: nn.Parameter(torch.zeros(1)) for group in groups for name in group.names}
-    example = explained(opt, lambda: made(Parameters(stand_ins)))
+    example = with_timm_errors(opt, lambda: optimizer(Parameters(stand_ins)))
     if getattr(example, "is_second_order", False):
         raise UsageError(
             f"timm's {opt} differentiates gradients once more, and stages and shards do not keep what that takes. "
             "Choose a first-order one, such as adamw."
         )
-    return made
+    return optimizer
 
 
-def arguments(library: Any, opt: str) -> dict[str, Any]:
+def optimizer_arguments(library: Any, opt: str) -> dict[str, Any]:
     """The options of an optimizer and their defaults.
 
     Raises:
@@ -129,12 +131,12 @@ def arguments(library: Any, opt: str) -> dict[str, Any]:
             f"timm has no optimizer {opt!r}.{hint} It has {len(known)}, such as adamw, sgd, lamb, lars, adafactor, "
             "muon: timm.optim.list_optimizers()."
         )
-    found = explained(opt, lambda: library.get_optimizer_class(name, bind_defaults=False))
+    found = with_timm_errors(opt, lambda: library.get_optimizer_class(name, bind_defaults=False))
     given = inspect.signature(found).parameters.values()
     return {p.name: p.default for p in given if p.name not in ("params", "lr", "weight_decay")}
 
 
-def explained(opt: str, make: Callable[[], Any]) -> Any:
+def with_timm_errors(opt: str, make: Callable[[], Any]) -> Any:
     """What a call into timm returns; what it raises becomes one message."""
     try:
         return make()
@@ -146,9 +148,9 @@ def explained(opt: str, make: Callable[[], Any]) -> Any:
         ) from error
 
 
-def named_groups(
+def timm_param_groups(
     library: Any, model: nn.Module, weight_decay: float, layer_decay: float | None, filter_bias_and_bn: bool
-) -> tuple[Group, ...]:
+) -> tuple[ParamGroup, ...]:
     """timm's parameter groups of a model, by name."""
     exempt = getattr(model, "no_weight_decay", set)()
     options: dict[str, Any] = {
@@ -160,7 +162,7 @@ def named_groups(
         groups = library.param_groups_layer_decay(model, layer_decay=layer_decay, **options)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return tuple(
-        Group(tuple(names[id(p)] for p in group["params"]), {k: v for k, v in group.items() if k != "params"})
+        ParamGroup(tuple(names[id(p)] for p in group["params"]), {k: v for k, v in group.items() if k != "params"})
         for group in groups
     )
 

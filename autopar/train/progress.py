@@ -30,11 +30,11 @@ class ProgressBar(Callback):
         )  # fmt: skip
         self.task = self.bar.add_task("")
         self.accuracy = f"{'–':>7}"
-        self.whose = ""
+        self.memory_prefix = ""
 
     def on_start(self, trainer: Trainer) -> None:
         done = trainer.position
-        self.whose = "process +" if trainer.pm.machine.device_type == "cpu" else ""
+        self.memory_prefix = "process +" if trainer.pm.machine.device_type == "cpu" else ""
         if trainer.history:
             self.accuracy = accuracy_text(trainer.history[-1])
         text = f"epoch {done.epoch}/{trainer.epochs}"
@@ -60,7 +60,7 @@ class ProgressBar(Callback):
         return (
             f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy}  "
             f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  "
-            f"{self.whose}{text(report.peak_bytes, BYTES)}"
+            f"{self.memory_prefix}{text(report.peak_bytes, BYTES)}"
         )
 
 

@@ -14,7 +14,7 @@ def is_rank_zero() -> bool:
     return launch is None or launch.rank == 0
 
 
-def run_on_rank_zero(act: Callable[[], None], told: Callable[[str], str]) -> None:
+def run_on_rank_zero(act: Callable[[], None], broadcast: Callable[[str], str]) -> None:
     """Do something on the leading rank alone. All ranks make the call, and go on when it is done.
 
     Others may not see the same disk, or see it before or after the leading one wrote to it.
@@ -26,13 +26,13 @@ def run_on_rank_zero(act: Callable[[], None], told: Callable[[str], str]) -> Non
         Exception: the one that ``act`` raised on the leading rank; on the others a UsageError with its text.
     """
     if not is_rank_zero():
-        failure = told("")
+        failure = broadcast("")
         if failure:
             raise UsageError(failure)
         return
     try:
         act()
     except Exception as error:
-        told(str(error) if isinstance(error, AutoparError) else f"Rank 0 failed: {type(error).__name__}: {error}")
+        broadcast(str(error) if isinstance(error, AutoparError) else f"Rank 0 failed: {type(error).__name__}: {error}")
         raise
-    told("")
+    broadcast("")

@@ -40,19 +40,19 @@ class Schedule:
         Raises:
             UsageError: timm refuses the options.
         """
-        return self.made(optimizer)[0]
+        return self.build(optimizer)[0]
 
     @property
     def total_epochs(self) -> int:
         """Epochs to train for: with cycles, cool-down, and a warm-up that comes before the schedule."""
-        return self.made(torch.optim.SGD([torch.zeros(1)], lr=1.0))[1]
+        return self.build(torch.optim.SGD([torch.zeros(1)], lr=1.0))[1]
 
     @property
     def length(self) -> str:
         """How long it is, in words."""
         return f"{plural(self.epochs, 'epoch')} of {plural(self.updates_per_epoch, 'update')}"
 
-    def made(self, optimizer: Optimizer) -> tuple[Any, int]:
+    def build(self, optimizer: Optimizer) -> tuple[Any, int]:
         """The scheduler, and the epochs to train for."""
         try:
             if self.name == ONE_CYCLE:
@@ -83,14 +83,14 @@ class OneCycle:
     def __init__(self, optimizer: Optimizer, total_updates: int, options: Mapping[str, Any]) -> None:
         peaks = [float(group["lr"]) * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.scheduler = OneCycleLR(optimizer, max_lr=peaks, total_steps=total_updates, **options)
-        self.last = total_updates - 1  # torch refuses to be asked for more
+        self.last_update = total_updates - 1  # torch refuses to be asked for more
 
     def step(self, epoch: int, metric: float | None = None) -> None:
         """Nothing: it goes by updates."""
 
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
         """Go on to the learning rates after so many updates; at the end they stay."""
-        while self.scheduler.last_epoch < min(num_updates, self.last):
+        while self.scheduler.last_epoch < min(num_updates, self.last_update):
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -118,7 +118,7 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
         near = difflib.get_close_matches(sched, NAMES, 1)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UsageError(f"There is no learning-rate schedule {sched!r}.{hint} It is one of {', '.join(NAMES)}.")
-    accepted = options_of(sched)
+    accepted = schedule_options(sched)
     unknown = [name for name in options if name not in accepted]
     if unknown:
         near = difflib.get_close_matches(unknown[0], accepted, 1)
@@ -130,18 +130,18 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
             f"Schedule {sched!r} over {epochs} epochs of {updates_per_epoch} updates: both must be at least 1. Pass "
             "updates_per_epoch=, the number of optimizer steps of an epoch."
         )
-    found = Schedule(sched, epochs, updates_per_epoch, options)
-    scheduler, total = found.made(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))
+    result = Schedule(sched, epochs, updates_per_epoch, options)
+    scheduler, total = result.build(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))
     warmup = options.get("warmup_epochs", 0)
     if scheduler is not None and warmup >= total:
         raise UsageError(
             f"Schedule {sched!r} over {plural(total, 'epoch')} with warmup_epochs={warmup}: the learning rate would "
             f"never reach its peak. Use {total - 1} or less (--warmup-epochs {total - 1}), or more epochs."
         )
-    return found
+    return result
 
 
-def options_of(name: str) -> list[str]:
+def schedule_options(name: str) -> list[str]:
     """What may be said of a schedule beyond its length."""
     if name == ONE_CYCLE:
         known, own = OneCycleLR, {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}

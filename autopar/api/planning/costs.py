@@ -28,7 +28,7 @@ from autopar.solve.shardings.solve import Shardings, pareto, work_bound_seconds
 
 # Microbatches whose activations count when a sharding is chosen for its memory; how many there are is only known per
 # stage, later.
-IN_FLIGHT = 2
+MICROBATCHES_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class PlanCosts:
         self.graph, self.hardware = graph, hardware
         self.factors: dict[MeasuredConfig, Factors] = {}
         self.facts, self.segments = facts_and_segments(graph, hardware)
-        self.known: dict[tuple, Any] = {}
+        self.cache: dict[tuple, Any] = {}
 
     def floor_seconds(self, tp: int, size: int) -> float:
         """A lower bound of one microbatch's time on all stages: everything split evenly, collectives free. Where
         operations were measured in another configuration it is an estimate."""
-        return sum(group.seconds for group in self.whole(size).groups) / tp
+        return sum(group.seconds for group in self.unsharded_costs(size).groups) / tp
 
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
         """The model under one sharding; see `autopar.solve.cuts.problem.Costs`."""
@@ -81,48 +81,48 @@ class PlanCosts:
         found = self.sharding(tp, size, microbatches, memory_level)
         if found is None:
             return None
-        return self.picked(found.strategy_index, tp, dp, zero1, size)
+        return self.priced_strategies(found.strategy_index, tp, dp, zero1, size)
 
     def bound_seconds(self, tp: int, size: int) -> float:
         """What no sharding of one microbatch beats; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
-            return sum(group.seconds for group in self.whole(size).groups)
-        return self.memoized(("bound", tp, size), work_bound_seconds, self.choices(tp, size))
+            return sum(group.seconds for group in self.unsharded_costs(size).groups)
+        return self.memoized(("bound", tp, size), work_bound_seconds, self.strategy_graph(tp, size))
 
     def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
         """The model on one device per stage and replica."""
-        return Priced(reweighted(self.whole(size), self.graph, Sharing(1, dp, zero1), self.hardware))
+        return Priced(reweighted(self.unsharded_costs(size), self.graph, Sharing(1, dp, zero1), self.hardware))
 
-    def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
+    def priced_strategies(self, strategy_index: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
         """The model under the picked choices."""
-        sharded = self.sharded(tp, size, picks)
+        sharded = self.sharded(tp, size, strategy_index)
         sharing = Sharing(tp, dp, zero1, sharded.storage)
         return Priced(
-            cost=reweighted(self.local(sharded, tp, size), sharded.graph, sharing, self.hardware),
+            cost=reweighted(self.sharded_costs(sharded, tp, size), sharded.graph, sharing, self.hardware),
             strategies=sharded.strategies,
             storage=sharded.storage,
-            strategy_index=picks,
-            blocks=self.blocks(tp, size, picks),
+            strategy_index=strategy_index,
+            blocks=self.blocks(tp, size, strategy_index),
             notes=limits(self.graph, self.facts, tp) if not sharded.strategies else (),
         )
 
-    def whole(self, size: int) -> CostGraph:
+    def unsharded_costs(self, size: int) -> CostGraph:
         """The whole model on one device."""
         of = self.graph, self.facts, self.segments
         factors = self.factors_near(MeasuredConfig(1, size))
         return self.memoized(("whole", size), priced_with_segments, *of, self.hardware, size, factors=factors)
 
-    def local(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
+    def sharded_costs(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
         """What each rank runs of a sharded model, without replicas."""
-        sharing, groups = Sharing(tp, storage=sharded.storage), self.whole(size).groups
+        sharing, groups = Sharing(tp, storage=sharded.storage), self.unsharded_costs(size).groups
         key = ("local", id(sharded), size)  # a sharding is kept, and so its identity is its own
         of = sharded.graph, sharded.facts, sharded.segments
-        factors = self.factors_near(MeasuredConfig(tp, size, labels_of(sharded.strategies)))
+        factors = self.factors_near(MeasuredConfig(tp, size, sorted_labels(sharded.strategies)))
         return self.memoized(
             key, priced_with_segments, *of, self.hardware, size, sharing=sharing, groups=groups, factors=factors
         )
 
-    def choices(self, tp: int, size: int) -> StrategyGraph:
+    def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
         """All shardings over ``tp`` ranks."""
         factors = self.factors_near(MeasuredConfig(tp, size))
         return self.memoized(
@@ -131,76 +131,77 @@ class PlanCosts:
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
         """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
-        graph, bound = self.choices(tp, size), self.bound_seconds(tp, size)
-        found = pareto(graph, microbatches, min(microbatches, IN_FLIGHT), bound_seconds=bound)  # solves as it is read
-        return self.memoized(("shardings", tp, size, microbatches), Solutions, found).at(memory_level)
+        graph, bound = self.strategy_graph(tp, size), self.bound_seconds(tp, size)
+        in_flight = min(microbatches, MICROBATCHES_IN_FLIGHT)
+        solutions = pareto(graph, microbatches, in_flight, bound_seconds=bound)  # solves as it is read
+        return self.memoized(("shardings", tp, size, microbatches), LazySolutions, solutions).at(memory_level)
 
-    def sharded(self, tp: int, size: int, picks: tuple[int, ...]) -> Sharded:
+    def sharded(self, tp: int, size: int, strategy_index: tuple[int, ...]) -> Sharded:
         """The graph that each rank runs under the picked choices."""
-        groups = self.choices(tp, size).groups
-        labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.strategies[pick].labels)
-        return self.applied(dict(labels), tp)
+        groups = self.strategy_graph(tp, size).groups
+        labels = tuple(pair for group, i in zip(groups, strategy_index) for pair in group.strategies[i].labels)
+        return self.shard(dict(labels), tp)
 
-    def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
+    def blocks(self, tp: int, size: int, strategy_index: tuple[int, ...]) -> tuple[BlockSharding, ...]:
         """The same in words."""
-        own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
+        own, key = self.sharded(tp, size, strategy_index), ("blocks", tp, size, strategy_index)
         return self.memoized(key, blocks, self.graph, self.facts, own.graph, own.storage, self.hardware, size, tp)
 
-    def applied(self, labels: Mapping[str, str], tp: int) -> Sharded:
+    def shard(self, labels: Mapping[str, str], tp: int) -> Sharded:
         """The graph that each rank runs under the labels."""
-        key = ("sharded", tp, labels_of(labels))
-        return self.memoized(key, apply, self.graph, labels, tp, self.hardware)
+        key = ("sharded", tp, sorted_labels(labels))
+        return self.memoized(key, apply_strategies, self.graph, labels, tp, self.hardware)
 
     def memoized(self, key: tuple, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """What ``make`` returned when it was first called for a key."""
-        if key not in self.known:
-            self.known[key] = make(*arguments, **named)
-        return self.known[key]
+        if key not in self.cache:
+            self.cache[key] = make(*arguments, **named)
+        return self.cache[key]
 
     # -- measurements --------------------------------------------------------------------------------------------
 
-    def factors_near(self, wanted: MeasuredConfig) -> Factors:
+    def factors_near(self, config: MeasuredConfig) -> Factors:
         """How operations compare with their prices, measured in the configuration or in the one most like it."""
-        near = min(self.factors, key=lambda known: (known != wanted, *wanted.distance(known)), default=None)
+        near = min(self.factors, key=lambda known: (known != config, *config.distance(known)), default=None)
         return self.factors[near] if near is not None else NO_FACTORS
 
-    def measured(self, labels: Mapping[str, str], tp: int) -> Sharded:
+    def timed(self, labels: Mapping[str, str], tp: int) -> Sharded:
         """The graph whose pieces are timed for a sharding; with one rank that of the model."""
         if tp == 1:
             return Sharded({}, {}, self.graph, self.facts, self.segments)
-        return self.applied(labels, tp)
+        return self.shard(labels, tp)
 
-    def use_measurements(self, configuration: MeasuredConfig, times: Measured) -> None:
+    def use_measurements(self, config: MeasuredConfig, times: Measured) -> None:
         """Price by a measurement from now on."""
-        tp, size = configuration.tp, configuration.size
-        own = self.measured(dict(configuration.labels), tp)
-        self.factors[configuration] = factors_of(own.graph, own.facts, self.hardware, size, tp, times)
-        self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
+        tp, size = config.tp, config.size
+        own = self.timed(dict(config.labels), tp)
+        self.factors[config] = factors_of(own.graph, own.facts, self.hardware, size, tp, times)
+        self.cache = {key: value for key, value in self.cache.items() if key[0] == "sharded"}
 
     def clear_measurements(self) -> None:
         """Price by the cost model alone again."""
         self.factors.clear()
-        self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
+        self.cache = {key: value for key, value in self.cache.items() if key[0] == "sharded"}
 
 
-def labels_of(strategies: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+def sorted_labels(strategies: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
     """Strategies as a configuration has them."""
     return tuple(sorted(strategies.items()))
 
 
-class Solutions:
+class LazySolutions:
     """Solutions of a lazy sequence, kept."""
 
     def __init__(self, source: Iterator[Shardings]) -> None:
-        self.source, self.found = source, list[Shardings]()
+        self.source, self.solutions = source, list[Shardings]()
 
     def at(self, number: int) -> Shardings | None:
         """The solution of a number, or None where there are fewer."""
-        self.found.extend(islice(self.source, max(0, number + 1 - len(self.found))))
-        return self.found[number] if number < len(self.found) else None
+        self.solutions.extend(islice(self.source, max(0, number + 1 - len(self.solutions))))
+        return self.solutions[number] if number < len(self.solutions) else None
 
 
-def apply(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) -> Sharded:
+def apply_strategies(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) -> Sharded:
     """A model sharded by its operations' labels, as if all of it were on one stage."""
     ranks = {TP: tp}
     stored = storage(graph, labels, ranks)

@@ -123,18 +123,18 @@ def make_plan(
     constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
     hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
     costs = PlanCosts(graph, hardware)
-    find = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
-    keeper = region_timer_for(options.cost, hardware, devices, options.backend)
-    found = None if keeper is None else plan_with_measurements(costs, find, keeper, retrace)
-    if found is None:
+    find_plan = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
+    timer = region_timer_for(options.cost, hardware, devices, options.backend)
+    plan = None if timer is None else plan_with_measurements(costs, find_plan, timer, retrace)
+    if plan is None:
         costs.clear_measurements()
-        found = find()
+        plan = find_plan()
     else:
-        timed = replace(found.hardware, cost="measured")
-        found = replace(found, hardware=timed, prediction=replace(found.prediction, error=hardware.measured_error))
-    warn_of_microbatches(found, options)
-    warn_of_unruled(found, graph)
-    return replace(found, precision=options.precision or own_precision(graph)), graph
+        timed = replace(plan.hardware, cost="measured")
+        plan = replace(plan, hardware=timed, prediction=replace(plan.prediction, error=hardware.measured_error))
+    warn_of_microbatches(plan, options)
+    warn_of_ops_without_rule(plan, graph)
+    return replace(plan, precision=options.precision or own_precision(graph)), graph
 
 
 def constraints_of(options: Options, devices: int, batch: int) -> Constraints:
@@ -181,7 +181,7 @@ def warn_of_microbatches(plan: Plan, options: Options) -> None:
         warnings.warn(changed, MicrobatchWarning, stacklevel=4)  # the caller of plan or parallelize
 
 
-def warn_of_unruled(plan: Plan, graph: Graph) -> None:
+def warn_of_ops_without_rule(plan: Plan, graph: Graph) -> None:
     """Say which operations are replicated on all ranks of a tensor-parallel group because no rule says how to split."""
     if plan.mesh.tp == 1:
         return

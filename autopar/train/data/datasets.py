@@ -19,7 +19,7 @@ from autopar.train.data.transforms import Augmentation, Format, image_format
 from autopar.train.timm_optional import needed
 
 TEST_SHARE = 0.2
-DIGITS_LARGEST = 16.0  # of a pixel
+DIGITS_MAX_PIXEL = 16.0  # of a pixel
 # Of the digits' pixels divided by 16, and of CIFAR's (torchvision's reference scripts use them).
 DIGITS_MEAN, DIGITS_STD = (0.305,), (0.376,)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
@@ -85,11 +85,11 @@ def load_data(name: str, wanted: Wanted) -> Data:
     return Data(name, train, test, data.num_classes, data.form, data.augmentation)
 
 
-def digits(wanted: Wanted) -> Data:
+def digits_data(wanted: Wanted) -> Data:
     """Handwritten digits: 1,797 grey images of 8×8 from the UCI repository; a fifth of each class is for testing."""
     refuse_files("digits", wanted)
     loaded = needed("sklearn.datasets", "Data set 'digits'", "scikit-learn").load_digits()
-    pixels, labels = np.rint(loaded.images * (255 / DIGITS_LARGEST)).astype(np.uint8), loaded.target
+    pixels, labels = np.rint(loaded.images * (255 / DIGITS_MAX_PIXEL)).astype(np.uint8), loaded.target
     test = stratified(labels, TEST_SHARE, wanted.seed)
     train_part, test_part = (Arrays(pixels[mask], labels[mask].tolist()) for mask in (~test, test))
     form = image_format(wanted.channels, wanted.side, DIGITS_MEAN, DIGITS_STD)
@@ -106,7 +106,7 @@ def stratified(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
     return mask
 
 
-def synthetic(wanted: Wanted) -> Data:
+def synthetic_data(wanted: Wanted) -> Data:
     """Random images with random labels, for trying things out: nothing can be learnt but by heart."""
     refuse_files("synthetic", wanted)
     generator = np.random.default_rng(wanted.seed)
@@ -214,9 +214,9 @@ def refuse_files(name: str, wanted: Wanted) -> None:
 
 
 DATASETS: Mapping[str, Callable[[Wanted], Data]] = {
-    "digits": digits,
+    "digits": digits_data,
     "cifar10": partial(cifar, "CIFAR10", 10, "cifar-10-batches-py", CIFAR10_MEAN, CIFAR10_STD),
     "cifar100": partial(cifar, "CIFAR100", 100, "cifar-100-python", CIFAR100_MEAN, CIFAR100_STD),
     "imagefolder": image_folder,
-    "synthetic": synthetic,
+    "synthetic": synthetic_data,
 }

@@ -49,7 +49,7 @@ class Unreadable(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Samples(Dataset[Any]):
+class ImageSamples(Dataset[Any]):
     """Images as tensors with labels, by key. What is random in the transform depends on seed and key alone."""
 
     images: Images
@@ -85,7 +85,7 @@ def seeded(*seed: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def collated(
+def collate(
     samples: Sequence[tuple[torch.Tensor, int] | Unreadable],
 ) -> tuple[torch.Tensor, torch.Tensor] | Unreadable:
     """Samples as a batch, or what is wrong with one of them."""
@@ -106,7 +106,7 @@ class PartLoader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: ImageSamples,
         sampler: PartSampler,
         shape: tuple[int, ...],
         reads: bool,
@@ -132,7 +132,7 @@ class PartLoader:
                 num_workers=num_workers,
                 persistent_workers=num_workers > 0,
                 worker_init_fn=ignore_interrupts,
-                collate_fn=collated,
+                collate_fn=collate,
                 pin_memory=torch.cuda.is_available(),
                 generator=torch.Generator(),  # or else it draws from the user's
             )
@@ -147,7 +147,7 @@ class PartLoader:
             UsageError: an image cannot be read.
         """
         self.sampler.start(number, first)
-        parts = self.labelled() if self.source is None else iter(self.source)
+        parts = self.label_batches() if self.source is None else iter(self.source)
         for batch, (part, count) in enumerate(zip(parts, self.sampler.counts(), strict=True), first):
             if isinstance(part, Unreadable):
                 raise UsageError(part.reason)
@@ -157,7 +157,7 @@ class PartLoader:
                 x, y = self.mixup(x, y, update)
             yield Batch(x, y, count)
 
-    def labelled(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def label_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Batches without images."""
         for keys in self.sampler:
             x = torch.empty(len(keys), *self.shape, device="meta")
@@ -165,7 +165,7 @@ class PartLoader:
 
 
 @dataclass(frozen=True)
-class Plain:
+class IterableLoader:
     """Batches (x, y) of a user's own iterable, such as a DataLoader, gone through anew each epoch."""
 
     batches: Iterable[Any]
@@ -206,7 +206,7 @@ def training_loader(
         check_even(size, pm.data_size)
     augmentation = data.augmentation if augmentation is None else augmentation
     sampler = PartSampler(len(data.train.labels), size, pm.data_rank, pm.data_size, seed=seed, group=grad_accum_steps)
-    samples = Samples(data.train, training_transform(data.form, augmentation), seed, augmentation.random)
+    samples = ImageSamples(data.train, training_transform(data.form, augmentation), seed, augmentation.random)
     return PartLoader(samples, sampler, data.form.shape, pm.needs_inputs, num_workers, mixup, grad_accum_steps)
 
 
@@ -214,7 +214,7 @@ def evaluation_loader(data: Data, batch_size: int, pm: ParallelModel | None = No
     """This rank's part of the test images, in order; all of them without a parallel model."""
     rank, size, reads = (pm.data_rank, pm.data_size, pm.needs_inputs) if pm is not None else (0, 1, True)
     sampler = PartSampler(len(data.test.labels), batch_size, rank, size, training=False)
-    samples = Samples(data.test, evaluation_transform(data.form), 0, random=False)
+    samples = ImageSamples(data.test, evaluation_transform(data.form), 0, random=False)
     return PartLoader(samples, sampler, data.form.shape, reads, num_workers)
 
 

@@ -84,7 +84,7 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
     if augmentation.aa and form.channels != 3:
         raise UsageError(f"--aa {augmentation.aa} changes colours, but the images are grey. Leave it out.")
     try:
-        made = needed("timm.data", "Augmentation").create_transform(
+        transform = needed("timm.data", "Augmentation").create_transform(
             form.shape,
             is_training=True,
             scale=augmentation.scale,
@@ -102,19 +102,19 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
             f"timm does not understand these settings: {augmentation}: {type(error).__name__}: {error}. "
             "--aa takes texts such as rand-m9-mstd0.5, augmix-m5-w4-d2 or original."
         ) from error
-    moved = []
+    shifts = []
     if augmentation.shift:
         crop = needed("torchvision.transforms", "Augmentation").RandomCrop
-        moved = [crop(form.side, padding=augmentation.shift, padding_mode="edge")]
-    return Chain(MODES[form.channels], (made, *moved))
+        shifts = [crop(form.side, padding=augmentation.shift, padding_mode="edge")]
+    return Chain(MODES[form.channels], (transform, *shifts))
 
 
 def evaluation_transform(form: Format) -> Transform:
     """What test images go through: resized, the middle cut out, normalised."""
-    made = needed("timm.data", "Reading images").create_transform(
+    transform = needed("timm.data", "Reading images").create_transform(
         form.shape, interpolation="bilinear", mean=form.mean, std=form.std, crop_pct=form.crop
     )
-    return Chain(MODES[form.channels], (made,))
+    return Chain(MODES[form.channels], (transform,))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from autopar.train.rank_zero import is_rank_zero
 NOTICE = b"\nInterrupted: the run ends after this update. Ctrl-C again ends it at once.\n"
 
 
-class Interrupted(KeyboardInterrupt):
+class TrainingInterrupted(KeyboardInterrupt):
     """Ctrl-C, raised where the model and the trainer's position belong together."""
 
 
@@ -22,20 +22,20 @@ class Interrupt:
     """Whether Ctrl-C asked the run to end."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT."""
         del number, frame
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         if is_rank_zero():
             os.write(2, NOTICE)  # print may be what the signal came in the middle of
 
 
 @contextmanager
-def noted_interrupts() -> Iterator[Interrupt]:
+def deferred_interrupts() -> Iterator[Interrupt]:
     """Within ``with``, the first Ctrl-C is noted; unless another thread or the caller's own handler would get it."""
     interrupt = Interrupt()
     ours = threading.current_thread() is threading.main_thread()

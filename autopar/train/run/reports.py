@@ -54,7 +54,7 @@ class EpochReport:
 
 
 @dataclass(frozen=True)
-class Position:
+class RunPosition:
     """How far a training run is: in epoch ``epoch`` (from 1), after ``step`` of ``steps`` updates of it."""
 
     epoch: int
@@ -71,17 +71,17 @@ class Position:
         return self.step == self.steps
 
     @property
-    def next(self) -> Position:
+    def next(self) -> RunPosition:
         """After one more update."""
-        return Position(self.epoch, self.step + 1, self.steps)
+        return RunPosition(self.epoch, self.step + 1, self.steps)
 
     @property
-    def next_epoch(self) -> Position:
-        return Position(self.epoch + 1, 0, self.steps)
+    def next_epoch(self) -> RunPosition:
+        return RunPosition(self.epoch + 1, 0, self.steps)
 
 
 @dataclass(frozen=True)
-class Running:
+class EpochSums:
     """Sums over the updates of an epoch so far: losses and how many, seconds of training, samples."""
 
     loss: float = 0.0
@@ -90,9 +90,9 @@ class Running:
     samples: int = 0
     lr: float = 0.0
 
-    def plus(self, loss: float | None, seconds: float, samples: int, lr: float) -> Running:
+    def plus(self, loss: float | None, seconds: float, samples: int, lr: float) -> EpochSums:
         """With one more update; ``loss`` is None where it was void."""
-        return Running(
+        return EpochSums(
             self.loss + (loss or 0.0),
             self.count + (loss is not None),
             self.seconds + seconds,

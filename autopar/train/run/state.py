@@ -12,7 +12,7 @@ from autopar.api.checkpoint import read_header
 from autopar.errors import UsageError
 from autopar.ir.units import plural
 from autopar.runtime.checkpoint.folder import check_files
-from autopar.train.run.reports import EpochReport, Position, Running
+from autopar.train.run.reports import EpochReport, EpochSums, RunPosition
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class SavedRun:
     ``running`` are the sums of the epoch at ``position``; ``settings`` what a run that goes on must share.
     """
 
-    position: Position
-    running: Running
+    position: RunPosition
+    running: EpochSums
     history: tuple[EpochReport, ...]
     best: float | None
     settings: Mapping[str, Any]
@@ -69,8 +69,8 @@ def read_run(folder: str | PathLike[str]) -> SavedRun:
             "Load it with pm.load_checkpoint and start at epoch 1."
         )
     return SavedRun(
-        Position(**extra["position"]),
-        Running(**extra["running"]),
+        RunPosition(**extra["position"]),
+        EpochSums(**extra["running"]),
         tuple(EpochReport(**report) for report in extra["history"]),
         extra["best"],
         extra["settings"],
