@@ -184,15 +184,15 @@ def header_differences(saved: Header, current: Header, spec: RankSpec) -> list[s
             f"was saved with a global batch of {saved.batch}, here it is {current.batch}: gradients, and the number of "
             "updates in an epoch, are others, while learning rate and schedule go on as they were."
         )
-    if spec.optimizer is not None and saved.optimizer is None:
+    if spec.recipe.optimizer is not None and saved.optimizer is None:
         texts.append("has no optimizer: the one here starts from scratch.")
-    if spec.lr_scheduler is not None and saved.scheduler is None:
+    if spec.recipe.lr_scheduler is not None and saved.scheduler is None:
         texts.append("has no learning-rate scheduler: the one here starts from scratch.")
-    if spec.optimizer is not None and spec.lr_scheduler is None and saved.scheduler is not None:
+    if spec.recipe.optimizer is not None and spec.recipe.lr_scheduler is None and saved.scheduler is not None:
         texts.append(f"was saved with a {saved.scheduler}, here is no lr_scheduler: learning rates stay as they are.")
-    if spec.ema is not None and not saved.ema:
+    if spec.recipe.ema is not None and not saved.ema:
         texts.append("has no averages of weights: those here start at its weights.")
-    if spec.ema is None and saved.ema:
+    if spec.recipe.ema is None and saved.ema:
         texts.append("has averages of weights, here is no ema: they are left out, and end.")
     return texts
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
-import os
 import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from math import inf, isfinite
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.api.caller import caller_level
 from autopar.api.checkpoint import header_of, load_on_ranks, save_on_ranks
 from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchRequest, Dispatcher
 from autopar.api.program_cache import ProgramCache
@@ -24,7 +23,6 @@ from autopar.api.step_result import StepMetrics, StepResult
 from autopar.errors import NonFiniteLossWarning, UsageError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.graph import Mode
-from autopar.ir.layout import TP
 from autopar.ir.mesh import Place
 from autopar.ir.plan import Plan
 from autopar.runtime.engine.metrics import resolve
@@ -32,7 +30,7 @@ from autopar.runtime.launch.devices import Machine
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import LazyMetrics, RankSpec, RankStats, StepNumbers, StepOutcome, UpdateResult
-from autopar.sharding.tensors import assembled, part, summed
+from autopar.sharding.tensors import assembled, summed
 from autopar.trace.call import as_call
 from autopar.trace.passes.counter_rng import RNG_COUNTERS
 
@@ -65,7 +63,7 @@ class ParallelModel:
         self._spec = spec
         self.lr_scheduler = SchedulerHandle(self)
         self._model, self._programs, self._ranks = model, programs, ranks
-        self._dispatcher = Dispatcher(programs, ranks, spec.seed)
+        self._dispatcher = Dispatcher(programs, ranks, spec.recipe.seed)
         self.data_size, self.data_rank = self._dispatcher.data_size, self._dispatcher.data_rank
         self._mode: Mode = "train"
         self._unread: deque[StepResult] = deque()
@@ -225,7 +223,7 @@ class ParallelModel:
         return results[max(results)]
 
     def _check_optimizer(self) -> None:
-        if self._spec.optimizer is None:
+        if self._spec.recipe.optimizer is None:
             raise UsageError(
                 f"{self.plan.model.name} cannot be updated: parallelize was given no optimizer. "
                 "Pass optimizer=functools.partial(torch.optim.AdamW, lr=1e-3)."
@@ -252,7 +250,7 @@ class ParallelModel:
                 f"The loss of step {step} is {sum(losses)}: microbatches {bad} of {len(losses)}. "
                 "Gradients are not finite either; lower the learning rate or check the inputs.",
                 NonFiniteLossWarning,
-                stacklevel=frames_in_api(),  # the caller of forward_backward or train_step, or whoever reads the loss
+                stacklevel=caller_level(),  # the caller of forward_backward or train_step, or whoever reads the loss
             )
 
     # -- state -------------------------------------------------------------------------------------------------
@@ -283,10 +281,9 @@ class ParallelModel:
         by_weight = {self._aliases[n]: state[n] for n in self._state_names}
         arguments = {}
         for rank in self._ranks.numbers:
-            place = self.plan.mesh.place(rank)
-            held = [name for name in by_weight if place.stage in self._programs.positions[name]]
-            index, sizes = {TP: place.shard}, {TP: self.plan.mesh.tp}
-            arguments[rank] = ({n: part(by_weight[n], self._spec.layout(n), sizes, index) for n in held},)
+            spec = replace(self._spec, rank=rank)
+            names = [name for name in by_weight if spec.place.stage in self._programs.positions[name]]
+            arguments[rank] = ({name: spec.local_part(name, by_weight[name]) for name in names},)
         self._dispatcher.call("load", arguments)
 
     def ema_state_dict(self) -> dict[str, torch.Tensor]:
@@ -317,7 +314,7 @@ class ParallelModel:
                 self._call("swap_ema", False)
 
     def _check_ema(self) -> None:
-        if self._spec.ema is None:
+        if self._spec.recipe.ema is None:
             raise UsageError(
                 f"The weights of {self.plan.model.name} are not averaged: parallelize was given no ema. Pass "
                 "ema=functools.partial(timm.utils.ModelEmaV3, decay=0.999)."
@@ -355,7 +352,7 @@ class ParallelModel:
         return header.extra
 
     def _header(self, extra: Any) -> Header:
-        counters = (self._spec.seed, self.num_updates, self.num_drawn)
+        counters = (self._spec.recipe.seed, self.num_updates, self.num_drawn)
         return header_of(self.plan, self._programs.example.weights, self._state_names, counters, extra)
 
     def gradients(self) -> dict[str, torch.Tensor]:
@@ -406,17 +403,6 @@ class ParallelModel:
         return self._dispatcher.call_all(name, *arguments)
 
 
-ROOM = str(Path(__file__).parent) + os.sep
-
-
-def frames_in_api() -> int:
-    """How many frames above the caller's, itself included, are of this room; as `warnings.warn` counts levels."""
-    frame, count = inspect.currentframe(), 0
-    while frame is not None and frame.f_code.co_filename.startswith(ROOM):
-        frame, count = frame.f_back, count + 1
-    return count
-
-
 class SchedulerHandle:
     """Steps the learning-rate schedulers of all ranks."""
 
@@ -440,7 +426,7 @@ class SchedulerHandle:
         self._step("step_update", args, kwargs)
 
     def _step(self, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._owner._spec.lr_scheduler is None:
+        if self._owner._spec.recipe.lr_scheduler is None:
             raise UsageError("There is no learning-rate scheduler to step. Pass lr_scheduler=, a callable(optimizer).")
         self._owner._call("scheduler_step", method, args, kwargs)
 

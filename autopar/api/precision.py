@@ -10,13 +10,13 @@ from autopar.runtime.launch.devices import Machine
 from autopar.trace.passes.precision import LOW
 
 
-def check_device(precision: Precision, machine: Machine) -> None:
+def check_device(precision: Precision | None, machine: Machine) -> None:
     """Refuse a precision that the devices compute in only by emulation.
 
     Raises:
         UsageError: bf16 on GPUs before compute capability 8.0.
     """
-    if LOW.get(precision) != "bfloat16" or machine.device_type != "cuda":
+    if precision is None or LOW.get(precision) != "bfloat16" or machine.device_type != "cuda":
         return
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.api.caller import caller_level
 from autopar.api.model_source import ModelSource, default_input_shape
 from autopar.api.options import Options
 from autopar.api.planning.costs import PlanCosts
@@ -22,6 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.microbatches import microbatch_size, unlike_asked
 from autopar.ir.plan import InputInfo, ModelInfo, Plan
+from autopar.ir.plan_constraints import PlanConstraints
 from autopar.ir.units import of_type, plural
 from autopar.measure.regions.region_times import region_timer_for
 from autopar.runtime.launch.devices import default_hardware_name, this_machine
@@ -83,49 +85,79 @@ def plan(
     shape = source.input_shape if isinstance(source, ModelSource) else None
     call = example_call(built, example_inputs, batch_size, shape)
     hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
-    return make_plan(built, call, devices, options, hardware, name, kwargs, optimizer, ema)[0]
+    request = PlanRequest(built, call, devices, options, name, kwargs, optimizer, ema)
+    return make_plan(request, lower_example(request), hardware)
 
 
-def make_plan(
-    model: nn.Module,
-    call: Call,
-    devices: int,
-    options: Options,
-    hardware: Hardware,
-    name: str,
-    kwargs: Mapping[str, Any],
-    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None,
-    ema: Callable[[nn.Module], Any] | None = None,
-) -> tuple[Plan, Graph]:
-    """A plan, and the training graph that it was made from."""
-    check_devices(devices)
-    batch = call.batch
-    microbatch = call.first(likely_microbatch_size(batch, devices, options))
-    with uneven_inputs_explained(model, call):
-        graph = lowered(model, microbatch, "train", name, options.precision)
-    if optimizer is not None:
-        graph = with_optimizer(graph, optimizer)
-    if ema is not None:
-        graph = with_averages(graph, ema)
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model, an example call at the global batch, and the conditions under which a plan is made for them.
 
-    def retrace(size: int) -> Graph:
-        return lowered(model, call.first(size), "train", name, options.precision)
+    Args:
+        name, kwargs: how the model is named and built, for the plan file.
+        optimizer, ema: as in `autopar.parallelize`; their state counts as memory.
+    """
 
-    inputs = tuple(
-        InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
-        for v in graph.inputs
-        if v.name != RNG_COUNTERS
-    )
-    info = ModelInfo(name, graph.fingerprint, graph.num_params, inputs, dict(kwargs))
+    model: nn.Module
+    call: Call
+    devices: int
+    options: Options
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None
+    ema: Callable[[nn.Module], Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_devices(self.devices)
+
+    def constraints(self) -> Constraints:
+        """The options' constraints on the plan, with the devices and the batch."""
+        return constraints_of(self.options, self.devices, self.call.batch)
+
+    def graph(self, microbatch_size: int) -> Graph:
+        """The training graph of a microbatch of so many samples."""
+        microbatch = self.call.first(microbatch_size)
+        return lowered(self.model, microbatch, "train", self.name, self.options.precision)
+
+
+def lower_example(request: PlanRequest, given: Plan | None = None) -> Graph:
+    """The training graph of one microbatch, as a given plan says or else of the size that a plan is likely to have.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    with uneven_inputs_explained(request.model, request.call):
+        if given is None:
+            return request.graph(likely_microbatch_size(request.call.batch, request.devices, request.options))
+        microbatch = request.call.first(given.microbatch_size)
+        return lowered(request.model, microbatch, "train", given.model.name, given.precision)
+
+
+def make_plan(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
+    """The best plan for a training graph.
+
+    Args:
+        graph: of `lower_example`.
+        hardware: the machine to plan for; the option ``memory`` replaces its memory.
+
+    Raises:
+        UsageError, InfeasibleError: as `plan`.
+    """
+    options = request.options
+    if request.optimizer is not None:
+        graph = with_optimizer(graph, request.optimizer)
+    if request.ema is not None:
+        graph = with_averages(graph, request.ema)
     if options.memory is not None:
         hardware = replace(hardware, memory_bytes=options.memory)
     least_samples = MIN_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
-    constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
+    constraints = replace(request.constraints(), least_samples=least_samples)
     hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
     costs = PlanCosts(graph, hardware)
+    info = model_info(request, graph)
     find_plan = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
-    timer = region_timer_for(options.cost, hardware, devices, options.backend)
-    plan = None if timer is None else plan_with_measurements(costs, find_plan, timer, retrace)
+    timer = region_timer_for(options.cost, hardware, request.devices, options.backend)
+    plan = None if timer is None else plan_with_measurements(costs, find_plan, timer, request.graph)
     if plan is None:
         costs.clear_measurements()
         plan = find_plan()
@@ -134,33 +166,28 @@ def make_plan(
         plan = replace(plan, hardware=timed, prediction=replace(plan.prediction, error=hardware.measured_error))
     warn_of_microbatches(plan, options)
     warn_of_ops_without_rule(plan, graph)
-    return replace(plan, precision=options.precision or own_precision(graph)), graph
+    return replace(plan, precision=options.precision or own_precision(graph))
+
+
+def model_info(request: PlanRequest, graph: Graph) -> ModelInfo:
+    """The plan file's record of the model, with its inputs at the global batch."""
+    batch = request.call.batch
+    inputs = tuple(
+        InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
+        for v in graph.inputs
+        if v.name != RNG_COUNTERS
+    )
+    return ModelInfo(request.name, graph.fingerprint, graph.num_params, inputs, dict(request.kwargs))
 
 
 def constraints_of(options: Options, devices: int, batch: int) -> Constraints:
-    """What the options ask of a plan.
+    """The options' constraints on the plan for so many devices and samples.
 
     Raises:
-        UsageError: two of them contradict each other, the devices or the batch.
+        UsageError: a constraint contradicts the devices or the batch.
     """
-    return Constraints(
-        devices=devices,
-        batch=batch,
-        pp=options.pp,
-        tp=options.tp,
-        dp=options.dp,
-        zero1=options.zero1,
-        microbatches=options.microbatches,
-        microbatch_size=options.microbatch_size,
-        schedule=options.schedule,
-        chunks=options.chunks,
-        memory_bytes=options.memory,
-        balance=options.balance,
-        pins=options.pins,
-        recompute=options.recompute,
-        peer_memory=options.transport != "nccl",
-        time_limit_seconds=options.solver_seconds,
-    )
+    asked = {f.name: getattr(options, f.name) for f in fields(PlanConstraints)}
+    return Constraints(devices, batch, peer_memory=options.transport != "nccl", **asked)
 
 
 def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
@@ -178,7 +205,7 @@ def warn_of_microbatches(plan: Plan, options: Options) -> None:
     """Say what became of the microbatches that were asked for, where they come out otherwise."""
     changed = unlike_asked(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
     if changed:
-        warnings.warn(changed, MicrobatchWarning, stacklevel=4)  # the caller of plan or parallelize
+        warnings.warn(changed, MicrobatchWarning, stacklevel=caller_level())
 
 
 def warn_of_ops_without_rule(plan: Plan, graph: Graph) -> None:
@@ -191,7 +218,7 @@ def warn_of_ops_without_rule(plan: Plan, graph: Graph) -> None:
             f"{plan.model.name} has operations that autopar has no sharding rule for: {', '.join(targets)}. "
             f"Each of the {plan.mesh.tp} ranks of a tensor-parallel group runs them whole.",
             UnknownOpWarning,
-            stacklevel=4,  # the caller of plan or parallelize
+            stacklevel=caller_level(),
         )
 
 

@@ -21,8 +21,7 @@ from torch import nn
 
 import autopar
 from autopar.api.model_source import ModelSource
-from autopar.api.options import Options
-from autopar.api.parallelize import RUN_SETTINGS
+from autopar.api.options import RUN_SETTINGS, Options
 from autopar.api.planning.plan import plan
 from autopar.errors import AutoparError, InfeasibleError, MicrobatchWarning, UsageError
 from autopar.ir.plan import Plan
