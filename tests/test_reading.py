@@ -10,6 +10,7 @@ import re
 import signal
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -256,14 +257,14 @@ class Stop(autopar.train.Callback):
         self.at, self.late = at, False
         self.behind: list[int] = []
 
-    def on_step(self, trainer: Trainer, report: Any) -> None:
+    def on_step(self, trainer: autopar.train.TrainerView, report: Any) -> None:
         self.behind.append(trainer.position.update - report.update)
 
-    def on_update(self, trainer: Trainer) -> None:
+    def on_update(self, trainer: autopar.train.TrainerView) -> None:
         if trainer.position.update == self.at:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: autopar.train.TrainerView) -> None:
         # Updates 3, 6 and 9 are followed by a checkpoint, 5 and 10 by an evaluation: all before is told then.
         late = [2, 1, 0, 1, 0, 0, 2, 1, 0, 0] if self.at is None else [2, 1, 0, 0]
         expected = late if self.late else [0] * len(late)
@@ -321,6 +322,18 @@ def test_an_agreement_names_the_ranks_that_differ() -> None:
     ranks.others[2] = [5, 0, 9, 9, 71, 6]
     with pytest.raises(UsageError, match=r"different sizes: 4 on data rank 0, 4 on data rank 1, 5 on data rank 1"):
         agreement.start(4, 70, 5, [])()
+
+
+def test_content_is_compared_on_the_first_batches_of_a_signature_and_then_sampled() -> None:
+    ranks: Any = Told([[4, 0, 7, 0, 70, 5]])
+    agreement = BatchAgreement(ranks, Mesh(1, 2, 1), 1)
+    refused: dict[int, list[int]] = {70: [], 71: []}
+    for kind, number in [*product((70,), range(1, 34)), (71, 1)]:
+        try:
+            agreement.start(4, kind, 5, [torch.ones(4)])()
+        except UsageError:
+            refused[kind].append(number)
+    assert refused == {70: [1, 2, 3, 16, 32], 71: [1]}
 
 
 TALK = """

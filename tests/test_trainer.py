@@ -82,22 +82,22 @@ class Record(Callback):
         self.calls: list[str] = []
         self.fail_at = fail_at
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: autopar.train.TrainerView) -> None:
         self.calls.append("start")
 
-    def on_step(self, trainer: Trainer, report) -> None:
+    def on_step(self, trainer: autopar.train.TrainerView, report) -> None:
         self.calls.append(f"step {report.epoch}.{report.step}")
         if report.update == self.fail_at:
             raise KeyboardInterrupt
 
-    def on_epoch(self, trainer: Trainer, report) -> None:
+    def on_epoch(self, trainer: autopar.train.TrainerView, report) -> None:
         assert trainer.history[-1] is report and trainer.position.update == report.update
         self.calls.append(f"epoch {report.epoch}")
 
-    def on_checkpoint(self, trainer: Trainer, folder: Path) -> None:
+    def on_checkpoint(self, trainer: autopar.train.TrainerView, folder: Path) -> None:
         self.calls.append(folder.name)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: autopar.train.TrainerView) -> None:
         self.calls.append("end")
 
 
@@ -185,7 +185,7 @@ class Seen(Callback):
     def __init__(self) -> None:
         self.rates: list[float] = []
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: autopar.train.TrainerView, report: StepReport) -> None:
         self.rates.append(report.samples_per_second)
 
 
@@ -365,7 +365,7 @@ class Signal:
 class Pressed(Callback):
     """Ctrl-C is pressed when the first epoch is told."""
 
-    def on_epoch(self, trainer: Trainer, report) -> None:
+    def on_epoch(self, trainer: autopar.train.TrainerView, report) -> None:
         if report.epoch == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -432,7 +432,7 @@ def test_ctrl_c_saves_where_the_run_stands(
 class Twice(Callback):
     """Ctrl-C is pressed twice during the second update."""
 
-    def on_step(self, trainer: Trainer, report) -> None:
+    def on_step(self, trainer: autopar.train.TrainerView, report) -> None:
         if report.update == 2:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -40,6 +40,8 @@ WITH_AVERAGES = frozenset({
 # Steps that may be launched and not done: one computes while the next is prepared. More would take memory for their
 # inputs, and move errors away from their cause.
 MAX_STEPS_IN_FLIGHT = 2
+# Batches of a signature whose content is compared: the first ones, then one in so many.
+FIRST_CHECKS, CHECK_EVERY = 3, 16
 MAX_CACHED_PARTITIONS = 64  # a caller whose batches differ every time is not to fill the memory with how they were cut
 
 
@@ -112,16 +114,18 @@ class Microbatch:
 
 
 class BatchAgreement:
-    """What the ranks of a launcher tell each other before every batch: one message of a few whole numbers.
+    """Agreement of a launcher's ranks on each batch: one all-gather of a few whole numbers.
 
-    They must agree on its size, as ranks with other sizes would wait for tensors that never come. Ranks of a
-    tensor-parallel group must have the same samples: `mark` of tensors on the CPU is compared before the batch runs.
-    That of tensors on a GPU could only be read by waiting for the GPU, so it travels `IN_FLIGHT` batches later, when it
-    has long been there. A sampler that shards wrongly does so from the first batch on, so this shows it at the third.
+    Ranks must agree on the number of samples, since ranks with other sizes would wait for tensors that never come.
+    Ranks of a tensor-parallel group need the same samples, so fingerprints of inputs and targets are compared: of the
+    first `FIRST_CHECKS` batches of each signature, then of every `CHECK_EVERY`-th. Fingerprints of CPU tensors are
+    compared before the batch runs. Reading those of GPU tensors would wait for the GPU, so they are compared
+    `MAX_STEPS_IN_FLIGHT` batches later. A sampler that shards wrongly does so from the first batch on; it is reported
+    at the third batch at the latest.
 
-    ``flag`` is what this rank tells the others besides, and ``flagged`` whether any did, the last time. ``kinds``
-    and ``shapes`` are what each rank called those of its last batch: ranks that see other parts of it bind and capture
-    their steps together.
+    ``flag`` is sent along with each batch, and ``any_flag`` says whether any rank's flag was true the last time.
+    ``kinds`` and ``shapes`` are every rank's checksums of its last batch: all ranks bind and capture steps by them, so
+    that they do so together even if they see different parts of the batch.
     """
 
     def __init__(self, ranks: SpmdBackend, mesh: Mesh, data_size: int) -> None:
@@ -129,18 +133,21 @@ class BatchAgreement:
         self.flag = self.any_flag = False
         self.kinds: tuple[int, ...] = ()
         self.shapes: tuple[int, ...] = ()
-        self.pending: deque[Callable[[], list[int]]] = deque()  # marks of batches on GPUs
+        self.pending: deque[Callable[[], list[int]]] = deque()  # fingerprints of batches on GPUs
+        self.num_batches: Counter[int] = Counter()  # by kind
 
     def start(self, batch: int, kind: int, shapes: int, values: Sequence[Any]) -> Callable[[], None]:
-        """Send this rank's numbers; the result waits for those of the others.
+        """Start the all-gather; the returned function waits for it and compares the ranks' numbers.
 
         Args:
-            given: inputs and targets.
+            values: leaves of the inputs and targets.
 
         Raises:
-            UsageError: by the result, if the ranks do not agree: on all of them.
+            UsageError: from the returned function, on all ranks, if they do not agree.
         """
-        now, late = self.fingerprints(values) if self.mesh.tp > 1 else (0, 0)
+        now, late = (0, 0)
+        if self.mesh.tp > 1:
+            now, late = self.fingerprints(values if self.is_checked(kind) else ())
         exchanged = self.ranks.exchange((batch, self.flag, now, late, kind, shapes))
 
         def agree() -> None:
@@ -158,8 +165,18 @@ class BatchAgreement:
 
         return agree
 
+    def is_checked(self, kind: int) -> bool:
+        """Whether the next batch of a kind is compared by content."""
+        if len(self.num_batches) > MAX_CACHED_PARTITIONS:
+            self.num_batches.clear()
+        self.num_batches[kind] += 1
+        return self.num_batches[kind] <= FIRST_CHECKS or self.num_batches[kind] % CHECK_EVERY == 0
+
     def fingerprints(self, values: Sequence[Any]) -> tuple[int, int]:
-        """The mark of the tensors on the CPU, and that of those which were on a GPU `IN_FLIGHT` calls ago."""
+        """Fingerprint of the values on the CPU, and of the values that were on a GPU `MAX_STEPS_IN_FLIGHT` calls ago.
+
+        0 stands for no tensor to compare.
+        """
         tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
         on_gpu = [leaf for leaf in tensors if leaf.device.type != "cpu"]
         on_cpu = [leaf for leaf in tensors if leaf.device.type == "cpu"]

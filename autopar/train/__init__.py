@@ -27,7 +27,7 @@ from autopar.train.run.folder import (
     remove_run,
     run_in,
 )
-from autopar.train.run.reports import EpochReport, StepReport
+from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 from autopar.train.run.state import SavedRun, read_run
 from autopar.train.run.weights import load_weights, save_weights
 from autopar.train.schedules import Schedule, schedule
@@ -59,6 +59,7 @@ __all__ = [
     "TensorBoard",
     "TimmOptimizer",
     "Trainer",
+    "TrainerView",
     "Wanted",
     "check_free",
     "evaluate",

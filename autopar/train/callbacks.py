@@ -7,18 +7,15 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from autopar.errors import UsageError
 from autopar.runtime.checkpoint.folder import copy_checkpoint, is_checkpoint
 from autopar.train.rank_zero import is_rank_zero, run_on_rank_zero
 from autopar.train.run.folder import BEST, EPOCHS, LAST, STEPS, check_free, lies_in, make_folder
-from autopar.train.run.reports import EpochReport, StepReport
+from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 from autopar.train.run.state import read_run
 from autopar.train.timm_optional import needed
-
-if TYPE_CHECKING:
-    from autopar.train.loop import Trainer
 
 
 class Callback(Protocol):
@@ -28,35 +25,35 @@ class Callback(Protocol):
     What only one of them should do, such as writing a file, asks `leads`.
     """
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         """Training starts, or goes on from a checkpoint."""
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: TrainerView, report: StepReport) -> None:
         """The weights were updated; this is what it came to.
 
         On GPUs the trainer may be up to two updates further by then: ``report`` says which update it is of.
         """
 
-    def on_update(self, trainer: Trainer) -> None:
+    def on_update(self, trainer: TrainerView) -> None:
         """An update was launched, and the trainer's position is after it: what the model is asked for now includes it.
 
         What it came to is told by `on_step`: on CPU before this, on GPUs later. To wait for it there leaves GPUs idle.
         """
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+    def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
         """An epoch is done and evaluated, and the trainer's position is the start of the next."""
 
-    def on_checkpoint(self, trainer: Trainer, folder: Path) -> None:
+    def on_checkpoint(self, trainer: TrainerView, folder: Path) -> None:
         """A checkpoint is complete."""
 
-    def on_interrupt(self, trainer: Trainer) -> None:
+    def on_interrupt(self, trainer: TrainerView) -> None:
         """Ctrl-C ends the training here, between two updates at the trainer's position."""
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainerView) -> None:
         """Training is over, because it is done or because an exception ended it."""
 
 
-def take_folder(trainer: Trainer, folder: Path) -> None:
+def take_folder(trainer: TrainerView, folder: Path) -> None:
     """Make a folder, or take one that is there, for a run's files.
 
     Raises:
@@ -84,11 +81,11 @@ class JsonLog(Callback):
     def __init__(self, folder: Path) -> None:
         self.steps, self.epochs = folder / STEPS, folder / EPOCHS
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         """Raise a UsageError if another run is in the folder."""
         run_on_rank_zero(partial(self.begin, trainer), trainer.pm.broadcast_from_rank0)
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, trainer: TrainerView) -> None:
         """Keep the lines up to where the training starts."""
         take_folder(trainer, self.steps.parent)
         known = lines_until(self.steps, trainer.position.update)
@@ -97,11 +94,11 @@ class JsonLog(Callback):
         self.steps.write_text("".join(known))
         self.epochs.write_text("".join(json.dumps(asdict(report)) + "\n" for report in trainer.history))
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: TrainerView, report: StepReport) -> None:
         del trainer
         append_line(self.steps, asdict(report))
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+    def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
         del trainer
         append_line(self.epochs, asdict(report))
 
@@ -132,16 +129,16 @@ class TensorBoard(Callback):
         self.folder = folder
         self.writer: Any = None
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         if is_rank_zero():
             make = needed("torch.utils.tensorboard", "TensorBoard logging", "tensorboard").SummaryWriter
             self.writer = make(str(self.folder), purge_step=trainer.position.update + 1)
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: TrainerView, report: StepReport) -> None:
         del trainer
         self.write("train", {"loss": report.loss, "lr": report.lr}.items(), report.update)
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+    def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
         del trainer
         self.write("epoch", asdict(report).items(), report.update)
 
@@ -152,7 +149,7 @@ class TensorBoard(Callback):
                 if value is not None:
                     self.writer.add_scalar(f"{group}/{name}", value, update)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainerView) -> None:
         del trainer
         if self.writer is not None:
             self.writer.close()
@@ -171,7 +168,7 @@ class Checkpoints(Callback):
             raise UsageError(f"A checkpoint every {every} updates: it must be at least 1.")
         self.folder, self.every = folder, every
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         """Raise a UsageError if another run is in the folder."""
         run_on_rank_zero(partial(take_folder, trainer, self.folder), trainer.pm.broadcast_from_rank0)
         if trainer.resumed is not None and not lies_in(trainer.resumed, self.folder):
@@ -180,16 +177,16 @@ class Checkpoints(Callback):
             if is_rank_zero() and is_checkpoint(best) and read_run(best).best == trainer.best:  # no later one
                 copy_checkpoint(best, self.folder / BEST)
 
-    def on_update(self, trainer: Trainer) -> None:
+    def on_update(self, trainer: TrainerView) -> None:
         position = trainer.position
         if self.every is not None and position.update % self.every == 0 and not position.epoch_done:
             trainer.save(self.folder / LAST)
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+    def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
         if report.best:
             trainer.save(self.folder / BEST)
         trainer.save(self.folder / LAST)
 
-    def on_interrupt(self, trainer: Trainer) -> None:
+    def on_interrupt(self, trainer: TrainerView) -> None:
         if trainer.saved != trainer.position:
             trainer.save(self.folder / LAST)

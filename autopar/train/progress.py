@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from autopar.ir.units import BYTES, percent, text
 from autopar.train.callbacks import Callback
 from autopar.train.rank_zero import is_rank_zero
-from autopar.train.run.reports import EpochReport, StepReport
-
-if TYPE_CHECKING:
-    from autopar.train.loop import Trainer
+from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 
 
 class ProgressBar(Callback):
@@ -32,7 +27,7 @@ class ProgressBar(Callback):
         self.accuracy = f"{'–':>7}"
         self.memory_prefix = ""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         done = trainer.position
         self.memory_prefix = "process +" if trainer.pm.machine.device_type == "cpu" else ""
         if trainer.history:
@@ -41,17 +36,17 @@ class ProgressBar(Callback):
         self.bar.update(self.task, total=trainer.epochs * done.steps, completed=done.update, description=text)
         self.bar.start()
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: TrainerView, report: StepReport) -> None:
         self.bar.update(self.task, completed=report.update, description=self.line(trainer.epochs, report))
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+    def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
         self.accuracy = accuracy_text(report)
         line = self.line(trainer.epochs, report)
         self.bar.update(self.task, description=line)
         if not self.console.is_terminal:
             self.console.print(line, soft_wrap=True)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainerView) -> None:
         del trainer
         self.bar.stop()
 

@@ -1,8 +1,14 @@
-"""What a training run tells of itself, and where it is."""
+"""A training run as its callbacks see it: where it is, and the reports of its steps and epochs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Protocol
+
+from autopar.api.model import ParallelModel
 
 
 @dataclass(frozen=True)
@@ -108,3 +114,32 @@ class EpochSums:
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
+
+
+class TrainerView(Protocol):
+    """What callbacks may read of a `autopar.train.Trainer`, and its one method for them.
+
+    ``saved`` is the position of the last checkpoint that was written or read. ``resumed`` is the checkpoint that the
+    run goes on from. Callbacks add the folders that they write to ``run_folders``.
+    """
+
+    @property
+    def pm(self) -> ParallelModel: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def position(self) -> RunPosition: ...
+    @property
+    def history(self) -> Sequence[EpochReport]: ...
+    @property
+    def best(self) -> float | None: ...
+    @property
+    def saved(self) -> RunPosition | None: ...
+    @property
+    def resumed(self) -> Path | None: ...
+    @property
+    def run_folders(self) -> set[Path]: ...
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write a checkpoint of the model and of the run's position."""
+        ...

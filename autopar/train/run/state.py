@@ -8,6 +8,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from autopar.api.checkpoint import read_header
 from autopar.errors import UsageError
 from autopar.ir.units import plural
@@ -62,16 +64,10 @@ def read_run(folder: str | PathLike[str]) -> SavedRun:
     """
     header = read_header(folder)
     check_files(Path(folder), header)
-    extra = header.extra
-    if not isinstance(extra, Mapping) or not {"position", "settings"} <= extra.keys():
+    try:
+        return TypeAdapter(SavedRun).validate_python(header.extra)
+    except ValidationError as error:
         raise UsageError(
             f"Checkpoint {folder} does not say how far a training was, because no Trainer wrote it. "
             "Load it with pm.load_checkpoint and start at epoch 1."
-        )
-    return SavedRun(
-        RunPosition(**extra["position"]),
-        EpochSums(**extra["running"]),
-        tuple(EpochReport(**report) for report in extra["history"]),
-        extra["best"],
-        extra["settings"],
-    )
+        ) from error
