@@ -1,4 +1,4 @@
-"""Checkpoints: saved and loaded by the ranks of a model, or read without any."""
+"""Checkpoints on the caller's side: saved and loaded through the ranks of a model, or read without ranks."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ from autopar.runtime.checkpoint.folder import read_header as read_header_file
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.spec import RankSpec
 
-MAX_NAMED = 3  # names that an error lists
+MAX_NAMED = 3  # names that an error lists; the rest is counted
 
 
 def read_header(folder: str | PathLike[str]) -> Header:
-    """What a checkpoint says of itself.
+    """Header of a checkpoint: model, weights, plan, batch, counters, optimizer and the caller's extra data.
 
     Raises:
-        CheckpointError: the folder has none that this version can read.
+        CheckpointError: the folder has no checkpoint that this version can read.
     """
     return read_header_file(Path(folder))
 
 
 def read_plan(folder: str | PathLike[str]) -> Plan:
-    """The plan of the run that saved: ``parallelize(model, …, plan=read_plan(folder))`` goes on exactly as it did.
+    """Plan of the run that saved the checkpoint.
+
+    ``parallelize(model, …, plan=read_plan(folder))`` continues exactly as that run would have.
 
     Raises:
-        CheckpointError, PlanError: the folder has none that this version can read.
+        CheckpointError, PlanError: the folder has no checkpoint or plan that this version can read.
     """
     return Plan.from_json(json.dumps(read_header(folder).plan), f"the plan in {folder}")
 
 
 def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, torch.Tensor]:
-    """Full tensors by every name of the model's state dict; of tied weights, one tensor under each name.
+    """Full tensors by every name of the model's state dict; a tied weight is one tensor under each of its names.
 
     Args:
-        ema: the averages of weights instead; what has none is as it is.
+        ema: read the averages of the weights; tensors that are not averaged are read as they are.
 
     Raises:
-        CheckpointError: the folder has no whole checkpoint, or one without averages.
+        CheckpointError: the folder has no whole checkpoint, or a checkpoint without averages.
     """
-    from autopar.runtime.checkpoint.save_load import read_tensors  # slow, see `Rank`
+    from autopar.runtime.checkpoint.save_load import read_tensors  # imports torch.distributed.checkpoint: slow
 
     header = read_header(folder)
     check_files(Path(folder), header)
@@ -69,14 +71,14 @@ def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, to
 def header_of(
     plan: Plan, weights: Iterable[Weight], state_names: Iterable[str], counters: tuple[int, int, int], extra: Any
 ) -> Header:
-    """What a model says of itself in a checkpoint.
+    """Header that a model writes into a checkpoint.
 
     Args:
-        state_names: those of the model's state dict.
-        counters: what random operations count: the seed, updates so far, and samples drawn since the last one.
+        state_names: names in the model's state dict.
+        counters: RNG counters: the seed, updates so far, samples since the last update.
 
     Raises:
-        UsageError: JSON cannot hold ``extra``.
+        UsageError: JSON cannot represent ``extra``.
     """
     try:
         json.dumps(extra)
@@ -90,10 +92,10 @@ def header_of(
 
 
 def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header) -> None:
-    """Have the ranks write a checkpoint.
+    """Write a checkpoint on all ranks.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the checkpoint cannot be written.
     """
     path = str(Path(folder).absolute())
     results = ranks.call_all("save_checkpoint", path, header)
@@ -101,14 +103,14 @@ def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header
 
 
 def load_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], current: Header, spec: RankSpec) -> Header:
-    """Have the ranks take over a checkpoint; its header.
+    """Load a checkpoint on all ranks and return its header; a ResumeWarning names each difference to this run.
 
     Args:
         here: what the model would save.
-        spec: what any of the ranks was told.
+        spec: the spec of any rank.
 
     Raises:
-        CheckpointError: it is none, is damaged, or does not fit.
+        CheckpointError: the folder has no checkpoint, or it is damaged or of another model.
     """
     path = str(Path(folder).absolute())
     headers = ranks.call_all("inspect_checkpoint", path)
@@ -126,17 +128,17 @@ def load_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], current: Heade
 
 
 def raise_first(results: Mapping[int, Any]) -> None:
-    """Raise the error that the first of the ranks with one returned."""
+    """Raise the CheckpointError of the lowest rank that returned one."""
     for _, result in sorted(results.items()):
         if isinstance(result, CheckpointError):
             raise result
 
 
 def check_same_model(saved: Header, current: Header, folder: str) -> None:
-    """Compare names, shapes and dtypes.
+    """Compare names, shapes and dtypes of weights.
 
     Raises:
-        CheckpointError: lists the first few that differ.
+        CheckpointError: some differ; lists the first few.
     """
     before, now = ({weight.name: weight for weight in header.weights} for header in (saved, current))
     missing, unknown = [n for n in now if n not in before], [n for n in before if n not in now]
@@ -162,17 +164,23 @@ def dtype_and_shape(weight: SavedWeight) -> str:
 
 
 def first_names(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """The first `MAX_NAMED` names, and the number of the others."""
     return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
 def header_differences(saved: Header, current: Header, spec: RankSpec) -> list[str]:
-    """In what the run that goes on differs from the one that saved."""
+    """Differences between the run that saved a checkpoint and this one, as texts that continue "The checkpoint …"."""
     texts = []
     before, now = (header.plan["precision"] for header in (saved, current))
     if before != now:
         starts = spec.autocast == "float16"
-        scale = ", and the loss scale starts anew" if starts else ", without its loss scale" if saved.scaler else ""
+        scale = (
+            ", and the loss scale is initialized again"
+            if starts
+            else ", without its loss scale"
+            if saved.scaler
+            else ""
+        )
         texts.append(f"was saved in {before}, here it is {now}: training goes on with other rounding{scale}.")
     if saved.seed != current.seed:
         texts.append(
@@ -182,23 +190,23 @@ def header_differences(saved: Header, current: Header, spec: RankSpec) -> list[s
     if saved.batch != current.batch:
         texts.append(
             f"was saved with a global batch of {saved.batch}, here it is {current.batch}: gradients, and the number of "
-            "updates in an epoch, are others, while learning rate and schedule go on as they were."
+            "updates in an epoch, change; learning rate and schedule continue unchanged."
         )
     if spec.recipe.optimizer is not None and saved.optimizer is None:
-        texts.append("has no optimizer: the one here starts from scratch.")
+        texts.append("has no optimizer: the one of this run starts from scratch.")
     if spec.recipe.lr_scheduler is not None and saved.scheduler is None:
-        texts.append("has no learning-rate scheduler: the one here starts from scratch.")
+        texts.append("has no learning-rate scheduler: the one of this run starts from scratch.")
     if spec.recipe.optimizer is not None and spec.recipe.lr_scheduler is None and saved.scheduler is not None:
-        texts.append(f"was saved with a {saved.scheduler}, here is no lr_scheduler: learning rates stay as they are.")
+        texts.append(f"was saved with scheduler {saved.scheduler}; this run has none: learning rates stay as they are.")
     if spec.recipe.ema is not None and not saved.ema:
-        texts.append("has no averages of weights: those here start at its weights.")
+        texts.append("has no averages of weights: the averages of this run start at its weights.")
     if spec.recipe.ema is None and saved.ema:
-        texts.append("has averages of weights, here is no ema: they are left out, and end.")
+        texts.append("has averages of weights; this run has no ema: they are not loaded.")
     return texts
 
 
 def option_differences(options: Iterable[OptionChange]) -> list[str]:
-    """The same of options of parameter groups, one text for each option."""
+    """As `header_differences`, for options of parameter groups: one text per option."""
     weights: dict[str, Counter[str]] = {}  # how many weights have the same change, by option
     for change in options:
         weights.setdefault(change.option, Counter())[f"{change.saved}, here it is {change.here}"] += 1

@@ -1,4 +1,4 @@
-"""A call of the model carried out by its ranks: each gets its part of the batch, and programs that it has not seen."""
+"""Dispatch of a call to the ranks: each receives its part of the batch, and programs that are new to it."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from autopar.schedule.generate import generate, max_in_flight
 from autopar.trace.call import Call, split_leaves
 from autopar.trace.passes.counter_rng import RNG_COUNTERS
 
-# Commands that neither read nor write the weights which an optimizer updates, or that show whichever are in place.
+# Commands that are allowed while averages stand in for the weights: they neither train, load nor save weights.
 WITH_AVERAGES = frozenset({
     "add_programs", "forward", "state", "ema_state", "gradients", "zero_grad", "scheduler_step", "learning_rates",
     "loss_scale", "stats",
 })  # fmt: skip
-# Steps that may be launched and not done: one computes while the next is prepared. More would take memory for their
-# inputs, and move errors away from their cause.
+# Steps that may be launched before the first of them is done: one computes while the next is prepared. More would hold
+# more inputs in memory, and report errors further from their cause.
 MAX_STEPS_IN_FLIGHT = 2
 # Batches of a signature whose content is compared: the first ones, then one in so many.
 FIRST_CHECKS, CHECK_EVERY = 3, 16
-MAX_CACHED_PARTITIONS = 64  # a caller whose batches differ every time is not to fill the memory with how they were cut
+MAX_CACHED_PARTITIONS = 64  # bounds the memory of a caller whose batches all differ in shape
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What the ranks are to do with a batch.
+    """A batch and the command that all ranks run on it.
 
     Args:
-        command: the method of each rank.
-        target: of the loss, as the only item; None where nothing is trained.
+        command: name of a method of `Rank`.
+        target: target of the loss, as the only item; None outside of training.
         share: factor of the gradients.
     """
 
@@ -66,9 +66,12 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class BatchPartition:
-    """How batches of one signature are cut: samples and variants of the microbatches of each replica that shares one.
+    """Division of batches of one signature into microbatches.
 
-    ``outputs`` says how their outputs are joined, where they are kept.
+    Args:
+        sizes: samples of each microbatch, by replica that shares the caller's batch.
+        specializations: programs of each microbatch, by replica.
+        outputs: how the outputs are joined; None where they are not kept.
     """
 
     sizes: tuple[tuple[int, ...], ...]
@@ -85,15 +88,20 @@ class BatchPartition:
 
     @cached_property
     def has_random_ops(self) -> bool:
-        """Whether any microbatch draws random numbers by counters."""
+        """Whether any microbatch has counter-based random operations."""
         return any(map(draws_random_numbers, self.all_specializations))
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A part of a batch: its programs, the leaves of its call, and its target where it is to be trained on.
+    """A part of a batch.
 
-    ``share`` is the factor of its mean loss; ``draws`` what its random operations count, None where it has none.
+    Args:
+        specialization: its programs.
+        leaves: leaves of its call.
+        target: its target; None outside of training.
+        share: factor of its mean loss.
+        rng_counters: RNG counters of its samples, int64 [samples, counters]; None without random operations.
     """
 
     specialization: Specialization
@@ -103,7 +111,7 @@ class Microbatch:
     rng_counters: torch.Tensor | None
 
     def inputs(self, stages: Sequence[int]) -> list[Any]:
-        """What the programs of a rank's stages read, in their order."""
+        """Inputs that the programs of a rank's stages read, in their order."""
         by_name: dict[str, Any] = {
             leaf.name: tensor
             for leaf, tensor in zip(self.specialization.graph.leaves, self.leaves)
@@ -186,10 +194,10 @@ class BatchAgreement:
 
 
 class Dispatcher:
-    """Passes commands on to the ranks, and counts what random operations count.
+    """Sends commands to the ranks and owns the RNG counters.
 
-    ``num_updates`` are calls of optimizer_step and train_step so far, ``num_drawn`` samples since then. ``averaged``:
-    averages stand in for the weights.
+    ``num_updates`` counts calls of optimizer_step and train_step, ``num_drawn`` samples since the last of them.
+    ``averaged`` is true while averages stand in for the weights.
     """
 
     def __init__(self, programs: ProgramCache, ranks: InProcessBackend | SpmdBackend | WorkerPool, seed: int) -> None:
@@ -209,7 +217,7 @@ class Dispatcher:
         """Results of a command by rank.
 
         Raises:
-            UsageError: it is for the model's own weights, and averages stand in for them; or the ranks are closed.
+            UsageError: averages stand in for the weights and the command needs the weights; or the ranks are closed.
         """
         if self.averaged and name not in WITH_AVERAGES:
             raise UsageError(
@@ -230,12 +238,12 @@ class Dispatcher:
         return self.agreement.any_flag
 
     def updated(self) -> None:
-        """Count an update of the weights."""
+        """Count an update: random operations count samples from 0 again."""
         self.num_updates += 1
         self.num_drawn = 0
 
     def carry_out(self, request: BatchRequest) -> tuple[dict[int, Any], Outputs | None]:
-        """Results of a command on a batch by rank, and how to join the outputs where they are kept.
+        """Results of a command on a batch by rank, and how to join the outputs if they are kept.
 
         Raises:
             UsageError: as `ParallelModel.forward_backward`.
@@ -260,7 +268,7 @@ class Dispatcher:
         microbatches = self.microbatches(request, partition, leaves)
         check = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets))
         rank_requests = {rank: self.rank_request(request, microbatches, rank, check) for rank in self.ranks.numbers}
-        if await_agreement is not None:  # as late as possible: what was done meanwhile took time too
+        if await_agreement is not None:  # as late as possible, so that the all-gather overlaps with the work above
             await_agreement()
         kinds, all_shapes = (kind,), (shapes,)
         if self.agreement is not None:
@@ -272,7 +280,11 @@ class Dispatcher:
         return results, partition.outputs
 
     def joined_outputs(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
-        """The model's output for the caller's batch, of the microbatches' outputs that each rank kept."""
+        """The model's output for the caller's batch.
+
+        Args:
+            kept: flattened outputs of each microbatch, by rank.
+        """
         last, tp = self.mesh.pp - 1, self.mesh.tp
         if isinstance(self.ranks, SpmdBackend):
             own, source = self.ranks.numbers[0], self.mesh.rank(Place(last, self.data_rank))
@@ -282,14 +294,14 @@ class Dispatcher:
         return outputs.join([parts for source in sources for parts in kept[source]])
 
     def partition(self, request: BatchRequest, leaves: Sequence[Any]) -> BatchPartition:
-        """How to cut a batch among the replicas that share it; the ranks get the programs for it."""
+        """The partition of a batch among the replicas that share it; sends programs that are new to the ranks."""
         call, batch, replicas = request.call, request.call.batch, self.mesh.dp // self.data_size
         if request.target is not None:
             check_divisible(batch, replicas)
         sizes = [microbatch_sizes(own, self.plan.microbatches) for own in replica_sizes(batch, replicas)]
         parts = split_leaves(leaves, batch, [size for own in sizes for size in own])
         specializations = [s for s, _ in self.programs.microbatches(request.mode, call, parts)]
-        # Before anything runs, so that outputs that cannot be joined leave no gradients behind.
+        # Before anything runs: outputs that cannot be joined are an error that must leave no gradients.
         graphs = [s.graph for s in specializations]
         outputs = join_outputs(graphs, specializations[-1].batched) if request.keep_outputs else None
         self.send_programs(specializations)
@@ -302,7 +314,7 @@ class Dispatcher:
     def microbatches(
         self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any]
     ) -> list[list[Microbatch]]:
-        """The microbatches of each replica that shares the caller's batch."""
+        """Microbatches of each replica that shares the caller's batch."""
         batch, sizes, specializations = request.call.batch, partition.all_sizes, partition.all_specializations
         parts = split_leaves(leaves, batch, sizes)
         targets = [None] * len(sizes) if request.target is None else split_targets(request.target[0], batch, sizes)
@@ -312,20 +324,21 @@ class Dispatcher:
         return [list(islice(microbatches, len(own))) for own in partition.sizes]
 
     def rng_counters(self, sizes: list[int]) -> list[torch.Tensor]:
-        """What random operations count in each microbatch: samples since the last update, in the global batch."""
+        """RNG counters of each microbatch, int64 [samples, counters]; samples count since the last update, globally."""
         first = self.num_drawn + self.data_rank * sum(sizes)
         return list(counter_rows(self.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
     def rank_request(
         self, request: BatchRequest, microbatches: list[list[Microbatch]], rank: int, check: bool
     ) -> StepRequest:
-        """A rank's part.
+        """The request of one rank, with its part of the batch.
 
         Args:
-            check: whether tensors on the meta device are among what the caller passed.
+            microbatches: by replica that shares the caller's batch.
+            check: whether the caller passed tensors on the meta device.
 
         Raises:
-            UsageError: it reads tensors that are on the meta device.
+            UsageError: the rank reads a tensor that is on the meta device.
         """
         place = self.mesh.place(rank)
         own, last = microbatches[place.replica % len(microbatches)], place.stage == self.mesh.pp - 1
@@ -349,11 +362,11 @@ class Dispatcher:
         )
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank runs."""
+        """Stages that a rank runs."""
         return self.mesh.stages(rank, self.plan.chunks)
 
     def send_programs(self, specializations: Sequence[Specialization]) -> None:
-        """Give each rank its programs of those variants that it does not have yet."""
+        """Send each rank its programs of the specializations that it does not have yet."""
         for specialization in specializations:
             if specialization.number in self.sent:
                 continue
@@ -385,10 +398,10 @@ class Dispatcher:
 
 
 def checksum(*values: Any) -> int:
-    """A number for what the values' texts say."""
+    """CRC-32 of the values' ``repr``."""
     return crc32(repr(values).encode())
 
 
 def draws_random_numbers(specialization: Specialization) -> bool:
-    """Whether a microbatch's programs draw random numbers by counters."""
+    """Whether a graph has counter-based random operations."""
     return any(value.name == RNG_COUNTERS for value in specialization.graph.inputs)

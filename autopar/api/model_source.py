@@ -1,4 +1,4 @@
-"""Models by name, and the inputs they expect."""
+"""Models by name, and the shape of the inputs that they expect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.ir.units import of_type
 class ModelSource:
     """A model by name: ``vit_tiny_patch16_224`` (timm), ``torchvision:resnet50`` or ``package.module:factory``.
 
-    ``input_shape`` includes the batch; None leaves it to the model's own config.
+    ``input_shape`` includes the batch; None takes it from the model's config.
     """
 
     name: str
@@ -32,7 +32,7 @@ class ModelSource:
         """The model with fresh weights; on ``meta`` nothing is allocated.
 
         Raises:
-            UsageError: no such model (with near matches), or its factory refuses the arguments.
+            UsageError: there is no such model (names near matches), or its factory refuses the arguments.
         """
         factory = self.factory()
         try:
@@ -46,7 +46,7 @@ class ModelSource:
         return model
 
     def factory(self) -> Any:
-        """The callable that makes the model."""
+        """The callable that builds the model."""
         library, colon, name = self.name.partition(":")
         if not colon:
             timm = need("timm", f"Model {self.name!r}")
@@ -62,7 +62,11 @@ class ModelSource:
 
 
 def user_factory(full_name: str, module_name: str, name: str) -> Any:
-    """The factory behind ``package.module:factory``, looked up from the current directory too."""
+    """The factory of ``package.module:factory``; modules are also looked up in the current directory.
+
+    Raises:
+        UsageError: the module cannot be imported, or has no such function.
+    """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -76,7 +80,7 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
 
 
 def unknown_model(name: str, known: list[str], where: str) -> UsageError:
-    """The error for a name that is not there."""
+    """The error for an unknown model name."""
     near = difflib.get_close_matches(name, known, 3)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     return UsageError(
@@ -86,7 +90,14 @@ def unknown_model(name: str, known: list[str], where: str) -> UsageError:
 
 
 def need(module_name: str, what: str) -> Any:
-    """An optional library, or the error that says what needs it and how to install it."""
+    """A module of an optional library.
+
+    Args:
+        what: the user's object that needs it, for the message.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     try:
         return importlib.import_module(module_name)
     except ImportError as error:
@@ -95,10 +106,10 @@ def need(module_name: str, what: str) -> Any:
 
 
 def default_input_shape(model: nn.Module, batch: int) -> tuple[int, ...]:
-    """The image batch that a timm or torchvision model expects.
+    """Shape of the image batch that a timm or torchvision model expects: [batch, channels, height, width].
 
     Raises:
-        UsageError: the model says nothing of its input.
+        UsageError: the model is from neither library.
     """
     image_size = getattr(model, "image_size", None)  # torchvision's transformers
     if isinstance(image_size, int):

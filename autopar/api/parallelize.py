@@ -51,32 +51,31 @@ def parallelize(
     ema: Callable[[nn.Module], Any] | None = None,
     **constraints: Any,
 ) -> ParallelModel:
-    """The model split over devices and ready to train; the model itself is copied from, never modified.
+    """The model split over devices and ready to train; the passed model is copied from, never modified.
 
     In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun or
-    srun, on one node or several, every process makes the same call and becomes one device; rank 0's weights count.
+    srun, on one node or several, every process makes the same call and becomes one rank; all use rank 0's weights.
 
     Args:
         model: any module that torch.export can trace, on any device but meta.
-        devices: how many; under a launcher as many as it started processes.
+        devices: number of ranks; under a launcher, the number of processes that it started.
         example_inputs, batch_size: as in `plan`.
         loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. A
-            CUDA graph does not run its Python again: let numbers that change come with the target.
-        optimizer: makes an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. It is
-            called where the plan is made, with small parameters of the same names, and on each rank with all
-            parameters of the model, of which it keeps those (or the parts of them) that the rank updates; those that
-            lie elsewhere have shapes and no values. The list also has
-            ``named_parameters()`` with the model's own names, to group parameters by name:
-            ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers that need a
-            parameter whole (LAMB, Muon, …) get whole ones. On CUDA, torch's Adam, AdamW and SGD run their fused kernels
-            unless ``fused`` or ``foreach`` is given. If the callable has a ``clip_grad_norm``, the norm of all
-            gradients is limited to that too. `autopar.train.timm_optimizer` makes any by timm's name.
-        lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
-            `autopar.train.schedule` makes timm's.
-        plan: a plan or the path of one; skips planning.
-        seed: of random operations (dropout). What they draw depends on it, the number of updates so far, the sample's
-            number since the last one and the place in the model, but not on the plan.
-        ema: makes a moving average of weights from a module, such as
+            CUDA graph does not run its Python code again: pass numbers that change as part of the target.
+        optimizer: builds an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. The
+            planner calls it with small parameters of the same names. Each rank calls it with all parameters of the
+            model; the optimizer keeps the parameters, or shards of them, that the rank updates. Parameters of other
+            ranks have a shape and no values. The list also has ``named_parameters()`` with the model's names, to group
+            parameters by name: ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers
+            that need full parameters (LAMB, Muon, …) get full ones. On CUDA, torch's Adam, AdamW and SGD run their
+            fused kernels unless ``fused`` or ``foreach`` is given. If the callable has an attribute ``clip_grad_norm``,
+            it limits the norm of all gradients too. `autopar.train.timm_optimizer` builds any optimizer by timm's name.
+        lr_scheduler: builds a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
+            `autopar.train.schedule` builds timm's schedulers.
+        plan: a plan or the path of a plan file; skips planning.
+        seed: seed of random operations such as dropout. Their numbers depend on the seed, the updates so far, the
+            sample's index since the last update and the operation, but not on the plan.
+        ema: builds a moving average of weights from a module, such as
             ``functools.partial(timm.utils.ModelEmaV3, decay=0.999)``; see `ParallelModel.ema_weights`.
         constraints: the fields of `autopar.api.options.Options`.
 

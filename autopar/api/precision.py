@@ -1,4 +1,4 @@
-"""Whether devices can compute in a precision."""
+"""Checks that the devices can compute in a precision."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autopar.trace.passes.precision import LOW
 
 
 def check_device(precision: Precision | None, machine: Machine) -> None:
-    """Refuse a precision that the devices compute in only by emulation.
+    """Refuse a precision that the devices only emulate; None is the model's own precision and passes.
 
     Raises:
         UsageError: bf16 on GPUs before compute capability 8.0.

@@ -1,4 +1,4 @@
-"""Plans by measured times: what looks best is measured, until what looks best has been."""
+"""Plans by measured times: the most promising configurations are timed, until the best plan is among them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from autopar.measure.regions.region_times import RegionTimer
 from autopar.solve.result.make_plan import Decision
 from autopar.solve.space.candidates import Candidate
 
-# What is measured of other meshes, and of each mesh with other microbatches: steps predicted to take at most that many
-# times the best one's. What an unmeasured configuration borrows from another one is seldom further off.
+# Largest ratio of a predicted step to the best one's at which a configuration is timed too: of other meshes, and of the
+# same mesh with other microbatches. Factors borrowed from another configuration are seldom further off.
 CLOSE_MESH, CLOSE_SIZE = 1.1, 1.05
 MAX_ROUNDS = 30
 
@@ -29,15 +29,17 @@ def plan_with_measurements(
 ) -> Plan | None:
     """The best plan by measured times.
 
-    A configuration that has not been measured is priced with the factors of the measured one that is most like it. The
-    chosen one is measured, then others that come close, and the search runs again with what that says.
+    A configuration that has not been measured is priced with the factors of the nearest measured one. Each round times
+    one configuration, that of the chosen plan first and then those of close candidates, and searches again.
 
     Args:
-        costs: of the search, with prices of the cost model alone; they keep what is measured.
-        search: as `autopar.solve.search`, of which ``listen`` and ``slack`` are open.
-        retrace: the training graph with another number of samples.
+        costs: costs of the search, by the cost model alone; measurements are stored in it.
+        search: `autopar.solve.search.search` with all arguments but ``listen`` and ``slack``.
+        retrace: returns the training graph for a microbatch size.
+
     Returns:
-        None where a measurement is missing and may not be made.
+        None if a measurement is missing and may not be made.
+
     Raises:
         WorkerError: a measurement failed.
     """
@@ -61,7 +63,7 @@ def plan_with_measurements(
 
 
 def configs_to_measure(candidates: Sequence[Candidate], decision: Decision) -> Iterator[MeasuredConfig]:
-    """What has to be known for a decision: its own configuration, and what may turn out to be faster."""
+    """Configurations to time before a decision holds: its own, then those of candidates that may be faster."""
     yield MeasuredConfig(decision.problem.tp, decision.size, sorted_labels(decision.priced.strategies))
     fitting = sorted((c for c in candidates if c.step is not None), key=lambda c: c.seconds)
     meshes: set[Mesh] = set()
@@ -74,7 +76,7 @@ def configs_to_measure(candidates: Sequence[Candidate], decision: Decision) -> I
 
 
 def time_operations(costs: PlanCosts, config: MeasuredConfig, timer: RegionTimer, retrace: Retrace) -> Measured | None:
-    """Operations that were timed together, with their seconds; None where they may not be timed."""
+    """Groups of operations that were timed together, with their seconds; None if they may not be timed."""
     labels = dict(config.labels)
     graph = costs.timed(labels, config.tp).graph
 

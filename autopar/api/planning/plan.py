@@ -56,19 +56,19 @@ def plan(
     ema: Callable[[nn.Module], Any] | None = None,
     **constraints: Any,
 ) -> Plan:
-    """The best plan for a model on a number of devices; needs no GPU and, for a model by name, no weights.
+    """The best plan for a model on a number of devices; needs no GPU, and no weights for a model by name.
 
     Args:
         model: a module (on any device), or a name: ``vit_large_patch16_224``, ``torchvision:resnet50``,
             ``package.module:factory``.
-        devices: how many; each becomes a rank.
+        devices: number of ranks.
         example_inputs: a tensor, or a tuple or dict of tensors, at the global batch; derived for timm and torchvision.
             The first dim of the first tensor is the batch. Every tensor with the same first size is cut into
-            microbatches along that dim, whatever it means there; all others go whole to each microbatch.
-        batch_size: global batch, where the inputs are derived (default 64).
-        optimizer: as in `parallelize`; what it keeps of each parameter is found by a trial on small ones. That of
-            AdamW is planned for where none is given.
-        ema: as in `parallelize`; so is what it keeps of each weight.
+            microbatches along that dim, whatever it means there; each microbatch gets all other tensors whole.
+        batch_size: global batch if the inputs are derived (default 64).
+        optimizer: as in `parallelize`. The bytes of its state are found by updating small parameters; without one,
+            AdamW's state is planned for.
+        ema: as in `parallelize`. The bytes of its averages are found in the same way.
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
@@ -191,9 +191,9 @@ def constraints_of(options: Options, devices: int, batch: int) -> Constraints:
 
 
 def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
-    """Samples to trace with: as many as a microbatch will have, where that is given, or else a guess.
+    """Microbatch size to trace with: the one that the options ask for, or else a guess.
 
-    A guess is a multiple of 8 where the batch allows it, so that the samples of a microbatch can be split too.
+    The guess is a multiple of 8 if the batch allows it, so that the samples of a microbatch can be sharded too.
     """
     share = max(1, batch // (options.dp or 1))
     if options.microbatch_size or options.microbatches:
@@ -202,14 +202,14 @@ def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
 
 
 def warn_of_microbatches(plan: Plan, options: Options) -> None:
-    """Say what became of the microbatches that were asked for, where they come out otherwise."""
+    """Warn if the plan's microbatches differ from those that were asked for."""
     changed = unlike_asked(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
     if changed:
         warnings.warn(changed, MicrobatchWarning, stacklevel=caller_level())
 
 
 def warn_of_ops_without_rule(plan: Plan, graph: Graph) -> None:
-    """Say which operations are replicated on all ranks of a tensor-parallel group because no rule says how to split."""
+    """Warn of operations that every rank of a tensor-parallel group runs whole because they have no sharding rule."""
     if plan.mesh.tp == 1:
         return
     targets = ops_without_rule(graph)
@@ -223,7 +223,14 @@ def warn_of_ops_without_rule(plan: Plan, graph: Graph) -> None:
 
 
 def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, shape: tuple[int, ...] | None) -> Call:
-    """Example inputs as a call at the global batch; derived from the model's config where none are given."""
+    """Example inputs as a call at the global batch; derived from the model's config if none are given.
+
+    Args:
+        shape: input shape of a model by name, with the batch.
+
+    Raises:
+        UsageError: the batch sizes contradict each other, or inputs cannot be derived.
+    """
     if example_inputs is not None:
         call = as_call(model, example_inputs)
         if batch_size is not None and batch_size != call.batch:
@@ -248,10 +255,10 @@ def check_devices(devices: int) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no module, and hooks that would be lost.
+    """Refuse objects other than modules, and modules with hooks that a trace would lose.
 
     Raises:
-        UsageError: it is no module.
+        UsageError: the object is no module.
         TraceError: a parameter or buffer has hooks on its gradient.
     """
     if not isinstance(model, nn.Module):

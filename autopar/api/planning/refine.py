@@ -1,4 +1,4 @@
-"""Cuts and shardings decided again together, and a proof of how good they are."""
+"""Cuts and shardings decided again in one integer program, with a bound that certifies the result."""
 
 from __future__ import annotations
 
@@ -13,20 +13,22 @@ from autopar.solve.result.make_plan import Decision
 from autopar.solve.search import Refined
 from autopar.solve.shardings.solve import lower_bound_seconds, solve_shardings
 
-# The most choices of all groups, times stages. Below it the solver took, of one core, 1.8 s for ViT-L on 4 stages
-# (2,452), 2.8 s for Swin-T on 2 (1,124) and 1.1 s for ResNet-18 on 4 (640); ViT-S on 8 stages (2,504) took over 7 s.
+# Largest number of strategies of all groups, times stages. Below it one core took 1.8 s for ViT-L on 4 stages (2,452),
+# 2.8 s for Swin-T on 2 (1,124) and 1.1 s for ResNet-18 on 4 (640). ViT-S on 8 stages (2,504) took over 7 s.
 MAX_PLACEMENTS = 2500
-# All of these ended long before this; it is for what none of them is like.
+# A safety limit: all of the above ended long before it.
 JOINT_SECONDS = 20.0
 
 
 def refine(costs: PlanCosts, decision: Decision) -> Refined | None:
-    """The best sharding and cuts together; where the model is too large, the best sharding on the decision's cuts.
+    """The best shardings and cuts together; if the model is too large, the best shardings for the decision's cuts.
 
-    Returns None where the decision is outside what the joint model can express, or the time limit ended the search.
-    Error: choices are priced as in `autopar.cost.strategies.group_cost`. Memory leaves out what a stage receives and
-    its working set; where a solution does not fit after all, the search keeps its own. It has no stages that recompute:
-    where some may, the gap is against the best without a memory limit, which no such plan beats.
+    Returns:
+        None if the joint program cannot express the decision, or the time limit ended the solver.
+
+    Error: strategies are priced as in `autopar.cost.strategies.group_cost`. Memory leaves out received tensors and the
+        working set; the search keeps its own decision if the solution does not fit after all. The program has no
+        stages that recompute. If some may, the gap is against the optimum without a memory limit, which no plan beats.
     """
     problem = joint_problem(costs, decision)
     current = Assignment(decision.priced.strategy_index, decision.stage_of)
@@ -52,13 +54,16 @@ def refine(costs: PlanCosts, decision: Decision) -> Refined | None:
 
 
 def within_capacity(problem: JointProblem, joint: Joint) -> bool:
-    """Whether every stage of a solution has room."""
+    """Whether every stage of a solution fits into memory."""
     loads = stage_loads(problem, Assignment(joint.strategy_index, joint.stage_of))
     return problem.capacity_bytes is None or max(load.memory_bytes for load in loads) <= problem.capacity_bytes
 
 
 def solve_placement(problem: JointProblem, current: Assignment) -> Joint | None:
-    """The optimum where that is found in time, or the best sharding by itself with a bound that holds for all cuts."""
+    """The joint optimum, or for large models the best sharding by itself with a bound that holds for all cuts.
+
+    None if the time limit ended the joint program.
+    """
     placements = sum(len(group.strategies) for group in problem.graph.groups) * problem.stages
     if problem.stages > 1 and placements <= MAX_PLACEMENTS:
         joint = solve_joint(problem, current)
@@ -74,7 +79,7 @@ def solve_placement(problem: JointProblem, current: Assignment) -> Joint | None:
 
 
 def joint_problem(costs: PlanCosts, decision: Decision) -> JointProblem:
-    """The question that a decision answers, with every sharding left open."""
+    """The joint program for a decision: its mesh, microbatches and memory, with all strategies and cuts open."""
     cuts = decision.problem
     graph = costs.strategy_graph(cuts.tp, decision.size)
     assert [g.name for g in graph.groups] == [g.name for g in cuts.cost.groups], "other groups than those that were cut"
