@@ -1,4 +1,4 @@
-"""The training loop: updates, an evaluation after each epoch, and what is told of them."""
+"""The training loop: updates, an evaluation after each epoch, reports to callbacks, checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
 @dataclass(frozen=True)
 class LaunchedUpdate:
-    """An update that was launched: what it came to is known when its results have been read."""
+    """An update that was launched and whose results are not read yet."""
 
     position: RunPosition
     results: tuple[StepResult, ...]
@@ -41,18 +41,19 @@ class LaunchedUpdate:
 
     @property
     def ready(self) -> bool:
-        """Whether telling of it waits for nothing: after the same later update on every rank."""
+        """Whether reading the results returns without waiting; true after the same later update on every rank."""
         return all(result.ready for result in self.results)
 
 
 class Trainer:
-    """Trains a parallel model for some epochs and tells callbacks of it.
+    """Trains a parallel model for some epochs and reports to callbacks.
 
-    What it does in between is a few lines of ``pm.train_step``, which a loop of your own can do as well. On GPUs it
-    launches an update before the numbers of the last one are there, so that callbacks are told of it up to two updates
-    later; but always before an evaluation, a checkpoint or the end.
+    The updates are a few lines around ``pm.train_step``, which a loop of your own can do as well. On GPUs an update is
+    launched before the numbers of the previous one are known. Callbacks therefore get the report of an update up to two
+    updates later, but always before an evaluation, a checkpoint or the end.
 
-    Callbacks may read its ``position``, ``history`` (a report for each epoch) and ``best`` (the highest score so far).
+    Callbacks may read what `autopar.train.TrainerView` lists, such as ``position``, ``history`` (a report for each
+    epoch) and ``best`` (the highest score so far).
     """
 
     def __init__(
@@ -69,17 +70,17 @@ class Trainer:
         scores: Callable[[Any], torch.Tensor] = plain_scores,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Get ready; nothing runs yet.
+        """Prepare; nothing runs yet.
 
         Args:
-            train_loader: of `autopar.train.training_loader`, or a DataLoader of your own. Its batches are those that go
-                through the model at once.
+            train_loader: from `autopar.train.training_loader`, or a DataLoader of your own. Each of its batches is one
+                call of the model.
             grad_accum_steps: batches of an update.
-            schedule: when the learning rate's scheduler steps: never, after each update, after each epoch, or after
-                both as timm's schedulers do.
-            ema: evaluate the averaged weights as well; the model must have been made with ``ema=``.
-            scores: gets [batch, classes] from the model's output.
-            settings: plain values that a run must share with the checkpoint that it goes on from, by name.
+            schedule: when the learning-rate scheduler steps: never, after each update, after each epoch, or after both
+                as timm's schedulers do.
+            ema: evaluate the averaged weights as well; `parallelize` must have been given ``ema=``.
+            scores: returns [batch, classes] from the model's output.
+            settings: plain values by name that must equal those of a checkpoint from which the run resumes.
 
         Raises:
             UsageError: a number is out of range.
@@ -91,7 +92,7 @@ class Trainer:
         self.eval_loader = as_loader(eval_loader) if eval_loader is not None else None
         self.schedule, self.ema, self.scores = schedule, ema, scores
         self.callbacks = tuple(callbacks)
-        self.settings = json.loads(json.dumps(dict(settings or {})))  # as a checkpoint gives them back
+        self.settings = json.loads(json.dumps(dict(settings or {})))  # normalized as in a checkpoint
         steps = len(self.train_loader) // grad_accum_steps
         if steps == 0:
             raise UsageError(
@@ -102,23 +103,23 @@ class Trainer:
         self.history: list[EpochReport] = []
         self.best: float | None = None
         self.peak_bytes = 0
-        self.checkpoint: Path | None = None  # the last one written or read
-        self.saved: RunPosition | None = None  # where that one is
-        self.resumed: Path | None = None  # the one that the run goes on from
-        self.run_folders: set[Path] = set()  # folders that callbacks took for this run, where a later fit() goes on
+        self.checkpoint: Path | None = None  # the last checkpoint written or read
+        self.saved: RunPosition | None = None  # position of that checkpoint
+        self.resumed: Path | None = None  # the checkpoint that the run resumes
+        self.run_folders: set[Path] = set()  # folders that callbacks use for this run; a later fit() may use them again
         self.interrupt = Interrupt()
-        self.launched: deque[LaunchedUpdate] = deque()  # updates that callbacks were not told of yet
+        self.launched: deque[LaunchedUpdate] = deque()  # updates that are not reported to callbacks yet
 
     # -- training ----------------------------------------------------------------------------------------------
 
     def fit(self) -> list[EpochReport]:
-        """Train from the current position to the last epoch; what each epoch came to.
+        """Train from the current position to the last epoch and return the report of each epoch.
 
-        The first Ctrl-C is heeded between two updates, or batches of an evaluation: callbacks are told, `Checkpoints`
-        saves, and KeyboardInterrupt is raised. The second one is raised at once.
+        The first Ctrl-C takes effect between two updates, or two batches of an evaluation: `on_interrupt` hooks run,
+        `Checkpoints` saves, and KeyboardInterrupt is raised. The second Ctrl-C raises it immediately.
 
         Raises:
-            TrainingError: a loss is not finite; names epoch and step. Checkpoints stay as they are.
+            TrainingError: a loss is not finite; names epoch and step. Checkpoints are unchanged.
         """
         with ExitStack() as ends:
             self.interrupt = ends.enter_context(deferred_interrupts())
@@ -137,13 +138,13 @@ class Trainer:
         return self.history
 
     def stop_if_interrupted(self, wait: bool = False) -> None:
-        """Raise Interrupted on all ranks if Ctrl-C came to any of them; one batch late, or at once if they ``wait``."""
+        """Raise TrainingInterrupted on all ranks if any got Ctrl-C; one batch late, or immediately with ``wait``."""
         asked = self.pm.any_rank if wait else self.pm.any_rank_so_far
         if asked(self.interrupt.requested):
             raise TrainingInterrupted
 
     def train_epoch(self) -> None:
-        """The updates that are left of the current epoch."""
+        """Do the remaining updates of the current epoch."""
         self.pm.train()
         batches = self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps)
         while not self.position.epoch_done:
@@ -154,7 +155,7 @@ class Trainer:
             self.stop_if_interrupted()
 
     def update(self, batches: Iterator[Batch]) -> None:
-        """Launch one update, of as many batches as it takes."""
+        """Launch one update, of ``grad_accum_steps`` batches."""
         k = self.grad_accum_steps
         results, samples = [], 0
         lr = max(self.pm.learning_rates(), default=0.0)
@@ -162,7 +163,7 @@ class Trainer:
             batch = next(batches)
             step = self.pm.train_step if i == k - 1 else self.pm.forward_backward
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better by `tell`
+                warnings.simplefilter("ignore", NonFiniteLossWarning)  # `report` says more
                 results.append(step(batch.x, batch.y, share=1 / k))
             samples += batch.count * self.pm.data_size
         self.position = self.position.next
@@ -173,7 +174,7 @@ class Trainer:
             self.pm.lr_scheduler.step()
 
     def report_steps(self, all_of_them: bool = False) -> None:
-        """Tell callbacks of the updates whose numbers are there, or wait for those of all.
+        """Report updates whose results are known to callbacks; with ``all_of_them``, wait for all.
 
         Raises:
             TrainingError: a loss is not finite.
@@ -184,9 +185,9 @@ class Trainer:
                 callback.on_step(self, report)
 
     def report(self, update: LaunchedUpdate) -> StepReport:
-        """What an update came to; waits for it."""
+        """Report of an update; waits for its results."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better below
+            warnings.simplefilter("ignore", NonFiniteLossWarning)  # the TrainingError below says more
             loss = sum(result.loss for result in update.results) / self.grad_accum_steps
         last, position = update.results[-1], update.position
         if not isfinite(loss) and not last.skipped:
@@ -210,7 +211,7 @@ class Trainer:
         )
 
     def finish_epoch(self) -> None:
-        """Evaluate, tell, and go on to the next epoch."""
+        """Evaluate, report, and move on to the next epoch."""
         self.report_steps(all_of_them=True)
         done, running = self.position, self.running
         plain, averaged = self.evaluations()
@@ -242,7 +243,7 @@ class Trainer:
         self.stop_if_interrupted(wait=True)
 
     def evaluations(self) -> tuple[Evaluation | None, Evaluation | None]:
-        """Of the weights, and of their averages; None where there are none, or nothing to evaluate on."""
+        """Evaluations of the weights and of their averages; None without averages or an evaluation loader."""
         if self.eval_loader is None:
             return None, None
         plain = evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
@@ -252,13 +253,13 @@ class Trainer:
             return plain, evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
 
     def test_batches(self, loader: Loader) -> Iterator[Batch]:
-        """All batches, unless Ctrl-C comes: then the run goes on with this evaluation, from its start."""
+        """All test batches; after Ctrl-C a resumed run starts this evaluation again."""
         for batch in loader.epoch(1):
             yield batch
             try:
                 self.stop_if_interrupted()
             except TrainingInterrupted:
-                self.pm.zero_grad()  # what random operations drew for this evaluation is drawn again then
+                self.pm.zero_grad()  # random operations repeat the numbers that they drew for this evaluation
                 raise
 
     def measure_memory(self) -> None:
@@ -267,9 +268,9 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write a checkpoint of the model and of where the training is; all ranks of torchrun make the call.
+        """Write a checkpoint of the model and of the run's position; all ranks of torchrun call it.
 
-        Callbacks are told of all updates in it first.
+        All updates in it are reported to callbacks first.
 
         Raises:
             TrainingError: the loss of one of them is not finite; nothing was written.
@@ -282,10 +283,10 @@ class Trainer:
             callback.on_checkpoint(self, self.checkpoint)
 
     def resume(self, folder: str | PathLike[str]) -> None:
-        """Go on from a checkpoint, on whatever mesh.
+        """Resume from a checkpoint, on any mesh.
 
         Raises:
-            UsageError: it was not written by a trainer, or by one with other settings; says which. Nothing was changed.
+            UsageError: no trainer wrote it, or one with other settings, which are named. Nothing was loaded.
             CheckpointError: as `ParallelModel.load_checkpoint`.
         """
         run = read_run(folder)
@@ -298,5 +299,5 @@ class Trainer:
 
 
 def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
-    """A loader that knows epochs."""
+    """A DataLoader as a `Loader`; a `Loader` as it is."""
     return IterableLoader(loader, len(loader)) if isinstance(loader, DataLoader) else loader

@@ -1,4 +1,4 @@
-"""timm's optimizers by name, with its parameter groups, for a model of which each rank has a part."""
+"""timm's optimizers by name, with timm's parameter groups, for ranks that hold a part of the model each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.train.timm_optional import needed
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters by original name, and the options that they share (``weight_decay``, ``lr_scale``, …)."""
+    """Parameters by original name, and their common options (``weight_decay``, ``lr_scale``, …)."""
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
@@ -28,10 +28,10 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class TimmOptimizer:
-    """Makes the optimizer of a rank; plain data, so that it travels to workers.
+    """Builds the optimizer of a rank; plain data, so that it can be sent to workers.
 
-    ``clip_grad_norm`` is the limit that the optimizer itself would set to the norm of all gradients (LAMB: 1.0). A rank
-    does not see all of them, so `autopar.parallelize` does it, beside any ``clip_grad_norm`` of its caller.
+    ``clip_grad_norm`` is the limit that the optimizer itself would put on the norm of all gradients (LAMB: 1.0). A rank
+    does not see all gradients, so `autopar.parallelize` clips by the smaller of this and its own ``clip_grad_norm``.
     """
 
     name: str
@@ -41,10 +41,10 @@ class TimmOptimizer:
     clip_grad_norm: float | None = None
 
     def __call__(self, parameters: Parameters) -> torch.optim.Optimizer:
-        """The optimizer; a group keeps those of its parameters that are there.
+        """The optimizer of a rank; a group keeps its parameters that are among ``parameters``.
 
         Raises:
-            UsageError: none of the names is there: the groups are another model's.
+            UsageError: no name matches: the groups belong to another model.
         """
         known = dict(parameters.named_parameters())
         groups: list[dict[str, Any]] = [
@@ -70,19 +70,19 @@ def timm_optimizer(
     filter_bias_and_bn: bool = True,
     **options: Any,
 ) -> TimmOptimizer:
-    """What makes timm's optimizer ``opt``, for the ``optimizer`` argument of `autopar.parallelize`.
+    """A builder of timm's optimizer ``opt``, for the ``optimizer`` argument of `autopar.parallelize`.
 
-    The groups are those of ``timm.optim.create_optimizer_v2`` with the same arguments: no weight decay of biases and
-    norms and of the model's ``no_weight_decay()``, learning rates that fall from layer to layer with ``layer_decay``.
+    The groups are those of ``timm.optim.create_optimizer_v2`` with the same arguments. Biases, norms and the model's
+    ``no_weight_decay()`` have no weight decay; with ``layer_decay`` learning rates decrease from layer to layer.
 
     Args:
         model: the unmodified model.
-        momentum: of an optimizer that has one, 0.9 by default.
-        options: the optimizer's own, such as ``betas=(0.9, 0.98)``.
+        momentum: for optimizers that have one; 0.9 by default.
+        options: further options of the optimizer, such as ``betas=(0.9, 0.98)``.
 
     Raises:
-        UsageError: no model, unknown name or option, or an optimizer that needs a library or curvature that is not
-            there.
+        UsageError: not a model, an unknown name or option, a missing library, or an optimizer that needs second
+            derivatives.
     """
     if not isinstance(model, nn.Module) or not isinstance(opt, str):
         raise UsageError(
@@ -117,10 +117,10 @@ def timm_optimizer(
 
 
 def optimizer_arguments(library: Any, opt: str) -> dict[str, Any]:
-    """The options of an optimizer and their defaults.
+    """Options of an optimizer and their defaults.
 
     Raises:
-        UsageError: unknown name, or a library or device that it needs is missing.
+        UsageError: the name is unknown, or a library or device that the optimizer needs is missing.
     """
     known = library.list_optimizers()
     prefix, _, name = opt.lower().rpartition("_")  # timm knows lookahead_adam too
@@ -137,7 +137,7 @@ def optimizer_arguments(library: Any, opt: str) -> dict[str, Any]:
 
 
 def with_timm_errors(opt: str, make: Callable[[], Any]) -> Any:
-    """What a call into timm returns; what it raises becomes one message."""
+    """Result of a call into timm; its exceptions become a UsageError."""
     try:
         return make()
     except UsageError:
@@ -151,7 +151,7 @@ def with_timm_errors(opt: str, make: Callable[[], Any]) -> Any:
 def timm_param_groups(
     library: Any, model: nn.Module, weight_decay: float, layer_decay: float | None, filter_bias_and_bn: bool
 ) -> tuple[ParamGroup, ...]:
-    """timm's parameter groups of a model, by name."""
+    """timm's parameter groups of a model, with names instead of parameters."""
     exempt = getattr(model, "no_weight_decay", set)()
     options: dict[str, Any] = {
         "weight_decay": weight_decay, "no_weight_decay_list": exempt, "weight_decay_exclude_1d": filter_bias_and_bn,
@@ -168,12 +168,12 @@ def timm_param_groups(
 
 
 def timm_average(decay: float) -> Callable[[nn.Module], Any]:
-    """What makes timm's moving average of weights, for the ``ema`` argument of `autopar.parallelize`.
+    """A builder of timm's moving average of weights, for the ``ema`` argument of `autopar.parallelize`.
 
     Args:
-        decay: what of the average each update leaves.
+        decay: fraction of the average that each update keeps.
 
     Raises:
-        UsageError: timm is not there.
+        UsageError: timm is not installed.
     """
     return functools.partial(needed("timm.utils", "--model-ema").ModelEmaV3, decay=decay)

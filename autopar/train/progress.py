@@ -1,4 +1,4 @@
-"""The progress of a training run: one moving line in a terminal, a line for each epoch elsewhere."""
+"""Progress display of a training run: one live line in a terminal, otherwise a line per epoch."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 
 
 class ProgressBar(Callback):
-    """Shows loss, accuracy, learning rate, images per second and memory, on the leading rank.
+    """Shows loss, accuracy, learning rate, samples per second and memory, on rank 0.
 
-    Memory is the GPU allocator's peak; on CPU what the process has grown by, with libraries and images that came later.
+    Memory is the GPU allocator's peak. On CPU it is the growth of the process, which includes libraries and images that
+    were loaded later.
     """
 
     def __init__(self) -> None:
@@ -51,7 +52,7 @@ class ProgressBar(Callback):
         self.bar.stop()
 
     def line(self, epochs: int, report: StepReport | EpochReport) -> str:
-        """Where the training is, in one line."""
+        """Position and metrics in one line."""
         return (
             f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy}  "
             f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  "
@@ -60,7 +61,7 @@ class ProgressBar(Callback):
 
 
 def accuracy_text(report: EpochReport) -> str:
-    """Accuracies of the last epoch: of the weights, and of their averages where there are any; a dash for none."""
+    """Accuracies of an epoch: of the weights, and of their averages if there are any; a dash for none."""
     if report.accuracy is None:
         return f"{'–':>7}"
     averaged = f" (EMA {percent(report.ema_accuracy)})" if report.ema_accuracy is not None else ""

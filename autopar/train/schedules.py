@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name: timm's, and torch's one-cycle, all stepped alike."""
+"""Learning-rate schedules by name: timm's and torch's one-cycle, all stepped in the same way."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ NAMES = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "wsd", "rsqrt
 
 @dataclass(frozen=True)
 class Schedule:
-    """Makes the scheduler of an optimizer; plain data, so that it travels to workers.
+    """Builds the scheduler of an optimizer; plain data, so that it can be sent to workers.
 
-    Schedulers are driven as timm's are: ``pm.lr_scheduler.step_update(updates so far)`` after each update, and
-    ``pm.lr_scheduler.step(epochs so far, metric)`` after each epoch; each goes by one of the two, and by its argument
-    alone (but for ``plateau``).
+    Schedulers are stepped as timm's are: ``pm.lr_scheduler.step_update(updates so far)`` after each update, and
+    ``pm.lr_scheduler.step(epochs so far, metric)`` after each epoch. Each scheduler uses one of the two calls, and
+    depends on the argument alone, except for ``plateau``.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Schedule:
     options: Mapping[str, Any]
 
     def __call__(self, optimizer: Optimizer) -> Any:
-        """The scheduler; None for ``none``.
+        """The scheduler of an optimizer; None for ``none``.
 
         Raises:
             UsageError: timm refuses the options.
@@ -44,12 +44,12 @@ class Schedule:
 
     @property
     def total_epochs(self) -> int:
-        """Epochs to train for: with cycles, cool-down, and a warm-up that comes before the schedule."""
+        """Epochs to train for, including cycles, cool-down and a warm-up that precedes the schedule."""
         return self.build(torch.optim.SGD([torch.zeros(1)], lr=1.0))[1]
 
     @property
     def length(self) -> str:
-        """How long it is, in words."""
+        """Length of the schedule, in words."""
         return f"{plural(self.epochs, 'epoch')} of {plural(self.updates_per_epoch, 'update')}"
 
     def build(self, optimizer: Optimizer) -> tuple[Any, int]:
@@ -78,18 +78,18 @@ def timm_factory(name: str) -> Any:
 
 
 class OneCycle:
-    """torch's OneCycleLR, driven as timm's schedulers are; a group's ``lr`` times its ``lr_scale`` is its peak."""
+    """torch's OneCycleLR, stepped as timm's schedulers are; a group's peak is its ``lr`` times its ``lr_scale``."""
 
     def __init__(self, optimizer: Optimizer, total_updates: int, options: Mapping[str, Any]) -> None:
         peaks = [float(group["lr"]) * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.scheduler = OneCycleLR(optimizer, max_lr=peaks, total_steps=total_updates, **options)
-        self.last_update = total_updates - 1  # torch refuses to be asked for more
+        self.last_update = total_updates - 1  # torch raises an error on further steps
 
     def step(self, epoch: int, metric: float | None = None) -> None:
-        """Nothing: it goes by updates."""
+        """Do nothing: the schedule is stepped by updates."""
 
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
-        """Go on to the learning rates after so many updates; at the end they stay."""
+        """Set the learning rates after so many updates; they are constant after the last one."""
         while self.scheduler.last_epoch < min(num_updates, self.last_update):
             self.scheduler.step()
 
@@ -101,11 +101,11 @@ class OneCycle:
 
 
 def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any) -> Schedule:
-    """What makes a learning-rate schedule, for the ``lr_scheduler`` argument of `autopar.parallelize`.
+    """A builder of learning-rate schedulers, for the ``lr_scheduler`` argument of `autopar.parallelize`.
 
     Args:
         sched: ``cosine``, ``tanh``, ``step``, ``multistep``, ``plateau``, ``poly``, ``wsd``, ``rsqrt`` or ``constant``,
-            which are timm's; ``onecycle``, torch's; ``none`` leaves the learning rate alone.
+            which are timm's; ``onecycle``, which is torch's; ``none`` keeps the learning rate constant.
         epochs: length of the schedule.
         updates_per_epoch: needed by ``onecycle``, and by the others with ``step_on_epochs=False``.
         options: those of ``timm.scheduler.create_scheduler_v2`` (``warmup_epochs``, ``warmup_lr``, ``min_lr``,
@@ -142,9 +142,9 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
 
 
 def schedule_options(name: str) -> list[str]:
-    """What may be said of a schedule beyond its length."""
+    """Names of a schedule's options besides its length."""
     if name == ONE_CYCLE:
-        known, own = OneCycleLR, {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
+        factory, fixed = OneCycleLR, {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
     else:
-        known, own = timm_factory(name), {"optimizer", "sched", "num_epochs", "updates_per_epoch"}
-    return [option for option in inspect.signature(known).parameters if option not in own]
+        factory, fixed = timm_factory(name), {"optimizer", "sched", "num_epochs", "updates_per_epoch"}
+    return [option for option in inspect.signature(factory).parameters if option not in fixed]

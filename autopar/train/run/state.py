@@ -1,4 +1,4 @@
-"""How far a training run was when it saved a checkpoint, and whether another run may go on from there."""
+"""State of a training run in a checkpoint, and the check that another run may resume from it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from autopar.train.run.reports import EpochReport, EpochSums, RunPosition
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a trainer saves beside the model.
+    """State that a trainer saves with the model.
 
-    ``running`` are the sums of the epoch at ``position``; ``settings`` what a run that goes on must share.
+    ``running`` are the sums of the epoch at ``position``; ``settings`` must equal those of a run that resumes.
     """
 
     position: RunPosition
@@ -31,14 +31,18 @@ class SavedRun:
     settings: Mapping[str, Any]
 
     def to_extra(self) -> dict[str, Any]:
-        """As plain data, for `ParallelModel.save_checkpoint`."""
+        """The state as plain data, for `ParallelModel.save_checkpoint`."""
         return asdict(self)
 
     def check(self, settings: Mapping[str, Any], steps: int, folder: str | PathLike[str]) -> None:
-        """Compare with the run that is to go on, of so many updates in an epoch.
+        """Compare with a run that resumes.
+
+        Args:
+            steps: updates of its epochs.
+            folder: the checkpoint, for messages.
 
         Raises:
-            UsageError: says what would change.
+            UsageError: a setting differs; lists the changes.
         """
         before = self.settings
         names = [*before, *(name for name in settings if name not in before)]
@@ -56,11 +60,11 @@ class SavedRun:
 
 
 def read_run(folder: str | PathLike[str]) -> SavedRun:
-    """How far the run was that wrote a checkpoint.
+    """State of the run that wrote a checkpoint.
 
     Raises:
         CheckpointError: the folder has no whole checkpoint.
-        UsageError: it was not written by a trainer.
+        UsageError: no trainer wrote it.
     """
     header = read_header(folder)
     check_files(Path(folder), header)
