@@ -19,7 +19,7 @@ from torch import nn
 from autopar.api.caller import caller_level
 from autopar.api.model import ParallelModel
 from autopar.api.options import RUN_SETTINGS, Options
-from autopar.api.planning.plan import PlanRequest, check_devices, check_model, example_call, lower_example, make_plan
+from autopar.api.planning.plan import PlanRequest, check_devices, check_model, example_call, lower_example, plan_graph
 from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
@@ -81,7 +81,7 @@ def parallelize(
 
     Raises:
         UsageError, TraceError, InfeasibleError: as `plan`.
-        PlanError: the given plan does not fit the model or the devices.
+        PlanError: the plan does not fit the model or the devices.
         WorkerError: a worker did not start.
     """
     options = Options.of(constraints)
@@ -91,14 +91,14 @@ def parallelize(
     options.check_machine(machine.device_type)
     call = example_call(model, example_inputs, batch_size, None)
     check_has_weights(model)
-    given = given_plan(plan, devices, constraints)
-    check_device(options.precision if given is None else given.precision, machine)
+    user_plan = load_user_plan(plan, devices, constraints)
+    check_device(options.precision if user_plan is None else user_plan.precision, machine)
     request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
     clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
     recipe = TrainingRecipe(loss_fn or F.cross_entropy, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
 
-    graph = lower_example(request, given)
-    chosen = given or make_plan(request, graph, planning_hardware(machine, options, devices))
+    graph = lower_example(request, user_plan)
+    chosen = user_plan or plan_graph(request, graph, planning_hardware(machine, options, devices))
     programs = ProgramCache(model, chosen, call, graph)
     return start(programs, recipe, options, machine)
 
@@ -109,12 +109,14 @@ def check_has_weights(model: nn.Module) -> None:
         raise UsageError("The model is on the meta device and has no weights to run with. Build it on the CPU.")
 
 
-def given_plan(plan: Plan | str | os.PathLike[str] | None, devices: int, constraints: Mapping[str, Any]) -> Plan | None:
-    """The plan that was passed, loaded and compared with the other arguments; None where none was passed.
+def load_user_plan(
+    plan: Plan | str | os.PathLike[str] | None, devices: int, constraints: Mapping[str, Any]
+) -> Plan | None:
+    """The user's plan, loaded and compared with the other arguments; None if there is none.
 
     Raises:
-        UsageError: it is for another number of devices, or constraints are passed too.
-        PlanError: it contradicts itself.
+        UsageError: the plan is for another number of devices, or constraints on the plan are passed too.
+        PlanError: the plan contradicts itself.
     """
     if plan is None:
         return None
@@ -128,7 +130,7 @@ def given_plan(plan: Plan | str | os.PathLike[str] | None, devices: int, constra
 
 
 def planning_hardware(machine: Machine, options: Options, devices: int) -> Hardware:
-    """The machine to plan for: by default the one that runs, with the memory of its processes' share of a CPU host."""
+    """The machine to plan for; by default the running one, where CPU processes share the host's memory equally."""
     hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
     if options.hardware is not None:
         machine.warn_of_other_gpu(hardware)
@@ -178,7 +180,7 @@ def warn_of_plan_dependent_random(graph: Graph) -> None:
         listed = ", ".join(f"{op.name} ({op.target}{f' at {op.source}' if op.source else ''})" for op in ops[:3])
         warnings.warn(
             f"{graph.model} has {len(ops)} random operations that cannot count samples: {listed}"
-            f"{', …' if len(ops) > 3 else ''}. Each rank draws them from a generator of its own, so their numbers "
+            f"{', …' if len(ops) > 3 else ''}. Each rank draws them from its generator, so their numbers "
             "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or "
             "F.dropout.",
             PlanDependentRandomWarning,

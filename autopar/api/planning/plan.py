@@ -86,7 +86,7 @@ def plan(
     call = example_call(built, example_inputs, batch_size, shape)
     hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
     request = PlanRequest(built, call, devices, options, name, kwargs, optimizer, ema)
-    return make_plan(request, lower_example(request), hardware)
+    return plan_graph(request, lower_example(request), hardware)
 
 
 @dataclass(frozen=True)
@@ -120,20 +120,20 @@ class PlanRequest:
         return lowered(self.model, microbatch, "train", self.name, self.options.precision)
 
 
-def lower_example(request: PlanRequest, given: Plan | None = None) -> Graph:
-    """The training graph of one microbatch, as a given plan says or else of the size that a plan is likely to have.
+def lower_example(request: PlanRequest, user_plan: Plan | None = None) -> Graph:
+    """The training graph of one microbatch: as the user's plan says, or else of the size that a plan is likely to have.
 
     Raises:
         TraceError: the model cannot be traced.
     """
     with uneven_inputs_explained(request.model, request.call):
-        if given is None:
+        if user_plan is None:
             return request.graph(likely_microbatch_size(request.call.batch, request.devices, request.options))
-        microbatch = request.call.first(given.microbatch_size)
-        return lowered(request.model, microbatch, "train", given.model.name, given.precision)
+        microbatch = request.call.first(user_plan.microbatch_size)
+        return lowered(request.model, microbatch, "train", user_plan.model.name, user_plan.precision)
 
 
-def make_plan(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
+def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
     """The best plan for a training graph.
 
     Args:
@@ -223,7 +223,7 @@ def warn_of_ops_without_rule(plan: Plan, graph: Graph) -> None:
 
 
 def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, shape: tuple[int, ...] | None) -> Call:
-    """Example inputs as a call at the global batch; derived from the model's config if none are given.
+    """Example inputs as a call at the global batch; derived from the model's config if none are user_plan.
 
     Args:
         shape: input shape of a model by name, with the batch.

@@ -1,4 +1,10 @@
-"""Cuts and shardings decided again in one integer program, with a bound that certifies the result."""
+"""Cuts and shardings decided again in one integer program, with a bound that certifies the result.
+
+The search decides them one after the other: the fastest sharding first, then its cuts, and smaller and slower
+shardings if memory does not suffice. For models up to `MAX_PLACEMENTS` the joint program then decides both together.
+Larger models keep their cuts and get the best sharding for them. In both cases the printed gap is against a bound that
+holds for all shardings and cuts.
+"""
 
 from __future__ import annotations
 

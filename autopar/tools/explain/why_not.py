@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.api.options import Options
-from autopar.api.planning.plan import PlanRequest, constraints_of, lower_example, make_plan
+from autopar.api.planning.plan import PlanRequest, constraints_of, lower_example, plan_graph
 from autopar.cost.hardware.load import hardware_names, load_hardware
 from autopar.errors import HardwareError, InfeasibleError, PlanError, UsageError
 from autopar.ir.hardware import Hardware
@@ -135,7 +135,7 @@ def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, A
         request = PlanRequest(
             model, rebuilt.call, plan.mesh.devices, options, rebuilt.name, rebuilt.kwargs, optimizer, rebuilt.ema
         )
-        found = make_plan(request, lower_example(request), rebuilt.hardware)
+        found = plan_graph(request, lower_example(request), rebuilt.hardware)
     except (PlanError, HardwareError):
         raise
     except (UsageError, InfeasibleError) as error:  # what is asked is possible, but not of this model or machine

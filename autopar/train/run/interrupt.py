@@ -11,7 +11,7 @@ from types import FrameType
 
 from autopar.train.rank_zero import is_rank_zero
 
-NOTICE = b"\nInterrupted: the run ends after this update. Ctrl-C again ends it at once.\n"
+NOTICE = b"\nInterrupted: the run ends after this update. Ctrl-C again ends it immediately.\n"
 
 
 class TrainingInterrupted(KeyboardInterrupt):

@@ -50,7 +50,7 @@ class SavedRun:
         if changes:
             raise UsageError(
                 f"Checkpoint {folder} cannot be resumed so: this would change {', '.join(changes)}. That would be "
-                "another run. Give the values of the one that wrote it, or start anew."
+                "another run. Give the values of the one that wrote it, or start from the beginning."
             )
         if self.position.steps != steps:
             raise UsageError(
