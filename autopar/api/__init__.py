@@ -5,7 +5,7 @@ Out: a `ParallelModel`. A call of ``parallelize`` checks its arguments and then 
 
     parallelize(model)                       api/parallelize.py
      ├─ lower_example(request)  → Graph      api/planning/plan.py, trace/lower.py: export, then every pass by name
-     ├─ plan_graph(graph)       → Plan      api/planning/plan.py, solve/search.py: costs, search, refinement
+     ├─ plan_graph(graph)       → Plan       api/planning/plan.py, solve/search.py: costs, search, refinement
      ├─ ProgramCache(plan)      → Program[]  api/program_cache.py, sharding/shard_graph.py, codegen/split.py
      └─ start(programs)         → running    api/rank_specs.py, runtime/launch/, runtime/rank.py
 
