@@ -1,4 +1,9 @@
-"""A user's call as flat tensors: binding arguments, checking them, cutting the batch, joining the outputs."""
+"""A user's batch: checked against the trace, cut into replicas and microbatches, and its outputs joined again.
+
+Outputs are joined by data flow in the graph. An output that depends on a batched input and grows with it is
+concatenated, a number is averaged over the samples, and an output that depends on no batched input is taken once.
+Anything else is an error, raised before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +25,16 @@ Join = Literal["concatenate", "mean", "first"]
 
 
 def check_call(call: Call, graph: Graph, model_name: str) -> None:
-    """Compare a call with the one that was traced: structure, dtypes and numbers of dims.
+    """Compare a call with the traced one: structure, dtypes and numbers of dims.
 
     Raises:
-        UsageError: names the input, what it is and what it should be.
+        UsageError: an input does not fit; names the input, its type and the expected one.
     """
     if call.spec != graph.in_spec:
         raise UsageError(
             f"The inputs of {model_name} have another structure than the example inputs: got "
             f"{outline(call.leaves, call.spec)}, expected {outline(graph.leaves, graph.in_spec)}. "
-            "Call parallelize again with such example_inputs."
+            "Call parallelize again with example_inputs of this structure."
         )
     values = {v.name: v for v in graph.inputs}
     for leaf, traced in zip(call.leaves, graph.leaves, strict=True):
@@ -58,21 +63,21 @@ def outline(leaves: Sequence[Any], spec: Spec) -> str:
 
 
 def replica_sizes(batch: int, replicas: int) -> list[int]:
-    """Samples of each data-parallel replica, which take contiguous parts: equal, or the first ones get one more."""
+    """Samples of each data-parallel replica: equal contiguous parts, or one more for each of the first replicas."""
     size, more = divmod(batch, replicas)
     return [size + (replica < more) for replica in range(replicas)]
 
 
 def partition(batch: int, replicas: int, microbatches: int) -> list[int]:
-    """Samples of all microbatches in the order of the batch: each replica's part cut into ``microbatches``."""
+    """Samples of each microbatch, in the order of the batch; each replica has ``microbatches`` of them."""
     return [size for own in replica_sizes(batch, replicas) for size in microbatch_sizes(own, microbatches)]
 
 
-def check_shares(batch: int, replicas: int) -> None:
-    """Compare a batch to train on with the number of replicas that it is for.
+def check_divisible(batch: int, replicas: int) -> None:
+    """Check that replicas can share a training batch evenly.
 
     Raises:
-        UsageError: they cannot share it evenly.
+        UsageError: the batch is no multiple of the replicas.
     """
     if batch % replicas:
         near = " or ".join(str(b) for b in (batch - batch % replicas, batch - batch % replicas + replicas) if b)
@@ -83,16 +88,20 @@ def check_shares(batch: int, replicas: int) -> None:
 
 
 def shards_of(rank: int, mesh: Mesh) -> list[int]:
-    """The ranks of a rank's tensor-parallel group."""
+    """Ranks of a rank's tensor-parallel group."""
     place = mesh.place(rank)
     return [mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp)]
 
 
 def check_real(tree: Any, what: str, rank: int) -> None:
-    """Refuse tensors on the meta device among what a rank reads.
+    """Refuse inputs or targets on the meta device on a rank that reads them.
+
+    Args:
+        tree: the inputs or targets of the rank.
+        what: "input" or "target".
 
     Raises:
-        UsageError: there is one.
+        UsageError: one of the tensors is on the meta device.
     """
     if any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in flatten(tree)[0]):
         raise UsageError(
@@ -102,10 +111,10 @@ def check_real(tree: Any, what: str, rank: int) -> None:
 
 
 def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
-    """The targets of each microbatch.
+    """Targets of each microbatch.
 
     Raises:
-        UsageError: a tensor among them has another first size than the batch.
+        UsageError: the first size of a target tensor is not the batch.
     """
     leaves, spec = flatten(targets)
     for leaf in leaves:
@@ -117,28 +126,32 @@ def split_targets(targets: Any, batch: int, sizes: Sequence[int]) -> list[Any]:
 
 
 def batched_outputs(graph: Graph) -> tuple[bool, ...]:
-    """Whether each of a graph's flattened outputs depends on the batch: on an input whose first size it is."""
-    fed = {v.name for v in graph.inputs if v.shape[:1] == (graph.batch,)}
+    """Whether each of a graph's flattened outputs depends on a batched input, whose first size is the batch."""
+    batch_dependent = {v.name for v in graph.inputs if v.shape[:1] == (graph.batch,)}
     for op in graph.ops:
-        if fed.isdisjoint(op.reads):
+        if batch_dependent.isdisjoint(op.reads):
             continue
-        fed.update(op.mutates, (v.name for v in op.outputs))
-        if not op.outputs:  # an update in place: of what it reads, and of everything that shares that memory
+        batch_dependent.update(op.mutates, (v.name for v in op.outputs))
+        if not op.outputs:  # updates its arguments in place, and with them every value that shares their memory
             sharing = {name for names in graph.colocated if op.name in names for name in names}
-            fed.update(refs(op.args), (v.name for o in graph.ops if o.name in sharing for v in o.outputs))
-    return tuple(isinstance(output, Ref) and output.name in fed for output in graph.outputs)
+            batch_dependent.update(refs(op.args), (v.name for o in graph.ops if o.name in sharing for v in o.outputs))
+    return tuple(isinstance(output, Ref) and output.name in batch_dependent for output in graph.outputs)
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """How a model's output for a batch is made of its flattened outputs for the microbatches."""
+    """How the flattened outputs of microbatches become the model's output for the batch."""
 
     sizes: tuple[int, ...]
     joins: tuple[Join, ...]
     spec: Spec
 
     def join(self, parts: Sequence[Sequence[Any]]) -> Any:
-        """The model's output, from the flattened outputs of each microbatch."""
+        """The model's output for the batch.
+
+        Args:
+            parts: flattened outputs of each microbatch.
+        """
         joined = []
         for how, column in zip(self.joins, zip(*parts, strict=True), strict=True):
             if how == "concatenate":
@@ -154,26 +167,26 @@ class Outputs:
 def join_outputs(graphs: Sequence[Graph], batched: Sequence[bool]) -> Outputs:
     """How to join the outputs of microbatches with these graphs.
 
-    A tensor that grows with the batch is concatenated, a number per microbatch (an auxiliary loss) becomes the mean
-    over the samples, and what does not depend on the batch is taken from the first microbatch.
+    A tensor that grows with the batch is concatenated. A number per microbatch, such as an auxiliary loss, becomes the
+    mean over the samples. An output that does not depend on the batch is taken from the first microbatch.
 
     Args:
-        graphs: of each microbatch.
-        batched: `batched_outputs` of one of them.
+        graphs: the graph of each microbatch.
+        batched: `batched_outputs` of one of the graphs.
 
     Raises:
-        UsageError: an output depends on the batch and is neither.
+        UsageError: an output depends on the batch and is neither of the first two.
     """
     sizes = tuple(graph.batch for graph in graphs)
     joins: list[Join] = ["first"] * len(batched)
     for i, depends in enumerate(batched):
         if depends and len(graphs) > 1:
-            joins[i] = join_of(i, [graph.values[graph.outputs[i].name] for graph in graphs], sizes)
+            joins[i] = output_join(i, [graph.values[graph.outputs[i].name] for graph in graphs], sizes)
     return Outputs(sizes, tuple(joins), graphs[-1].out_spec)
 
 
-def join_of(number: int, values: Sequence[Value], sizes: Sequence[int]) -> Join:
-    """How one output that depends on the batch is joined; errors as `join_outputs`."""
+def output_join(number: int, values: Sequence[Value], sizes: Sequence[int]) -> Join:
+    """How to join one output that depends on the batch; raises as `join_outputs`."""
     value = values[0]
     if not value.shape and getattr(torch, value.dtype).is_floating_point:
         return "mean"

@@ -1,4 +1,4 @@
-"""Whether the ranks of a launcher were given the same batch."""
+"""Checks that the ranks of a launcher received batches that belong together."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from autopar.api.batch import shards_of
 from autopar.errors import UsageError
 from autopar.ir.mesh import Mesh
 
-MARKED_ELEMENTS = 1024  # of a sample that `mark` looks at, evenly spaced
+SAMPLED_ELEMENTS = 1024  # elements of a sample that `fingerprint` reads, evenly spaced
+HASH_FACTOR = 6364136223846793005  # multiplier of Knuth's MMIX generator: spreads any change over all bits
 
 
-MARK_FACTOR = 6364136223846793005  # of Knuth's generator: spreads any change over all bits
+def check_batch_sizes(batches: Sequence[tuple[int, int]], data_size: int) -> None:
+    """Compare the sizes of the ranks' batches.
 
-
-def check_parts(batches: Sequence[tuple[int, int]], data_size: int) -> None:
-    """Compare the batches that ranks were given, as (data rank, samples), where each gives a part of the global batch.
+    Args:
+        batches: (data rank, samples) of each rank.
 
     Raises:
-        UsageError: they differ.
+        UsageError: the numbers of samples differ.
     """
     if len({size for _, size in batches}) > 1:
         listed = ", ".join(f"{size} on data rank {number}" for number, size in sorted(set(batches)))
@@ -31,18 +32,18 @@ def check_parts(batches: Sequence[tuple[int, int]], data_size: int) -> None:
         )
 
 
-def check_copies(marks: Sequence[int], mesh: Mesh, when: str = "") -> None:
-    """Compare what the ranks of each tensor-parallel group were given, all of which need the same samples.
+def check_same_samples(fingerprints: Sequence[int], mesh: Mesh, when: str = "") -> None:
+    """Compare the samples of the ranks of each tensor-parallel group, all of which need the same ones.
 
     Args:
-        marks: of each rank's inputs and targets, see `mark`; 0 where a rank has nothing to compare.
-        when: which batch it was, if not the current one, for the message.
+        fingerprints: `fingerprint` of each rank's inputs and targets; 0 where a rank has nothing to compare.
+        when: text that names the batch in the message, if it is not the current one.
 
     Raises:
-        UsageError: names two ranks of a group that were given different samples.
+        UsageError: two ranks of a group have different samples; names them.
     """
-    for group in {tuple(shards_of(rank, mesh)) for rank in range(len(marks))}:
-        own = [(marks[rank], rank) for rank in group if marks[rank]]
+    for group in {tuple(shards_of(rank, mesh)) for rank in range(len(fingerprints))}:
+        own = [(fingerprints[rank], rank) for rank in group if fingerprints[rank]]
         other = next((rank for value, rank in own if value != own[0][0]), None)
         if other is not None:
             raise UsageError(
@@ -53,17 +54,24 @@ def check_copies(marks: Sequence[int], mesh: Mesh, when: str = "") -> None:
 
 
 def fingerprint(leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A whole number that tells batches apart, never 0: of some elements of every tensor's first and last sample.
+    """A whole number, never 0, that differs between batches: a hash of some elements of each tensor.
 
-    It is computed on the tensors' device, of which all are, without waiting for it, and is the same on each device.
+    Elements come from the first and the last sample. The hash is computed on the tensors' device without waiting for
+    it, and is the same on each type of device.
+
+    Args:
+        leaves: tensors on one device, [batch, ...] or of any shape with fewer than two dims.
+
+    Returns:
+        int64, shape [].
     """
     total = torch.ones((), dtype=torch.int64, device=leaves[0].device)
     for leaf in leaves:
         ends = [leaf[0], leaf[-1]] if leaf.ndim > 1 and len(leaf) else [leaf]
         parts = [end.detach().reshape(-1) for end in ends]
-        parts = [part[:: -(-len(part) // MARKED_ELEMENTS) or 1].contiguous().view(torch.uint8) for part in parts]
+        parts = [part[:: -(-len(part) // SAMPLED_ELEMENTS) or 1].contiguous().view(torch.uint8) for part in parts]
         content = torch.cat(parts).to(torch.int64)
-        # Odd factors lose no bit of what they multiply; whole numbers wrap around alike everywhere.
+        # Multiplication by an odd factor loses no bits; int64 overflow wraps around on every device.
         factors = torch.arange(len(content), device=leaf.device) * 2 + 1
-        total = (total * MARK_FACTOR + (content * factors * factors).sum()) | 1
+        total = (total * HASH_FACTOR + (content * factors * factors).sum()) | 1
     return total

@@ -1,9 +1,10 @@
-"""Checkpoints: saved and loaded by the ranks of a model, or read without any."""
+"""Checkpoints on the caller's side: saved and loaded through the ranks of a model, or read without ranks."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
@@ -17,41 +18,43 @@ from autopar.ir.checkpoint_header import Header, SavedWeight
 from autopar.ir.graph import Weight
 from autopar.ir.plan import Plan
 from autopar.runtime.checkpoint.folder import check_files
-from autopar.runtime.checkpoint.folder import read_header as header_in
+from autopar.runtime.checkpoint.folder import read_header as read_header_file
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.spec import RankSpec
 
-MAX_NAMED = 3  # names that an error lists
+MAX_NAMED = 3  # names that an error lists; the rest is counted
 
 
 def read_header(folder: str | PathLike[str]) -> Header:
-    """What a checkpoint says of itself.
+    """Header of a checkpoint: model, weights, plan, batch, counters, optimizer and the caller's extra data.
 
     Raises:
-        CheckpointError: the folder has none that this version can read.
+        CheckpointError: the folder has no checkpoint that this version can read.
     """
-    return header_in(Path(folder))
+    return read_header_file(Path(folder))
 
 
 def read_plan(folder: str | PathLike[str]) -> Plan:
-    """The plan of the run that saved: ``parallelize(model, …, plan=read_plan(folder))`` goes on exactly as it did.
+    """Plan of the run that saved the checkpoint.
+
+    ``parallelize(model, …, plan=read_plan(folder))`` continues exactly as that run would have.
 
     Raises:
-        CheckpointError, PlanError: the folder has none that this version can read.
+        CheckpointError, PlanError: the folder has no checkpoint or plan that this version can read.
     """
     return Plan.from_json(json.dumps(read_header(folder).plan), f"the plan in {folder}")
 
 
 def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, torch.Tensor]:
-    """Full tensors by every name of the model's state dict; of tied weights, one tensor under each name.
+    """Full tensors by every name of the model's state dict; a tied weight is one tensor under each of its names.
 
     Args:
-        ema: the averages of weights instead; what has none is as it is.
+        ema: read the averages of the weights; tensors that are not averaged are read as they are.
 
     Raises:
-        CheckpointError: the folder has no whole checkpoint, or one without averages.
+        CheckpointError: the folder has no whole checkpoint, or a checkpoint without averages.
     """
-    from autopar.runtime.checkpoint.save_load import read_tensors  # slow, see `Rank`
+    from autopar.runtime.checkpoint.save_load import read_tensors  # imports torch.distributed.checkpoint: slow
 
     header = read_header(folder)
     check_files(Path(folder), header)
@@ -68,14 +71,14 @@ def read_weights(folder: str | PathLike[str], ema: bool = False) -> dict[str, to
 def header_of(
     plan: Plan, weights: Iterable[Weight], state_names: Iterable[str], counters: tuple[int, int, int], extra: Any
 ) -> Header:
-    """What a model says of itself in a checkpoint.
+    """Header that a model writes into a checkpoint.
 
     Args:
-        state_names: those of the model's state dict.
-        counters: what random operations count: the seed, updates so far, and samples drawn since the last one.
+        state_names: names in the model's state dict.
+        counters: RNG counters: the seed, updates so far, samples since the last update.
 
     Raises:
-        UsageError: JSON cannot hold ``extra``.
+        UsageError: JSON cannot represent ``extra``.
     """
     try:
         json.dumps(extra)
@@ -83,41 +86,41 @@ def header_of(
         raise UsageError(
             f"extra cannot be saved: {error}. It must consist of numbers, texts, lists and dicts with texts for keys."
         ) from error
-    known = frozenset(state_names)
-    saved = tuple(SavedWeight.of(weight, known) for weight in weights if weight.kind != "constant")
+    names = frozenset(state_names)
+    saved = tuple(SavedWeight.of(weight, names) for weight in weights if weight.kind != "constant")
     return Header(plan.model.name, saved, json.loads(plan.to_json()), plan.batch, *counters, extra)
 
 
-def save(ranks: Dispatcher, folder: str | PathLike[str], header: Header) -> None:
-    """Have the ranks write a checkpoint.
+def save_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], header: Header) -> None:
+    """Write a checkpoint on all ranks.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the checkpoint cannot be written.
     """
     path = str(Path(folder).absolute())
     results = ranks.call_all("save_checkpoint", path, header)
     raise_first(results)
 
 
-def load(ranks: Dispatcher, folder: str | PathLike[str], here: Header, spec: RankSpec) -> Header:
-    """Have the ranks take over a checkpoint; its header.
+def load_on_ranks(ranks: Dispatcher, folder: str | PathLike[str], current: Header, spec: RankSpec) -> Header:
+    """Load a checkpoint on all ranks and return its header; a ResumeWarning names each difference to this run.
 
     Args:
         here: what the model would save.
-        spec: what any of the ranks was told.
+        spec: the spec of any rank.
 
     Raises:
-        CheckpointError: it is none, is damaged, or does not fit.
+        CheckpointError: the folder has no checkpoint, or it is damaged or of another model.
     """
     path = str(Path(folder).absolute())
-    found = ranks.call_all("inspect_checkpoint", path)
-    raise_first(found)
-    header: Header = found[min(found)]
-    check_same_model(header, here, path)
+    headers = ranks.call_all("inspect_checkpoint", path)
+    raise_first(headers)
+    header: Header = headers[min(headers)]
+    check_same_model(header, current, path)
     results = ranks.call_all("load_checkpoint", path, header)
     raise_first(results)
     options = {(change.weight, change.option): change for own in results.values() for change in own}
-    for change in [*changes(header, here, spec), *option_changes(options.values())]:
+    for change in [*header_differences(header, current, spec), *option_differences(options.values())]:
         warnings.warn(
             f"The checkpoint in {folder} {change}", ResumeWarning, stacklevel=3
         )  # the caller of load_checkpoint
@@ -125,87 +128,91 @@ def load(ranks: Dispatcher, folder: str | PathLike[str], here: Header, spec: Ran
 
 
 def raise_first(results: Mapping[int, Any]) -> None:
-    """Raise the error that the first of the ranks with one returned."""
+    """Raise the CheckpointError of the lowest rank that returned one."""
     for _, result in sorted(results.items()):
         if isinstance(result, CheckpointError):
             raise result
 
 
-def check_same_model(saved: Header, here: Header, folder: str) -> None:
-    """Compare names, shapes and dtypes.
+def check_same_model(saved: Header, current: Header, folder: str) -> None:
+    """Compare names, shapes and dtypes of weights.
 
     Raises:
-        CheckpointError: lists the first few that differ.
+        CheckpointError: some differ; lists the first few.
     """
-    there, own = ({weight.name: weight for weight in header.weights} for header in (saved, here))
-    missing, unknown = [n for n in own if n not in there], [n for n in there if n not in own]
-    other = [n for n in own if n in there and (own[n].shape, own[n].dtype) != (there[n].shape, there[n].dtype)]
-    found = [
-        *([f"{len(missing)} missing there ({few(missing)})"] if missing else []),
-        *([f"{len(unknown)} unknown here ({few(unknown)})"] if unknown else []),
-        *(
-            [f"{len(other)} other: {few([f'{n} {kind(there[n])} there, {kind(own[n])} here' for n in other])}"]
-            if other
-            else []
-        ),
+    before, now = ({weight.name: weight for weight in header.weights} for header in (saved, current))
+    missing, unknown = [n for n in now if n not in before], [n for n in before if n not in now]
+    different = [
+        f"{name} {dtype_and_shape(before[name])} there, {dtype_and_shape(now[name])} here"
+        for name in now
+        if name in before and dtype_and_shape(now[name]) != dtype_and_shape(before[name])
     ]
-    if found:
+    differences = [
+        *([f"{len(missing)} missing there ({first_names(missing)})"] if missing else []),
+        *([f"{len(unknown)} unknown here ({first_names(unknown)})"] if unknown else []),
+        *([f"{len(different)} other: {first_names(different)}"] if different else []),
+    ]
+    if differences:
         raise CheckpointError(
-            f"The checkpoint in {folder} is of another model ({saved.model}, here {here.model}). Of {len(own)} "
-            f"weights, {'; '.join(found)}. Build the model as the run that saved did."
+            f"The checkpoint in {folder} is of another model ({saved.model}, here {current.model}). Of {len(now)} "
+            f"weights, {'; '.join(differences)}. Build the model as the run that saved did."
         )
 
 
-def kind(weight: SavedWeight) -> str:
+def dtype_and_shape(weight: SavedWeight) -> str:
     return f"{weight.dtype}{list(weight.shape)}"
 
 
-def few(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+def first_names(names: list[str]) -> str:
+    """The first `MAX_NAMED` names, and the number of the others."""
     return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
 
-def changes(saved: Header, here: Header, spec: RankSpec) -> list[str]:
-    """In what the run that goes on differs from the one that saved."""
-    found = []
-    before, now = (header.plan["precision"] for header in (saved, here))
+def header_differences(saved: Header, current: Header, spec: RankSpec) -> list[str]:
+    """Differences between the run that saved a checkpoint and this one, as texts that continue "The checkpoint …"."""
+    texts = []
+    before, now = (header.plan["precision"] for header in (saved, current))
     if before != now:
         starts = spec.autocast == "float16"
-        scale = ", and the loss scale starts anew" if starts else ", without its loss scale" if saved.scaler else ""
-        found.append(f"was saved in {before}, here it is {now}: training goes on with other rounding{scale}.")
-    if saved.seed != here.seed:
-        found.append(
-            f"was saved with seed {saved.seed}, here it is {here.seed}: dropout and other random operations draw other "
-            f"numbers than that run would have. Pass seed={saved.seed} to go on as it would."
+        scale = (
+            ", and the loss scale is initialized again"
+            if starts
+            else ", without its loss scale"
+            if saved.scaler
+            else ""
         )
-    if saved.batch != here.batch:
-        found.append(
-            f"was saved with a global batch of {saved.batch}, here it is {here.batch}: gradients, and the number of "
-            "updates in an epoch, are others, while learning rate and schedule go on as they were."
+        texts.append(f"was saved in {before}, here it is {now}: training goes on with other rounding{scale}.")
+    if saved.seed != current.seed:
+        texts.append(
+            f"was saved with seed {saved.seed}, here it is {current.seed}: dropout and other random operations draw "
+            f"other numbers than that run would have. Pass seed={saved.seed} to go on as it would."
         )
-    if spec.optimizer is not None and saved.optimizer is None:
-        found.append("has no optimizer: the one here starts from scratch.")
-    if spec.lr_scheduler is not None and saved.scheduler is None:
-        found.append("has no learning-rate scheduler: the one here starts from scratch.")
-    if spec.optimizer is not None and spec.lr_scheduler is None and saved.scheduler is not None:
-        found.append(f"was saved with a {saved.scheduler}, here is no lr_scheduler: learning rates stay as they are.")
-    if spec.ema is not None and not saved.ema:
-        found.append("has no averages of weights: those here start at its weights.")
-    if spec.ema is None and saved.ema:
-        found.append("has averages of weights, here is no ema: they are left out, and end.")
-    return found
+    if saved.batch != current.batch:
+        texts.append(
+            f"was saved with a global batch of {saved.batch}, here it is {current.batch}: gradients, and the number of "
+            "updates in an epoch, change; learning rate and schedule continue unchanged."
+        )
+    if spec.recipe.optimizer is not None and saved.optimizer is None:
+        texts.append("has no optimizer: the one of this run starts from scratch.")
+    if spec.recipe.lr_scheduler is not None and saved.scheduler is None:
+        texts.append("has no learning-rate scheduler: the one of this run starts from scratch.")
+    if spec.recipe.optimizer is not None and spec.recipe.lr_scheduler is None and saved.scheduler is not None:
+        texts.append(f"was saved with scheduler {saved.scheduler}; this run has none: learning rates stay as they are.")
+    if spec.recipe.ema is not None and not saved.ema:
+        texts.append("has no averages of weights: the averages of this run start at its weights.")
+    if spec.recipe.ema is None and saved.ema:
+        texts.append("has averages of weights; this run has no ema: they are not loaded.")
+    return texts
 
 
-def option_changes(options: Iterable[OptionChange]) -> list[str]:
-    """The same of options of parameter groups, one text for each option."""
-    values: dict[str, dict[str, int]] = {}  # how many weights have the same change, by option
+def option_differences(options: Iterable[OptionChange]) -> list[str]:
+    """As `header_differences`, for options of parameter groups: one text per option."""
+    weights: dict[str, Counter[str]] = {}  # how many weights have the same change, by option
     for change in options:
-        known = values.setdefault(change.option, {})
-        text = f"{change.saved}, here it is {change.here}"
-        known[text] = known.get(text, 0) + 1
+        weights.setdefault(change.option, Counter())[f"{change.saved}, here it is {change.here}"] += 1
     return [
         f"was saved with {option} "
-        + few([f"{text} ({number} weight{'s' * (number > 1)})" for text, number in sorted(known.items())])
+        + first_names([f"{text} ({number} weight{'s' * (number > 1)})" for text, number in sorted(counts.items())])
         + ": what was saved stays in use."
-        for option, known in sorted(values.items())
+        for option, counts in sorted(weights.items())
     ]

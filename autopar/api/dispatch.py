@@ -1,8 +1,8 @@
-"""A call of the model carried out by its ranks: each gets its part of the batch, and programs that it has not seen."""
+"""Dispatch of a call to the ranks: each receives its part of the batch, and programs that are new to it."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,9 +12,9 @@ from zlib import crc32
 
 import torch
 
-from autopar.api.batch import Outputs, check_real, check_shares, join_outputs, replica_sizes, split_targets
-from autopar.api.batch_agreement import check_copies, check_parts, fingerprint
-from autopar.api.program_cache import ProgramCache, Specialization, signature
+from autopar.api.batch import Outputs, check_divisible, check_real, join_outputs, replica_sizes, split_targets
+from autopar.api.batch_agreement import check_batch_sizes, check_same_samples, fingerprint
+from autopar.api.program_cache import ProgramCache, Specialization, input_signature
 from autopar.errors import UsageError
 from autopar.ir.graph import Mode, Ref
 from autopar.ir.mesh import Mesh, Place
@@ -32,24 +32,26 @@ from autopar.schedule.generate import generate, max_in_flight
 from autopar.trace.call import Call, split_leaves
 from autopar.trace.passes.counter_rng import RNG_COUNTERS
 
-# Commands that neither read nor write the weights which an optimizer updates, or that show whichever are in place.
+# Commands that are allowed while averages stand in for the weights: they neither train, load nor save weights.
 WITH_AVERAGES = frozenset({
     "add_programs", "forward", "state", "ema_state", "gradients", "zero_grad", "scheduler_step", "learning_rates",
     "loss_scale", "stats",
 })  # fmt: skip
-# Steps that may be launched and not done: one computes while the next is prepared. More would take memory for their
-# inputs, and move errors away from their cause.
-IN_FLIGHT = 2
-MAX_CACHED_PARTITIONS = 64  # a caller whose batches differ every time is not to fill the memory with how they were cut
+# Steps that may be launched before the first of them is done: one computes while the next is prepared. More would hold
+# more inputs in memory, and report errors further from their cause.
+MAX_STEPS_IN_FLIGHT = 2
+# Batches of a signature whose content is compared: the first ones, then one in so many.
+FIRST_CHECKS, CHECK_EVERY = 3, 16
+MAX_CACHED_PARTITIONS = 64  # bounds the memory of a caller whose batches all differ in shape
 
 
 @dataclass(frozen=True)
 class BatchRequest:
-    """What the ranks are to do with a batch.
+    """A batch and the command that all ranks run on it.
 
     Args:
-        command: the method of each rank.
-        target: of the loss, as the only item; None where nothing is trained.
+        command: name of a method of `Rank`.
+        target: target of the loss, as the only item; None outside of training.
         share: factor of the gradients.
     """
 
@@ -64,118 +66,146 @@ class BatchRequest:
 
 @dataclass(frozen=True)
 class BatchPartition:
-    """How batches of one signature are cut: samples and variants of the microbatches of each replica that shares one.
+    """Division of batches of one signature into microbatches.
 
-    ``outputs`` says how their outputs are joined, where they are kept.
+    Args:
+        sizes: samples of each microbatch, by replica that shares the caller's batch.
+        specializations: programs of each microbatch, by replica.
+        outputs: how the outputs are joined; None where they are not kept.
     """
 
     sizes: tuple[tuple[int, ...], ...]
-    variants: tuple[tuple[Specialization, ...], ...]
+    specializations: tuple[tuple[Specialization, ...], ...]
     outputs: Outputs | None
 
     @property
     def all_sizes(self) -> list[int]:
-        return [size for own in self.sizes for size in own]
+        return [size for replica in self.sizes for size in replica]
 
     @property
-    def all_variants(self) -> list[Specialization]:
-        return [variant for own in self.variants for variant in own]
+    def all_specializations(self) -> list[Specialization]:
+        return [s for replica in self.specializations for s in replica]
 
     @cached_property
     def has_random_ops(self) -> bool:
-        """Whether any microbatch draws random numbers by counters."""
-        return any(map(draws_numbers, self.all_variants))
+        """Whether any microbatch has counter-based random operations."""
+        return any(map(draws_random_numbers, self.all_specializations))
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """A part of a batch: its programs, the leaves of its call, and its target where it is to be trained on.
+    """A part of a batch.
 
-    ``share`` is the factor of its mean loss; ``draws`` what its random operations count, None where it has none.
+    Args:
+        specialization: its programs.
+        leaves: leaves of its call.
+        target: its target; None outside of training.
+        share: factor of its mean loss.
+        rng_counters: RNG counters of its samples, int64 [samples, counters]; None without random operations.
     """
 
-    variant: Specialization
+    specialization: Specialization
     leaves: list[Any]
     target: Any
     share: float
     rng_counters: torch.Tensor | None
 
     def inputs(self, stages: Sequence[int]) -> list[Any]:
-        """What the programs of a rank's stages read, in their order."""
+        """Inputs that the programs of a rank's stages read, in their order."""
         by_name: dict[str, Any] = {
-            leaf.name: tensor for leaf, tensor in zip(self.variant.graph.leaves, self.leaves) if isinstance(leaf, Ref)
+            leaf.name: tensor
+            for leaf, tensor in zip(self.specialization.graph.leaves, self.leaves)
+            if isinstance(leaf, Ref)
         }
         by_name[RNG_COUNTERS] = self.rng_counters
-        return [by_name[name] for name in input_names(self.variant.programs[stage] for stage in stages)]
+        return [by_name[name] for name in input_names(self.specialization.programs[stage] for stage in stages)]
 
 
 class BatchAgreement:
-    """What the ranks of a launcher tell each other before every batch: one message of a few whole numbers.
+    """Agreement of a launcher's ranks on each batch: one all-gather of a few whole numbers.
 
-    They must agree on its size, as ranks with other sizes would wait for tensors that never come. Ranks of a
-    tensor-parallel group must have the same samples: `mark` of tensors on the CPU is compared before the batch runs.
-    That of tensors on a GPU could only be read by waiting for the GPU, so it travels `IN_FLIGHT` batches later, when it
-    has long been there. A sampler that shards wrongly does so from the first batch on, so this shows it at the third.
+    Ranks must agree on the number of samples, since ranks with other sizes would wait for tensors that never come.
+    Ranks of a tensor-parallel group need the same samples, so fingerprints of inputs and targets are compared: of the
+    first `FIRST_CHECKS` batches of each signature, then of every `CHECK_EVERY`-th. Fingerprints of CPU tensors are
+    compared before the batch runs. Reading those of GPU tensors would wait for the GPU, so they are compared
+    `MAX_STEPS_IN_FLIGHT` batches later. A sampler that shards wrongly does so from the first batch on; it is reported
+    at the third batch at the latest.
 
-    ``flag`` is what this rank tells the others besides, and ``flagged`` whether any did, the last time. ``kinds``
-    and ``shapes`` are what each rank called those of its last batch: ranks that see other parts of it bind and capture
-    their steps together.
+    ``flag`` is sent along with each batch, and ``any_flag`` says whether any rank's flag was true the last time.
+    ``kinds`` and ``shapes`` are every rank's checksums of its last batch: all ranks bind and capture steps by them, so
+    that they do so together even if they see different parts of the batch.
     """
 
     def __init__(self, ranks: SpmdBackend, mesh: Mesh, data_size: int) -> None:
         self.ranks, self.mesh, self.data_size = ranks, mesh, data_size
-        self.flag = self.flagged = False
+        self.flag = self.any_flag = False
         self.kinds: tuple[int, ...] = ()
         self.shapes: tuple[int, ...] = ()
-        self.late: deque[Callable[[], list[int]]] = deque()  # marks of batches on GPUs
+        self.pending: deque[Callable[[], list[int]]] = deque()  # fingerprints of batches on GPUs
+        self.num_batches: Counter[int] = Counter()  # by kind
 
-    def start(self, batch: int, kind: int, shapes: int, given: Sequence[Any]) -> Callable[[], None]:
-        """Send this rank's numbers; the result waits for those of the others.
+    def start(self, batch: int, kind: int, shapes: int, values: Sequence[Any]) -> Callable[[], None]:
+        """Start the all-gather; the returned function waits for it and compares the ranks' numbers.
 
         Args:
-            given: inputs and targets.
+            values: leaves of the inputs and targets.
 
         Raises:
-            UsageError: by the result, if the ranks do not agree: on all of them.
+            UsageError: from the returned function, on all ranks, if they do not agree.
         """
-        now, late = self.fingerprints(given) if self.mesh.tp > 1 else (0, 0)
-        told = self.ranks.exchange((batch, self.flag, now, late, kind, shapes))
+        now, late = (0, 0)
+        if self.mesh.tp > 1:
+            now, late = self.fingerprints(values if self.is_checked(kind) else ())
+        exchanged = self.ranks.exchange((batch, self.flag, now, late, kind, shapes))
 
-        def agreed() -> None:
-            rows = told()
-            self.flagged = any(row[1] for row in rows)
+        def agree() -> None:
+            rows = exchanged()
+            self.any_flag = any(row[1] for row in rows)
             self.kinds, self.shapes = tuple(row[4] for row in rows), tuple(row[5] for row in rows)
-            check_parts([(self.mesh.place(rank).replica, own) for rank, (own, *_) in enumerate(rows)], self.data_size)
-            check_copies([row[2] for row in rows], self.mesh)
-            check_copies(
-                [row[3] for row in rows], self.mesh, f" {IN_FLIGHT} calls ago, so that updates since are wrong"
+            sizes = [(self.mesh.place(rank).replica, row[0]) for rank, row in enumerate(rows)]
+            check_batch_sizes(sizes, self.data_size)
+            check_same_samples([row[2] for row in rows], self.mesh)
+            check_same_samples(
+                [row[3] for row in rows],
+                self.mesh,
+                f" {MAX_STEPS_IN_FLIGHT} calls ago, so that updates since are wrong",
             )
 
-        return agreed
+        return agree
 
-    def fingerprints(self, given: Sequence[Any]) -> tuple[int, int]:
-        """The mark of the tensors on the CPU, and that of those which were on a GPU `IN_FLIGHT` calls ago."""
-        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
-        there = [leaf for leaf in tensors if leaf.device.type != "cpu"]
-        here = [leaf for leaf in tensors if leaf.device.type == "cpu"]
-        self.late.append(start_readback(fingerprint(there).reshape(1)) if there else lambda: [0])
-        late = self.late.popleft()()[0] if len(self.late) > IN_FLIGHT else 0
-        return int(fingerprint(here)) if here else 0, late
+    def is_checked(self, kind: int) -> bool:
+        """Whether the next batch of a kind is compared by content."""
+        if len(self.num_batches) > MAX_CACHED_PARTITIONS:
+            self.num_batches.clear()
+        self.num_batches[kind] += 1
+        return self.num_batches[kind] <= FIRST_CHECKS or self.num_batches[kind] % CHECK_EVERY == 0
+
+    def fingerprints(self, values: Sequence[Any]) -> tuple[int, int]:
+        """Fingerprint of the values on the CPU, and of the values that were on a GPU `MAX_STEPS_IN_FLIGHT` calls ago.
+
+        0 stands for no tensor to compare.
+        """
+        tensors = [leaf for leaf in values if isinstance(leaf, torch.Tensor) and not leaf.is_meta]
+        on_gpu = [leaf for leaf in tensors if leaf.device.type != "cpu"]
+        on_cpu = [leaf for leaf in tensors if leaf.device.type == "cpu"]
+        self.pending.append(start_readback(fingerprint(on_gpu).reshape(1)) if on_gpu else lambda: [0])
+        late = self.pending.popleft()()[0] if len(self.pending) > MAX_STEPS_IN_FLIGHT else 0
+        return int(fingerprint(on_cpu)) if on_cpu else 0, late
 
 
 class Dispatcher:
-    """Passes commands on to the ranks, and counts what random operations count.
+    """Sends commands to the ranks and owns the RNG counters.
 
-    ``num_updates`` are calls of optimizer_step and train_step so far, ``num_drawn`` samples since then. ``averaged``:
-    averages stand in for the weights.
+    ``num_updates`` counts calls of optimizer_step and train_step, ``num_drawn`` samples since the last of them.
+    ``averaged`` is true while averages stand in for the weights.
     """
 
     def __init__(self, programs: ProgramCache, ranks: InProcessBackend | SpmdBackend | WorkerPool, seed: int) -> None:
         self.programs, self.ranks, self.seed = programs, ranks, seed
         self.plan, self.mesh = programs.plan, programs.plan.mesh
-        apart = isinstance(ranks, SpmdBackend)
-        self.data_size = self.mesh.dp if apart else 1
-        self.data_rank = self.mesh.place(ranks.numbers[0]).replica if apart else 0
+        spmd = isinstance(ranks, SpmdBackend)
+        self.data_size = self.mesh.dp if spmd else 1
+        self.data_rank = self.mesh.place(ranks.numbers[0]).replica if spmd else 0
         self.num_updates = self.num_drawn = 0
         self.averaged = False
         self.agreement = BatchAgreement(ranks, self.mesh, self.data_size) if isinstance(ranks, SpmdBackend) else None
@@ -187,7 +217,7 @@ class Dispatcher:
         """Results of a command by rank.
 
         Raises:
-            UsageError: it is for the model's own weights, and averages stand in for them; or the ranks are closed.
+            UsageError: averages stand in for the weights and the command needs the weights; or the ranks are closed.
         """
         if self.averaged and name not in WITH_AVERAGES:
             raise UsageError(
@@ -205,49 +235,56 @@ class Dispatcher:
         if self.agreement is None:
             return flag
         self.agreement.flag = flag
-        return self.agreement.flagged
+        return self.agreement.any_flag
 
     def updated(self) -> None:
-        """Count an update of the weights."""
+        """Count an update: random operations count samples from 0 again."""
         self.num_updates += 1
         self.num_drawn = 0
 
     def carry_out(self, request: BatchRequest) -> tuple[dict[int, Any], Outputs | None]:
-        """Results of a command on a batch by rank, and how to join the outputs where they are kept.
+        """Results of a command on a batch by rank, and how to join the outputs if they are kept.
 
         Raises:
             UsageError: as `ParallelModel.forward_backward`.
         """
         leaves, targets = request.call.leaves, pytree_leaves(request.target)
-        given = signature(leaves)
-        kind, shapes = checksum(request.keep_outputs, request.share, given, signature(targets)), checksum(given)
-        agreed = None
+        input_key = input_signature(leaves)
+        kind = checksum(request.keep_outputs, request.share, input_key, input_signature(targets))
+        shapes = checksum(input_key)
+        await_agreement = None
         if self.agreement is not None:
-            agreed = self.agreement.start(request.call.batch, kind, shapes, [*leaves, *targets])
-        key = request.mode, request.schedule, request.target is None, request.keep_outputs, given
-        cut = self.partitions.get(key)
-        if cut is None:
-            if agreed is not None:
-                agreed()
-            cut = self.partition(request, leaves)
+            await_agreement = self.agreement.start(request.call.batch, kind, shapes, [*leaves, *targets])
+        key = request.mode, request.schedule, request.target is None, request.keep_outputs, input_key
+        partition = self.partitions.get(key)
+        if partition is None:
+            if await_agreement is not None:
+                await_agreement()
+            partition = self.partition(request, leaves)
             if len(self.partitions) == MAX_CACHED_PARTITIONS:
                 self.partitions.clear()
-            self.partitions[key] = cut
-            agreed = None
-        microbatches = self.microbatches(request, cut, leaves)
+            self.partitions[key] = partition
+            await_agreement = None
+        microbatches = self.microbatches(request, partition, leaves)
         check = any(isinstance(leaf, torch.Tensor) and leaf.is_meta for leaf in (*leaves, *targets))
-        works = {rank: self.rank_request(request, microbatches, rank, check) for rank in self.ranks.numbers}
-        if agreed is not None:  # as late as possible: what was done meanwhile took time too
-            agreed()
-        of_all = (self.agreement.kinds, self.agreement.shapes) if self.agreement is not None else ((kind,), (shapes,))
-        agreed_on = {rank: (replace(work, kind=of_all[0], shapes=of_all[1]),) for rank, work in works.items()}
-        results = self.call(request.command, agreed_on)
-        if cut.has_random_ops:
+        rank_requests = {rank: self.rank_request(request, microbatches, rank, check) for rank in self.ranks.numbers}
+        if await_agreement is not None:  # as late as possible, so that the all-gather overlaps with the work above
+            await_agreement()
+        kinds, all_shapes = (kind,), (shapes,)
+        if self.agreement is not None:
+            kinds, all_shapes = self.agreement.kinds, self.agreement.shapes
+        arguments = {r: (replace(own, kind=kinds, shapes=all_shapes),) for r, own in rank_requests.items()}
+        results = self.call(request.command, arguments)
+        if partition.has_random_ops:
             self.num_drawn += request.call.batch * self.data_size
-        return results, cut.outputs
+        return results, partition.outputs
 
     def joined_outputs(self, outputs: Outputs, kept: Mapping[int, list[list[Any]]]) -> Any:
-        """The model's output for the caller's batch, of the microbatches' outputs that each rank kept."""
+        """The model's output for the caller's batch.
+
+        Args:
+            kept: flattened outputs of each microbatch, by rank.
+        """
         last, tp = self.mesh.pp - 1, self.mesh.tp
         if isinstance(self.ranks, SpmdBackend):
             own, source = self.ranks.numbers[0], self.mesh.rank(Place(last, self.data_rank))
@@ -257,48 +294,54 @@ class Dispatcher:
         return outputs.join([parts for source in sources for parts in kept[source]])
 
     def partition(self, request: BatchRequest, leaves: Sequence[Any]) -> BatchPartition:
-        """How to cut a batch among the replicas that share it; the ranks get the programs for it."""
+        """The partition of a batch among the replicas that share it; sends programs that are new to the ranks."""
         call, batch, replicas = request.call, request.call.batch, self.mesh.dp // self.data_size
         if request.target is not None:
-            check_shares(batch, replicas)
+            check_divisible(batch, replicas)
         sizes = [microbatch_sizes(own, self.plan.microbatches) for own in replica_sizes(batch, replicas)]
         parts = split_leaves(leaves, batch, [size for own in sizes for size in own])
-        variants = [variant for variant, _ in self.programs.microbatches(request.mode, call, parts)]
-        # Before anything runs, so that outputs that cannot be joined leave no gradients behind.
-        graphs = [variant.graph for variant in variants]
-        outputs = join_outputs(graphs, variants[-1].batched) if request.keep_outputs else None
-        self.send_programs(variants)
+        specializations = [s for s, _ in self.programs.microbatches(request.mode, call, parts)]
+        # Before anything runs: outputs that cannot be joined are an error that must leave no gradients.
+        graphs = [s.graph for s in specializations]
+        outputs = join_outputs(graphs, specializations[-1].batched) if request.keep_outputs else None
+        self.send_programs(specializations)
         for own in sizes:
-            self.check_schedule(request.schedule, variants, len(own))
-        found = iter(variants)
-        return BatchPartition(tuple(map(tuple, sizes)), tuple(tuple(islice(found, len(own))) for own in sizes), outputs)
+            self.check_schedule(request.schedule, specializations, len(own))
+        remaining = iter(specializations)
+        by_replica = tuple(tuple(islice(remaining, len(replica))) for replica in sizes)
+        return BatchPartition(tuple(map(tuple, sizes)), by_replica, outputs)
 
-    def microbatches(self, request: BatchRequest, cut: BatchPartition, leaves: Sequence[Any]) -> list[list[Microbatch]]:
-        """The microbatches of each replica that shares the caller's batch."""
-        batch, sizes, variants = request.call.batch, cut.all_sizes, cut.all_variants
+    def microbatches(
+        self, request: BatchRequest, partition: BatchPartition, leaves: Sequence[Any]
+    ) -> list[list[Microbatch]]:
+        """Microbatches of each replica that shares the caller's batch."""
+        batch, sizes, specializations = request.call.batch, partition.all_sizes, partition.all_specializations
         parts = split_leaves(leaves, batch, sizes)
         targets = [None] * len(sizes) if request.target is None else split_targets(request.target[0], batch, sizes)
         shares = [request.share * size / (batch * self.data_size) for size in sizes]
-        draws = self.rng_counters(sizes) if cut.has_random_ops else [None] * len(sizes)
-        found = map(Microbatch, variants, parts, targets, shares, draws)
-        return [list(islice(found, len(own))) for own in cut.sizes]
+        counters = self.rng_counters(sizes) if partition.has_random_ops else [None] * len(sizes)
+        microbatches = map(Microbatch, specializations, parts, targets, shares, counters)
+        return [list(islice(microbatches, len(own))) for own in partition.sizes]
 
     def rng_counters(self, sizes: list[int]) -> list[torch.Tensor]:
-        """What random operations count in each microbatch: samples since the last update, in the global batch."""
+        """RNG counters of each microbatch, int64 [samples, counters]; samples count since the last update, globally."""
         first = self.num_drawn + self.data_rank * sum(sizes)
         return list(counter_rows(self.seed, self.num_updates, first, sum(sizes)).split(sizes))
 
-    def rank_request(self, request: BatchRequest, cut: list[list[Microbatch]], rank: int, check: bool) -> StepRequest:
-        """A rank's part.
+    def rank_request(
+        self, request: BatchRequest, microbatches: list[list[Microbatch]], rank: int, check: bool
+    ) -> StepRequest:
+        """The request of one rank, with its part of the batch.
 
         Args:
-            check: whether tensors on the meta device are among what the caller passed.
+            microbatches: by replica that shares the caller's batch.
+            check: whether the caller passed tensors on the meta device.
 
         Raises:
-            UsageError: it reads tensors that are on the meta device.
+            UsageError: the rank reads a tensor that is on the meta device.
         """
         place = self.mesh.place(rank)
-        own, last = cut[place.replica % len(cut)], place.stage == self.mesh.pp - 1
+        own, last = microbatches[place.replica % len(microbatches)], place.stage == self.mesh.pp - 1
         training = request.target is not None
         data = StepData(
             [microbatch.inputs(self.stages(rank)) for microbatch in own],
@@ -311,7 +354,7 @@ class Dispatcher:
         return StepRequest(
             mode=request.mode,
             schedule=request.schedule,
-            programs=tuple(microbatch.variant.number for microbatch in own),
+            programs=tuple(microbatch.specialization.number for microbatch in own),
             data=data,
             training=training,
             keep_outputs=request.keep_outputs and last and place.shard == 0,
@@ -319,29 +362,29 @@ class Dispatcher:
         )
 
     def stages(self, rank: int) -> tuple[int, ...]:
-        """The stages that a rank runs."""
+        """Stages that a rank runs."""
         return self.mesh.stages(rank, self.plan.chunks)
 
-    def send_programs(self, variants: Sequence[Specialization]) -> None:
-        """Give each rank its programs of those variants that it does not have yet."""
-        for variant in variants:
-            if variant.number in self.sent:
+    def send_programs(self, specializations: Sequence[Specialization]) -> None:
+        """Send each rank its programs of the specializations that it does not have yet."""
+        for specialization in specializations:
+            if specialization.number in self.sent:
                 continue
             arguments = {}
             for rank in self.ranks.numbers:
-                programs = [variant.programs[stage] for stage in self.stages(rank)]
+                programs = [specialization.programs[stage] for stage in self.stages(rank)]
                 weights = [weight for program in programs for weight in program.weights]
-                constants = {w.name: variant.graph.constants[w.name] for w in weights if w.kind == "constant"}
-                arguments[rank] = (variant.number, programs, constants)
+                constants = {w.name: specialization.graph.constants[w.name] for w in weights if w.kind == "constant"}
+                arguments[rank] = (specialization.number, programs, constants)
             self.call("add_programs", arguments)
-            self.sent.add(variant.number)
+            self.sent.add(specialization.number)
 
-    def check_schedule(self, name: str, variants: Sequence[Specialization], count: int) -> None:
+    def check_schedule(self, name: str, specializations: Sequence[Specialization], count: int) -> None:
         """Prove the schedule for this number of microbatches before its first run."""
         stages, pp, chunks = self.programs.num_stages, self.mesh.pp, self.plan.chunks
         if (name, count) in self.checked or count == 0:
             return
-        edges = {(e.src, e.dst) for v in variants for p in v.programs for e in p.sends}
+        edges = {(e.src, e.dst) for s in specializations for p in s.programs for e in p.sends}
         training = name != "forward-only"
         check(
             generate(name, pp, count, chunks),
@@ -355,10 +398,10 @@ class Dispatcher:
 
 
 def checksum(*values: Any) -> int:
-    """A number for what the values' texts say."""
+    """CRC-32 of the values' ``repr``."""
     return crc32(repr(values).encode())
 
 
-def draws_numbers(variant: Specialization) -> bool:
-    """Whether a microbatch's programs draw random numbers by counters."""
-    return any(value.name == RNG_COUNTERS for value in variant.graph.inputs)
+def draws_random_numbers(specialization: Specialization) -> bool:
+    """Whether a graph has counter-based random operations."""
+    return any(value.name == RNG_COUNTERS for value in specialization.graph.inputs)

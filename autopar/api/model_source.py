@@ -1,4 +1,4 @@
-"""Models by name, and the inputs they expect."""
+"""Models by name, and the shape of the inputs that they expect."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.ir.units import of_type
 class ModelSource:
     """A model by name: ``vit_tiny_patch16_224`` (timm), ``torchvision:resnet50`` or ``package.module:factory``.
 
-    ``input_shape`` includes the batch; None leaves it to the model's own config.
+    ``input_shape`` includes the batch; None takes it from the model's config.
     """
 
     name: str
@@ -31,7 +31,7 @@ class ModelSource:
         """The model with fresh weights; on ``meta`` nothing is allocated.
 
         Raises:
-            UsageError: no such model (with near matches), or its factory refuses the arguments.
+            UsageError: there is no such model (names near matches), or its factory refuses the arguments.
         """
         factory = self.factory()
         try:
@@ -45,23 +45,27 @@ class ModelSource:
         return model
 
     def factory(self) -> Any:
-        """The callable that makes the model."""
+        """The callable that builds the model."""
         library, colon, name = self.name.partition(":")
         if not colon:
             timm = need("timm", f"Model {self.name!r}")
             if not timm.is_model(self.name):
-                raise unknown(self.name, timm.list_models(), "timm")
+                raise unknown_model(self.name, timm.list_models(), "timm")
             return lambda **kwargs: timm.create_model(self.name, pretrained=False, **kwargs)
         if library == "torchvision":
             models = need("torchvision.models", f"Model {self.name!r}")
             if name not in models.list_models():
-                raise unknown(name, models.list_models(), "torchvision")
+                raise unknown_model(name, models.list_models(), "torchvision")
             return lambda **kwargs: models.get_model(name, weights=None, **kwargs)
         return user_factory(self.name, library, name)
 
 
 def user_factory(full_name: str, module_name: str, name: str) -> Any:
-    """The factory behind ``package.module:factory``, looked up from the current directory too."""
+    """The factory of ``package.module:factory``; modules are also looked up in the current directory.
+
+    Raises:
+        UsageError: the module cannot be imported, or has no such function.
+    """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -70,12 +74,12 @@ def user_factory(full_name: str, module_name: str, name: str) -> Any:
         raise UsageError(f"Cannot import {module_name!r} of model {full_name!r}: {error}.") from error
     public = {n: f for n, f in vars(module).items() if callable(f) and not n.startswith("_")}
     if name not in public:
-        raise unknown(name, list(public), module_name)
+        raise unknown_model(name, list(public), module_name)
     return public[name]
 
 
-def unknown(name: str, known: list[str], where: str) -> UsageError:
-    """The error for a name that is not there."""
+def unknown_model(name: str, known: list[str], where: str) -> UsageError:
+    """The error for an unknown model name."""
     return UsageError(
         f"{where} has no model named {name!r} ({len(known)} known).{suggest(name, known, 3)} "
         "A model is a timm name, torchvision:NAME, or package.module:factory."
@@ -83,7 +87,14 @@ def unknown(name: str, known: list[str], where: str) -> UsageError:
 
 
 def need(module_name: str, what: str) -> Any:
-    """An optional library, or the error that says what needs it and how to install it."""
+    """A module of an optional library.
+
+    Args:
+        what: the user's object that needs it, for the message.
+
+    Raises:
+        UsageError: it is not installed.
+    """
     try:
         return importlib.import_module(module_name)
     except ImportError as error:
@@ -92,10 +103,10 @@ def need(module_name: str, what: str) -> Any:
 
 
 def default_input_shape(model: nn.Module, batch: int) -> tuple[int, ...]:
-    """The image batch that a timm or torchvision model expects.
+    """Shape of the image batch that a timm or torchvision model expects: [batch, channels, height, width].
 
     Raises:
-        UsageError: the model says nothing of its input.
+        UsageError: the model is from neither library.
     """
     image_size = getattr(model, "image_size", None)  # torchvision's transformers
     if isinstance(image_size, int):

@@ -1,15 +1,15 @@
-"""What a caller may ask of planning and running, checked once."""
+"""Options of planning and running: the keyword arguments of `autopar.plan` and `autopar.parallelize`."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Protocol, get_args, runtime_checkable
 
 from autopar.errors import UsageError, suggest
 from autopar.ir.hardware import ExecutionMode
-from autopar.ir.plan_parts import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule
+from autopar.ir.plan_constraints import PlanConstraints, check_choice, check_positive, check_switch
 from autopar.runtime.comm.transport import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {
@@ -19,107 +19,52 @@ BYTE_UNITS: Mapping[str, int] = {
 
 @runtime_checkable
 class LimitsNorm(Protocol):
-    """An optimizer callable with a limit to the norm of all gradients, of which each rank's optimizer sees but some."""
+    """An optimizer callable that limits the norm of all gradients, of which each rank sees only some."""
 
     @property
     def clip_grad_norm(self) -> float | None: ...
 
 
-@dataclass(frozen=True)
-class Options:
-    """Constraints on the plan and settings of the run; None leaves a choice to the planner.
+@dataclass(frozen=True, kw_only=True)
+class Options(PlanConstraints):
+    """Keyword arguments of `autopar.plan` and `autopar.parallelize`: constraints on the plan and settings of the run.
 
-    ``memory`` is byte per device; ``timeout`` the longest wait for a peer inside a step, second. ``pp``, ``tp`` and
-    ``dp`` multiply to the number of devices; ``microbatches`` counts per data-parallel replica and ``microbatch_size``
-    is the most samples of one; they come in equal parts but for the last, as torch.chunk cuts, and a warning says where
-    that changes the number given. ``zero1`` shares the optimizer's state among replicas. ``schedule`` "auto" takes
-    1f1b, interleaved or interleaved-overlap, whichever is predicted fastest; of the latter two each rank has ``chunks``
-    stages. ``clip_grad_norm`` limits the 2-norm of all gradients together, ``clip_grad_value`` each of their elements.
-    ``precision`` is the model's own, or bf16 or fp16 as `torch.autocast` computes, or bf16-params: all but batch norm
-    computes with bfloat16 copies of the parameters, on bfloat16 inputs, as under FSDP2's
-    ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)``; weights are float32 in each. ``recompute``: "auto" has stages
-    compute activations again in the backward only where that is what makes a plan fit, or a better one; results are the
-    same, so it is the default.
+    Args:
+        backend: gloo (CPU) or nccl (GPU).
+        compile: run the stages through torch.compile; by default on GPUs.
+        cuda_graph: replay whole training steps as CUDA graphs; by default on GPUs.
+        transport: what carries tensors between the GPUs of a pipeline or of a tensor-parallel group. "symmetric" is
+            peer access to symmetric memory; "auto" uses it where it can and "nccl" elsewhere.
+        clip_grad_norm: largest 2-norm of all gradients together.
+        clip_grad_value: largest absolute value of a gradient's element.
+        timeout: longest wait for a peer inside a step, second.
 
-    ``cost``: "measured" times the operations of promising plans on the device at hand, compiled and captured as they
-    will run, and keeps that on disk (`autopar.measure.regions`); "analytic" prices them by the cost model ``hardware``;
-    "auto" takes measurements where an earlier plan has left all that are asked for, and measures nothing.
-
-    ``compile``: have torch.compile make the kernels of each stage, and ``cuda_graph``: replay a whole training step as
-    one CUDA graph; both by default where the devices are GPUs. ``transport``: what carries tensors between the GPUs of
-    a pipeline or a tensor-parallel group, "symmetric" (each reaches the others' memory), "nccl", or "auto": the first
-    where it can be.
+    Raises:
+        UsageError: a value is impossible, or two of them contradict each other.
     """
 
-    pp: int | None = None
-    tp: int | None = None
-    dp: int | None = None
-    zero1: bool | None = None
-    chunks: int | None = None
-    microbatches: int | None = None
-    microbatch_size: int | None = None
-    schedule: RequestedSchedule = "1f1b"
-    balance: Balance = "time"
-    pins: Mapping[str, int] = field(default_factory=dict)
-    memory: int | None = None
-    precision: Precision | None = None
-    recompute: Recompute = "auto"
-    hardware: str | None = None
-    cost: CostSource = "auto"
     backend: str | None = None
     compile: bool | None = None
     cuda_graph: bool | None = None
     transport: TransportName = "auto"
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
-    solver_seconds: float = 10.0
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("pp", "tp", "dp", "chunks", "microbatches", "microbatch_size"):
-            number = getattr(self, name)
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                raise UsageError(f"{name}={number!r} must be a whole number of at least 1.")
-        for name in ("zero1", "compile", "cuda_graph"):
-            if getattr(self, name) not in (None, True, False):
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} must be True or False; leave it out to have it chosen."
-                )
-        balances = ("time", "params", "flops", "uniform")
-        schedules = ("1f1b", "gpipe", *INTERLEAVED, "auto")
-        choices = {
-            "transport": get_args(TransportName),
-            "schedule": schedules,
-            "balance": balances,
-            "recompute": ("none", "all", "auto"),
-            "cost": ("analytic", "measured", "auto"),
-        }
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name}={getattr(self, name)!r} is unknown. It is one of {', '.join(known)}.")
-        if self.precision not in (None, *get_args(Precision)):
-            raise UsageError(
-                f"precision={self.precision!r} is unknown. It is fp32, bf16, fp16 or bf16-params for a model with "
-                "float32 parameters; leave it out to compute in the model's own precision."
-            )
-        for name in ("memory", "clip_grad_norm", "clip_grad_value", "solver_seconds", "timeout"):
-            number = getattr(self, name)
-            if number is not None and (not isinstance(number, int | float) or isinstance(number, bool) or number <= 0):
-                raise UsageError(f"{name}={number!r} must be a number above 0.")
-        if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
-            raise UsageError(
-                f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has one. Use "
-                f"schedule={', '.join(map(repr, INTERLEAVED))} or 'auto', or leave chunks out."
-            )
+        super().__post_init__()
+        for name in ("compile", "cuda_graph"):
+            check_switch(name, getattr(self, name))
+        check_choice("transport", self.transport, get_args(TransportName))
+        for name in ("clip_grad_norm", "clip_grad_value", "timeout"):
+            check_positive(name, getattr(self, name))
         if self.backend not in (None, "gloo", "nccl"):
             raise UsageError(f"backend={self.backend!r} is unknown. It is gloo (CPU) or nccl (GPU).")
         if self.clip_grad_norm is not None and self.clip_grad_value is not None:
             raise UsageError("Pass clip_grad_norm or clip_grad_value, not both.")
-        if self.microbatches is not None and self.microbatch_size is not None:
-            raise UsageError("Pass microbatches or microbatch_size, not both.")
 
     def check_machine(self, device_type: str) -> None:
-        """Refuse what devices of this type do not have.
+        """Refuse options that devices of this type do not support.
 
         Raises:
             UsageError: names the option.
@@ -131,7 +76,7 @@ class Options:
                 raise UsageError(f"{name}={value!r} needs GPUs; this run has CPU processes and Gloo. Leave it out.")
 
     def execution_mode(self, device_type: str) -> ExecutionMode:
-        """How programs run on devices of this type."""
+        """Whether programs run compiled and captured on devices of this type."""
         on_gpu = device_type == "cuda"
         return ExecutionMode(
             compiled=on_gpu if self.compile is None else self.compile,
@@ -139,10 +84,10 @@ class Options:
         )
 
     def norm_limit(self, optimizer: Any) -> float | None:
-        """What to clip the norm of all gradients to, for an optimizer that may have a limit of its own.
+        """Limit of the global gradient norm: the smaller of ``clip_grad_norm`` and the optimizer callable's limit.
 
         Raises:
-            UsageError: it has one, and ``clip_grad_value`` is asked for.
+            UsageError: the callable has a limit and ``clip_grad_value`` is set.
         """
         own = optimizer.clip_grad_norm if isinstance(optimizer, LimitsNorm) else None
         if own is None:
@@ -155,23 +100,27 @@ class Options:
         return min(own, self.clip_grad_norm or own)
 
     @staticmethod
-    def of(given: Mapping[str, Any]) -> Options:
-        """Options from keyword arguments.
+    def of(arguments: Mapping[str, Any]) -> Options:
+        """Options from keyword arguments; ``memory`` may be a text such as ``24GiB``.
 
         Raises:
             UsageError: an unknown name (with near matches) or an impossible value.
         """
-        known = [f.name for f in fields(Options)]
-        for name in given:
-            if name not in known:
-                raise UsageError(f"Unknown argument {name!r}.{suggest(name, known)} Known: {', '.join(known)}.")
-        values = dict(given)
+        names = [f.name for f in fields(Options)]
+        for name in arguments:
+            if name not in names:
+                raise UsageError(f"Unknown argument {name!r}.{suggest(name, names)} Known: {', '.join(names)}.")
+        values = dict(arguments)
         memory = values.get("memory")
         if isinstance(memory, str):
             values["memory"] = parse_bytes(memory)
         elif isinstance(memory, float):
             values["memory"] = int(memory)
         return Options(**values)
+
+
+# Names of the options that affect the run but not the plan: allowed together with plan=.
+RUN_SETTINGS = frozenset(f.name for f in fields(Options)) - {f.name for f in fields(PlanConstraints)}
 
 
 def parse_bytes(text: str) -> int:

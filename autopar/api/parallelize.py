@@ -1,4 +1,7 @@
-"""``autopar.plan`` and ``autopar.parallelize``: from an unmodified model to a plan, and to a model that runs it."""
+"""``autopar.parallelize``: from an unmodified model to one that runs on several devices, in four steps.
+
+The steps are the last four lines of `parallelize`; the room's docstring (``autopar/api/__init__.py``) draws them.
+"""
 
 from __future__ import annotations
 
@@ -13,46 +16,26 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autopar.api.caller import caller_level
 from autopar.api.model import ParallelModel
-from autopar.api.options import Options
-from autopar.api.planning.plan import check_devices, check_model, example_call, make_plan
+from autopar.api.options import RUN_SETTINGS, Options
+from autopar.api.planning.plan import PlanRequest, check_devices, check_model, example_call, lower_example, plan_graph
 from autopar.api.precision import check_device
 from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
 from autopar.cost.hardware.load import load_hardware
 from autopar.errors import PlanDependentRandomWarning, UsageError
 from autopar.ir.graph import Graph
-from autopar.ir.layout import TP
+from autopar.ir.hardware import Hardware
 from autopar.ir.plan import Plan
 from autopar.ir.units import plural
 from autopar.runtime.launch.devices import Machine, default_hardware_name, this_machine
 from autopar.runtime.launch.fork_server import prepare
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
-from autopar.runtime.spec import Parameters, RankSpec
-from autopar.sharding.tensors import local_part
+from autopar.runtime.spec import Parameters, RankSpec, TrainingRecipe
 from autopar.trace.passes.counter_rng import is_random
 from autopar.trace.trace import weight_tensors
-
-# What a plan says nothing of.
-RUN_SETTINGS = frozenset(
-    {"backend", "compile", "cuda_graph", "transport", "timeout", "clip_grad_norm", "clip_grad_value"}
-)
-
-
-def warn_of_generators(graph: Graph) -> None:
-    """Say which operations draw numbers that depend on the plan."""
-    left = [op for op in graph.ops if is_random(op)]
-    if left:
-        listed = ", ".join(f"{op.name} ({op.target}{f' at {op.source}' if op.source else ''})" for op in left[:3])
-        warnings.warn(
-            f"{graph.model} has {len(left)} random operations that cannot count samples: {listed}"
-            f"{', …' if len(left) > 3 else ''}. Each rank draws them from a generator of its own, so their numbers "
-            "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or "
-            "F.dropout.",
-            PlanDependentRandomWarning,
-            stacklevel=3,  # the caller of parallelize
-        )
 
 
 @torch.inference_mode(False)  # the model is to train, whatever the caller is doing
@@ -69,38 +52,37 @@ def parallelize(
     ema: Callable[[nn.Module], Any] | None = None,
     **constraints: Any,
 ) -> ParallelModel:
-    """The model split over devices and ready to train; the model itself is copied from, never modified.
+    """The model split over devices and ready to train; the passed model is copied from, never modified.
 
     In a plain script or notebook this starts one worker process per device (none for ``devices=1``). Under torchrun or
-    srun, on one node or several, every process makes the same call and becomes one device; rank 0's weights count.
+    srun, on one node or several, every process makes the same call and becomes one rank; all use rank 0's weights.
 
     Args:
         model: any module that torch.export can trace, on any device but meta.
-        devices: how many; under a launcher as many as it started processes.
+        devices: number of ranks; under a launcher, the number of processes that it started.
         example_inputs, batch_size: as in `plan`.
         loss_fn: ``loss_fn(output, target)``, the mean loss over the samples it is given; cross-entropy by default. A
-            CUDA graph does not run its Python again: let numbers that change come with the target.
-        optimizer: makes an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. It is
-            called where the plan is made, with small parameters of the same names, and on each rank with all
-            parameters of the model, of which it keeps those (or the parts of them) that the rank updates; those that
-            lie elsewhere have shapes and no values. The list also has
-            ``named_parameters()`` with the model's own names, to group parameters by name:
-            ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers that need a
-            parameter whole (LAMB, Muon, …) get whole ones. On CUDA, torch's Adam, AdamW and SGD run their fused kernels
-            unless ``fused`` or ``foreach`` is given. If the callable has a ``clip_grad_norm``, the norm of all
-            gradients is limited to that too. `autopar.train.timm_optimizer` makes any by timm's name.
-        lr_scheduler: makes a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
-            `autopar.train.schedule` makes timm's.
-        plan: a plan or the path of one; skips planning.
-        seed: of random operations (dropout). What they draw depends on it, the number of updates so far, the sample's
-            number since the last one and the place in the model, but not on the plan.
-        ema: makes a moving average of weights from a module, such as
+            CUDA graph does not run its Python code again: pass numbers that change as part of the target.
+        optimizer: builds an optimizer from a list of parameters, such as ``functools.partial(AdamW, lr=1e-3)``. The
+            planner calls it with small parameters of the same names. Each rank calls it with all parameters of the
+            model; the optimizer keeps the parameters, or shards of them, that the rank updates. Parameters of other
+            ranks have a shape and no values. The list also has ``named_parameters()`` with the model's names, to group
+            parameters by name: ``lambda params: AdamW(timm.optim.param_groups_weight_decay(params, 0.05))``. Optimizers
+            that need full parameters (LAMB, Muon, …) get full ones. On CUDA, torch's Adam, AdamW and SGD run their
+            fused kernels unless ``fused`` or ``foreach`` is given. If the callable has an attribute ``clip_grad_norm``,
+            it limits the norm of all gradients too. `autopar.train.timm_optimizer` builds any optimizer by timm's name.
+        lr_scheduler: builds a scheduler from an optimizer; step it with ``pm.lr_scheduler.step()``.
+            `autopar.train.schedule` builds timm's schedulers.
+        plan: a plan or the path of a plan file; skips planning.
+        seed: seed of random operations such as dropout. Their numbers depend on the seed, the updates so far, the
+            sample's index since the last update and the operation, but not on the plan.
+        ema: builds a moving average of weights from a module, such as
             ``functools.partial(timm.utils.ModelEmaV3, decay=0.999)``; see `ParallelModel.ema_weights`.
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
         UsageError, TraceError, InfeasibleError: as `plan`.
-        PlanError: the given plan does not fit the model or the devices.
+        PlanError: the plan does not fit the model or the devices.
         WorkerError: a worker did not start.
     """
     options = Options.of(constraints)
@@ -109,68 +91,101 @@ def parallelize(
     machine = this_machine(devices, options.backend)
     options.check_machine(machine.device_type)
     call = example_call(model, example_inputs, batch_size, None)
+    check_has_weights(model)
+    user_plan = load_user_plan(plan, devices, constraints)
+    if machine.launched is None and devices > 1:
+        prepare(machine.num_threads)  # workers' imports overlap with planning
+    check_device(options.precision if user_plan is None else user_plan.precision, machine)
+    request = PlanRequest(model, call, devices, options, type(model).__name__, {}, optimizer, ema)
+    clip_norm, clip_value = options.norm_limit(optimizer), options.clip_grad_value
+    recipe = TrainingRecipe(loss_fn or F.cross_entropy, optimizer, lr_scheduler, ema, seed, clip_norm, clip_value)
+
+    graph = lower_example(request, user_plan)
+    chosen = user_plan or plan_graph(request, graph, planning_hardware(machine, options, devices))
+    programs = ProgramCache(model, chosen, call, graph)
+    return start(programs, recipe, options, machine)
+
+
+def check_has_weights(model: nn.Module) -> None:
+    """Raise a UsageError if parameters of the model are on the meta device."""
     if any(p.is_meta for p in model.parameters()):
         raise UsageError("The model is on the meta device and has no weights to run with. Build it on the CPU.")
-    if machine.launched is None and devices > 1:
-        prepare(machine.num_threads)
-    if plan is None:
-        hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
-        if options.hardware is not None:
-            machine.warn_of_other_gpu(hardware)
-        if options.hardware is None and options.memory is None and machine.device_type == "cpu":
-            options = replace(options, memory=psutil.virtual_memory().total // machine.local_devices(devices))
-        name = type(model).__name__
-        chosen, graph = make_plan(model, call, devices, options, hardware, name, {}, optimizer, ema)
-    else:
-        chosen, graph = plan if isinstance(plan, Plan) else Plan.load(plan), None
-        check_given(chosen, devices, constraints)
-    check_device(chosen.precision, machine)
-    programs = ProgramCache(model, chosen, call.first(min(call.batch, chosen.batch)), graph)
-    warn_of_generators(programs.example)
-    specs = rank_specs(
-        programs,
-        machine,
-        loss_fn=loss_fn or F.cross_entropy,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        ema=ema,
-        seed=seed,
-        clip_grad_norm=options.norm_limit(optimizer),
-        clip_grad_value=options.clip_grad_value,
-        compiled=options.execution_mode(machine.device_type).compiled,
-        cuda_graph=options.cuda_graph is not False,
-        transport=options.transport,
-    )
-    tensors = weight_tensors(model, programs.example)
-    ranks = start(specs, tensors, machine, options.timeout, chosen.decision)
-    return ParallelModel(model, chosen, programs, ranks, machine, specs[0])
 
 
-def check_given(plan: Plan, devices: int, constraints: Mapping[str, Any]) -> None:
-    """Compare a given plan with the other arguments.
+def load_user_plan(
+    plan: Plan | str | os.PathLike[str] | None, devices: int, constraints: Mapping[str, Any]
+) -> Plan | None:
+    """The user's plan, loaded and compared with the other arguments; None if there is none.
 
     Raises:
-        UsageError: it is for another number of devices, or constraints are given too.
-        PlanError: it contradicts itself.
+        UsageError: the plan is for another number of devices, or constraints on the plan are passed too.
+        PlanError: the plan contradicts itself.
     """
+    if plan is None:
+        return None
+    plan = plan if isinstance(plan, Plan) else Plan.load(plan)
     plan.validate()
     if plan.mesh.devices != devices:
         raise UsageError(f"The plan is for {plural(plan.mesh.devices, 'device')}, parallelize was asked for {devices}.")
     for name in constraints.keys() - RUN_SETTINGS:
         raise UsageError(f"Both plan= and {name}= are given; the plan decides already. Leave {name} out.")
+    return plan
 
 
-def start(
+def planning_hardware(machine: Machine, options: Options, devices: int) -> Hardware:
+    """The machine to plan for; by default the running one, where CPU processes share the host's memory equally."""
+    hardware = machine.described(load_hardware(options.hardware or default_hardware_name(machine)))
+    if options.hardware is not None:
+        machine.warn_of_other_gpu(hardware)
+    elif machine.device_type == "cpu":
+        memory_bytes = psutil.virtual_memory().total // machine.local_devices(devices)
+        hardware = replace(hardware, memory_bytes=memory_bytes)
+    return hardware
+
+
+def start(programs: ProgramCache, recipe: TrainingRecipe, options: Options, machine: Machine) -> ParallelModel:
+    """The model with its ranks running.
+
+    Raises:
+        UsageError: the devices cannot compute in the plan's precision.
+        WorkerError: a worker did not start.
+    """
+    check_device(programs.plan.precision, machine)
+    warn_of_plan_dependent_random(programs.example)
+    specs = rank_specs(programs, machine, recipe, options)
+    tensors = weight_tensors(programs.model, programs.example)
+    ranks = start_ranks(specs, tensors, machine, options.timeout, programs.plan.decision)
+    return ParallelModel(programs.model, programs.plan, programs, ranks, machine, specs[0])
+
+
+def start_ranks(
     specs: list[RankSpec], tensors: Mapping[str, torch.Tensor], machine: Machine, timeout_seconds: float, decision: str
 ) -> InProcessBackend | SpmdBackend | WorkerPool:
-    """The ranks, running: this process's own under torchrun or alone, worker processes otherwise."""
+    """The running ranks: this process's rank under a launcher or on one device, worker processes otherwise.
+
+    Args:
+        tensors: whole weights, by name.
+        decision: text of the plan's decision, on which the ranks of a launcher must agree.
+    """
     if machine.launched is not None:
         machine.limit_threads()
         return SpmdBackend(specs[machine.launched.rank], tensors, machine.backend, timeout_seconds, decision)
     if len(specs) == 1:
         return InProcessBackend(specs[0], tensors)
-    parts = [
-        {w.name: local_part(tensors[w.name], s.layout(w.name), {TP: s.mesh.tp}, {TP: s.place.shard}) for w in s.weights}
-        for s in specs
-    ]
+    parts = [{w.name: spec.local_part(w.name, tensors[w.name]) for w in spec.weights} for spec in specs]
     return WorkerPool(specs, parts, machine.backend, timeout_seconds, machine.num_threads)
+
+
+def warn_of_plan_dependent_random(graph: Graph) -> None:
+    """Warn of random operations whose numbers depend on the plan."""
+    ops = [op for op in graph.ops if is_random(op)]
+    if ops:
+        listed = ", ".join(f"{op.name} ({op.target}{f' at {op.source}' if op.source else ''})" for op in ops[:3])
+        warnings.warn(
+            f"{graph.model} has {len(ops)} random operations that cannot count samples: {listed}"
+            f"{', …' if len(ops) > 3 else ''}. Each rank draws them from its generator, so their numbers "
+            "depend on the plan and on how a batch is cut. Set their probability to 0, or draw with torch.rand or "
+            "F.dropout.",
+            PlanDependentRandomWarning,
+            stacklevel=caller_level(),
+        )

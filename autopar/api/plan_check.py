@@ -1,4 +1,4 @@
-"""Whether a plan fits the graph that it is used with."""
+"""Checks that a plan fits the graph that it is used with."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from autopar.sharding.lookup import rule_of
 from autopar.sharding.rule import strategy
 
 
-def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
-    """The layout in which ranks hold each weight.
+def weight_layouts(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
+    """Layout in which the ranks hold each weight.
 
     Raises:
-        PlanError: the plan names a weight that the model does not have, or splits one that cannot be split so.
+        PlanError: the plan names a weight that the model lacks, or a layout that a weight cannot have.
     """
-    check_names("shardings", plan.shardings, [w.name for w in graph.weights])
+    check_table_names("shardings", plan.shardings, [w.name for w in graph.weights])
     storage: dict[str, Layout] = {}
     for weight in graph.weights:
         text = look_up(plan.shardings, weight.name)
@@ -31,25 +31,24 @@ def storage_of(plan: Plan, graph: Graph) -> Mapping[str, Layout]:
             )
         if weight.kind == "constant" and layout != REPLICATED:
             raise PlanError(
-                f"Plan field shardings.{weight.name}: it is a constant of the trace, which every rank holds whole. "
-                "Leave it out."
+                f"Plan field shardings.{weight.name}: it is a constant of the trace, which is replicated. Leave it out."
             )
         storage[weight.name] = layout
     return storage
 
 
 def storable(layout: Layout) -> bool:
-    """Whether a weight can be kept so: whole, split once over the tensor axis, or whole with a partial gradient."""
+    """Whether weights can have a layout: replicated, split once over the tensor axis, or with a partial gradient."""
     return layout in (REPLICATED, broadcast_layout(), *(split_layout(s.dim, s.outer) for s in layout.splits))
 
 
 def check_strategies(plan: Plan, graph: Graph) -> None:
-    """Refuse strategies that the planned graph's operations cannot run under.
+    """Refuse strategies that the graph's operations do not have.
 
     Raises:
-        PlanError: names the field, and the factors that there are.
+        PlanError: names the field and the factors of the operation.
     """
-    check_names("strategies", plan.strategies, [op.name for op in graph.ops])
+    check_table_names("strategies", plan.strategies, [op.name for op in graph.ops])
     for op in graph.ops:
         label = look_up(plan.strategies, op.name)
         if not label:
@@ -63,8 +62,8 @@ def check_strategies(plan: Plan, graph: Graph) -> None:
             )
 
 
-def check_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> None:
-    """Refuse entries of a plan's table that fit nothing in the model."""
+def check_table_names(field: str, table: Mapping[str, str], names: Sequence[str]) -> None:
+    """Refuse entries of a plan's table that match no name in the model."""
     known = {*names, *map(pattern_of, names)}
     for name in table:
         if name not in known:

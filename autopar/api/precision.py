@@ -1,4 +1,4 @@
-"""Whether devices can compute in a precision."""
+"""Checks that the devices can compute in a precision."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from autopar.runtime.launch.devices import Machine
 from autopar.trace.passes.precision import LOW_DTYPE
 
 
-def check_device(precision: Precision, machine: Machine) -> None:
-    """Refuse a precision that the devices compute in only by emulation.
+def check_device(precision: Precision | None, machine: Machine) -> None:
+    """Refuse a precision that the devices only emulate; None is the model's own precision and passes.
 
     Raises:
         UsageError: bf16 on GPUs before compute capability 8.0.
     """
-    if LOW_DTYPE.get(precision) != "bfloat16" or machine.device_type != "cuda":
+    if precision is None or LOW_DTYPE.get(precision) != "bfloat16" or machine.device_type != "cuda":
         return
     if torch.cuda.is_bf16_supported(including_emulation=False):
         return

@@ -1,4 +1,4 @@
-"""The programs of a model under a plan: traced once for each mode and microbatch shape, sharded, split, then reused."""
+"""Programs of a model under a plan: traced, sharded and split once for each mode and microbatch shape, then reused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autopar.api.batch import batched_outputs, check_call
-from autopar.api.plan_check import check_strategies, storage_of
-from autopar.api.recompute import recomputing
+from autopar.api.plan_check import check_strategies, weight_layouts
+from autopar.api.recompute import with_recompute_segments
 from autopar.codegen.split import follow_plan, split, weight_stages
 from autopar.errors import TraceError, UsageError
 from autopar.ir.graph import Graph, Mode
@@ -27,9 +27,13 @@ from autopar.trace.lower import lower_model
 
 @dataclass(frozen=True)
 class Specialization:
-    """One mode and microbatch shape: its number, a program per stage, and which outputs depend on the batch.
+    """Programs for one mode and microbatch shape.
 
-    ``graph`` is that of the whole tensors; ``programs`` are what each rank of a stage runs on its parts.
+    Args:
+        number: index by which ranks know it.
+        graph: graph of unsharded tensors.
+        batched: whether each output depends on the batch.
+        programs: the program of each stage, which every rank of the stage runs on its shards.
     """
 
     number: int
@@ -39,14 +43,14 @@ class Specialization:
 
 
 class ProgramCache:
-    """All variants of one model that have been needed so far."""
+    """All specializations of one model that have been needed so far."""
 
     def __init__(self, model: nn.Module, plan: Plan, example: Call, graph: Graph | None = None) -> None:
         """Trace both modes at the planned microbatch shape and split them by the plan.
 
         Args:
             example: a call at the global batch.
-            graph: the training graph at the microbatch shape, if it is known already.
+            graph: the training graph, if it was traced already; used if it has the plan's microbatch size.
 
         Raises:
             PlanError: the plan is for another model.
@@ -59,9 +63,9 @@ class ProgramCache:
         if graph is None or graph.batch != microbatch.batch:
             graph = self.trace(microbatch, "train")
         self.train_stage_of = plan.stage_of(graph)
-        self.storage = storage_of(plan, graph)
+        self.storage = weight_layouts(plan, graph)
         check_strategies(plan, graph)
-        self.known: dict[tuple, Specialization] = {}
+        self.specializations: dict[tuple, Specialization] = {}
         train = self.split(graph, self.train_stage_of)
         trained_on = weight_stages([(graph, train)])
         evaluated = self.trace(microbatch, "eval")
@@ -73,22 +77,22 @@ class ProgramCache:
 
     @property
     def positions(self) -> Mapping[str, tuple[int, ...]]:
-        """The positions in the pipeline that hold each weight: a rank with several stages holds it once."""
+        """Positions in the pipeline that hold each weight; a rank with several stages holds it once."""
         pp = self.plan.mesh.pp
         return {name: tuple(sorted({stage % pp for stage in stages})) for name, stages in self.holders.items()}
 
     def split(self, graph: Graph, stage_of: Mapping[str, int]) -> tuple[Program, ...]:
-        """What each stage's ranks run of a graph of whole tensors."""
+        """The program of each stage: the graph sharded over the tensor axis and split by stage."""
         if self.plan.mesh.tp == 1:
-            return recomputing(split(graph, stage_of, self.num_stages), graph, self.plan)
-        found = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
-        labels = {name: label for name, label in found.items() if label is not None}
+            return with_recompute_segments(split(graph, stage_of, self.num_stages), graph, self.plan)
+        by_name = {op.name: look_up(self.plan.strategies, op.name) for op in graph.ops}
+        labels = {name: label for name, label in by_name.items() if label is not None}
         storage = {w.name: self.storage.get(w.name, REPLICATED) for w in graph.weights}
         local = shard_graph(graph, labels, storage, {TP: self.plan.mesh.tp}, stage_of)
-        return recomputing(split(local, stage_of, self.num_stages), local, self.plan)
+        return with_recompute_segments(split(local, stage_of, self.num_stages), local, self.plan)
 
     def trace(self, microbatch: Call, mode: Mode) -> Graph:
-        """The model's graph, traced with its modules in the modes in which they were handed over."""
+        """The model's graph; modules that were frozen when the model was passed stay so during the trace."""
         now = {module: module.training for module in self.modes}
         try:
             set_modes(self.modes)
@@ -97,17 +101,17 @@ class ProgramCache:
             set_modes(now)
 
     def add(self, mode: Mode, microbatch: Call, graph: Graph, programs: tuple[Program, ...]) -> Specialization:
-        variant = Specialization(len(self.known), graph, batched_outputs(graph), programs)
-        self.known[mode, signature(microbatch.leaves)] = variant
-        return variant
+        specialization = Specialization(len(self.specializations), graph, batched_outputs(graph), programs)
+        self.specializations[mode, input_signature(microbatch.leaves)] = specialization
+        return specialization
 
-    def variant(self, mode: Mode, microbatch: Call) -> Specialization:
-        """The variant for a microbatch, traced now if its shape is new.
+    def specialize(self, mode: Mode, microbatch: Call) -> Specialization:
+        """The programs for a microbatch; traces the model if the shape is new.
 
         Raises:
-            UsageError: the model does not take this shape.
+            UsageError: the model does not take this shape, or takes another path that needs other weights.
         """
-        found = self.known.get((mode, signature(microbatch.leaves)))
+        found = self.specializations.get((mode, input_signature(microbatch.leaves)))
         if found is not None:
             return found
         check_call(microbatch, self.example, self.plan.model.name)
@@ -115,8 +119,9 @@ class ProgramCache:
             graph = self.trace(microbatch, mode)
         except TraceError as error:
             raise UsageError(
-                f"{self.plan.model.name} does not take inputs of shape {shapes(microbatch.leaves)} (one microbatch); "
-                f"it was planned for {shapes(self.example.inputs)}. {str(error).removesuffix(ADVICE).rstrip()}"
+                f"{self.plan.model.name} does not take inputs of shape {shapes_text(microbatch.leaves)} (one "
+                f"microbatch); it was planned for {shapes_text(self.example.inputs)}. "
+                f"{str(error).removesuffix(ADVICE).rstrip()}"
             ) from error
         programs = self.split(graph, follow_plan(graph, self.train_stage_of, self.holders))
         for program in programs:
@@ -125,7 +130,7 @@ class ProgramCache:
             ]
             if missing:
                 raise UsageError(
-                    f"At input shape {shapes(microbatch.leaves)} {self.plan.model.name} takes another path: stage "
+                    f"At input shape {shapes_text(microbatch.leaves)} {self.plan.model.name} takes another path: stage "
                     f"{program.stage} would need {', '.join(missing[:3])}. Plan again with such example_inputs."
                 )
         return self.add(mode, microbatch, graph, programs)
@@ -133,16 +138,16 @@ class ProgramCache:
     def microbatches(
         self, mode: Mode, call: Call, parts: Sequence[list[Any]]
     ) -> Iterator[tuple[Specialization, list[Any]]]:
-        """The variant and the leaves of each microbatch of a call."""
+        """Programs and leaves of each microbatch of a call."""
         for leaves in parts:
             args, kwargs = unflatten(leaves, call.spec)
-            yield self.variant(mode, Call(args, kwargs)), leaves
+            yield self.specialize(mode, Call(args, kwargs)), leaves
 
-    def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """A user's call, bound and compared with the traced one.
+    def bind_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
+        """A user's call, bound to the signature and compared with the traced call.
 
         Raises:
-            UsageError: names the input that does not fit.
+            UsageError: an input does not fit; names it.
         """
         bound = bind(self.model, args, dict(kwargs))
         check_call(bound, self.example, self.plan.model.name)
@@ -150,23 +155,27 @@ class ProgramCache:
 
 
 def set_modes(modes: Mapping[nn.Module, bool]) -> None:
-    """Put each module into its mode, leaving its submodules alone."""
+    """Set the mode of each module without its submodules."""
     for module, training in modes.items():
         module.training = training
 
 
-def enter(model: nn.Module, modes: Mapping[nn.Module, bool], mode: Mode) -> None:
-    """Put a model that was handed over with ``modes`` into a mode as `trace` does: what is frozen in it stays so."""
+def enter_mode(model: nn.Module, modes: Mapping[nn.Module, bool], mode: Mode) -> None:
+    """Put a model into a mode as `ProgramCache.trace` does: modules frozen in ``modes`` stay frozen.
+
+    Args:
+        modes: whether each module was in training mode when the user passed the model.
+    """
     set_modes(modes)
     if model.training != (mode == "train"):
         model.train(mode == "train")
 
 
-def signature(leaves: Sequence[Any]) -> tuple:
-    """What a trace depends on: shape and dtype of tensors, and every constant."""
+def input_signature(leaves: Sequence[Any]) -> tuple:
+    """Cache key of a trace: shape and dtype of tensors, and every constant."""
     return tuple((tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else v for v in leaves)
 
 
-def shapes(leaves: Sequence[Any]) -> str:
-    """The shapes of all tensors (or values) among the leaves, for a message."""
+def shapes_text(leaves: Sequence[Any]) -> str:
+    """Shapes of all tensors and values among the leaves, for a message."""
     return ", ".join(str(list(leaf.shape)) for leaf in leaves if hasattr(leaf, "shape"))

@@ -1,42 +1,24 @@
-"""The specs of all ranks: what each is told and which weights it holds."""
+"""The specs of all ranks: what each runs and which weights it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import torch
-from torch import nn
-
+from autopar.api.options import Options
 from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Weight
 from autopar.ir.layout import REPLICATED, TP
-from autopar.runtime.comm.transport import TransportName
 from autopar.runtime.launch.devices import Machine
 from autopar.runtime.params.flat_buckets import replica_owners
-from autopar.runtime.spec import Parameters, RankSpec
+from autopar.runtime.spec import RankSpec, TrainingRecipe
 from autopar.trace.passes.precision import mixed_dtype
 
 
-def rank_specs(
-    programs: ProgramCache,
-    machine: Machine,
-    *,
-    loss_fn: Callable[[Any, Any], torch.Tensor],
-    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None,
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
-    ema: Callable[[nn.Module], Any] | None = None,
-    seed: int = 0,
-    clip_grad_norm: float | None = None,
-    clip_grad_value: float | None = None,
-    compiled: bool = False,
-    cuda_graph: bool = False,
-    transport: TransportName = "auto",
-) -> list[RankSpec]:
-    """What each rank is told."""
+def rank_specs(programs: ProgramCache, machine: Machine, recipe: TrainingRecipe, options: Options) -> list[RankSpec]:
+    """The spec of each rank, by rank."""
     mesh, stored, positions = programs.plan.mesh, programs.storage, programs.positions
     weights: list[list[Weight]] = [[] for _ in range(mesh.pp)]
     for weight in programs.example.weights:
@@ -45,7 +27,7 @@ def rank_specs(
             local = replace(weight, shape=layout.local_shape(weight.shape, {TP: mesh.tp}))
             for position in positions[weight.name]:
                 weights[position].append(local)
-    pairs = {(e.src, e.dst) for v in programs.known.values() for p in v.programs for e in p.sends}
+    pairs = {(e.src, e.dst) for v in programs.specializations.values() for p in v.programs for e in p.sends}
     pairs |= {(i, i + 1) for i in range(programs.num_stages - 1)}
     owners: Mapping[str, int] = {}
     if programs.plan.zero1:
@@ -54,24 +36,18 @@ def rank_specs(
         rank=0,
         mesh=mesh,
         device=machine.device_of(0),
-        build=partial(graph_module, compiled=compiled),
+        build=partial(graph_module, compiled=options.execution_mode(machine.device_type).compiled),
         weights=tuple(weights[0]),
         holders={name: held_at for name, held_at in positions.items() if len(held_at) > 1},
         edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        clip_grad_norm=clip_grad_norm,
-        seed=seed,
-        clip_grad_value=clip_grad_value,
-        ema=ema,
+        recipe=recipe,
         trainable=tuple(weight for weight in programs.example.weights if weight.requires_grad),
         storage=stored,
         owners=owners,
         autocast=mixed_dtype(programs.example, programs.plan.precision),
         chunks=programs.plan.chunks,
-        cuda_graph=cuda_graph,
-        transport=transport,
+        cuda_graph=options.cuda_graph is not False,
+        transport=options.transport,
     )
     return [
         replace(

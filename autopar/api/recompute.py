@@ -1,4 +1,4 @@
-"""Programs of stages that recompute: the plan's decision brought to the operations of a graph."""
+"""Activation checkpointing: the plan's stages that recompute, as checkpoint segments of their programs."""
 
 from __future__ import annotations
 
@@ -12,25 +12,30 @@ from autopar.ir.plan import Plan
 from autopar.ir.program import Program
 
 
-def recomputing(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[Program, ...]:
-    """The programs of a graph, with segments on the stages that recompute by the plan.
+def with_recompute_segments(programs: Sequence[Program], graph: Graph, plan: Plan) -> tuple[Program, ...]:
+    """The programs of a graph, with checkpoint segments on the stages that recompute.
 
-    A segment of the graph that a cut divides becomes one on each side.
+    A segment that is divided by a pipeline cut becomes one segment on each side.
     """
     recomputes = any(stage.recompute == "all" for stage in plan.stages)
-    if not recomputes or graph.mode == "eval":  # only a backward needs segments
+    if not recomputes or graph.mode == "eval":  # without a backward nothing is recomputed
         return tuple(programs)
     begins = segment_starts(graph, graph_stats(graph, plan.hardware.device_type))
     place = {op.name: i for i, op in enumerate(graph.ops)}
     return tuple(
-        replace(program, segments=own_segments([place[op.name] for op in program.ops], begins))
+        replace(program, segments=local_segment_starts([place[op.name] for op in program.ops], begins))
         if plan.stages[program.stage].recompute == "all"
         else program
         for program in programs
     )
 
 
-def own_segments(places: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
-    """Which of a program's operations, at these places of its graph, are the first of a segment."""
+def local_segment_starts(places: Sequence[int], begins: Sequence[int]) -> tuple[int, ...]:
+    """Indices of a program's operations that begin a segment.
+
+    Args:
+        places: index in the graph of each of the program's operations.
+        begins: indices in the graph at which segments begin.
+    """
     segment = [sum(begin <= place for begin in begins) for place in places]
     return tuple(i for i, own in enumerate(segment) if own and (i == 0 or own != segment[i - 1]))

@@ -8,51 +8,50 @@ from typing import Any
 
 
 class StepResult:
-    """What a training step did.
+    """Result of a training step: its loss, gradient norm and time, and the model's outputs if they were kept.
 
-    On GPUs a step goes on after the call that launched it. Its numbers are then read when they are asked for, and that
-    waits until the step is done: a loop that reads them a step later, or every few steps, never leaves a GPU idle.
-    ``ready`` says whether they are there already, as they always are on CPU. An error that a GPU reports late is raised
-    where they are read, or by the next call; a `NonFiniteLossWarning` is given there, at the latest when the second
-    step after this one starts.
+    On GPUs a step is still running when the call that launched it returns. Reading a number waits until the step is
+    done; a loop that reads numbers one step later, or every few steps, never leaves a GPU idle. ``ready`` says whether
+    reading waits; on CPU it never does. An error that a GPU reports late is raised by the read, or by the next call. A
+    `NonFiniteLossWarning` is given by the read, or when the second step after this one starts.
     """
 
     def __init__(self, numbers: StepMetrics | Callable[[], StepMetrics], outputs: Any = None) -> None:
-        """Take the figures, or what waits for them."""
+        """Take the metrics, or a function that waits for them."""
         self._numbers = numbers
-        self.outputs = outputs  # the model's outputs in order, where they were asked for
+        self.outputs = outputs  # the model's outputs in the order of the batch; None unless they were kept
 
     @property
     def ready(self) -> bool:
-        """Whether reading the numbers waits for nothing any more."""
+        """Whether reading the numbers returns without waiting."""
         return isinstance(self._numbers, StepMetrics)
 
     @property
     def loss(self) -> float:
-        """The mean over the global batch."""
+        """Mean loss over the global batch."""
         return self.figures.loss
 
     @property
     def grad_norm(self) -> float | None:
-        """The global 2-norm of the gradients before clipping; None where no update was made."""
+        """Global 2-norm of the gradients before clipping; None if the weights were not updated."""
         return self.figures.grad_norm
 
     @property
     def skipped(self) -> bool:
         """Whether float16 gradients overflowed.
 
-        ``grad_norm`` is infinite then, the weights stay as they were and the loss scale is halved.
+        If so, ``grad_norm`` is infinite, the weights are unchanged and the loss scale is halved.
         """
         return self.figures.skipped
 
     @property
     def step_seconds(self) -> float:
-        """How long it took: on CPU the call, on GPUs the work from the step's first to its last."""
+        """Duration of the step, second: of the call on CPU, from the first to the last kernel on GPUs."""
         return self.figures.step_seconds
 
     @property
     def figures(self) -> StepMetrics:
-        """All numbers; waits for them."""
+        """All numbers of the step; waits until it is done."""
         if not isinstance(self._numbers, StepMetrics):
             self._numbers = self._numbers()
         return self._numbers

@@ -75,7 +75,8 @@ class Rank:
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, self.transport)
-        self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
+        ema = spec.recipe.ema
+        self.ema = Average(ema, self.weights, {w.name: w for w in spec.weights}) if ema else None
         self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
         self.chunks: dict[int, tuple[Chunk, ...]] = {}
@@ -159,8 +160,8 @@ class Rank:
 
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
         if self.spec.autocast is None:
-            return self.spec.loss_fn
-        return in_autocast(self.spec.loss_fn, self.device, getattr(torch, self.spec.autocast))
+            return self.spec.recipe.loss_fn
+        return in_autocast(self.spec.recipe.loss_fn, self.device, getattr(torch, self.spec.autocast))
 
     # -- steps -------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from autopar.ir.mesh import Mesh, Place
 from autopar.ir.program import Program
 from autopar.runtime.comm.transport import TransportName
 from autopar.runtime.engine.executor import Span, StepData, lane_of
+from autopar.sharding.tensors import local_part
 
 Waits = Mapping[str, Callable[[], None]]
 Sums = Callable[[str], torch.Tensor | None]
@@ -37,6 +38,25 @@ class Parameters(list[nn.Parameter]):
 
 
 @dataclass(frozen=True)
+class TrainingRecipe:
+    """How a model is trained, the same on all ranks.
+
+    Args:
+        loss_fn, optimizer, lr_scheduler, ema, seed: as given to `autopar.parallelize`.
+        clip_grad_norm: largest global gradient norm, or None.
+        clip_grad_value: largest absolute value of a gradient's element, or None.
+    """
+
+    loss_fn: Callable[[Any, Any], torch.Tensor]
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None
+    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
+    ema: Callable[[nn.Module], Any] | None = None
+    seed: int = 0
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+
+
+@dataclass(frozen=True)
 class RankSpec:
     """What a rank needs to know before it is given weights; the same for all ranks of a stage but for ``rank`` and
     ``device``.
@@ -50,11 +70,7 @@ class RankSpec:
         owners: under ZeRO-1, the replica that updates each trainable weight of the model; else empty.
         edges: every directed pair of stages that exchanges tensors.
         chunks: how many stages each rank has.
-        loss_fn, optimizer, lr_scheduler: as given to `autopar.parallelize`.
         trainable: every trainable weight of the model, in its order, with its whole shape; by default those held here.
-        clip_grad_norm: largest global gradient norm, or None.
-        clip_grad_value: largest absolute value of a gradient's element, or None.
-        ema: makes the object that averages weights, as given to `autopar.parallelize`.
         autocast: the low dtype of mixed precision, or None.
         transport: what carries tensors between the GPUs of a pipeline in training steps.
         region: the part of the model that this rank runs, for messages.
@@ -69,13 +85,7 @@ class RankSpec:
     weights: tuple[Weight, ...]
     holders: Mapping[str, tuple[int, ...]]
     edges: tuple[tuple[int, int], ...]
-    loss_fn: Callable[[Any, Any], torch.Tensor]
-    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None
-    lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
-    clip_grad_norm: float | None = None
-    seed: int = 0
-    clip_grad_value: float | None = None
-    ema: Callable[[nn.Module], Any] | None = None
+    recipe: TrainingRecipe
     trainable: tuple[Weight, ...] = ()
     storage: Mapping[str, Layout] = field(default_factory=dict)
     owners: Mapping[str, int] = field(default_factory=dict)
@@ -93,7 +103,7 @@ class RankSpec:
     @property
     def rank_seed(self) -> int:
         """Seed of what this rank draws without counters; one for a tensor-parallel group, whose ranks draw alike."""
-        return self.seed + self.place.stage * self.mesh.dp + self.place.replica
+        return self.recipe.seed + self.place.stage * self.mesh.dp + self.place.replica
 
     @property
     def pipeline(self) -> tuple[int, ...]:
@@ -140,6 +150,10 @@ class RankSpec:
     def layout(self, name: str) -> Layout:
         """How a weight is stored."""
         return self.storage.get(name, REPLICATED)
+
+    def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a weight's whole tensor."""
+        return local_part(tensor, self.layout(name), {TP: self.mesh.tp}, {TP: self.place.shard})
 
     def first_copy(self, name: str) -> bool:
         """Whether, within its replica, this rank holds the copy that counts of its part of a weight."""

@@ -1,4 +1,15 @@
-"""Training a model on images under a plan: data, loop, callbacks, and weights on disk for the unmodified model."""
+"""Training of a parallel model on images: data, loop, callbacks, and weights on disk for the unmodified model.
+
+Question: how is a `ParallelModel` trained so that nothing depends on the plan? In: a parallel model, a data set by
+name, flags in timm's names. Out: a run folder with logs, checkpoints and weights.
+
+Read in this order: ``loop`` (`Trainer`), ``callbacks``, ``evaluation``, ``run/`` (what is on disk), ``data/`` (the same
+images on every mesh), ``optim`` and ``schedules`` (timm's, by name), ``rank_zero``, ``progress``.
+
+Example: ``print(load_data("digits", Wanted(side=8, channels=1)))`` prints::
+
+    digits: 1,438 training and 359 test images of 1×8×8, 10 classes
+"""
 
 from autopar.train.callbacks import Callback, Checkpoints, JsonLog, TensorBoard
 from autopar.train.data.datasets import DATASETS, Data, Wanted, load_data
@@ -27,7 +38,7 @@ from autopar.train.run.folder import (
     remove_run,
     run_in,
 )
-from autopar.train.run.reports import EpochReport, StepReport
+from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 from autopar.train.run.state import SavedRun, read_run
 from autopar.train.run.weights import load_weights, save_weights
 from autopar.train.schedules import Schedule, schedule
@@ -59,6 +70,7 @@ __all__ = [
     "TensorBoard",
     "TimmOptimizer",
     "Trainer",
+    "TrainerView",
     "Wanted",
     "check_free",
     "evaluate",

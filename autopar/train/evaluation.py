@@ -1,4 +1,4 @@
-"""How good a model is on test images, each counted once."""
+"""Accuracy and loss of a model on test images, each counted once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ from autopar.errors import UsageError
 from autopar.train.data.loader import Batch
 from autopar.train.timm_optional import needed
 
-FEW = 5  # classes among which the right one has to be for `Evaluation.top5`
+TOP_CLASSES = 5  # number of highest scores among which the right class counts for `Evaluation.top5`
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Mean cross-entropy, and the share of images whose class got the highest score, or one of the five highest.
+    """Metrics of an evaluation.
 
-    ``right`` of ``samples`` images got the highest.
+    Args:
+        loss: mean cross-entropy.
+        accuracy: fraction of images whose class has the highest score.
+        top5: fraction of images whose class has one of the five highest scores.
+        right: number of images whose class has the highest score.
+        samples: number of images.
     """
 
     loss: float
@@ -32,10 +37,10 @@ class Evaluation:
 
 
 def plain_scores(output: Any) -> torch.Tensor:
-    """The output itself, where it is a tensor [batch, classes].
+    """The model's output, which must be scores [batch, classes].
 
     Raises:
-        UsageError: it is something else.
+        UsageError: it is anything else.
     """
     if isinstance(output, torch.Tensor) and output.ndim == 2:
         return output
@@ -49,41 +54,55 @@ def plain_scores(output: Any) -> torch.Tensor:
 def evaluate(
     pm: ParallelModel, batches: Iterable[Batch], scores: Callable[[Any], torch.Tensor] = plain_scores
 ) -> Evaluation:
-    """The figures over all batches of all data ranks; leaves the model in eval mode."""
+    """Metrics over all batches of all data ranks; leaves the model in eval mode.
+
+    Args:
+        scores: returns [batch, classes] from the model's output.
+    """
     pm.eval()
     sums = [0.0] * 4
     for x, y, count in batches:
-        sums = [a + b for a, b in zip(sums, judged(scores(pm(x))[:count], y[:count]))]
-    return evaluation(pm.data_sum(sums))
+        sums = [a + b for a, b in zip(sums, score_sums(scores(pm(x))[:count], y[:count]))]
+    return mean_scores(pm.data_sum(sums))
 
 
 def evaluate_alone(model: Callable[[torch.Tensor], torch.Tensor], batches: Iterable[Batch]) -> Evaluation:
-    """The same for a model in eval mode, in this process."""
+    """As `evaluate`, for an unparallelized model in eval mode."""
     sums = [0.0] * 4
     with torch.no_grad():
         for x, y, count in batches:
-            sums = [a + b for a, b in zip(sums, judged(plain_scores(model(x))[:count], y[:count]))]
-    return evaluation(sums)
+            sums = [a + b for a, b in zip(sums, score_sums(plain_scores(model(x))[:count], y[:count]))]
+    return mean_scores(sums)
 
 
-def judged(scores: torch.Tensor, labels: torch.Tensor) -> list[float]:
-    """Samples, sum of cross-entropies, number of right ones, number of right ones among the best five."""
+def score_sums(scores: torch.Tensor, labels: torch.Tensor) -> list[float]:
+    """Number of samples, sum of cross-entropies, number right, number right among the `TOP_CLASSES` best.
+
+    Args:
+        scores: [samples, classes].
+        labels: [samples].
+    """
     if not len(labels):
         return [0.0] * 4
     labels = labels.to(scores.device)
     loss = F.cross_entropy(scores.float(), labels, reduction="sum").item()
-    return [float(len(labels)), loss, right_among(1, scores, labels), right_among(FEW, scores, labels)]
+    return [float(len(labels)), loss, num_correct(1, scores, labels), num_correct(TOP_CLASSES, scores, labels)]
 
 
-def right_among(best: int, scores: torch.Tensor, labels: torch.Tensor) -> float:
-    """How many samples have their class among so many of the highest scores."""
+def num_correct(best: int, scores: torch.Tensor, labels: torch.Tensor) -> float:
+    """Number of samples whose class is among the ``best`` highest scores.
+
+    Args:
+        scores: [samples, classes].
+        labels: [samples].
+    """
     count = needed("torchmetrics.functional.classification", "Accuracy").multiclass_stat_scores
     classes = scores.shape[1]
     stats = count(scores.float(), labels, num_classes=classes, top_k=min(best, classes), average="micro")
     return float(stats[0])
 
 
-def evaluation(sums: list[float]) -> Evaluation:
-    """The figures from what `judged` summed over all samples."""
+def mean_scores(sums: list[float]) -> Evaluation:
+    """Metrics from the sums of `score_sums` over all samples."""
     samples, loss, right, among = sums
     return Evaluation(loss / samples, right / samples, among / samples, round(right), round(samples))

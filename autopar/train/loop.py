@@ -1,4 +1,4 @@
-"""The training loop: updates, an evaluation after each epoch, and what is told of them."""
+"""The training loop: updates, an evaluation after each epoch, reports to callbacks, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,38 +21,39 @@ from autopar.api.step_result import StepResult
 from autopar.errors import NonFiniteLossWarning, TrainingError, UsageError
 from autopar.ir.units import plural
 from autopar.train.callbacks import Callback
-from autopar.train.data.loader import Batch, Loader, Plain
+from autopar.train.data.loader import Batch, IterableLoader, Loader
 from autopar.train.evaluation import Evaluation, evaluate, plain_scores
-from autopar.train.run.interrupt import Interrupt, Interrupted, noted_interrupts
-from autopar.train.run.reports import EpochReport, Position, Running, StepReport
+from autopar.train.run.interrupt import Interrupt, TrainingInterrupted, deferred_interrupts
+from autopar.train.run.reports import EpochReport, EpochSums, RunPosition, StepReport
 from autopar.train.run.state import SavedRun, read_run
 
-Schedule = Literal["none", "update", "epoch", "timm"]
+SchedulerSteps = Literal["none", "update", "epoch", "timm"]
 
 
 @dataclass(frozen=True)
-class Launched:
-    """An update that was launched: what it came to is known when its results have been read."""
+class LaunchedUpdate:
+    """An update that was launched and whose results are not read yet."""
 
-    position: Position
+    position: RunPosition
     results: tuple[StepResult, ...]
     samples: int
     lr: float
 
     @property
     def ready(self) -> bool:
-        """Whether telling of it waits for nothing: after the same later update on every rank."""
+        """Whether reading the results returns without waiting; true after the same later update on every rank."""
         return all(result.ready for result in self.results)
 
 
 class Trainer:
-    """Trains a parallel model for some epochs and tells callbacks of it.
+    """Trains a parallel model for some epochs and reports to callbacks.
 
-    What it does in between is a few lines of ``pm.train_step``, which a loop of your own can do as well. On GPUs it
-    launches an update before the numbers of the last one are there, so that callbacks are told of it up to two updates
-    later; but always before an evaluation, a checkpoint or the end.
+    The updates are a few lines around ``pm.train_step``, which a loop of your own can do as well. On GPUs an update is
+    launched before the numbers of the previous one are known. Callbacks therefore get the report of an update up to two
+    updates later, but always before an evaluation, a checkpoint or the end.
 
-    Callbacks may read its ``position``, ``history`` (a report for each epoch) and ``best`` (the highest score so far).
+    Callbacks may read what `autopar.train.TrainerView` lists, such as ``position``, ``history`` (a report for each
+    epoch) and ``best`` (the highest score so far).
     """
 
     def __init__(
@@ -63,23 +64,23 @@ class Trainer:
         *,
         epochs: int,
         grad_accum_steps: int = 1,
-        schedule: Schedule = "none",
+        schedule: SchedulerSteps = "none",
         ema: bool = False,
         callbacks: Sequence[Callback] = (),
         scores: Callable[[Any], torch.Tensor] = plain_scores,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        """Get ready; nothing runs yet.
+        """Prepare; nothing runs yet.
 
         Args:
-            train_loader: of `autopar.train.training_loader`, or a DataLoader of your own. Its batches are those that go
-                through the model at once.
+            train_loader: from `autopar.train.training_loader`, or a DataLoader of your own. Each of its batches is one
+                call of the model.
             grad_accum_steps: batches of an update.
-            schedule: when the learning rate's scheduler steps: never, after each update, after each epoch, or after
-                both as timm's schedulers do.
-            ema: evaluate the averaged weights as well; the model must have been made with ``ema=``.
-            scores: gets [batch, classes] from the model's output.
-            settings: plain values that a run must share with the checkpoint that it goes on from, by name.
+            schedule: when the learning-rate scheduler steps: never, after each update, after each epoch, or after both
+                as timm's schedulers do.
+            ema: evaluate the averaged weights as well; `parallelize` must have been given ``ema=``.
+            scores: returns [batch, classes] from the model's output.
+            settings: plain values by name that must equal those of a checkpoint from which the run resumes.
 
         Raises:
             UsageError: a number is out of range.
@@ -91,37 +92,37 @@ class Trainer:
         self.eval_loader = as_loader(eval_loader) if eval_loader is not None else None
         self.schedule, self.ema, self.scores = schedule, ema, scores
         self.callbacks = tuple(callbacks)
-        self.settings = json.loads(json.dumps(dict(settings or {})))  # as a checkpoint gives them back
+        self.settings = json.loads(json.dumps(dict(settings or {})))  # normalized as in a checkpoint
         steps = len(self.train_loader) // grad_accum_steps
         if steps == 0:
             raise UsageError(
                 f"An epoch has {plural(len(self.train_loader), 'batch', 'es')}, an update takes "
                 f"grad_accum_steps={grad_accum_steps}. Use a smaller batch or fewer accumulation steps."
             )
-        self.position, self.running = Position(1, 0, steps), Running()
+        self.position, self.running = RunPosition(1, 0, steps), EpochSums()
         self.history: list[EpochReport] = []
         self.best: float | None = None
         self.peak_bytes = 0
-        self.checkpoint: Path | None = None  # the last one written or read
-        self.saved: Position | None = None  # where that one is
-        self.resumed: Path | None = None  # the one that the run goes on from
-        self.own: set[Path] = set()  # folders that callbacks took for this run, where a later fit() goes on
+        self.checkpoint: Path | None = None  # the last checkpoint written or read
+        self.saved: RunPosition | None = None  # position of that checkpoint
+        self.resumed: Path | None = None  # the checkpoint that the run resumes
+        self.run_folders: set[Path] = set()  # folders that callbacks use for this run; a later fit() may use them again
         self.interrupt = Interrupt()
-        self.launched: deque[Launched] = deque()  # updates that callbacks were not told of yet
+        self.launched: deque[LaunchedUpdate] = deque()  # updates that are not reported to callbacks yet
 
     # -- training ----------------------------------------------------------------------------------------------
 
     def fit(self) -> list[EpochReport]:
-        """Train from the current position to the last epoch; what each epoch came to.
+        """Train from the current position to the last epoch and return the report of each epoch.
 
-        The first Ctrl-C is heeded between two updates, or batches of an evaluation: callbacks are told, `Checkpoints`
-        saves, and KeyboardInterrupt is raised. The second one is raised at once.
+        The first Ctrl-C takes effect between two updates, or two batches of an evaluation: `on_interrupt` hooks run,
+        `Checkpoints` saves, and KeyboardInterrupt is raised. The second Ctrl-C raises it immediately.
 
         Raises:
-            TrainingError: a loss is not finite; names epoch and step. Checkpoints stay as they are.
+            TrainingError: a loss is not finite; names epoch and step. Checkpoints are unchanged.
         """
         with ExitStack() as ends:
-            self.interrupt = ends.enter_context(noted_interrupts())
+            self.interrupt = ends.enter_context(deferred_interrupts())
             for callback in self.callbacks:
                 ends.callback(callback.on_end, self)
                 callback.on_start(self)
@@ -129,32 +130,32 @@ class Trainer:
                 while self.position.epoch <= self.epochs:
                     self.train_epoch()
                     self.finish_epoch()
-            except Interrupted:
-                self.tell(all_of_them=True)
+            except TrainingInterrupted:
+                self.report_steps(all_of_them=True)
                 for callback in self.callbacks:
                     callback.on_interrupt(self)
                 raise
         return self.history
 
-    def end_if_asked(self, wait: bool = False) -> None:
-        """Raise Interrupted on all ranks if Ctrl-C came to any of them; one batch late, or at once if they ``wait``."""
+    def stop_if_interrupted(self, wait: bool = False) -> None:
+        """Raise TrainingInterrupted on all ranks if any got Ctrl-C; one batch late, or immediately with ``wait``."""
         asked = self.pm.any_rank if wait else self.pm.any_rank_so_far
-        if asked(self.interrupt.asked):
-            raise Interrupted
+        if asked(self.interrupt.requested):
+            raise TrainingInterrupted
 
     def train_epoch(self) -> None:
-        """The updates that are left of the current epoch."""
+        """Do the remaining updates of the current epoch."""
         self.pm.train()
         batches = self.train_loader.epoch(self.position.epoch, self.position.step * self.grad_accum_steps)
         while not self.position.epoch_done:
             self.update(batches)
-            self.tell()
+            self.report_steps()
             for callback in self.callbacks:
                 callback.on_update(self)
-            self.end_if_asked()
+            self.stop_if_interrupted()
 
     def update(self, batches: Iterator[Batch]) -> None:
-        """Launch one update, of as many batches as it takes."""
+        """Launch one update, of ``grad_accum_steps`` batches."""
         k = self.grad_accum_steps
         results, samples = [], 0
         lr = max(self.pm.learning_rates(), default=0.0)
@@ -162,18 +163,18 @@ class Trainer:
             batch = next(batches)
             step = self.pm.train_step if i == k - 1 else self.pm.forward_backward
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better by `tell`
+                warnings.simplefilter("ignore", NonFiniteLossWarning)  # `report` says more
                 results.append(step(batch.x, batch.y, share=1 / k))
             samples += batch.count * self.pm.data_size
         self.position = self.position.next
-        self.launched.append(Launched(self.position, tuple(results), samples, lr))
+        self.launched.append(LaunchedUpdate(self.position, tuple(results), samples, lr))
         if self.schedule == "timm":
             self.pm.lr_scheduler.step_update(self.position.update)
         elif self.schedule == "update":
             self.pm.lr_scheduler.step()
 
-    def tell(self, all_of_them: bool = False) -> None:
-        """Tell callbacks of the updates whose numbers are there, or wait for those of all.
+    def report_steps(self, all_of_them: bool = False) -> None:
+        """Report updates whose results are known to callbacks; with ``all_of_them``, wait for all.
 
         Raises:
             TrainingError: a loss is not finite.
@@ -183,10 +184,10 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_step(self, report)
 
-    def report(self, update: Launched) -> StepReport:
-        """What an update came to; waits for it."""
+    def report(self, update: LaunchedUpdate) -> StepReport:
+        """Report of an update; waits for its results."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NonFiniteLossWarning)  # said better below
+            warnings.simplefilter("ignore", NonFiniteLossWarning)  # the TrainingError below says more
             loss = sum(result.loss for result in update.results) / self.grad_accum_steps
         last, position = update.results[-1], update.position
         if not isfinite(loss) and not last.skipped:
@@ -200,7 +201,7 @@ class Trainer:
             self.running.samples_per_second, self.peak_bytes, last.skipped,
         )  # fmt: skip
 
-    def not_finite(self, loss: float, update: Launched) -> TrainingError:
+    def not_finite(self, loss: float, update: LaunchedUpdate) -> TrainingError:
         position = update.position
         saved = f"The last checkpoint is {self.checkpoint}. " if self.checkpoint is not None else ""
         return TrainingError(
@@ -210,8 +211,8 @@ class Trainer:
         )
 
     def finish_epoch(self) -> None:
-        """Evaluate, tell, and go on to the next epoch."""
-        self.tell(all_of_them=True)
+        """Evaluate, report, and move on to the next epoch."""
+        self.report_steps(all_of_them=True)
         done, running = self.position, self.running
         plain, averaged = self.evaluations()
         self.measure_memory()
@@ -236,13 +237,13 @@ class Trainer:
             self.pm.lr_scheduler.step()
         self.history.append(report)
         self.best = report.score if best else self.best
-        self.position, self.running = done.next_epoch, Running()
+        self.position, self.running = done.next_epoch, EpochSums()
         for callback in self.callbacks:
             callback.on_epoch(self, report)
-        self.end_if_asked(wait=True)
+        self.stop_if_interrupted(wait=True)
 
     def evaluations(self) -> tuple[Evaluation | None, Evaluation | None]:
-        """Of the weights, and of their averages; None where there are none, or nothing to evaluate on."""
+        """Evaluations of the weights and of their averages; None without averages or an evaluation loader."""
         if self.eval_loader is None:
             return None, None
         plain = evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
@@ -252,13 +253,13 @@ class Trainer:
             return plain, evaluate(self.pm, self.test_batches(self.eval_loader), self.scores)
 
     def test_batches(self, loader: Loader) -> Iterator[Batch]:
-        """All batches, unless Ctrl-C comes: then the run goes on with this evaluation, from its start."""
+        """All test batches; after Ctrl-C a resumed run starts this evaluation again."""
         for batch in loader.epoch(1):
             yield batch
             try:
-                self.end_if_asked()
-            except Interrupted:
-                self.pm.zero_grad()  # what random operations drew for this evaluation is drawn again then
+                self.stop_if_interrupted()
+            except TrainingInterrupted:
+                self.pm.zero_grad()  # random operations repeat the numbers that they drew for this evaluation
                 raise
 
     def measure_memory(self) -> None:
@@ -267,14 +268,14 @@ class Trainer:
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write a checkpoint of the model and of where the training is; all ranks of torchrun make the call.
+        """Write a checkpoint of the model and of the run's position; all ranks of torchrun call it.
 
-        Callbacks are told of all updates in it first.
+        All updates in it are reported to callbacks first.
 
         Raises:
             TrainingError: the loss of one of them is not finite; nothing was written.
         """
-        self.tell(all_of_them=True)
+        self.report_steps(all_of_them=True)
         run = SavedRun(self.position, self.running, tuple(self.history), self.best, self.settings)
         self.pm.save_checkpoint(folder, extra=run.to_extra())
         self.checkpoint, self.saved = Path(folder), self.position
@@ -282,10 +283,10 @@ class Trainer:
             callback.on_checkpoint(self, self.checkpoint)
 
     def resume(self, folder: str | PathLike[str]) -> None:
-        """Go on from a checkpoint, on whatever mesh.
+        """Resume from a checkpoint, on any mesh.
 
         Raises:
-            UsageError: it was not written by a trainer, or by one with other settings; says which. Nothing was changed.
+            UsageError: no trainer wrote it, or one with other settings, which are named. Nothing was loaded.
             CheckpointError: as `ParallelModel.load_checkpoint`.
         """
         run = read_run(folder)
@@ -298,5 +299,5 @@ class Trainer:
 
 
 def as_loader(loader: Loader | DataLoader[Any]) -> Loader:
-    """A loader that knows epochs."""
-    return Plain(loader, len(loader)) if isinstance(loader, DataLoader) else loader
+    """A DataLoader as a `Loader`; a `Loader` as it is."""
+    return IterableLoader(loader, len(loader)) if isinstance(loader, DataLoader) else loader

@@ -1,4 +1,4 @@
-"""timm's optimizers by name, with its parameter groups, for a model of which each rank has a part."""
+"""timm's optimizers by name, with timm's parameter groups, for ranks that hold a part of the model each."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from autopar.train.timm_optional import needed
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters by original name, and the options that they share (``weight_decay``, ``lr_scale``, …)."""
+class ParamGroup:
+    """Parameters by original name, and their common options (``weight_decay``, ``lr_scale``, …)."""
 
     names: tuple[str, ...]
     options: Mapping[str, Any]
@@ -27,23 +27,23 @@ class Group:
 
 @dataclass(frozen=True)
 class TimmOptimizer:
-    """Makes the optimizer of a rank; plain data, so that it travels to workers.
+    """Builds the optimizer of a rank; plain data, so that it can be sent to workers.
 
-    ``clip_grad_norm`` is the limit that the optimizer itself would set to the norm of all gradients (LAMB: 1.0). A rank
-    does not see all of them, so `autopar.parallelize` does it, beside any ``clip_grad_norm`` of its caller.
+    ``clip_grad_norm`` is the limit that the optimizer itself would put on the norm of all gradients (LAMB: 1.0). A rank
+    does not see all gradients, so `autopar.parallelize` clips by the smaller of this and its own ``clip_grad_norm``.
     """
 
     name: str
     lr: float | None
-    groups: tuple[Group, ...]
+    groups: tuple[ParamGroup, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     clip_grad_norm: float | None = None
 
     def __call__(self, parameters: Parameters) -> torch.optim.Optimizer:
-        """The optimizer; a group keeps those of its parameters that are there.
+        """The optimizer of a rank; a group keeps its parameters that are among ``parameters``.
 
         Raises:
-            UsageError: none of the names is there: the groups are another model's.
+            UsageError: no name matches: the groups belong to another model.
         """
         known = dict(parameters.named_parameters())
         groups: list[dict[str, Any]] = [
@@ -69,19 +69,19 @@ def timm_optimizer(
     filter_bias_and_bn: bool = True,
     **options: Any,
 ) -> TimmOptimizer:
-    """What makes timm's optimizer ``opt``, for the ``optimizer`` argument of `autopar.parallelize`.
+    """A builder of timm's optimizer ``opt``, for the ``optimizer`` argument of `autopar.parallelize`.
 
-    The groups are those of ``timm.optim.create_optimizer_v2`` with the same arguments: no weight decay of biases and
-    norms and of the model's ``no_weight_decay()``, learning rates that fall from layer to layer with ``layer_decay``.
+    The groups are those of ``timm.optim.create_optimizer_v2`` with the same arguments. Biases, norms and the model's
+    ``no_weight_decay()`` have no weight decay; with ``layer_decay`` learning rates decrease from layer to layer.
 
     Args:
         model: the unmodified model.
-        momentum: of an optimizer that has one, 0.9 by default.
-        options: the optimizer's own, such as ``betas=(0.9, 0.98)``.
+        momentum: for optimizers that have one; 0.9 by default.
+        options: further options of the optimizer, such as ``betas=(0.9, 0.98)``.
 
     Raises:
-        UsageError: no model, unknown name or option, or an optimizer that needs a library or curvature that is not
-            there.
+        UsageError: not a model, an unknown name or option, a missing library, or an optimizer that needs second
+            derivatives.
     """
     if not isinstance(model, nn.Module) or not isinstance(opt, str):
         raise UsageError(
@@ -89,7 +89,7 @@ def timm_optimizer(
             'the name of an optimizer, such as timm_optimizer(model, "lamb", lr=1e-3).'
         )
     library = need("timm.optim", f"Optimizer {opt!r}")
-    accepted = arguments(library, opt)
+    accepted = optimizer_arguments(library, opt)
     if momentum is not None:
         options["momentum"] = momentum
     unknown = [name for name in options if name not in accepted]
@@ -100,23 +100,25 @@ def timm_optimizer(
     if "max_grad_norm" in accepted:
         limit = options.get("max_grad_norm", accepted["max_grad_norm"])
         options["max_grad_norm"] = None
-    groups = explained(opt, lambda: named_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn))
-    made = TimmOptimizer(opt, lr, groups, options, limit)
+    groups = with_timm_errors(
+        opt, lambda: timm_param_groups(library, model, weight_decay, layer_decay, filter_bias_and_bn)
+    )
+    optimizer = TimmOptimizer(opt, lr, groups, options, limit)
     stand_ins = {name: nn.Parameter(torch.zeros(1)) for group in groups for name in group.names}
-    example = explained(opt, lambda: made(Parameters(stand_ins)))
+    example = with_timm_errors(opt, lambda: optimizer(Parameters(stand_ins)))
     if getattr(example, "is_second_order", False):
         raise UsageError(
             f"timm's {opt} differentiates gradients once more, and stages and shards do not keep what that takes. "
             "Choose a first-order one, such as adamw."
         )
-    return made
+    return optimizer
 
 
-def arguments(library: Any, opt: str) -> dict[str, Any]:
-    """The options of an optimizer and their defaults.
+def optimizer_arguments(library: Any, opt: str) -> dict[str, Any]:
+    """Options of an optimizer and their defaults.
 
     Raises:
-        UsageError: unknown name, or a library or device that it needs is missing.
+        UsageError: the name is unknown, or a library or device that the optimizer needs is missing.
     """
     known = library.list_optimizers()
     prefix, _, name = opt.lower().rpartition("_")  # timm knows lookahead_adam too
@@ -126,13 +128,13 @@ def arguments(library: Any, opt: str) -> dict[str, Any]:
             f"timm has no optimizer {opt!r}.{hint} It has {len(known)}, such as adamw, sgd, lamb, lars, adafactor, "
             "muon: timm.optim.list_optimizers()."
         )
-    found = explained(opt, lambda: library.get_optimizer_class(name, bind_defaults=False))
+    found = with_timm_errors(opt, lambda: library.get_optimizer_class(name, bind_defaults=False))
     given = inspect.signature(found).parameters.values()
     return {p.name: p.default for p in given if p.name not in ("params", "lr", "weight_decay")}
 
 
-def explained(opt: str, make: Callable[[], Any]) -> Any:
-    """What a call into timm returns; what it raises becomes one message."""
+def with_timm_errors(opt: str, make: Callable[[], Any]) -> Any:
+    """Result of a call into timm; its exceptions become a UsageError."""
     try:
         return make()
     except UsageError:
@@ -143,10 +145,10 @@ def explained(opt: str, make: Callable[[], Any]) -> Any:
         ) from error
 
 
-def named_groups(
+def timm_param_groups(
     library: Any, model: nn.Module, weight_decay: float, layer_decay: float | None, filter_bias_and_bn: bool
-) -> tuple[Group, ...]:
-    """timm's parameter groups of a model, by name."""
+) -> tuple[ParamGroup, ...]:
+    """timm's parameter groups of a model, with names instead of parameters."""
     exempt = getattr(model, "no_weight_decay", set)()
     options: dict[str, Any] = {
         "weight_decay": weight_decay, "no_weight_decay_list": exempt, "weight_decay_exclude_1d": filter_bias_and_bn,
@@ -157,18 +159,18 @@ def named_groups(
         groups = library.param_groups_layer_decay(model, layer_decay=layer_decay, **options)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return tuple(
-        Group(tuple(names[id(p)] for p in group["params"]), {k: v for k, v in group.items() if k != "params"})
+        ParamGroup(tuple(names[id(p)] for p in group["params"]), {k: v for k, v in group.items() if k != "params"})
         for group in groups
     )
 
 
 def timm_average(decay: float) -> Callable[[nn.Module], Any]:
-    """What makes timm's moving average of weights, for the ``ema`` argument of `autopar.parallelize`.
+    """A builder of timm's moving average of weights, for the ``ema`` argument of `autopar.parallelize`.
 
     Args:
-        decay: what of the average each update leaves.
+        decay: fraction of the average that each update keeps.
 
     Raises:
-        UsageError: timm is not there.
+        UsageError: timm is not installed.
     """
     return functools.partial(needed("timm.utils", "--model-ema").ModelEmaV3, decay=decay)

@@ -1,8 +1,6 @@
-"""The progress of a training run: one moving line in a terminal, a line for each epoch elsewhere."""
+"""Progress display of a training run: one live line in a terminal, otherwise a line per epoch."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,16 +8,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from autopar.ir.units import BYTES, percent, text
 from autopar.train.callbacks import Callback
 from autopar.train.rank_zero import is_rank_zero
-from autopar.train.run.reports import EpochReport, StepReport
-
-if TYPE_CHECKING:
-    from autopar.train.loop import Trainer
+from autopar.train.run.reports import EpochReport, StepReport, TrainerView
 
 
 class ProgressBar(Callback):
-    """Shows loss, accuracy, learning rate, images per second and memory, on the leading rank.
+    """Shows loss, accuracy, learning rate, samples per second and memory, on rank 0.
 
-    Memory is the GPU allocator's peak; on CPU what the process has grown by, with libraries and images that came later.
+    Memory is the GPU allocator's peak. On CPU it is the growth of the process, which includes libraries and images that
+    were loaded later.
     """
 
     def __init__(self) -> None:
@@ -30,42 +26,42 @@ class ProgressBar(Callback):
         )  # fmt: skip
         self.task = self.bar.add_task("")
         self.accuracy = f"{'–':>7}"
-        self.whose = ""
+        self.memory_prefix = ""
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: TrainerView) -> None:
         done = trainer.position
-        self.whose = "process +" if trainer.pm.machine.device_type == "cpu" else ""
+        self.memory_prefix = "process +" if trainer.pm.machine.device_type == "cpu" else ""
         if trainer.history:
             self.accuracy = accuracy_text(trainer.history[-1])
         text = f"epoch {done.epoch}/{trainer.epochs}"
         self.bar.update(self.task, total=trainer.epochs * done.steps, completed=done.update, description=text)
         self.bar.start()
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: TrainerView, report: StepReport) -> None:
         self.bar.update(self.task, completed=report.update, description=self.line(trainer.epochs, report))
 
-    def on_epoch(self, trainer: Trainer, report: EpochReport) -> None:
+    def on_epoch(self, trainer: TrainerView, report: EpochReport) -> None:
         self.accuracy = accuracy_text(report)
         line = self.line(trainer.epochs, report)
         self.bar.update(self.task, description=line)
         if not self.console.is_terminal:
             self.console.print(line, soft_wrap=True)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: TrainerView) -> None:
         del trainer
         self.bar.stop()
 
     def line(self, epochs: int, report: StepReport | EpochReport) -> str:
-        """Where the training is, in one line."""
+        """Position and metrics in one line."""
         return (
             f"epoch {report.epoch:>{len(str(epochs))}}/{epochs}  loss {report.loss:6.4f}  accuracy {self.accuracy}  "
             f"lr {report.lr:.1e}  {report.samples_per_second:,.0f} samples/s  "
-            f"{self.whose}{text(report.peak_bytes, BYTES)}"
+            f"{self.memory_prefix}{text(report.peak_bytes, BYTES)}"
         )
 
 
 def accuracy_text(report: EpochReport) -> str:
-    """Accuracies of the last epoch: of the weights, and of their averages where there are any; a dash for none."""
+    """Accuracies of an epoch: of the weights, and of their averages if there are any; a dash for none."""
     if report.accuracy is None:
         return f"{'–':>7}"
     averaged = f" (EMA {percent(report.ema_accuracy)})" if report.ema_accuracy is not None else ""

@@ -1,4 +1,4 @@
-"""The process that prints and writes, and how what it refuses is refused on all ranks."""
+"""Work that only rank 0 does, such as printing and writing, with its errors raised on all ranks."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from autopar.runtime.launch.environment import launched
 
 
 def is_rank_zero() -> bool:
-    """Whether this process prints and writes: the only one, or torchrun's first."""
+    """Whether this process prints and writes: it is the only process, or rank 0 of a launcher."""
     launch = launched()
     return launch is None or launch.rank == 0
 
 
-def run_on_rank_zero(act: Callable[[], None], told: Callable[[str], str]) -> None:
-    """Do something on the leading rank alone. All ranks make the call, and go on when it is done.
+def run_on_rank_zero(act: Callable[[], None], broadcast: Callable[[str], str]) -> None:
+    """Run ``act`` on rank 0 alone; all ranks call this and wait until it is done.
 
-    Others may not see the same disk, or see it before or after the leading one wrote to it.
+    Other ranks may see another disk, or the same one before or after rank 0 wrote to it.
 
     Args:
-        told: what the leading rank passes to it, on all ranks.
+        told: returns the text that rank 0 passes, on all ranks.
 
     Raises:
-        Exception: the one that ``act`` raised on the leading rank; on the others a UsageError with its text.
+        Exception: what ``act`` raised on rank 0; on the other ranks a UsageError with the same text.
     """
     if not is_rank_zero():
-        failure = told("")
+        failure = broadcast("")
         if failure:
             raise UsageError(failure)
         return
     try:
         act()
     except Exception as error:
-        told(str(error) if isinstance(error, AutoparError) else f"Rank 0 failed: {type(error).__name__}: {error}")
+        broadcast(str(error) if isinstance(error, AutoparError) else f"Rank 0 failed: {type(error).__name__}: {error}")
         raise
-    told("")
+    broadcast("")

@@ -1,4 +1,4 @@
-"""Learning-rate schedules by name: timm's, and torch's one-cycle, all stepped alike."""
+"""Learning-rate schedules by name: timm's and torch's one-cycle, all stepped in the same way."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ NAMES = ("cosine", "tanh", "step", "multistep", "plateau", "poly", "wsd", "rsqrt
 
 @dataclass(frozen=True)
 class Schedule:
-    """Makes the scheduler of an optimizer; plain data, so that it travels to workers.
+    """Builds the scheduler of an optimizer; plain data, so that it can be sent to workers.
 
-    Schedulers are driven as timm's are: ``pm.lr_scheduler.step_update(updates so far)`` after each update, and
-    ``pm.lr_scheduler.step(epochs so far, metric)`` after each epoch; each goes by one of the two, and by its argument
-    alone (but for ``plateau``).
+    Schedulers are stepped as timm's are: ``pm.lr_scheduler.step_update(updates so far)`` after each update, and
+    ``pm.lr_scheduler.step(epochs so far, metric)`` after each epoch. Each scheduler uses one of the two calls, and
+    depends on the argument alone, except for ``plateau``.
     """
 
     name: str
@@ -34,24 +34,24 @@ class Schedule:
     options: Mapping[str, Any]
 
     def __call__(self, optimizer: Optimizer) -> Any:
-        """The scheduler; None for ``none``.
+        """The scheduler of an optimizer; None for ``none``.
 
         Raises:
             UsageError: timm refuses the options.
         """
-        return self.made(optimizer)[0]
+        return self.build(optimizer)[0]
 
     @property
     def total_epochs(self) -> int:
-        """Epochs to train for: with cycles, cool-down, and a warm-up that comes before the schedule."""
-        return self.made(torch.optim.SGD([torch.zeros(1)], lr=1.0))[1]
+        """Epochs to train for, including cycles, cool-down and a warm-up that precedes the schedule."""
+        return self.build(torch.optim.SGD([torch.zeros(1)], lr=1.0))[1]
 
     @property
     def length(self) -> str:
-        """How long it is, in words."""
+        """Length of the schedule, in words."""
         return f"{plural(self.epochs, 'epoch')} of {plural(self.updates_per_epoch, 'update')}"
 
-    def made(self, optimizer: Optimizer) -> tuple[Any, int]:
+    def build(self, optimizer: Optimizer) -> tuple[Any, int]:
         """The scheduler, and the epochs to train for."""
         try:
             if self.name == ONE_CYCLE:
@@ -77,19 +77,19 @@ def timm_factory(name: str) -> Any:
 
 
 class OneCycle:
-    """torch's OneCycleLR, driven as timm's schedulers are; a group's ``lr`` times its ``lr_scale`` is its peak."""
+    """torch's OneCycleLR, stepped as timm's schedulers are; a group's peak is its ``lr`` times its ``lr_scale``."""
 
     def __init__(self, optimizer: Optimizer, total_updates: int, options: Mapping[str, Any]) -> None:
         peaks = [float(group["lr"]) * group.get("lr_scale", 1.0) for group in optimizer.param_groups]
         self.scheduler = OneCycleLR(optimizer, max_lr=peaks, total_steps=total_updates, **options)
-        self.last = total_updates - 1  # torch refuses to be asked for more
+        self.last_update = total_updates - 1  # torch raises an error on further steps
 
     def step(self, epoch: int, metric: float | None = None) -> None:
-        """Nothing: it goes by updates."""
+        """Do nothing: the schedule is stepped by updates."""
 
     def step_update(self, num_updates: int, metric: float | None = None) -> None:
-        """Go on to the learning rates after so many updates; at the end they stay."""
-        while self.scheduler.last_epoch < min(num_updates, self.last):
+        """Set the learning rates after so many updates; they are constant after the last one."""
+        while self.scheduler.last_epoch < min(num_updates, self.last_update):
             self.scheduler.step()
 
     def state_dict(self) -> dict[str, Any]:
@@ -100,11 +100,11 @@ class OneCycle:
 
 
 def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any) -> Schedule:
-    """What makes a learning-rate schedule, for the ``lr_scheduler`` argument of `autopar.parallelize`.
+    """A builder of learning-rate schedulers, for the ``lr_scheduler`` argument of `autopar.parallelize`.
 
     Args:
         sched: ``cosine``, ``tanh``, ``step``, ``multistep``, ``plateau``, ``poly``, ``wsd``, ``rsqrt`` or ``constant``,
-            which are timm's; ``onecycle``, torch's; ``none`` leaves the learning rate alone.
+            which are timm's; ``onecycle``, which is torch's; ``none`` keeps the learning rate constant.
         epochs: length of the schedule.
         updates_per_epoch: needed by ``onecycle``, and by the others with ``step_on_epochs=False``.
         options: those of ``timm.scheduler.create_scheduler_v2`` (``warmup_epochs``, ``warmup_lr``, ``min_lr``,
@@ -116,7 +116,7 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
     if sched not in NAMES:
         hint = suggest(sched, NAMES)
         raise UsageError(f"There is no learning-rate schedule {sched!r}.{hint} It is one of {', '.join(NAMES)}.")
-    accepted = options_of(sched)
+    accepted = schedule_options(sched)
     unknown = [name for name in options if name not in accepted]
     if unknown:
         hint = suggest(unknown[0], accepted)
@@ -127,21 +127,21 @@ def schedule(sched: str, epochs: int, updates_per_epoch: int = 0, **options: Any
             f"Schedule {sched!r} over {epochs} epochs of {updates_per_epoch} updates: both must be at least 1. Pass "
             "updates_per_epoch=, the number of optimizer steps of an epoch."
         )
-    found = Schedule(sched, epochs, updates_per_epoch, options)
-    scheduler, total = found.made(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))
+    result = Schedule(sched, epochs, updates_per_epoch, options)
+    scheduler, total = result.build(torch.optim.SGD([torch.zeros(1)], lr=1.0, momentum=0.9))
     warmup = options.get("warmup_epochs", 0)
     if scheduler is not None and warmup >= total:
         raise UsageError(
             f"Schedule {sched!r} over {plural(total, 'epoch')} with warmup_epochs={warmup}: the learning rate would "
             f"never reach its peak. Use {total - 1} or less (--warmup-epochs {total - 1}), or more epochs."
         )
-    return found
+    return result
 
 
-def options_of(name: str) -> list[str]:
-    """What may be said of a schedule beyond its length."""
+def schedule_options(name: str) -> list[str]:
+    """Names of a schedule's options besides its length."""
     if name == ONE_CYCLE:
-        known, own = OneCycleLR, {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
+        factory, fixed = OneCycleLR, {"optimizer", "max_lr", "total_steps", "epochs", "steps_per_epoch", "last_epoch"}
     else:
-        known, own = timm_factory(name), {"optimizer", "sched", "num_epochs", "updates_per_epoch"}
-    return [option for option in inspect.signature(known).parameters if option not in own]
+        factory, fixed = timm_factory(name), {"optimizer", "sched", "num_epochs", "updates_per_epoch"}
+    return [option for option in inspect.signature(factory).parameters if option not in fixed]

@@ -1,4 +1,4 @@
-"""Libraries that only training needs."""
+"""Optional libraries that only training needs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from autopar.errors import UsageError
 
 
 def needed(module: str, what: str, package: str | None = None) -> Any:
-    """An optional library's module.
+    """A module of an optional library.
 
     Args:
-        what: of the user's that needs it, for the message.
-        package: what it is called on PyPI, where that is not the module's first name.
+        what: the user's object that needs it, for the message.
+        package: name on PyPI, if it is not the first part of the module name.
 
     Raises:
-        UsageError: it is not installed; says how to install it.
+        UsageError: the library is not installed; says how to install it.
     """
     try:
         return importlib.import_module(module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -60,3 +62,10 @@ def test_the_command_line_uses_the_public_side_of_the_stages() -> None:
             assert parts[0] != "autopar" or not any(p.startswith("_") and p != "__version__" for p in parts), (
                 f"{path}: {name}"
             )
+
+
+def test_the_call_chain_names_files_that_exist() -> None:
+    chain = ast.get_docstring(ast.parse((PACKAGE / "api" / "__init__.py").read_text())) or ""
+    named = set(re.findall(r"\b[a-z]+(?:/[a-z_]+)+(?:\.py|/)", chain))
+    assert {"api/parallelize.py", "trace/lower.py", "solve/search.py", "runtime/rank.py"} <= named
+    assert not [name for name in named if not (PACKAGE / name).exists()]

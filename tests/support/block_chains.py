@@ -125,7 +125,8 @@ def pipeline(cost_at: Callable[[int], CostGraph], graph: Graph, hardware: Hardwa
 def plan_for(graph: Graph, constraints: Constraints, hardware: Hardware = MACHINE, **memory: float) -> Plan:
     groups = [[i] for i in range(len(graph.ops))]
     times = [1.0] * len(groups)
-    return pipeline(lambda b: priced(graph, groups, times, b, **memory), graph, hardware, constraints)
+    asked = replace(constraints, recompute="none")
+    return pipeline(lambda b: priced(graph, groups, times, b, **memory), graph, hardware, asked)
 
 
 @dataclass(frozen=True)
@@ -188,6 +189,7 @@ def meshed(asked: Constraints, hardware: Hardware = MACHINE, depth: int = 4, mem
     def cost_at(batch: int) -> CostGraph:
         return priced(graph, groups, [1.0] * len(groups), batch, **memory)
 
+    asked = replace(asked, recompute="none")
     return search(Splittable(cost_at, **costs), graph, hardware, asked, model_of(graph), refine)
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from autopar.api.model import ParallelModel
+from autopar.api.options import Options
 from autopar.api.program_cache import ProgramCache
 from autopar.api.rank_specs import rank_specs
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Graph, Ref
-from autopar.ir.layout import TP
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import HardwareInfo, InputInfo, ModelInfo, Precision, Prediction, SolverInfo, Stage
@@ -25,8 +25,7 @@ from autopar.ir.program import Program
 from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.launch.devices import this_machine
 from autopar.runtime.rank import Rank
-from autopar.runtime.spec import RankSpec
-from autopar.sharding.tensors import local_part
+from autopar.runtime.spec import RankSpec, TrainingRecipe
 from autopar.trace import lower
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
@@ -127,7 +126,7 @@ class ThreadRanks:
 
 def own_part(tensor: torch.Tensor, name: str, spec: RankSpec) -> torch.Tensor:
     """A rank's own copy of its part of a weight."""
-    return local_part(tensor, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard}).clone()
+    return spec.local_part(name, tensor).clone()
 
 
 def in_threads(
@@ -146,7 +145,8 @@ def in_threads(
     """
     programs = ProgramCache(model, plan, as_call(model, x))
     machine = this_machine(plan.mesh.devices, "gloo")
-    specs = [replace(spec, build=build) for spec in rank_specs(programs, machine, loss_fn=loss_fn, **options)]
+    recipe, settings = TrainingRecipe(loss_fn, **options), Options(compile=False, cuda_graph=False)
+    specs = [replace(spec, build=build) for spec in rank_specs(programs, machine, recipe, settings)]
     ranks: Any = ThreadRanks(specs, weight_tensors(model, programs.example), axes=axes)
     return ParallelModel(model, plan, programs, ranks, machine, specs[0])
 

@@ -1,4 +1,4 @@
-"""What a model costs under each sharding: the prices that the search over meshes asks for, each worked out once."""
+"""Costs of a model under each sharding, as the search over meshes needs them; each is computed once."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.solve.cuts.problem import Priced
 from autopar.solve.shardings.solve import Shardings, pareto, work_bound_seconds
 
-# Microbatches whose activations count when a sharding is chosen for its memory; how many there are is only known per
-# stage, later.
-IN_FLIGHT = 2
+# Microbatches whose activations count when a sharding is chosen for its memory. The true number in flight differs per
+# stage and is known only after the cuts.
+MICROBATCHES_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
 class Sharded:
-    """A model sharded in one way: labels of operations, layouts of weights, and the graph that each rank runs."""
+    """A model under one sharding: strategies of operations, layouts of weights, and the graph that each rank runs."""
 
     strategies: Mapping[str, str]
     storage: Mapping[str, Layout]
@@ -44,86 +44,87 @@ class Sharded:
 
 @dataclass(frozen=True)
 class MeasuredConfig:
-    """What operations are measured in: the ranks of a tensor-parallel axis, samples of a microbatch, and the labels of
-    split operations."""
+    """Configuration in which operations are timed: tensor-parallel ranks, samples per microbatch, strategy labels."""
 
     tp: int
     size: int
     labels: tuple[tuple[str, str], ...] = ()
 
     def distance(self, other: MeasuredConfig) -> tuple[float, float]:
-        """How little a measurement in one says of the other: first the ranks count, then the samples."""
+        """Distance between two measured configurations: lexicographic in log2(tp), then log2(samples)."""
         return abs(log2(self.tp / other.tp)), abs(log2(self.size / other.size))
 
 
 class PlanCosts:
-    """Prices of one traced model on one machine.
+    """Costs of one traced model on one machine.
 
-    Shardings are chosen for the samples of a microbatch. What they cost is then read off the graph that each rank would
-    run, collectives included, so that what is compared is what will run.
+    A sharding is chosen for a microbatch size. Its cost is then computed from the very graph that each rank would run,
+    collectives included: what is compared is what will run.
     """
 
     def __init__(self, graph: Graph, hardware: Hardware) -> None:
         self.graph, self.hardware = graph, hardware
         self.factors: dict[MeasuredConfig, Factors] = {}
         self.facts, self.segments = facts_and_segments(graph, hardware)
-        self.known: dict[tuple, Any] = {}
+        self.cache: dict[tuple, Any] = {}
 
     def floor_seconds(self, tp: int, size: int) -> float:
-        """A lower bound of one microbatch's time on all stages: everything split evenly, collectives free. Where
-        operations were measured in another configuration it is an estimate."""
-        return sum(group.seconds for group in self.whole(size).groups) / tp
+        """Lower bound of one microbatch's time on all stages, second: evenly split operations and free collectives.
+
+        Error: an estimate, not a bound, if operations were measured in another configuration.
+        """
+        return sum(group.seconds for group in self.unsharded_costs(size).groups) / tp
 
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
-        """The model under one sharding; see `autopar.solve.cuts.problem.Costs`."""
+        """Costs of the model under one sharding; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
             return self.unsharded(dp, zero1, size) if memory_level == 0 else None
         found = self.sharding(tp, size, microbatches, memory_level)
         if found is None:
             return None
-        return self.picked(found.strategy_index, tp, dp, zero1, size)
+        return self.priced_strategies(found.strategy_index, tp, dp, zero1, size)
 
     def bound_seconds(self, tp: int, size: int) -> float:
-        """What no sharding of one microbatch beats; see `autopar.solve.cuts.problem.Costs`."""
+        """Lower bound over all shardings of one microbatch, second; see `autopar.solve.cuts.problem.Costs`."""
         if tp == 1:
-            return sum(group.seconds for group in self.whole(size).groups)
-        return self.memoized(("bound", tp, size), work_bound_seconds, self.choices(tp, size))
+            return sum(group.seconds for group in self.unsharded_costs(size).groups)
+        return self.memoized(("bound", tp, size), work_bound_seconds, self.strategy_graph(tp, size))
 
     def unsharded(self, dp: int, zero1: bool, size: int) -> Priced:
-        """The model on one device per stage and replica."""
-        return Priced(with_weight_sharing(self.whole(size), self.graph, Sharing(1, dp, zero1), self.hardware))
+        """Costs of the model with one device per stage and replica."""
+        return Priced(with_weight_sharing(self.unsharded_costs(size), self.graph, Sharing(1, dp, zero1), self.hardware))
 
-    def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
-        """The model under the picked choices."""
-        sharded = self.sharded(tp, size, picks)
+    def priced_strategies(self, strategy_index: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
+        """Costs of the model under the strategies of these indices, one per group."""
+        sharded = self.sharded(tp, size, strategy_index)
         sharing = Sharing(tp, dp, zero1, sharded.storage)
         return Priced(
-            cost=with_weight_sharing(self.local(sharded, tp, size), sharded.graph, sharing, self.hardware),
+            cost=with_weight_sharing(self.sharded_costs(sharded, tp, size), sharded.graph, sharing, self.hardware),
             strategies=sharded.strategies,
             storage=sharded.storage,
-            strategy_index=picks,
-            blocks=self.blocks(tp, size, picks),
+            strategy_index=strategy_index,
+            blocks=self.blocks(tp, size, strategy_index),
             notes=sharding_limits(self.graph, self.facts, tp) if not sharded.strategies else (),
         )
 
-    def whole(self, size: int) -> CostGraph:
-        """The whole model on one device."""
+    def unsharded_costs(self, size: int) -> CostGraph:
+        """Costs of the unsharded model on one device."""
         of = self.graph, self.facts, self.segments
         factors = self.factors_near(MeasuredConfig(1, size))
         return self.memoized(("whole", size), priced_with_segments, *of, self.hardware, size, factors=factors)
 
-    def local(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
-        """What each rank runs of a sharded model, without replicas."""
-        sharing, groups = Sharing(tp, storage=sharded.storage), self.whole(size).groups
-        key = ("local", id(sharded), size)  # a sharding is kept, and so its identity is its own
+    def sharded_costs(self, sharded: Sharded, tp: int, size: int) -> CostGraph:
+        """Costs of the graph that each rank runs of a sharded model, without data parallelism."""
+        sharing, groups = Sharing(tp, storage=sharded.storage), self.unsharded_costs(size).groups
+        key = ("local", id(sharded), size)  # shardings are cached, so ids are not reused
         of = sharded.graph, sharded.facts, sharded.segments
-        factors = self.factors_near(MeasuredConfig(tp, size, labels_of(sharded.strategies)))
+        factors = self.factors_near(MeasuredConfig(tp, size, sorted_labels(sharded.strategies)))
         return self.memoized(
             key, priced_with_segments, *of, self.hardware, size, sharing=sharing, groups=groups, factors=factors
         )
 
-    def choices(self, tp: int, size: int) -> StrategyGraph:
-        """All shardings over ``tp`` ranks."""
+    def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
+        """Strategies of every group over ``tp`` ranks, with their costs."""
         factors = self.factors_near(MeasuredConfig(tp, size))
         return self.memoized(("choices", tp, size), strategy_graph, self.pricing(tp, size), factors)
 
@@ -132,79 +133,79 @@ class PlanCosts:
         return Pricing(self.graph, self.facts, self.hardware, size, tp)
 
     def sharding(self, tp: int, size: int, microbatches: int, memory_level: int) -> Shardings | None:
-        """The fastest sharding, or a smaller and slower one; None where there is no smaller."""
-        graph, bound = self.choices(tp, size), self.bound_seconds(tp, size)
-        found = pareto(graph, microbatches, min(microbatches, IN_FLIGHT), bound_seconds=bound)  # solves as it is read
-        return self.memoized(("shardings", tp, size, microbatches), Solutions, found).at(memory_level)
+        """The fastest sharding at level 0, then ever smaller and slower ones; None after the smallest."""
+        graph, bound = self.strategy_graph(tp, size), self.bound_seconds(tp, size)
+        in_flight = min(microbatches, MICROBATCHES_IN_FLIGHT)
+        solutions = pareto(graph, microbatches, in_flight, bound_seconds=bound)  # lazy: solves one program per solution
+        return self.memoized(("shardings", tp, size, microbatches), LazySolutions, solutions).at(memory_level)
 
-    def sharded(self, tp: int, size: int, picks: tuple[int, ...]) -> Sharded:
-        """The graph that each rank runs under the picked choices."""
-        groups = self.choices(tp, size).groups
-        labels = tuple(pair for group, pick in zip(groups, picks) for pair in group.strategies[pick].labels)
-        return self.applied(dict(labels), tp)
+    def sharded(self, tp: int, size: int, strategy_index: tuple[int, ...]) -> Sharded:
+        """The model sharded by the strategies of these indices, one per group."""
+        groups = self.strategy_graph(tp, size).groups
+        labels = tuple(pair for group, i in zip(groups, strategy_index) for pair in group.strategies[i].labels)
+        return self.shard(dict(labels), tp)
 
-    def blocks(self, tp: int, size: int, picks: tuple[int, ...]) -> tuple[BlockSharding, ...]:
-        """The same in words."""
-        own, key = self.sharded(tp, size, picks), ("blocks", tp, size, picks)
+    def blocks(self, tp: int, size: int, strategy_index: tuple[int, ...]) -> tuple[BlockSharding, ...]:
+        """As `sharded`, in words: the sharding of each kind of block, for the printed plan."""
+        own, key = self.sharded(tp, size, strategy_index), ("blocks", tp, size, strategy_index)
         return self.memoized(key, block_shardings, self.pricing(tp, size), own.graph, own.storage)
 
-    def applied(self, labels: Mapping[str, str], tp: int) -> Sharded:
-        """The graph that each rank runs under the labels."""
-        key = ("sharded", tp, labels_of(labels))
-        return self.memoized(key, apply, self.graph, labels, tp, self.hardware)
+    def shard(self, labels: Mapping[str, str], tp: int) -> Sharded:
+        """The model sharded by strategy labels of its operations."""
+        key = ("sharded", tp, sorted_labels(labels))
+        return self.memoized(key, apply_strategies, self.graph, labels, tp, self.hardware)
 
     def memoized(self, key: tuple, make: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """What ``make`` returned when it was first called for a key."""
-        if key not in self.known:
-            self.known[key] = make(*arguments, **named)
-        return self.known[key]
+        """The cached result of ``make(…)`` for a key."""
+        if key not in self.cache:
+            self.cache[key] = make(*arguments, **named)
+        return self.cache[key]
 
     # -- measurements --------------------------------------------------------------------------------------------
 
-    def factors_near(self, wanted: MeasuredConfig) -> Factors:
-        """How operations compare with their prices, measured in the configuration or in the one most like it."""
-        near = min(self.factors, key=lambda known: (known != wanted, *wanted.distance(known)), default=None)
+    def factors_near(self, config: MeasuredConfig) -> Factors:
+        """Ratios of measured to priced times, from this configuration or the nearest measured one."""
+        near = min(self.factors, key=lambda known: (known != config, *config.distance(known)), default=None)
         return self.factors[near] if near is not None else NO_FACTORS
 
-    def measured(self, labels: Mapping[str, str], tp: int) -> Sharded:
-        """The graph whose pieces are timed for a sharding; with one rank that of the model."""
+    def timed(self, labels: Mapping[str, str], tp: int) -> Sharded:
+        """The sharded model whose regions are timed; the unsharded model for one rank."""
         if tp == 1:
             return Sharded({}, {}, self.graph, self.facts, self.segments)
-        return self.applied(labels, tp)
+        return self.shard(labels, tp)
 
-    def use_measurements(self, configuration: MeasuredConfig, times: MeasuredRegions) -> None:
-        """Price by a measurement from now on."""
-        tp, size = configuration.tp, configuration.size
-        own = self.measured(dict(configuration.labels), tp)
-        pricing = Pricing(own.graph, own.facts, self.hardware, size, tp)
-        self.factors[configuration] = measured_factors(pricing, times)
-        self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
+    def use_measurements(self, config: MeasuredConfig, times: MeasuredRegions) -> None:
+        """Scale prices to a measurement from now on."""
+        tp, size = config.tp, config.size
+        own = self.timed(dict(config.labels), tp)
+        self.factors[config] = measured_factors(Pricing(own.graph, own.facts, self.hardware, size, tp), times)
+        self.cache = {key: value for key, value in self.cache.items() if key[0] == "sharded"}
 
     def clear_measurements(self) -> None:
-        """Price by the cost model alone again."""
+        """Price by the cost model alone from now on."""
         self.factors.clear()
-        self.known = {key: value for key, value in self.known.items() if key[0] == "sharded"}
+        self.cache = {key: value for key, value in self.cache.items() if key[0] == "sharded"}
 
 
-def labels_of(strategies: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """Strategies as a configuration has them."""
+def sorted_labels(strategies: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Strategy labels in the order in which `MeasuredConfig` holds them."""
     return tuple(sorted(strategies.items()))
 
 
-class Solutions:
-    """Solutions of a lazy sequence, kept."""
+class LazySolutions:
+    """A lazy sequence of solutions that keeps those already computed."""
 
     def __init__(self, source: Iterator[Shardings]) -> None:
-        self.source, self.found = source, list[Shardings]()
+        self.source, self.solutions = source, list[Shardings]()
 
     def at(self, number: int) -> Shardings | None:
-        """The solution of a number, or None where there are fewer."""
-        self.found.extend(islice(self.source, max(0, number + 1 - len(self.found))))
-        return self.found[number] if number < len(self.found) else None
+        """The solution at an index, or None if there are fewer."""
+        self.solutions.extend(islice(self.source, max(0, number + 1 - len(self.solutions))))
+        return self.solutions[number] if number < len(self.solutions) else None
 
 
-def apply(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) -> Sharded:
-    """A model sharded by its operations' labels, as if all of it were on one stage."""
+def apply_strategies(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) -> Sharded:
+    """A model sharded by strategy labels of its operations, on a single stage."""
     ranks = {TP: tp}
     stored = storage(graph, labels, ranks)
     local = shard_graph(graph, labels, stored, ranks, dict.fromkeys((op.name for op in graph.ops), 0))
@@ -213,7 +214,10 @@ def apply(graph: Graph, labels: Mapping[str, str], tp: int, hardware: Hardware) 
 
 
 def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[GraphStats, tuple[int, ...]]:
-    """The facts of a graph as the machine runs it, and where segments begin, which compiling does not change."""
+    """Statistics of a graph's operations as the machine runs them, and the operations at which segments begin.
+
+    Segments are those of the uncompiled graph: compilation must not move them.
+    """
     facts = graph_stats(graph, hardware.device_type)
     return compiled_stats(graph, facts) if hardware.execution_mode.compiled else facts, segment_starts(graph, facts)
 
@@ -221,5 +225,5 @@ def facts_and_segments(graph: Graph, hardware: Hardware) -> tuple[GraphStats, tu
 def priced_with_segments(
     graph: Graph, facts: GraphStats, starts: tuple[int, ...], hardware: Hardware, size: int, **named: Any
 ) -> CostGraph:
-    """What `price` says of a graph, and what stages that recompute keep."""
+    """As `price`, with the costs of stages that recompute their activations."""
     return with_segments(price(graph, facts, hardware, size, **named), graph, facts, starts, hardware)

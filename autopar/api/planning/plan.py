@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.api.caller import caller_level
 from autopar.api.model_source import ModelSource, default_input_shape
 from autopar.api.options import Options
 from autopar.api.planning.costs import PlanCosts
@@ -22,6 +23,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.hardware import Hardware
 from autopar.ir.microbatches import microbatch_mismatch, microbatch_size
 from autopar.ir.plan import Plan
+from autopar.ir.plan_constraints import PlanConstraints
 from autopar.ir.plan_parts import InputInfo, ModelInfo
 from autopar.ir.units import of_type, plural
 from autopar.measure.regions.region_times import region_timer_for
@@ -55,19 +57,19 @@ def plan(
     ema: Callable[[nn.Module], Any] | None = None,
     **constraints: Any,
 ) -> Plan:
-    """The best plan for a model on a number of devices; needs no GPU and, for a model by name, no weights.
+    """The best plan for a model on a number of devices; needs no GPU, and no weights for a model by name.
 
     Args:
         model: a module (on any device), or a name: ``vit_large_patch16_224``, ``torchvision:resnet50``,
             ``package.module:factory``.
-        devices: how many; each becomes a rank.
+        devices: number of ranks.
         example_inputs: a tensor, or a tuple or dict of tensors, at the global batch; derived for timm and torchvision.
             The first dim of the first tensor is the batch. Every tensor with the same first size is cut into
-            microbatches along that dim, whatever it means there; all others go whole to each microbatch.
-        batch_size: global batch, where the inputs are derived (default 64).
-        optimizer: as in `parallelize`; what it keeps of each parameter is found by a trial on small ones. That of
-            AdamW is planned for where none is given.
-        ema: as in `parallelize`; so is what it keeps of each weight.
+            microbatches along that dim, whatever it means there; each microbatch gets all other tensors whole.
+        batch_size: global batch if the inputs are derived (default 64).
+        optimizer: as in `parallelize`. The bytes of its state are found by updating small parameters; without one,
+            AdamW's state is planned for.
+        ema: as in `parallelize`. The bytes of its averages are found in the same way.
         constraints: the fields of `autopar.api.options.Options`.
 
     Raises:
@@ -84,90 +86,115 @@ def plan(
     shape = source.input_shape if isinstance(source, ModelSource) else None
     call = example_call(built, example_inputs, batch_size, shape)
     hardware = load_hardware(options.hardware or default_hardware_name(this_machine()))
-    return make_plan(built, call, devices, options, hardware, name, kwargs, optimizer, ema)[0]
+    request = PlanRequest(built, call, devices, options, name, kwargs, optimizer, ema)
+    return plan_graph(request, lower_example(request), hardware)
 
 
-def make_plan(
-    model: nn.Module,
-    call: Call,
-    devices: int,
-    options: Options,
-    hardware: Hardware,
-    name: str,
-    kwargs: Mapping[str, Any],
-    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None,
-    ema: Callable[[nn.Module], Any] | None = None,
-) -> tuple[Plan, Graph]:
-    """A plan, and the training graph that it was made from."""
-    check_devices(devices)
-    batch = call.batch
-    microbatch = call.first(likely_microbatch_size(batch, devices, options))
-    with explain_uneven_inputs(model, call):
-        graph = lower_model(model, microbatch, "train", name, options.precision)
-    if optimizer is not None:
-        graph = with_optimizer(graph, optimizer)
-    if ema is not None:
-        graph = with_averages(graph, ema)
+@dataclass(frozen=True)
+class PlanRequest:
+    """A model, an example call at the global batch, and the conditions under which a plan is made for them.
 
-    def retrace(size: int) -> Graph:
-        return lower_model(model, call.first(size), "train", name, options.precision)
+    Args:
+        name, kwargs: how the model is named and built, for the plan file.
+        optimizer, ema: as in `autopar.parallelize`; their state counts as memory.
+    """
 
+    model: nn.Module
+    call: Call
+    devices: int
+    options: Options
+    name: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None
+    ema: Callable[[nn.Module], Any] | None = None
+
+    def __post_init__(self) -> None:
+        check_devices(self.devices)
+
+    def constraints(self) -> Constraints:
+        """The options' constraints on the plan, with the devices and the batch."""
+        return constraints_of(self.options, self.devices, self.call.batch)
+
+    def graph(self, microbatch_size: int) -> Graph:
+        """The training graph of a microbatch of so many samples."""
+        microbatch = self.call.first(microbatch_size)
+        return lower_model(self.model, microbatch, "train", self.name, self.options.precision)
+
+
+def lower_example(request: PlanRequest, user_plan: Plan | None = None) -> Graph:
+    """The training graph of one microbatch: as the user's plan says, or else of the size that a plan is likely to have.
+
+    Raises:
+        TraceError: the model cannot be traced.
+    """
+    with explain_uneven_inputs(request.model, request.call):
+        if user_plan is None:
+            return request.graph(likely_microbatch_size(request.call.batch, request.devices, request.options))
+        microbatch = request.call.first(user_plan.microbatch_size)
+        return lower_model(request.model, microbatch, "train", user_plan.model.name, user_plan.precision)
+
+
+def plan_graph(request: PlanRequest, graph: Graph, hardware: Hardware) -> Plan:
+    """The best plan for a training graph.
+
+    Args:
+        graph: of `lower_example`.
+        hardware: the machine to plan for; the option ``memory`` replaces its memory.
+
+    Raises:
+        UsageError, InfeasibleError: as `plan`.
+    """
+    options = request.options
+    if request.optimizer is not None:
+        graph = with_optimizer(graph, request.optimizer)
+    if request.ema is not None:
+        graph = with_averages(graph, request.ema)
+    if options.memory is not None:
+        hardware = replace(hardware, memory_bytes=options.memory)
+    least_samples = MIN_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
+    constraints = replace(request.constraints(), least_samples=least_samples)
+    hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
+    costs = PlanCosts(graph, hardware)
+    info = model_info(request, graph)
+    find_plan = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
+    timer = region_timer_for(options.cost, hardware, request.devices, options.backend)
+    plan = None if timer is None else plan_with_measurements(costs, find_plan, timer, request.graph)
+    if plan is None:
+        costs.clear_measurements()
+        plan = find_plan()
+    else:
+        timed = replace(plan.hardware, cost="measured")
+        plan = replace(plan, hardware=timed, prediction=replace(plan.prediction, error=hardware.measured_error))
+    warn_of_microbatches(plan, options)
+    warn_of_ops_without_rule(plan, graph)
+    return replace(plan, precision=options.precision or model_precision(graph))
+
+
+def model_info(request: PlanRequest, graph: Graph) -> ModelInfo:
+    """The plan file's record of the model, with its inputs at the global batch."""
+    batch = request.call.batch
     inputs = tuple(
         InputInfo(v.name, (batch, *v.shape[1:]) if v.shape and v.shape[0] == graph.batch else v.shape, v.dtype)
         for v in graph.inputs
         if v.name != RNG_COUNTERS
     )
-    info = ModelInfo(name, graph.fingerprint, graph.num_params, inputs, dict(kwargs))
-    if options.memory is not None:
-        hardware = replace(hardware, memory_bytes=options.memory)
-    least_samples = MIN_BATCH_NORM_SAMPLES if any(op.mutates for op in graph.ops) else 1
-    constraints = replace(constraints_of(options, devices, batch), least_samples=least_samples)
-    hardware = hardware.with_mode(options.execution_mode(hardware.device_type))
-    costs = PlanCosts(graph, hardware)
-    find = partial(search, costs, graph, hardware, constraints, info, partial(refine, costs))
-    keeper = region_timer_for(options.cost, hardware, devices, options.backend)
-    found = None if keeper is None else plan_with_measurements(costs, find, keeper, retrace)
-    if found is None:
-        costs.clear_measurements()
-        found = find()
-    else:
-        timed = replace(found.hardware, cost="measured")
-        found = replace(found, hardware=timed, prediction=replace(found.prediction, error=hardware.measured_error))
-    warn_of_microbatches(found, options)
-    warn_of_unruled(found, graph)
-    return replace(found, precision=options.precision or model_precision(graph)), graph
+    return ModelInfo(request.name, graph.fingerprint, graph.num_params, inputs, dict(request.kwargs))
 
 
 def constraints_of(options: Options, devices: int, batch: int) -> Constraints:
-    """What the options ask of a plan.
+    """The options' constraints on the plan for so many devices and samples.
 
     Raises:
-        UsageError: two of them contradict each other, the devices or the batch.
+        UsageError: a constraint contradicts the devices or the batch.
     """
-    return Constraints(
-        devices=devices,
-        batch=batch,
-        pp=options.pp,
-        tp=options.tp,
-        dp=options.dp,
-        zero1=options.zero1,
-        microbatches=options.microbatches,
-        microbatch_size=options.microbatch_size,
-        schedule=options.schedule,
-        chunks=options.chunks,
-        memory_bytes=options.memory,
-        balance=options.balance,
-        pins=options.pins,
-        recompute=options.recompute,
-        peer_memory=options.transport != "nccl",
-        time_limit_seconds=options.solver_seconds,
-    )
+    asked = {f.name: getattr(options, f.name) for f in fields(PlanConstraints)}
+    return Constraints(devices, batch, peer_memory=options.transport != "nccl", **asked)
 
 
 def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
-    """Samples to trace with: as many as a microbatch will have, where that is given, or else a guess.
+    """Microbatch size to trace with: the one that the options ask for, or else a guess.
 
-    A guess is a multiple of 8 where the batch allows it, so that the samples of a microbatch can be split too.
+    The guess is a multiple of 8 if the batch allows it, so that the samples of a microbatch can be sharded too.
     """
     share = max(1, batch // (options.dp or 1))
     if options.microbatch_size or options.microbatches:
@@ -176,14 +203,14 @@ def likely_microbatch_size(batch: int, devices: int, options: Options) -> int:
 
 
 def warn_of_microbatches(plan: Plan, options: Options) -> None:
-    """Say what became of the microbatches that were asked for, where they come out otherwise."""
+    """Warn if the plan's microbatches differ from those that were asked for."""
     changed = microbatch_mismatch(plan.batch, plan.mesh.dp, options.microbatches, options.microbatch_size)
     if changed:
-        warnings.warn(changed, MicrobatchWarning, stacklevel=4)  # the caller of plan or parallelize
+        warnings.warn(changed, MicrobatchWarning, stacklevel=caller_level())
 
 
-def warn_of_unruled(plan: Plan, graph: Graph) -> None:
-    """Say which operations are replicated on all ranks of a tensor-parallel group because no rule says how to split."""
+def warn_of_ops_without_rule(plan: Plan, graph: Graph) -> None:
+    """Warn of operations that every rank of a tensor-parallel group runs whole because they have no sharding rule."""
     if plan.mesh.tp == 1:
         return
     targets = ops_without_rule(graph)
@@ -192,12 +219,19 @@ def warn_of_unruled(plan: Plan, graph: Graph) -> None:
             f"{plan.model.name} has operations that autopar has no sharding rule for: {', '.join(targets)}. "
             f"Each of the {plan.mesh.tp} ranks of a tensor-parallel group runs them whole.",
             UnknownOpWarning,
-            stacklevel=4,  # the caller of plan or parallelize
+            stacklevel=caller_level(),
         )
 
 
 def example_call(model: nn.Module, example_inputs: Any, batch_size: int | None, shape: tuple[int, ...] | None) -> Call:
-    """Example inputs as a call at the global batch; derived from the model's config where none are given."""
+    """Example inputs as a call at the global batch; derived from the model's config if none are user_plan.
+
+    Args:
+        shape: input shape of a model by name, with the batch.
+
+    Raises:
+        UsageError: the batch sizes contradict each other, or inputs cannot be derived.
+    """
     if example_inputs is not None:
         call = as_call(model, example_inputs)
         if batch_size is not None and batch_size != call.batch:
@@ -222,10 +256,10 @@ def check_devices(devices: int) -> None:
 
 
 def check_model(model: Any) -> None:
-    """Refuse what is no module, and hooks that would be lost.
+    """Refuse objects other than modules, and modules with hooks that a trace would lose.
 
     Raises:
-        UsageError: it is no module.
+        UsageError: the object is no module.
         TraceError: a parameter or buffer has hooks on its gradient.
     """
     if not isinstance(model, nn.Module):

@@ -135,7 +135,7 @@ class CudaGraphCache:
 
     def loss_closure(self) -> Mapping[str, str]:
         """What this rank's loss function reads of Python, if there is one."""
-        return closure_fingerprint(self.rank.spec.loss_fn) if self.rank.is_last_stage else {}
+        return closure_fingerprint(self.rank.spec.recipe.loss_fn) if self.rank.is_last_stage else {}
 
     def capture(self, kind: CachedStep, work: StepRequest) -> None:
         """Make the graph, on all ranks or none; weights and state stay as they are."""

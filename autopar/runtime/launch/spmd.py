@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.ir.layout import TP
 from autopar.ir.pytree import tree_map
 from autopar.runtime.comm.connect import connected_rank, init_process_group
 from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport, TransportError, launch_async
@@ -26,7 +25,6 @@ from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_fail
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
-from autopar.sharding.tensors import local_part
 
 # Commands whose result every rank already has, or, of a step, what its caller needs of it: nothing is gathered after
 # them. Outputs that are kept are fetched from the rank that has them, see `SpmdBackend.outputs`.
@@ -148,7 +146,7 @@ class SpmdBackend:
             copy = tensor.detach().cpu().contiguous().clone()
             dist.broadcast(copy, 0, group=self.control)
             if name in own:
-                received[name] = local_part(copy, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard})
+                received[name] = spec.local_part(name, copy)
         return received
 
     def gathered(self, thing: Any) -> list[Any]:

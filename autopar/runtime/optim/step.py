@@ -34,6 +34,7 @@ class Updater:
 
     def __init__(self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport) -> None:
         self.spec, self.trainable, self.transport = spec, trainable, transport
+        recipe = spec.recipe
         replicated = spec.mesh.dp > 1 and bool(trainable)
         weights = [weight for weight in spec.weights if weight.name in trainable]
         # What autograd leaves may be a part of what another stage sent or is sent, in memory that is used again.
@@ -49,7 +50,7 @@ class Updater:
             if spec.owners:
                 self.zero_gather = ZeroParamGather(trainable, buckets, spec.place.replica, exchange)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
-        made = rank_optimizer(spec, spec.optimizer, own, transport) if spec.optimizer else None
+        made = rank_optimizer(spec, recipe.optimizer, own, transport) if recipe.optimizer else None
         # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.
         self.optimized = dict(made.parameters) if made else own
         self.optimizer, self.full_params = (made.optimizer, made.wholes) if made else (None, None)
@@ -57,7 +58,7 @@ class Updater:
         self.made_options = options_by_name(self.optimizer, self.optimized) if self.optimizer is not None else {}
         if self.optimizer is not None:
             use_fused_kernels(self.optimizer)
-        self.scheduler = scheduler_of(spec.lr_scheduler, self.optimizer) if made and spec.lr_scheduler else None
+        self.scheduler = scheduler_of(recipe.lr_scheduler, self.optimizer) if made and recipe.lr_scheduler else None
         self.scaler = LossScaler() if spec.autocast == "float16" else None
 
     def updates(self, name: str) -> bool:
@@ -168,10 +169,10 @@ class Updater:
     def clip(self, norm: torch.Tensor) -> None:
         """Limit the gradients as asked for; ``norm`` is that of all of them together."""
         gradients = [p for p in self.trainable.values() if p.grad is not None]
-        if self.spec.clip_grad_norm is not None and gradients:
-            nn.utils.clip_grads_with_norm_(gradients, self.spec.clip_grad_norm, norm)
-        if self.spec.clip_grad_value is not None and gradients:
-            nn.utils.clip_grad_value_(gradients, self.spec.clip_grad_value)
+        if self.spec.recipe.clip_grad_norm is not None and gradients:
+            nn.utils.clip_grads_with_norm_(gradients, self.spec.recipe.clip_grad_norm, norm)
+        if self.spec.recipe.clip_grad_value is not None and gradients:
+            nn.utils.clip_grad_value_(gradients, self.spec.recipe.clip_grad_value)
 
     def layout(self, name: str) -> Layout:
         """How the optimizer's parameter, and with it its state, lies."""

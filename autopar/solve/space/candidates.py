@@ -217,7 +217,7 @@ def make_cut_problem(setting: Setting, point: Point, priced: Priced) -> CutProbl
         boundary=boundary_links(setting.hardware, mesh, chunks),
         balance=asked.balance,
         pins={} if compared else pinned_groups(priced.cost, setting.graph, asked.pins, point.stages),
-        time_limit_seconds=asked.time_limit_seconds,
+        time_limit_seconds=asked.solver_seconds,
         tp=mesh.tp,
         dp=mesh.dp,
         recompute=asked.recompute,

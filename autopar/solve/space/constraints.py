@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
 from autopar.errors import UsageError, suggest
@@ -13,65 +13,36 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.mesh import Mesh
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.names import inside
-from autopar.ir.plan_parts import INTERLEAVED, Balance, Recompute, RequestedSchedule
+from autopar.ir.plan_constraints import PlanConstraints, check_whole
 
 # The rest is left to the device's context, the allocator's fragments and the buffers of collectives.
 USABLE_MEMORY = 0.97
-_INTERLEAVED = tuple(f'"{name}"' for name in INTERLEAVED)
 
 
 @dataclass(frozen=True)
-class Constraints:
-    """What is given; None leaves it to the search.
+class Constraints(PlanConstraints):
+    """Constraints on a plan for so many devices and a batch of so many samples.
 
-    ``batch`` is the global batch in samples, ``microbatches`` counts per data-parallel replica, ``microbatch_size`` is
-    the most samples of a microbatch, ``memory_bytes`` a device's (the machine's by default), of which a plan uses
-    `USABLE_MEMORY` at most. ``pins`` fixes operations or whole modules, by name, to stages. ``recompute``: no stage
-    recomputes its activations in the backward, all do, or those that do not fit otherwise. ``least_samples`` is how few
-    samples a microbatch may have where their number is left to the search. ``schedule`` "auto" is the fastest of 1f1b,
-    interleaved and interleaved-overlap (gpipe takes as long as 1f1b and keeps more). ``chunks`` are the stages of a
-    rank, of which only the interleaved ones have several; pins name stages, so with pins and no ``chunks`` there is
-    one.
+    A plan uses `USABLE_MEMORY` of a device's memory at most. With pins and no ``chunks`` each rank has one stage, since
+    pins name stages.
+
+    Args:
+        least_samples: fewest samples of a microbatch where the search chooses the number of microbatches.
+        peer_memory: ranks may reach each other's memory.
 
     Raises:
-        UsageError: a number is out of range, or two of them contradict each other.
+        UsageError: as `PlanConstraints`, or a constraint contradicts the devices or the batch.
     """
 
     devices: int
     batch: int
-    pp: int | None = None
-    tp: int | None = None
-    dp: int | None = None
-    zero1: bool | None = None
-    microbatches: int | None = None
-    microbatch_size: int | None = None
-    schedule: RequestedSchedule = "1f1b"
-    chunks: int | None = None
-    memory_bytes: int | None = None
-    balance: Balance = "time"
-    pins: Mapping[str, int] = field(default_factory=dict)
-    recompute: Recompute = "none"
     least_samples: int = 1
     peer_memory: bool = False
-    time_limit_seconds: float = 60.0
 
     def __post_init__(self) -> None:
-        numbers = {"devices": self.devices, "batch": self.batch, "pp": self.pp, "tp": self.tp, "dp": self.dp,
-                   "microbatches": self.microbatches, "microbatch_size": self.microbatch_size,
-                   "memory": self.memory_bytes, "chunks": self.chunks}  # fmt: skip
-        for name, number in numbers.items():
-            if number is not None and number < 1:
-                raise UsageError(f"{name}={number}: must be at least 1.")
-        if self.schedule == "forward-only":
-            raise UsageError(
-                'schedule="forward-only" has no training step to plan. Use "auto", "1f1b", '
-                f'{", ".join(_INTERLEAVED)} or "gpipe".'
-            )
-        if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
-            raise UsageError(
-                f'chunks={self.chunks} with schedule="{self.schedule}", under which a rank has one stage. Use '
-                f"schedule={' or '.join(_INTERLEAVED)}, or leave chunks out."
-            )
+        super().__post_init__()
+        check_whole("devices", self.devices)
+        check_whole("batch", self.batch)
         if (self.chunks or 1) > 1 and (self.pp == 1 or self.devices == 1):
             alone = "pp=1" if self.pp == 1 else "1 device"
             raise UsageError(
@@ -80,11 +51,6 @@ class Constraints:
         for name, number in (("microbatches", self.microbatches), ("microbatch_size", self.microbatch_size)):
             if number is not None and number > self.batch:
                 raise UsageError(f"{name}={number} of a batch of {self.batch}. Use {name}={self.batch} or less.")
-        if self.microbatches is not None and self.microbatch_size is not None:
-            raise UsageError(
-                f"Both microbatches={self.microbatches} and microbatch_size={self.microbatch_size} are given; one "
-                "follows from the other. Give only one."
-            )
         if self.zero1 and (self.dp == 1 or self.devices == 1):
             alone = "dp=1" if self.dp == 1 else "1 device"
             raise UsageError(
@@ -94,7 +60,7 @@ class Constraints:
 
     def capacity_bytes(self, hardware: Hardware) -> int:
         """Memory that a stage may use."""
-        return int(USABLE_MEMORY * (self.memory_bytes or hardware.memory_bytes))
+        return int(USABLE_MEMORY * (self.memory or hardware.memory_bytes))
 
 
 def memory_for(num_bytes: int) -> int:

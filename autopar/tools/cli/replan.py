@@ -38,7 +38,7 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
     model = planned_model(plan, name, kwargs)
     call = planned_call(plan, model)
     programs = ProgramCache(model, plan, call)
-    variant = programs.variant(mode, call.first(plan.microbatch_size))
+    variant = programs.specialize(mode, call.first(plan.microbatch_size))
     parts = []
     for stage in plan.mesh.stages(rank, plan.chunks):
         program = variant.programs[stage]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autopar.api.options import Options
-from autopar.api.planning.plan import constraints_of, make_plan
+from autopar.api.planning.plan import PlanRequest, constraints_of, lower_example, plan_graph
 from autopar.cost.hardware.load import hardware_names, load_hardware
 from autopar.errors import HardwareError, InfeasibleError, PlanError, UsageError
 from autopar.ir.hardware import Hardware
@@ -133,10 +133,10 @@ def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, A
     model, options = rebuilt.model, Options.of(given)
     optimizer = timm_optimizer(model, rebuilt.opt, None) if rebuilt.opt is not None else None
     try:
-        found, _ = make_plan(
-            model, rebuilt.call, plan.mesh.devices, options, rebuilt.hardware, rebuilt.name, rebuilt.kwargs, optimizer,
-            rebuilt.ema,
-        )  # fmt: skip
+        request = PlanRequest(
+            model, rebuilt.call, plan.mesh.devices, options, rebuilt.name, rebuilt.kwargs, optimizer, rebuilt.ema
+        )
+        found = plan_graph(request, lower_example(request), rebuilt.hardware)
     except (PlanError, HardwareError):
         raise
     except (UsageError, InfeasibleError) as error:  # what is asked is possible, but not of this model or machine

@@ -15,7 +15,7 @@ from torch import nn
 
 from autopar.api.batch import partition, split_targets
 from autopar.api.model import ParallelModel
-from autopar.api.program_cache import enter
+from autopar.api.program_cache import enter_mode
 from autopar.ir.graph import Mode
 from autopar.ir.pytree import flatten, leaves, unflatten
 from autopar.runtime.optim.build import use_fused_kernels
@@ -85,7 +85,7 @@ class Reference:
 
     def outputs(self, call: Call) -> Named:
         """What the model returns in eval mode for a batch, by name."""
-        enter(self.model, self.modes, "eval")
+        enter_mode(self.model, self.modes, "eval")
         calls, sizes = self.parts(call)
         with torch.no_grad():
             outputs = [self.output(part) for part in calls]
@@ -93,7 +93,7 @@ class Reference:
 
     def forward_backward(self, call: Call, y: Any) -> StepOutcome:
         """Accumulate the gradients of a batch, microbatch by microbatch."""
-        enter(self.model, self.modes, "train")
+        enter_mode(self.model, self.modes, "train")
         calls, sizes = self.parts(call)
         targets = split_targets(y, call.batch, sizes)
         count = len(sizes) // self.replicas
@@ -154,7 +154,7 @@ class Reference:
 def output_in(model: nn.Module, call: Call, mode: Mode) -> Any:
     """What a copy of the model returns in a mode; the model's statistics and the random numbers to come stay."""
     twin = copy_model(model)
-    enter(twin, {module: module.training for module in twin.modules()}, mode)
+    enter_mode(twin, {module: module.training for module in twin.modules()}, mode)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         return twin(*call.args, **call.kwargs)
 

@@ -1,1 +1,9 @@
-"""Data sets, transforms, samplers and loaders whose order does not depend on the plan."""
+"""Images for training and evaluation, the same on every mesh.
+
+Nothing depends on the plan: random changes of an image are drawn from (seed, epoch, image), the order from (seed,
+epoch), and each data rank takes its contiguous part of every batch.
+
+In: a data set by name. Out: each data rank's `Batch`es. Files in the order of the data: ``datasets`` (names to
+images), ``images`` (in memory, in files, random), ``transforms`` (PIL image to tensor), ``sampler`` (the images of a
+batch and who reads them), ``mixup``, ``loader`` (batches of one rank).
+"""

@@ -1,4 +1,4 @@
-"""Data sets by name: what there is to train and to test on, and where it is looked for."""
+"""Data sets by name: their training and test images, and where the files are expected."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from autopar.train.data.transforms import Augmentation, Format, image_format
 from autopar.train.timm_optional import needed
 
 TEST_SHARE = 0.2
-DIGITS_LARGEST = 16.0  # of a pixel
-# Of the digits' pixels divided by 16, and of CIFAR's (torchvision's reference scripts use them).
+DIGITS_MAX_PIXEL = 16.0  # largest value of a pixel
+# Mean and deviation of pixels in 0 … 1: of the digits, and of CIFAR as torchvision's reference scripts have them.
 DIGITS_MEAN, DIGITS_STD = (0.305,), (0.376,)
 CIFAR10_MEAN, CIFAR10_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 CIFAR100_MEAN, CIFAR100_STD = (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)
@@ -31,10 +31,14 @@ TRAINING_FOLDER, TEST_FOLDERS = "train", ("val", "validation", "test")
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants of a data set: images of ``side`` pixels with so many channels.
+    """Requirements of a run on a data set.
 
-    ``folder`` is where files are, ``download`` whether to fetch them there. ``seed`` decides which digits are for
-    testing and what synthetic images look like. Of more images than asked for the first ones are taken.
+    Args:
+        side: height and width of the images, pixel.
+        seed: decides which digits are test images, and the pixels of synthetic images.
+        folder: where the files are.
+        download: fetch the files into the folder.
+        num_train, num_test: number of images; the first ones of larger data sets are taken.
     """
 
     side: int
@@ -48,9 +52,11 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Data:
-    """A data set in two parts, and what its images are turned into.
+    """A data set in two parts.
 
-    ``augmentation`` is what training on such images usually does.
+    Args:
+        form: format to which its images are converted.
+        augmentation: the usual augmentation for training on such images.
     """
 
     name: str
@@ -72,8 +78,8 @@ def load_data(name: str, wanted: Wanted) -> Data:
     """A data set by name.
 
     Raises:
-        UsageError: unknown name (with near matches), files are missing (with the place where they belong), or a library
-            is.
+        UsageError: the name is unknown (names near matches), files are missing (names the folder where they belong),
+            or a library is missing.
     """
     if name not in DATASETS:
         hint = suggest(name, DATASETS, 2, cutoff=0.4)
@@ -83,11 +89,11 @@ def load_data(name: str, wanted: Wanted) -> Data:
     return Data(name, train, test, data.num_classes, data.form, data.augmentation)
 
 
-def digits(wanted: Wanted) -> Data:
-    """Handwritten digits: 1,797 grey images of 8×8 from the UCI repository; a fifth of each class is for testing."""
+def digits_data(wanted: Wanted) -> Data:
+    """Handwritten digits: 1,797 grey images of 8×8 from the UCI repository; a fifth of each class are test images."""
     refuse_files("digits", wanted)
     loaded = needed("sklearn.datasets", "Data set 'digits'", "scikit-learn").load_digits()
-    pixels, labels = np.rint(loaded.images * (255 / DIGITS_LARGEST)).astype(np.uint8), loaded.target
+    pixels, labels = np.rint(loaded.images * (255 / DIGITS_MAX_PIXEL)).astype(np.uint8), loaded.target
     test = stratified(labels, TEST_SHARE, wanted.seed)
     train_part, test_part = (Arrays(pixels[mask], labels[mask].tolist()) for mask in (~test, test))
     form = image_format(wanted.channels, wanted.side, DIGITS_MEAN, DIGITS_STD)
@@ -95,7 +101,7 @@ def digits(wanted: Wanted) -> Data:
 
 
 def stratified(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
-    """A mask that takes this share of each class, at random by the seed."""
+    """A random mask, [samples], that is true for this share of each class."""
     generator = np.random.default_rng(seed)
     mask = np.zeros(len(labels), dtype=bool)
     for label in np.unique(labels):
@@ -104,8 +110,8 @@ def stratified(labels: np.ndarray, share: float, seed: int) -> np.ndarray:
     return mask
 
 
-def synthetic(wanted: Wanted) -> Data:
-    """Random images with random labels, for trying things out: nothing can be learnt but by heart."""
+def synthetic_data(wanted: Wanted) -> Data:
+    """Random images with random labels, for trials: a model can only memorize them."""
     refuse_files("synthetic", wanted)
     generator = np.random.default_rng(wanted.seed)
     counts = (wanted.num_train or SYNTHETIC_TRAINING, wanted.num_test or SYNTHETIC_TEST)
@@ -120,7 +126,7 @@ def synthetic(wanted: Wanted) -> Data:
 def cifar(
     kind: str, classes: int, folder: str, mean: tuple[float, ...], std: tuple[float, ...], wanted: Wanted
 ) -> Data:
-    """CIFAR's 50,000 training and 10,000 test images of 32×32, read by torchvision from its Python files."""
+    """CIFAR's 50,000 training and 10,000 test images of 32×32, which torchvision reads from the Python files."""
     name = kind.lower()
     root = wanted.folder or Path("data")
     source = getattr(needed("torchvision.datasets", f"Data set {name!r}"), kind)
@@ -138,15 +144,15 @@ def cifar(
         )
     train, test = (read_cifar(source, root, is_train, wanted.download, name) for is_train in (True, False))
     form = image_format(wanted.channels, wanted.side, mean, std)
-    augmentation = Augmentation(shift=wanted.side // 8, hflip=0.5)  # 4 of 32 pixels, as papers have it
+    augmentation = Augmentation(shift=wanted.side // 8, hflip=0.5)  # 4 of 32 pixels, as is usual in papers
     return Data(name, train, test, classes, form, augmentation)
 
 
 def read_cifar(source: Any, root: Path, train: bool, download: bool, name: str) -> Arrays:
-    """One part of CIFAR.
+    """Training or test images of CIFAR.
 
     Raises:
-        UsageError: a file is missing or damaged, or it cannot be downloaded.
+        UsageError: a file is missing or damaged, or the download failed.
     """
     try:
         part = source(str(root), train=train, download=download)
@@ -164,7 +170,7 @@ def read_cifar(source: Any, root: Path, train: bool, download: bool, name: str) 
 
 
 def image_folder(wanted: Wanted) -> Data:
-    """Images in folders named as their classes, under ``train`` and ``val``."""
+    """Images in one folder per class, under ``train`` and ``val``."""
     layout = "FOLDER/train/CLASS/IMAGE and FOLDER/val/CLASS/IMAGE"
     if wanted.download:
         raise UsageError("Data set 'imagefolder' is your own files; nothing can be downloaded. Leave --download out.")
@@ -195,7 +201,7 @@ def read_folder(folder: Path, layout: str) -> tuple[list[str], Files]:
     """Class names in order, and the images of a folder of class folders.
 
     Raises:
-        UsageError: there is no class, or one without images.
+        UsageError: there is no class folder, or one without images.
     """
     try:
         found = needed("torchvision.datasets", "Data set 'imagefolder'").ImageFolder(str(folder))
@@ -205,16 +211,16 @@ def read_folder(folder: Path, layout: str) -> tuple[list[str], Files]:
 
 
 def refuse_files(name: str, wanted: Wanted) -> None:
-    """Refuse a place for files of a data set that has none."""
+    """Refuse --data-dir and --download for a data set without files."""
     if wanted.folder is not None or wanted.download:
         flag = "--download" if wanted.download else f"--data-dir {wanted.folder}"
         raise UsageError(f"Data set {name!r} needs no files. Leave {flag} out.")
 
 
 DATASETS: Mapping[str, Callable[[Wanted], Data]] = {
-    "digits": digits,
+    "digits": digits_data,
     "cifar10": partial(cifar, "CIFAR10", 10, "cifar-10-batches-py", CIFAR10_MEAN, CIFAR10_STD),
     "cifar100": partial(cifar, "CIFAR100", 100, "cifar-100-python", CIFAR100_MEAN, CIFAR100_STD),
     "imagefolder": image_folder,
-    "synthetic": synthetic,
+    "synthetic": synthetic_data,
 }

@@ -1,4 +1,4 @@
-"""Labelled images by number: in memory, in files, or drawn when they are asked for."""
+"""Labelled images by index: in memory, in files, or random."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autopar.train.timm_optional import needed
 
 
 class Images(Protocol):
-    """One part of a data set. Its labels are known without reading an image."""
+    """Training or test images of a data set; labels are known without reading an image."""
 
     @property
     def labels(self) -> Sequence[int]: ...
 
     def image(self, index: int) -> Any:
-        """A PIL image."""
+        """The PIL image at an index."""
         ...
 
 
@@ -46,7 +46,7 @@ class Files:
         """The image in a file.
 
         Raises:
-            UsageError: it cannot be read; names the file.
+            UsageError: the file cannot be read; names it.
         """
         try:
             return self.load(self.paths[index])
@@ -59,7 +59,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Noise:
-    """Square images of random pixels, each fixed by the seed and its number; ``stream`` tells parts apart."""
+    """Square images of random pixels, determined by seed, ``stream`` (training or test) and index."""
 
     labels: Sequence[int]
     side: int
@@ -73,7 +73,7 @@ class Noise:
 
 @dataclass(frozen=True)
 class First:
-    """The first of the images: as many as there are labels."""
+    """The first images of a data set, as many as there are labels."""
 
     images: Images
     labels: Sequence[int]
@@ -83,7 +83,7 @@ class First:
 
 
 def first(images: Images, count: int | None) -> Images:
-    """The first ``count`` images; all of them for None or where there are fewer."""
+    """The first ``count`` images; all of them if ``count`` is None or larger."""
     return images if count is None or count >= len(images.labels) else First(images, images.labels[:count])
 
 

@@ -1,4 +1,4 @@
-"""Batches for one rank: read by torch's DataLoader where the rank needs images, else only their labels and shape."""
+"""Batches for one rank: images by torch's DataLoader if the rank reads inputs, else labels and shapes only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autopar.train.data.transforms import Augmentation, Transform, evaluation_tr
 
 
 class Batch(NamedTuple):
-    """A rank's part of a batch; the first ``count`` samples are real, the others fill it up."""
+    """A rank's part of a batch: inputs, targets, and the number of real samples; samples after these are padding."""
 
     x: Any
     y: Any
@@ -31,26 +31,26 @@ class Batch(NamedTuple):
 
 
 class Loader(Protocol):
-    """What a `autopar.train.Trainer` reads."""
+    """Source of batches for a `autopar.train.Trainer`."""
 
     def __len__(self) -> int:
-        """Batches of an epoch."""
+        """Number of batches in an epoch."""
         ...
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch (from 1), from batch ``first`` (from 0) on."""
+        """Batches of an epoch, starting at batch ``first``; epochs count from 1, batches from 0."""
         ...
 
 
 class Unreadable(NamedTuple):
-    """Takes the place of an image that could not be read, on its way out of a loader process."""
+    """Stands for an image that a loader process could not read."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Samples(Dataset[Any]):
-    """Images as tensors with labels, by key. What is random in the transform depends on seed and key alone."""
+class ImageSamples(Dataset[Any]):
+    """Images as tensors with labels, by key; random transforms depend on seed and key alone."""
 
     images: Images
     transform: Transform
@@ -71,7 +71,7 @@ class Samples(Dataset[Any]):
 
 @contextmanager
 def seeded(*seed: int) -> Iterator[None]:
-    """Within ``with`` Python, numpy and torch draw from this seed on CPU; afterwards they go on where they were."""
+    """Within ``with``, Python, numpy and torch draw from this seed on CPU; their states are restored afterwards."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     draws = np.random.SeedSequence([part & 0xFFFFFFFF for part in seed]).generate_state(3)
     random.seed(int(draws[0]))
@@ -85,10 +85,10 @@ def seeded(*seed: int) -> Iterator[None]:
         torch.set_rng_state(states[2])
 
 
-def collated(
+def collate(
     samples: Sequence[tuple[torch.Tensor, int] | Unreadable],
 ) -> tuple[torch.Tensor, torch.Tensor] | Unreadable:
-    """Samples as a batch, or what is wrong with one of them."""
+    """Samples as a batch, images [batch, channels, height, width] and labels [batch]; or the first unreadable one."""
     good = [s for s in samples if not isinstance(s, Unreadable)]
     if len(good) < len(samples):
         return next(s for s in samples if isinstance(s, Unreadable))
@@ -96,7 +96,7 @@ def collated(
 
 
 def ignore_interrupts(worker: int) -> None:
-    """Leave Ctrl-C to the process that reads from this one: it may need another batch before it ends."""
+    """Ignore Ctrl-C in a loader process: the training process may need another batch before it ends."""
     del worker
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -106,7 +106,7 @@ class PartLoader:
 
     def __init__(
         self,
-        samples: Samples,
+        samples: ImageSamples,
         sampler: PartSampler,
         shape: tuple[int, ...],
         reads: bool,
@@ -114,13 +114,13 @@ class PartLoader:
         mixup: Mixup | None = None,
         group: int = 1,
     ) -> None:
-        """Start nothing yet.
+        """Prepare; no process starts yet.
 
         Args:
-            shape: of an image's tensor.
-            reads: whether this rank needs images; if not, its batches hold tensors on the meta device instead.
+            shape: shape of an image's tensor.
+            reads: whether this rank needs images; otherwise its batches hold tensors on the meta device.
             num_workers: processes that read images; 0 reads in this one.
-            group: batches of one update, all mixed alike.
+            group: batches of one update, which are mixed with the same share and box.
         """
         self.sampler, self.shape, self.mixup, self.group = sampler, shape, mixup, group
         self.labels = samples.images.labels
@@ -132,22 +132,22 @@ class PartLoader:
                 num_workers=num_workers,
                 persistent_workers=num_workers > 0,
                 worker_init_fn=ignore_interrupts,
-                collate_fn=collated,
+                collate_fn=collate,
                 pin_memory=torch.cuda.is_available(),
-                generator=torch.Generator(),  # or else it draws from the user's
+                generator=torch.Generator(),  # otherwise it draws from the default generator, which is the user's
             )
 
     def __len__(self) -> int:
         return self.sampler.num_batches
 
     def epoch(self, number: int, first: int = 0) -> Iterator[Batch]:
-        """The batches of an epoch; see `Loader`.
+        """Batches of an epoch; see `Loader`.
 
         Raises:
             UsageError: an image cannot be read.
         """
         self.sampler.start(number, first)
-        parts = self.labelled() if self.source is None else iter(self.source)
+        parts = self.label_batches() if self.source is None else iter(self.source)
         for batch, (part, count) in enumerate(zip(parts, self.sampler.counts(), strict=True), first):
             if isinstance(part, Unreadable):
                 raise UsageError(part.reason)
@@ -157,16 +157,16 @@ class PartLoader:
                 x, y = self.mixup(x, y, update)
             yield Batch(x, y, count)
 
-    def labelled(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Batches without images."""
+    def label_batches(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Batches with images on the meta device and real labels."""
         for keys in self.sampler:
             x = torch.empty(len(keys), *self.shape, device="meta")
             yield x, torch.tensor([int(self.labels[key.index]) for key in keys])
 
 
 @dataclass(frozen=True)
-class Plain:
-    """Batches (x, y) of a user's own iterable, such as a DataLoader, gone through anew each epoch."""
+class IterableLoader:
+    """Batches (x, y) of a user's iterable, such as a DataLoader, which is iterated again in each epoch."""
 
     batches: Iterable[Any]
     length: int
@@ -192,37 +192,37 @@ def training_loader(
     mixup: Mixup | None = None,
     num_workers: int = 0,
 ) -> PartLoader:
-    """This rank's part of the training images, shuffled and augmented alike on every mesh.
+    """Loader of this rank's part of the training images, shuffled and augmented identically on every mesh.
 
     Args:
         batch_size: samples of one update, over all devices and accumulation steps.
-        augmentation: of the images; by default what is usual for the data.
+        augmentation: random changes of the images; by default the usual ones for the data.
 
     Raises:
-        UsageError: the batch is too large, or cannot be shared.
+        UsageError: the batch is too large, or the data ranks cannot share it.
     """
     size = micro_batch(batch_size, grad_accum_steps)
     if mixup is not None:
         check_even(size, pm.data_size)
     augmentation = data.augmentation if augmentation is None else augmentation
     sampler = PartSampler(len(data.train.labels), size, pm.data_rank, pm.data_size, seed=seed, group=grad_accum_steps)
-    samples = Samples(data.train, training_transform(data.form, augmentation), seed, augmentation.random)
+    samples = ImageSamples(data.train, training_transform(data.form, augmentation), seed, augmentation.random)
     return PartLoader(samples, sampler, data.form.shape, pm.needs_inputs, num_workers, mixup, grad_accum_steps)
 
 
 def evaluation_loader(data: Data, batch_size: int, pm: ParallelModel | None = None, num_workers: int = 0) -> PartLoader:
-    """This rank's part of the test images, in order; all of them without a parallel model."""
+    """Loader of this rank's part of the test images, in order; of all of them without a parallel model."""
     rank, size, reads = (pm.data_rank, pm.data_size, pm.needs_inputs) if pm is not None else (0, 1, True)
     sampler = PartSampler(len(data.test.labels), batch_size, rank, size, training=False)
-    samples = Samples(data.test, evaluation_transform(data.form), 0, random=False)
+    samples = ImageSamples(data.test, evaluation_transform(data.form), 0, random=False)
     return PartLoader(samples, sampler, data.form.shape, reads, num_workers)
 
 
 def micro_batch(batch_size: int, grad_accum_steps: int) -> int:
-    """Samples that go through the model at once.
+    """Samples of one accumulation step.
 
     Raises:
-        UsageError: the batch cannot be accumulated in so many equal steps.
+        UsageError: the batch is no multiple of the steps.
     """
     if batch_size % grad_accum_steps:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""Mixup and CutMix by timm, drawn and paired alike on every mesh."""
+"""timm's Mixup and CutMix, with the same draws and the same pairs on every mesh."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 from autopar.errors import UsageError
 from autopar.train.timm_optional import needed
 
-STREAM = 0x4D69  # keeps these draws apart from others by the same seed
+STREAM = 0x4D69  # separates these draws from others with the same seed
 
 
 @dataclass(frozen=True)
 class Mixup:
-    """How to mix the images of a batch, named as timm's flags.
+    """Mixing of the images of a batch, with fields named as timm's flags.
 
-    timm mixes a batch with itself backwards, so that each image's partner would depend on how the batch is cut.
-    Here neighbours are partners: image 2i and image 2i + 1.
+    timm mixes a batch with its reverse, so that an image's partner depends on how the batch is cut. Here neighbours are
+    partners: image 2i and image 2i + 1.
     """
 
     num_classes: int
@@ -36,10 +36,12 @@ class Mixup:
             raise UsageError(f"Mixup {self.mixup} and CutMix {self.cutmix} must be at least 0, and one of them above.")
 
     def __call__(self, x: torch.Tensor, target: torch.Tensor, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mixed images and soft targets [batch, classes]; the same share and box for all parts of a step.
+        """Mixed images [batch, channels, height, width] and soft targets [batch, classes].
+
+        All parts of a step have the same share and box.
 
         Args:
-            x: images [batch, channels, height, width]; may be on the meta device where only targets matter.
+            x: images [batch, channels, height, width]; may be on the meta device if only targets are needed.
             target: classes [batch].
             step: updates before this one.
         """
@@ -60,13 +62,13 @@ class Mixup:
 
 
 def outside_in(count: int) -> torch.Tensor:
-    """An order of so many samples in which neighbours (2i, 2i + 1) are as far from the start as from the end."""
+    """An order, [count], that puts sample 2i as far from the start as its neighbour 2i + 1 is from the end."""
     return torch.cat([torch.arange(0, count, 2), torch.arange(1, count, 2).flip(0)])
 
 
 @contextmanager
 def numpy_seeded(*seed: int) -> Iterator[None]:
-    """Within ``with`` numpy's global generator draws from this seed; afterwards it goes on where it was."""
+    """Within ``with``, numpy's global generator draws from this seed; its state is restored afterwards."""
     before = np.random.get_state()
     np.random.seed([part & 0xFFFFFFFF for part in seed])
     try:
@@ -76,14 +78,14 @@ def numpy_seeded(*seed: int) -> Iterator[None]:
 
 
 def check_even(batch_size: int, parts: int) -> None:
-    """Refuse batches whose parts hold no whole pairs.
+    """Refuse batches whose parts do not consist of pairs.
 
     Args:
-        batch_size: samples that go through the model at once.
-        parts: data-parallel ranks that each read a part.
+        batch_size: samples of one accumulation step.
+        parts: data-parallel ranks, each of which reads a part.
 
     Raises:
-        UsageError: says which batch would do.
+        UsageError: a part has an odd size; says which batch sizes are possible.
     """
     if batch_size % (2 * parts):
         shared = f", shared by {parts} data-parallel ranks," if parts > 1 else ""

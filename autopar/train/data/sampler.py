@@ -1,4 +1,4 @@
-"""Which images each batch has, and which of them each data rank reads: the same images on every mesh."""
+"""Sampler: the images of each batch, the same on every mesh, and the part that each data rank reads."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch.utils.data import Sampler
 from autopar.errors import UsageError
 from autopar.ir.units import plural
 
-SEED_STRIDE = 1_000_003  # keeps the shuffles of neighbouring seeds apart
+SEED_STRIDE = 1_000_003  # separates the shuffles of neighbouring seeds
 SEED_MASK = 2**63 - 1
 
 
 class Key(NamedTuple):
-    """An image of one epoch: its augmentation depends on both, and on nothing else but the seed."""
+    """An image in an epoch; its augmentation depends on both and on the seed, and on nothing else."""
 
     epoch: int
     index: int
 
 
 class PartSampler(Sampler[list[Key]]):
-    """The batches of one data rank: part ``data_rank`` of ``data_size`` of each global batch, in a DataLoader's form.
+    """Batch sampler of one data rank: part ``data_rank`` of ``data_size`` of each global batch.
 
-    In training each epoch is shuffled by (seed, epoch) and its last samples that fill no batch are left out. In
-    evaluation images come in order and each of them once; where the last batch cannot be shared evenly, its last image
-    fills the parts up, and `counts` says how many are real.
+    In training each epoch is shuffled by (seed, epoch), and the last samples that do not fill a batch are left out. In
+    evaluation images come in order, each of them once. If the last batch cannot be shared evenly, its last image pads
+    the parts, and `counts` says how many images of a part are real.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class PartSampler(Sampler[list[Key]]):
         """Start at epoch 1.
 
         Args:
-            batch_size: samples that go through the model at once, over all data ranks.
-            group: so many batches belong together (gradient accumulation); an epoch has a multiple of it.
+            batch_size: samples of one accumulation step, over all data ranks.
+            group: batches of one update (gradient accumulation); an epoch has a multiple of it.
 
         Raises:
-            UsageError: there are too few samples, or data ranks cannot share a batch to train on.
+            UsageError: there are too few samples, or data ranks cannot share a training batch evenly.
         """
         if training and batch_size % data_size:
             raise UsageError(
@@ -71,11 +71,11 @@ class PartSampler(Sampler[list[Key]]):
         self.epoch, self.first = 1, 0
 
     def start(self, epoch: int, first: int = 0) -> None:
-        """The next iteration is that of an epoch (from 1) from its batch ``first`` (from 0) on."""
+        """Set the epoch (from 1) and the first batch (from 0) of the next iteration."""
         self.epoch, self.first = epoch, first
 
     def __len__(self) -> int:
-        """Batches that the next iteration has."""
+        """Number of batches in the next iteration."""
         return self.num_batches - self.first
 
     def __iter__(self) -> Iterator[list[Key]]:
@@ -88,14 +88,14 @@ class PartSampler(Sampler[list[Key]]):
             yield [Key(self.epoch, index) for index in own]
 
     def order(self) -> list[int]:
-        """All images in the order of the epoch."""
+        """Indices of all images in the order of the epoch."""
         if not self.training:
             return list(range(self.num_samples))
         generator = torch.Generator().manual_seed((self.seed * SEED_STRIDE + self.epoch) & SEED_MASK)
         return torch.randperm(self.num_samples, generator=generator).tolist()
 
     def counts(self) -> Iterator[int]:
-        """How many images of this rank's part of each batch are real."""
+        """Number of real images in this rank's part of each batch."""
         for batch in range(self.first, self.num_batches):
             whole = min(self.batch_size, self.num_samples - batch * self.batch_size)
             size = -(-whole // self.data_size)

@@ -1,4 +1,4 @@
-"""From a PIL image to the tensor that a model takes: timm's transforms, chosen by its own flag names."""
+"""Transforms from a PIL image to the model's input tensor: timm's, chosen by timm's flag names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from autopar.errors import UsageError
 from autopar.train.timm_optional import needed
 
 Transform = Callable[[Any], torch.Tensor]
-MODES = {1: "L", 3: "RGB"}  # channels -> what PIL calls it
+MODES = {1: "L", 3: "RGB"}  # channels -> PIL mode
 
 
 @dataclass(frozen=True)
 class Augmentation:
     """Random changes of training images, named as timm's flags.
 
-    ``shift`` moves the finished image by up to so many pixels, its border repeated; ``scale`` and ``ratio`` are the
-    area and the aspect of the random crop that is resized; (1, 1) takes the whole image.
+    ``shift`` moves the final image by up to so many pixels and repeats its border. ``scale`` and ``ratio`` are the area
+    and the aspect ratio of the random crop that is resized; (1, 1) takes the whole image.
     """
 
     shift: int = 0
@@ -33,15 +33,15 @@ class Augmentation:
 
     @property
     def random(self) -> bool:
-        """Whether it changes anything."""
+        """Whether the augmentation changes anything."""
         return self != Augmentation()
 
 
 @dataclass(frozen=True)
 class Format:
-    """What every image of a run is turned into: its size, and the pixels' mean and deviation by channel.
+    """Format of the images of a run: size, and mean and standard deviation of pixels by channel.
 
-    ``crop`` is the share of the side that evaluation sees, the middle.
+    ``crop`` is the fraction of the side, around the centre, that evaluation sees.
     """
 
     channels: int
@@ -58,11 +58,10 @@ class Format:
 def image_format(
     channels: int, side: int, mean: tuple[float, ...], std: tuple[float, ...], crop: float = 1.0
 ) -> Format:
-    """A format with statistics for as many channels as asked for: those of colours are averaged for grey, and the other
-    way round grey ones are repeated.
+    """A format with statistics for the channels: averaged from colours to grey, repeated from grey to colours.
 
     Raises:
-        UsageError: images have neither so many nor so few channels.
+        UsageError: the channels are neither 1 nor 3.
     """
     if channels not in MODES:
         raise UsageError(
@@ -74,17 +73,17 @@ def image_format(
 
 
 def training_transform(form: Format, augmentation: Augmentation) -> Transform:
-    """What training images go through.
+    """Transform of training images.
 
     Raises:
-        UsageError: a setting that timm does not understand.
+        UsageError: timm does not understand a setting.
     """
     if not augmentation.random:
         return evaluation_transform(form)
     if augmentation.aa and form.channels != 3:
         raise UsageError(f"--aa {augmentation.aa} changes colours, but the images are grey. Leave it out.")
     try:
-        made = needed("timm.data", "Augmentation").create_transform(
+        transform = needed("timm.data", "Augmentation").create_transform(
             form.shape,
             is_training=True,
             scale=augmentation.scale,
@@ -102,24 +101,24 @@ def training_transform(form: Format, augmentation: Augmentation) -> Transform:
             f"timm does not understand these settings: {augmentation}: {type(error).__name__}: {error}. "
             "--aa takes texts such as rand-m9-mstd0.5, augmix-m5-w4-d2 or original."
         ) from error
-    moved = []
+    shifts = []
     if augmentation.shift:
         crop = needed("torchvision.transforms", "Augmentation").RandomCrop
-        moved = [crop(form.side, padding=augmentation.shift, padding_mode="edge")]
-    return Chain(MODES[form.channels], (made, *moved))
+        shifts = [crop(form.side, padding=augmentation.shift, padding_mode="edge")]
+    return Chain(MODES[form.channels], (transform, *shifts))
 
 
 def evaluation_transform(form: Format) -> Transform:
-    """What test images go through: resized, the middle cut out, normalised."""
-    made = needed("timm.data", "Reading images").create_transform(
+    """Transform of test images: resize, centre crop, normalise."""
+    transform = needed("timm.data", "Reading images").create_transform(
         form.shape, interpolation="bilinear", mean=form.mean, std=form.std, crop_pct=form.crop
     )
-    return Chain(MODES[form.channels], (made,))
+    return Chain(MODES[form.channels], (transform,))
 
 
 @dataclass(frozen=True)
 class Chain:
-    """An image in a PIL mode, through transforms one after the other."""
+    """Conversion to a PIL mode, followed by transforms in order."""
 
     mode: str
     transforms: tuple[Callable[[Any], Any], ...]

@@ -1,4 +1,4 @@
-"""What a run keeps in its folder: the names, what an earlier one left there, and its removal."""
+"""Folder of a training run: file names, detection of an earlier run, and its removal."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LAST, BEST = "last", "best"
 STEPS, EPOCHS = "steps.jsonl", "history.jsonl"
 WEIGHTS, EMA_WEIGHTS, PLAN = "model.safetensors", "model_ema.safetensors", "plan.json"
 TENSORBOARD = "tensorboard"
-EVENTS = "events.out.tfevents.*"  # as SummaryWriter names its files
+EVENTS = "events.out.tfevents.*"  # file names of SummaryWriter
 
 
 def last_of(folder: Path) -> Path:
-    """The checkpoint that a folder stands for: the last one of a run's folder, or the folder itself."""
+    """The checkpoint ``last`` in a run's folder; a folder without one stands for itself."""
     return folder / LAST if (folder / LAST).is_dir() else folder
 
 
@@ -24,7 +24,7 @@ def make_folder(folder: Path) -> None:
     """Create a folder for results.
 
     Raises:
-        UsageError: it cannot be made.
+        UsageError: the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -33,12 +33,12 @@ def make_folder(folder: Path) -> None:
 
 
 def lies_in(checkpoint: Path, folder: Path) -> bool:
-    """Whether a checkpoint is one of the run in this folder; either of them may be a link."""
+    """Whether a checkpoint belongs to the run in a folder; both paths may be links."""
     return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
 
 
 def checkpoints_in(folder: Path) -> list[str]:
-    """``checkpoint last after 16 updates``, for each that a run left in its folder."""
+    """Descriptions of the checkpoints in a run's folder, such as ``checkpoint last after 16 updates``."""
     return [f"checkpoint {name} {age(folder / name)}" for name in (LAST, BEST) if is_checkpoint(folder / name)]
 
 
@@ -50,53 +50,52 @@ def age(checkpoint: Path) -> str:
 
 
 def logs_in(folder: Path) -> list[str]:
-    """``steps.jsonl of 16 updates``, for each log with a line.
+    """Descriptions of the logs with at least one line, such as ``steps.jsonl of 16 updates``.
 
-    Empty ones are nothing. They are what remains of a run that failed before its first update, out of memory or over
-    its data: it can be started again as if it had not been. A log with lines counts although there may be no checkpoint
-    to go on from: it may be all that shows why a run went wrong.
+    Empty logs do not count: they remain of a run that failed before its first update, which may simply be started
+    again. A log with lines counts even without a checkpoint, since it may be the only record of why a run failed.
     """
-    found = []
+    logs = []
     for name, what in ((STEPS, "update"), (EPOCHS, "epoch")):
         path = folder / name
         if path.is_file() and path.stat().st_size > 0:
             with path.open("rb") as file:
-                found.append(f"{name} of {plural(sum(1 for _ in file), what)}")
-    return found
+                logs.append(f"{name} of {plural(sum(1 for _ in file), what)}")
+    return logs
 
 
 def run_in(folder: Path) -> list[str]:
-    """What a new run in this folder would replace: checkpoints, logs and exported weights, in words; often nothing.
+    """Descriptions of what a new run in this folder would replace: checkpoints, logs and exported weights.
 
-    Plans do not count: they may be there for ``--plan``, and making one again costs seconds.
+    Plan files do not count: they may be there for ``--plan``, and planning again takes seconds.
     """
     weights = [name for name in (WEIGHTS, EMA_WEIGHTS) if (folder / name).exists()]
     return [*checkpoints_in(folder), *logs_in(folder), *weights]
 
 
 def check_free(folder: Path, *, go_on: str, instead: str) -> None:
-    """Raise a UsageError if a run is in a folder.
+    """Raise a UsageError if a folder holds a run.
 
     Args:
-        go_on: how to go on from a checkpoint; ``{}`` stands for its path.
-        instead: what else to do.
+        go_on: how to resume from a checkpoint, for the message; ``{}`` stands for its path.
+        instead: the alternative, for the message.
     """
-    found = run_in(folder)
-    if not found:
+    contents = run_in(folder)
+    if not contents:
         return
     checkpoints = [folder / name for name in (LAST, BEST) if is_checkpoint(folder / name)]
     on = f"Go on with it by {go_on.format(checkpoints[0])}, " if checkpoints else "It has no checkpoint to go on from: "
-    raise UsageError(f"{folder} holds a run already: {', '.join(found)}. {on}{instead}")
+    raise UsageError(f"{folder} holds a run already: {', '.join(contents)}. {on}{instead}")
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what a run wrote into its folder: checkpoints, logs, exported weights, TensorBoard's events; nothing else.
+    """Remove the files of a run: checkpoints, logs, exported weights, TensorBoard's events; nothing else.
 
-    Under torchrun one rank makes the call: ``if leads(): remove_run(folder)``.
+    Under torchrun one rank calls it: ``if is_rank_zero(): remove_run(folder)``.
 
     Raises:
-        CheckpointError: another process is saving one of the checkpoints at this moment.
-        UsageError: something cannot be removed.
+        CheckpointError: another process is saving one of the checkpoints.
+        UsageError: a file cannot be removed.
     """
     try:
         for name in (LAST, BEST):

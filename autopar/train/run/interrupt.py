@@ -1,4 +1,4 @@
-"""Ctrl-C during a training run: the first asks it to end between two updates, the second ends it at once."""
+"""Ctrl-C during a training run: the first ends it between two updates, the second ends it immediately."""
 
 from __future__ import annotations
 
@@ -11,35 +11,38 @@ from types import FrameType
 
 from autopar.train.rank_zero import is_rank_zero
 
-NOTICE = b"\nInterrupted: the run ends after this update. Ctrl-C again ends it at once.\n"
+NOTICE = b"\nInterrupted: the run ends after this update. Ctrl-C again ends it immediately.\n"
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, raised where the model and the trainer's position belong together."""
+class TrainingInterrupted(KeyboardInterrupt):
+    """Ctrl-C, raised at a point where the model's state matches the trainer's position."""
 
 
 class Interrupt:
-    """Whether Ctrl-C asked the run to end."""
+    """Whether Ctrl-C was pressed."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     def ask(self, number: int, frame: FrameType | None) -> None:
         """Handle SIGINT."""
         del number, frame
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
         if is_rank_zero():
-            os.write(2, NOTICE)  # print may be what the signal came in the middle of
+            os.write(2, NOTICE)  # the signal may have interrupted a print
 
 
 @contextmanager
-def noted_interrupts() -> Iterator[Interrupt]:
-    """Within ``with``, the first Ctrl-C is noted; unless another thread or the caller's own handler would get it."""
+def deferred_interrupts() -> Iterator[Interrupt]:
+    """Within ``with``, the first Ctrl-C is recorded instead of raised.
+
+    Ctrl-C is left alone outside of the main thread, and if the caller has a SIGINT handler.
+    """
     interrupt = Interrupt()
-    ours = threading.current_thread() is threading.main_thread()
-    if not ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield interrupt
         return
     signal.signal(signal.SIGINT, interrupt.ask)

@@ -1,17 +1,24 @@
-"""What a training run tells of itself, and where it is."""
+"""A training run as its callbacks see it: where it is, and the reports of its steps and epochs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Protocol
+
+from autopar.api.model import ParallelModel
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What one update came to.
+    """Report of one update.
 
-    ``epoch`` and ``step`` (within it) and ``update`` (in all) count from 1. ``lr`` is the largest of the parameter
-    groups, as this update used it. ``samples_per_second`` counts each image of the epoch so far once, and the time of
-    training steps only. ``skipped`` is true where a float16 overflow made the update void; its loss does not count.
+    ``epoch``, ``step`` (within the epoch) and ``update`` (in all) count from 1. ``lr`` is the largest learning rate of
+    the parameter groups in this update. ``samples_per_second`` is the mean over the epoch so far; it counts each image
+    once and the time of training steps only. ``skipped`` is true if a float16 overflow skipped the update; its loss
+    does not count in means.
     """
 
     epoch: int
@@ -27,12 +34,12 @@ class StepReport:
 
 @dataclass(frozen=True)
 class EpochReport:
-    """What one epoch came to.
+    """Report of one epoch.
 
-    ``loss`` is the mean of its steps, ``lr`` that of its first one; ``accuracy``, ``top5`` and ``test_loss`` are from
-    the evaluation, ``ema_accuracy`` from that of the averaged weights, each None where there is no such thing. ``best``
-    says whether no epoch before was as good. ``peak_bytes`` is the most that any rank has used so far, as
-    `autopar.runtime.spec.RankStats` says: on CPU that counts more than tensors, which the plan predicts.
+    ``loss`` is the mean over its steps, ``lr`` the learning rate of its first step. ``accuracy``, ``top5`` and
+    ``test_loss`` are those of the evaluation, ``ema_accuracy`` that of the averaged weights; each is None without such
+    an evaluation. ``best`` is true if no earlier epoch had as high a score. ``peak_bytes`` is the peak of any rank so
+    far, see `autopar.runtime.spec.RankStats`: on CPU it counts more than the tensors that the plan predicts.
     """
 
     epoch: int
@@ -49,13 +56,13 @@ class EpochReport:
 
     @property
     def score(self) -> float | None:
-        """What decides which epoch is the best: higher is better."""
+        """Accuracy that decides which epoch is the best: of the averaged weights if there are any."""
         return self.accuracy if self.ema_accuracy is None else self.ema_accuracy
 
 
 @dataclass(frozen=True)
-class Position:
-    """How far a training run is: in epoch ``epoch`` (from 1), after ``step`` of ``steps`` updates of it."""
+class RunPosition:
+    """Position of a training run: in epoch ``epoch`` (from 1), after ``step`` of its ``steps`` updates."""
 
     epoch: int
     step: int
@@ -63,7 +70,7 @@ class Position:
 
     @property
     def update(self) -> int:
-        """Updates done in all."""
+        """Updates done since the start of the run."""
         return (self.epoch - 1) * self.steps + self.step
 
     @property
@@ -71,18 +78,18 @@ class Position:
         return self.step == self.steps
 
     @property
-    def next(self) -> Position:
-        """After one more update."""
-        return Position(self.epoch, self.step + 1, self.steps)
+    def next(self) -> RunPosition:
+        """Position after one more update."""
+        return RunPosition(self.epoch, self.step + 1, self.steps)
 
     @property
-    def next_epoch(self) -> Position:
-        return Position(self.epoch + 1, 0, self.steps)
+    def next_epoch(self) -> RunPosition:
+        return RunPosition(self.epoch + 1, 0, self.steps)
 
 
 @dataclass(frozen=True)
-class Running:
-    """Sums over the updates of an epoch so far: losses and how many, seconds of training, samples."""
+class EpochSums:
+    """Sums over the updates of an epoch so far: losses and their count, seconds of training, samples."""
 
     loss: float = 0.0
     count: int = 0
@@ -90,9 +97,9 @@ class Running:
     samples: int = 0
     lr: float = 0.0
 
-    def plus(self, loss: float | None, seconds: float, samples: int, lr: float) -> Running:
-        """With one more update; ``loss`` is None where it was void."""
-        return Running(
+    def plus(self, loss: float | None, seconds: float, samples: int, lr: float) -> EpochSums:
+        """Sums with one more update; ``loss`` is None if the update was skipped."""
+        return EpochSums(
             self.loss + (loss or 0.0),
             self.count + (loss is not None),
             self.seconds + seconds,
@@ -102,9 +109,38 @@ class Running:
 
     @property
     def mean_loss(self) -> float:
-        """NaN where no update counted."""
+        """Mean loss; NaN if no update counted."""
         return self.loss / self.count if self.count else float("nan")
 
     @property
     def samples_per_second(self) -> float:
         return self.samples / self.seconds if self.seconds else 0.0
+
+
+class TrainerView(Protocol):
+    """What callbacks may read of a `autopar.train.Trainer`, and its one method for them.
+
+    ``saved`` is the position of the last checkpoint that was written or read. ``resumed`` is the checkpoint that the
+    run goes on from. Callbacks add the folders that they write to ``run_folders``.
+    """
+
+    @property
+    def pm(self) -> ParallelModel: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def position(self) -> RunPosition: ...
+    @property
+    def history(self) -> Sequence[EpochReport]: ...
+    @property
+    def best(self) -> float | None: ...
+    @property
+    def saved(self) -> RunPosition | None: ...
+    @property
+    def resumed(self) -> Path | None: ...
+    @property
+    def run_folders(self) -> set[Path]: ...
+
+    def save(self, folder: str | PathLike[str]) -> None:
+        """Write a checkpoint of the model and of the run's position."""
+        ...

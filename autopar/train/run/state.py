@@ -1,4 +1,4 @@
-"""How far a training run was when it saved a checkpoint, and whether another run may go on from there."""
+"""State of a training run in a checkpoint, and the check that another run may resume from it."""
 
 from __future__ import annotations
 
@@ -8,35 +8,41 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from autopar.api.checkpoint import read_header
 from autopar.errors import UsageError
 from autopar.ir.units import plural
 from autopar.runtime.checkpoint.folder import check_files
-from autopar.train.run.reports import EpochReport, Position, Running
+from autopar.train.run.reports import EpochReport, EpochSums, RunPosition
 
 
 @dataclass(frozen=True)
 class SavedRun:
-    """What a trainer saves beside the model.
+    """State that a trainer saves with the model.
 
-    ``running`` are the sums of the epoch at ``position``; ``settings`` what a run that goes on must share.
+    ``running`` are the sums of the epoch at ``position``; ``settings`` must equal those of a run that resumes.
     """
 
-    position: Position
-    running: Running
+    position: RunPosition
+    running: EpochSums
     history: tuple[EpochReport, ...]
     best: float | None
     settings: Mapping[str, Any]
 
     def to_extra(self) -> dict[str, Any]:
-        """As plain data, for `ParallelModel.save_checkpoint`."""
+        """The state as plain data, for `ParallelModel.save_checkpoint`."""
         return asdict(self)
 
     def check(self, settings: Mapping[str, Any], steps: int, folder: str | PathLike[str]) -> None:
-        """Compare with the run that is to go on, of so many updates in an epoch.
+        """Compare with a run that resumes.
+
+        Args:
+            steps: updates of its epochs.
+            folder: the checkpoint, for messages.
 
         Raises:
-            UsageError: says what would change.
+            UsageError: a setting differs; lists the changes.
         """
         before = self.settings
         names = [*before, *(name for name in settings if name not in before)]
@@ -44,7 +50,7 @@ class SavedRun:
         if changes:
             raise UsageError(
                 f"Checkpoint {folder} cannot be resumed so: this would change {', '.join(changes)}. That would be "
-                "another run. Give the values of the one that wrote it, or start anew."
+                "another run. Give the values of the one that wrote it, or start from the beginning."
             )
         if self.position.steps != steps:
             raise UsageError(
@@ -54,24 +60,18 @@ class SavedRun:
 
 
 def read_run(folder: str | PathLike[str]) -> SavedRun:
-    """How far the run was that wrote a checkpoint.
+    """State of the run that wrote a checkpoint.
 
     Raises:
         CheckpointError: the folder has no whole checkpoint.
-        UsageError: it was not written by a trainer.
+        UsageError: no trainer wrote it.
     """
     header = read_header(folder)
     check_files(Path(folder), header)
-    extra = header.extra
-    if not isinstance(extra, Mapping) or not {"position", "settings"} <= extra.keys():
+    try:
+        return TypeAdapter(SavedRun).validate_python(header.extra)
+    except ValidationError as error:
         raise UsageError(
             f"Checkpoint {folder} does not say how far a training was, because no Trainer wrote it. "
             "Load it with pm.load_checkpoint and start at epoch 1."
-        )
-    return SavedRun(
-        Position(**extra["position"]),
-        Running(**extra["running"]),
-        tuple(EpochReport(**report) for report in extra["history"]),
-        extra["best"],
-        extra["settings"],
-    )
+        ) from error

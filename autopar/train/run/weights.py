@@ -1,4 +1,4 @@
-"""Weights on disk, in the names of the unmodified model."""
+"""Weights in safetensors files, with the names of the unmodified model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 
 
 def save_weights(state: Mapping[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Write a state dict; tied weights are written under each of their names: the format has no aliases.
+    """Write a state dict; a tied weight is written under each of its names, since the format has no aliases.
 
-    The file is as open to others as any new one, or as the one that it replaces: safetensors writes a private file and
-    renames that.
+    The file keeps the permissions of the file that it replaces, or gets those of a new file. safetensors by itself
+    writes a private file and renames it.
     """
-    target = path.resolve()  # safetensors would put its file in the place of a link
+    target = path.resolve()  # safetensors would replace a link by its file
     new = not target.exists()
     target.touch()
     mode = S_IMODE(target.stat().st_mode)
@@ -33,6 +33,6 @@ def save_weights(state: Mapping[str, torch.Tensor], path: Path, metadata: Mappin
 
 
 def load_weights(model: nn.Module, path: Path) -> nn.Module:
-    """The model with the weights of a file, in eval mode; all names must match."""
+    """Load the weights of a file into a model and return it in eval mode; all names must match."""
     model.load_state_dict(load_file(path))
     return model.eval()

@@ -10,6 +10,7 @@ import re
 import signal
 import warnings
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,8 @@ from torch._dynamo.exc import Unsupported
 
 import autopar
 from autopar import DeviceMemoryError, NonFiniteLossWarning, StepResult, UsageError, WorkerError
-from autopar.api.batch_agreement import check_copies, fingerprint
-from autopar.api.dispatch import IN_FLIGHT, BatchAgreement
+from autopar.api.batch_agreement import check_same_samples, fingerprint
+from autopar.api.dispatch import MAX_STEPS_IN_FLIGHT, BatchAgreement
 from autopar.api.step_result import StepMetrics
 from autopar.ir.mesh import Mesh
 from autopar.train import Checkpoints, Data, JsonLog, Trainer, Wanted, evaluation_loader, load_data, training_loader
@@ -82,9 +83,9 @@ def test_late_results_are_those_of_plain_calls() -> None:
                 results.append(pm.forward_backward(X * step, Y, share=0.5))
                 assert results[-1].ready != late
                 results.append(pm.train_step(X + step, Y, share=0.5))
-                assert [r.ready for r in results] == [True] * (len(results) - (IN_FLIGHT if late else 0)) + [
+                assert [r.ready for r in results] == [True] * (len(results) - (MAX_STEPS_IN_FLIGHT if late else 0)) + [
                     not late
-                ] * (IN_FLIGHT if late else 0)
+                ] * (MAX_STEPS_IN_FLIGHT if late else 0)
             kept = pm.train_step(X, Y, return_outputs=True)
             assert kept.ready and kept.outputs.shape == (6, 4)
             norms = pm.forward_backward(X, Y), pm.optimizer_step()
@@ -256,14 +257,14 @@ class Stop(autopar.train.Callback):
         self.at, self.late = at, False
         self.behind: list[int] = []
 
-    def on_step(self, trainer: Trainer, report: Any) -> None:
+    def on_step(self, trainer: autopar.train.TrainerView, report: Any) -> None:
         self.behind.append(trainer.position.update - report.update)
 
-    def on_update(self, trainer: Trainer) -> None:
+    def on_update(self, trainer: autopar.train.TrainerView) -> None:
         if trainer.position.update == self.at:
             os.kill(os.getpid(), signal.SIGINT)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: autopar.train.TrainerView) -> None:
         # Updates 3, 6 and 9 are followed by a checkpoint, 5 and 10 by an evaluation: all before is told then.
         late = [2, 1, 0, 1, 0, 0, 2, 1, 0, 0] if self.at is None else [2, 1, 0, 0]
         expected = late if self.late else [0] * len(late)
@@ -310,17 +311,29 @@ class Told:
 def test_an_agreement_names_the_ranks_that_differ() -> None:
     mesh = Mesh(1, 2, 2)
     with pytest.raises(UsageError, match=r"^Ranks 2 and 3 were given different inputs or targets, but share each"):
-        check_copies([5, 5, 6, 7], mesh)
-    check_copies([5, 0, 6, 6], mesh)  # rank 1 has nothing to compare
+        check_same_samples([5, 5, 6, 7], mesh)
+    check_same_samples([5, 0, 6, 6], mesh)  # rank 1 has nothing to compare
     ranks: Any = Told([[4, 1, 9, 8, 70, 5], [4, 0, 9, 9, 71, 6], [4, 0, 9, 9, 71, 6]])
     agreement = BatchAgreement(ranks, mesh, 2)
     agreement.fingerprints = lambda given: (9, 9)  # type: ignore[method-assign]
     with pytest.raises(UsageError, match=r"^Ranks 0 and 1 were given .* 2 calls ago, so that updates since are wrong"):
         agreement.start(4, 70, 5, [])()
-    assert agreement.flagged and (agreement.kinds, agreement.shapes) == ((70, 70, 71, 71), (5, 5, 6, 6))
+    assert agreement.any_flag and (agreement.kinds, agreement.shapes) == ((70, 70, 71, 71), (5, 5, 6, 6))
     ranks.others[2] = [5, 0, 9, 9, 71, 6]
     with pytest.raises(UsageError, match=r"different sizes: 4 on data rank 0, 4 on data rank 1, 5 on data rank 1"):
         agreement.start(4, 70, 5, [])()
+
+
+def test_content_is_compared_on_the_first_batches_of_a_signature_and_then_sampled() -> None:
+    ranks: Any = Told([[4, 0, 7, 0, 70, 5]])
+    agreement = BatchAgreement(ranks, Mesh(1, 2, 1), 1)
+    refused: dict[int, list[int]] = {70: [], 71: []}
+    for kind, number in [*product((70,), range(1, 34)), (71, 1)]:
+        try:
+            agreement.start(4, kind, 5, [torch.ones(4)])()
+        except UsageError:
+            refused[kind].append(number)
+    assert refused == {70: [1, 2, 3, 16, 32], 71: [1]}
 
 
 TALK = """

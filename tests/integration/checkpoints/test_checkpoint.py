@@ -198,7 +198,7 @@ def test_without_an_optimizer_the_weights_are_taken(saved: Path) -> None:
         pm.load_checkpoint(saved)
         assert_equal(pm.state_dict(), read_weights(saved))
         pm.save_checkpoint(saved)
-    with small() as pm, pytest.warns(ResumeWarning, match="has no optimizer: the one here starts from scratch"):
+    with small() as pm, pytest.warns(ResumeWarning, match="has no optimizer: the one of this run starts from scratch"):
         pm.load_checkpoint(saved)
 
 
@@ -242,8 +242,8 @@ def test_averages_and_loss_scale_go_to_another_mesh(tmp_path: Path) -> None:
 
 def test_precision_and_averages_that_come_or_go(saved: Path) -> None:
     came = [
-        r"was saved in fp32, here it is fp16: training goes on with other rounding, and the loss scale starts anew\.",
-        r"has no averages of weights: those here start at its weights\.",
+        r"was saved in fp32, here it is fp16: training goes on with other rounding, and the loss scale is initialized again\.",
+        r"has no averages of weights: the averages of this run start at its weights\.",
     ]
     with small(precision="fp16", ema=EMA) as pm:
         assert_told(pm, saved, came)
@@ -252,7 +252,7 @@ def test_precision_and_averages_that_come_or_go(saved: Path) -> None:
         pm.save_checkpoint(saved)
     gone = [
         "was saved in fp16, here it is fp32: training goes on with other rounding, without its loss scale",
-        r"has averages of weights, here is no ema: they are left out, and end\.",
+        r"has averages of weights; this run has no ema: they are not loaded\.",
     ]
     with small() as pm:
         assert_told(pm, saved, gone)

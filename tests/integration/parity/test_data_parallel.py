@@ -29,7 +29,7 @@ from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine.executor import Span
 from autopar.runtime.params.grad_reduce import balanced_owners, buckets_of, packed, unpacked
 from autopar.runtime.rank import Rank
-from autopar.runtime.spec import RankSpec, rank_text
+from autopar.runtime.spec import RankSpec, TrainingRecipe, rank_text
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
@@ -293,8 +293,7 @@ def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None) -> R
         weights=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in shapes.items()),
         holders={},
         edges=(),
-        loss_fn=F.cross_entropy,
-        optimizer=functools.partial(torch.optim.SGD, lr=1.0),
+        recipe=TrainingRecipe(F.cross_entropy, functools.partial(torch.optim.SGD, lr=1.0)),
         storage={"split": split_layout(0), "shared": broadcast_layout()},
         owners=owners or {},
     )

@@ -35,7 +35,7 @@ def test_batch_norm_stays_in_float32() -> None:
     parity = compare(model, x, devices=2, steps=2, microbatches=2, precision="bf16-params")
     assert parity.ok, parity.rows
     with autopar.parallelize(model, 1, x, precision="bf16-params") as pm:
-        (variant, *_) = pm._programs.known.values()
+        (variant, *_) = pm._programs.specializations.values()
         weights = {w.name: w for w in variant.graph.weights}
         lowered = params_to_lower(model)
     assert {name for name, w in weights.items() if w.master} == set(lowered)

@@ -24,7 +24,7 @@ def one_device() -> list[float]:
 
 def split_draws(programs: ProgramCache) -> set[str]:
     """The modules whose random numbers ranks of the tensor axis draw in parts."""
-    ops = (op for variant in programs.known.values() for program in variant.programs for op in program.ops)
+    ops = (op for variant in programs.specializations.values() for program in variant.programs for op in program.ops)
     return {op.module.rpartition(".")[2] for op in ops if op.target == "autopar.uniform.default" and len(op.args) > 5}
 
 

@@ -18,7 +18,7 @@ from support.reference import Reference, assert_all_close, assert_close
 from torch import nn
 
 import autopar
-from autopar.api.recompute import own_segments
+from autopar.api.recompute import local_segment_starts
 from autopar.codegen.emit import graph_module, source
 from autopar.codegen.split import split
 from autopar.errors import PlanError
@@ -72,7 +72,7 @@ def test_equals_one_device(name: str, stages: int) -> None:
     x, _ = data(8)
     plan = recomputing(plan_by_hand(model, x, 4, even_firsts(model, x, stages)))
     pm = in_threads(model, plan, x, loss_fn, optimizer=ADAMW)
-    assert any(p.segments for v in pm._programs.known.values() for p in v.programs)
+    assert any(p.segments for v in pm._programs.specializations.values() for p in v.programs)
     reference = Reference(model, loss_fn, ADAMW)
     for batch in (8, 5):
         x, y = data(batch)
@@ -224,11 +224,11 @@ def test_a_plan_is_edited_by_hand(tmp_path: Path) -> None:
 
 
 def test_a_cut_divides_a_segment() -> None:
-    assert own_segments([0, 1, 2, 3, 4, 5], (0, 3)) == (0, 3)
-    assert own_segments([2, 3, 4], (0, 3)) == (0, 1)
-    assert own_segments([4, 5, 6], (0, 3)) == (0,)
-    assert own_segments([0, 2, 5, 6], (2, 6)) == (1, 3)  # the first operation is run once
-    assert own_segments([0, 1], (2,)) == ()
+    assert local_segment_starts([0, 1, 2, 3, 4, 5], (0, 3)) == (0, 3)
+    assert local_segment_starts([2, 3, 4], (0, 3)) == (0, 1)
+    assert local_segment_starts([4, 5, 6], (0, 3)) == (0,)
+    assert local_segment_starts([0, 2, 5, 6], (2, 6)) == (1, 3)  # the first operation is run once
+    assert local_segment_starts([0, 1], (2,)) == ()
 
 
 def with_segments(model: nn.Module, x: torch.Tensor, segments: tuple[int, ...]) -> tuple[Program, Any]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import fields
 from functools import partial
+from typing import get_type_hints
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from torch import nn
 
 import autopar
 from autopar import UsageError
-from autopar.api.options import Options, parse_bytes
+from autopar.api.options import RUN_SETTINGS, Options, parse_bytes
+from autopar.ir.plan_constraints import PlanConstraints
+from autopar.tools.cli.flags import PlanFlags, RunFlags
 from autopar.trace.passes.precision import apply_precision, model_precision
 from autopar.trace.trace import trace
 
@@ -129,3 +133,13 @@ def test_what_only_gpus_have_is_refused_elsewhere_before_planning(asked: dict) -
     Options(cuda_graph=False, transport="auto").check_machine("cpu")
     with pytest.raises(UsageError, match=message):
         autopar.parallelize(nn.Linear(4, 4), 2, torch.randn(4, 4), backend="gloo", **asked)
+
+
+def test_flags_are_the_constraints_by_their_names() -> None:
+    constraints, flags = get_type_hints(PlanConstraints), get_type_hints(PlanFlags)
+    assert {*flags} - {"pin"} == {*constraints} - {"pins", "solver_seconds"}
+    for kind in (int, bool):
+        alike = [{name for name, hint in hints.items() if hint == kind | None} for hints in (flags, constraints)]
+        assert alike[0] == alike[1] - {"memory"}, kind  # a text with a unit
+    assert set(get_type_hints(RunFlags)) <= RUN_SETTINGS
+    assert {f.name for f in fields(Options)} - {*constraints} == RUN_SETTINGS

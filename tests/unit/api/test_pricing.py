@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.api.planning.costs import PlanCosts, apply
+from autopar.api.planning.costs import PlanCosts, apply_strategies
 from autopar.api.planning.plan import example_call
 from autopar.cost.groups.cost_graph import price
 from autopar.cost.groups.weight_memory import Sharing
@@ -38,12 +38,14 @@ def test_at_least_as_good_as_megatron(tp: int, size: int) -> None:
     costs = PlanCosts(graph, load_hardware("h200-nvlink"))
     labels = {op.name: MEGATRON.get(op.name.split(".", 2)[-1], "") for op in graph.ops}
     inside = {name for name in labels if ".attn." in name or ".mlp." in name}
-    by_hand = apply(graph, {n: label for n, label in labels.items() if label or n not in inside}, tp, costs.hardware)
+    by_hand = apply_strategies(
+        graph, {n: label for n, label in labels.items() if label or n not in inside}, tp, costs.hardware
+    )
     collectives = Counter(op.target for op in by_hand.graph.ops if op.home)
     masked = {"autopar.first_rank.default": 6}  # the biases behind sums, which one rank adds
     assert collectives == {"autopar.all_reduce.default": 6, "autopar.sum_gradient.default": 6} | masked
     sharing = Sharing(tp, storage=by_hand.storage)
-    megatron = price(by_hand.graph, by_hand.facts, costs.hardware, size, sharing, costs.whole(size).groups)
+    megatron = price(by_hand.graph, by_hand.facts, costs.hardware, size, sharing, costs.unsharded_costs(size).groups)
     found = costs.priced(tp, 1, False, size, 1, 0)
     assert found is not None
     # Choices are priced to about 0.1 % as the graph that they make (autopar.cost.strategies.group_cost).

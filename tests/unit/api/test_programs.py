@@ -43,7 +43,7 @@ def programs(strategies: Mapping[str, str], shardings: Mapping[str, str]) -> Pro
 )
 def test_a_weight_may_lie_otherwise_than_it_is_read(layout: str, local: tuple[int, ...]) -> None:
     found = programs({"fc1.linear": "n"}, {"fc1.weight": layout})
-    for variant in found.known.values():
+    for variant in found.specializations.values():
         assert {w.name: w.shape for w in variant.programs[0].weights}["fc1.weight"] == local
         assert next(op for op in variant.programs[0].ops if op.name == "fc1.linear").outputs[0].shape == (2, 4)
 

@@ -44,7 +44,7 @@ class ChoicePrices:
     graph: Graph
     hardware: Hardware = MACHINE
 
-    def choices(self, tp: int, size: int) -> StrategyGraph:
+    def strategy_graph(self, tp: int, size: int) -> StrategyGraph:
         return self.choice_graph
 
     def floor_seconds(self, tp: int, size: int) -> float:
@@ -53,12 +53,14 @@ class ChoicePrices:
     def priced(self, tp: int, dp: int, zero1: bool, size: int, microbatches: int, memory_level: int) -> Priced | None:
         if memory_level:
             return None
-        return self.picked(solve_shardings(self.choice_graph, microbatches).strategy_index, tp, dp, zero1, size)
+        return self.priced_strategies(
+            solve_shardings(self.choice_graph, microbatches).strategy_index, tp, dp, zero1, size
+        )
 
     def bound_seconds(self, tp: int, size: int) -> float:
         return solve_shardings(self.choice_graph, 1).bound_seconds
 
-    def picked(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
+    def priced_strategies(self, picks: tuple[int, ...], tp: int, dp: int, zero1: bool, size: int) -> Priced:
         groups, value_bytes = self.choice_graph.groups, self.choice_graph.value_bytes
         chosen = [group.strategies[k] for group, k in zip(groups, picks)]
         seconds, flows = [c.seconds for c in chosen], []

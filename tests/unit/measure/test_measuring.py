@@ -17,7 +17,7 @@ from torch import nn
 
 import autopar
 from autopar.api.model_source import ModelSource
-from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply
+from autopar.api.planning.costs import MeasuredConfig, PlanCosts, apply_strategies
 from autopar.api.planning.plan import example_call
 from autopar.cost.hardware.load import load_hardware
 from autopar.cost.ops.op_cost import Pricing, measured_factors
@@ -108,7 +108,7 @@ def test_times_of_a_piece_whole_and_split_over_ranks() -> None:
     free = replace(CPU, collective=Link(0.0, 1e15))
     priced = PlanCosts(graph, free).priced(2, 1, False, 4, 1, 0)
     assert priced is not None
-    split = apply(graph, priced.strategies, 2, free).graph
+    split = apply_strategies(graph, priced.strategies, 2, free).graph
     assert any("autopar." in op.target for op in split.ops)
     for number, local in ((1, graph), (2, split)):
         piece = max(timed_regions(local), key=lambda piece: len(piece.ops))
@@ -128,15 +128,15 @@ def test_factors_make_prices_what_was_measured() -> None:
     facts = graph_stats(graph)
     measured = [(piece.ops, 0.5, 0.25) for piece in timed_regions(graph)]
     costs = PlanCosts(graph, CPU)
-    before = costs.whole(4)
+    before = costs.unsharded_costs(4)
     costs.use_measurements(MeasuredConfig(1, 4), measured)
-    after = costs.whole(4)
+    after = costs.unsharded_costs(4)
     assert [group.ops for group in after.groups] == [group.ops for group in before.groups]
     assert sum(g.forward_seconds for g in after.groups) == pytest.approx(0.5 * 5)
     assert sum(g.backward_seconds for g in after.groups) == pytest.approx(0.25 * 5)
     assert measured_factors(Pricing(graph, facts, CPU, 4), measured).keys() == {op.name for op in graph.ops}
     costs.clear_measurements()
-    assert costs.whole(4) == before
+    assert costs.unsharded_costs(4) == before
 
 
 # -- the cache -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.optim.build import use_fused_kernels
 from autopar.runtime.optim.probe import mixes_parameters, needs_full_params, param_kind
 from autopar.runtime.rank import Rank
-from autopar.runtime.spec import Parameters, RankSpec
+from autopar.runtime.spec import Parameters, RankSpec, TrainingRecipe
 from autopar.train import timm_optimizer
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -160,7 +160,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
         spec = RankSpec(
             rank=number, mesh=mesh, device="cpu", build=lambda *_: nn.Identity(),
             weights=tuple(Weight(n, "parameter", tuple(t.shape), "float32", True) for n, t in own.items()),
-            holders={}, edges=(), loss_fn=F.cross_entropy, optimizer=make, storage=layouts, owners=owners,
+            holders={}, edges=(), recipe=TrainingRecipe(F.cross_entropy, make), storage=layouts, owners=owners,
             trainable=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in sizes.items()),
         )  # fmt: skip
         ranks.append(Rank(spec, own, LocalTransport(number, hub)))

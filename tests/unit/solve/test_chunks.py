@@ -163,11 +163,11 @@ def test_auto_overlaps_where_transfers_cost_and_memory_allows() -> None:
     # Of each number of chunks the faster schedule has a row, and the chosen one is no row.
     assert sorted(label.split()[1] for label in labels if "chunks" in label) == ["2", "3", "4", "5", "6"]
 
-    plain = plan_for(graph, replace(AUTO, memory_bytes=memory_for(peaks["interleaved"])), slow, saved=0.5)
+    plain = plan_for(graph, replace(AUTO, memory=memory_for(peaks["interleaved"])), slow, saved=0.5)
     assert (plain.schedule, plain.prediction.step_seconds) == ("interleaved", steps["interleaved"])
     row = next(a for a in plain.alternatives if a.label == f"interleaved-overlap, {plain.chunks} chunks a rank")
     assert row.step_seconds is None and row.note.startswith("does not fit: ")
-    assert plan_for(graph, replace(AUTO, memory_bytes=14 * GIB), slow, saved=0.5).schedule == "1f1b"
+    assert plan_for(graph, replace(AUTO, memory=14 * GIB), slow, saved=0.5).schedule == "1f1b"
 
 
 def test_where_overlap_saves_nothing_less_is_kept() -> None:
@@ -265,7 +265,7 @@ def test_larger_microbatches_are_tried_where_smaller_ones_do_not_fit() -> None:
     limit = max(six.prediction.peak_bytes)
     assert limit < max(seven.prediction.peak_bytes)
     assert plan_with().microbatches == 7
-    assert plan_with(memory_bytes=memory_for(limit)).microbatches == 6
+    assert plan_with(memory=memory_for(limit)).microbatches == 6
 
 
 @pytest.mark.parametrize("name", INTERLEAVED)
@@ -293,7 +293,7 @@ def test_chunks_are_as_many_as_fit() -> None:
         plan = plan_for(graph, replace(several, chunks=chunks), FREE, saved=0.5)
         peaks[chunks], steps[chunks] = max(plan.prediction.peak_bytes), plan.prediction.step_seconds
     assert peaks[1] < peaks[4] and steps[4] < steps[1]
-    capped = plan_for(graph, replace(several, memory_bytes=memory_for(peaks[1])), FREE, saved=0.5)
+    capped = plan_for(graph, replace(several, memory=memory_for(peaks[1])), FREE, saved=0.5)
     assert max(capped.prediction.peak_bytes) <= peaks[1]
     assert steps[4] < capped.prediction.step_seconds < steps[1]
     remedies = {'Use more devices, or schedule="1f1b", or': several}
@@ -302,7 +302,7 @@ def test_chunks_are_as_many_as_fit() -> None:
     )
     for remedy, asked in remedies.items():
         with pytest.raises(InfeasibleError) as caught:
-            plan_for(graph, replace(asked, chunks=4, memory_bytes=2 * GIB), FREE, saved=0.5)
+            plan_for(graph, replace(asked, chunks=4, memory=2 * GIB), FREE, saved=0.5)
         assert "No plan fits: stages 0 and 2 and 4 and 6 need" in str(caught.value)
         assert remedy in str(caught.value)
 
@@ -318,7 +318,7 @@ def test_chunks_recompute_where_they_do_not_fit_otherwise() -> None:
             kept = tuple(replace(g, kept_bytes=g.saved_bytes // 8) for g in cost.groups)
             return replace(cost, groups=kept)
 
-        return pipeline(cost_at, graph, FREE, replace(asked, recompute="auto", memory_bytes=memory_bytes))
+        return pipeline(cost_at, graph, FREE, replace(asked, recompute="auto", memory=memory_bytes))
 
     whole = plan_with(None)
     assert {s.recompute for s in whole.stages} == {"none"}
@@ -366,8 +366,8 @@ def test_with_tensor_parallelism_and_replicas() -> None:
 @pytest.mark.parametrize(
     ("asked", "error", "text"),
     [
-        ({"chunks": 2}, UsageError, 'chunks=2 with schedule="1f1b", under which a rank has one stage.'),
-        ({"schedule": "interleaved", "chunks": 0}, UsageError, "chunks=0: must be at least 1."),
+        ({"chunks": 2}, UsageError, "chunks=2 with schedule='1f1b', under which each rank has one."),
+        ({"schedule": "interleaved", "chunks": 0}, UsageError, "chunks=0 must be a whole number of at least 1."),
         (
             {"schedule": "interleaved", "chunks": 5},
             InfeasibleError,

@@ -171,7 +171,7 @@ def test_boards_of_tensor_parallel_ranks_take_their_largest_collective() -> None
     model, x = tiny_vit(2), torch.randn(64, 3, 32, 32)
     plan = on_gpus(model, x, tp=2, microbatches=2)
     programs = ProgramCache(model, plan, as_call(model, x).first(32))
-    ops = [op for known in programs.known.values() for program in known.programs for op in program.ops]
+    ops = [op for known in programs.specializations.values() for program in known.programs for op in program.ops]
     assert buffers(plan, 0, x.nbytes) == max(taken for op in ops for taken in symmetric_buffer_bytes(op, "tp", 2)) > 0
 
 

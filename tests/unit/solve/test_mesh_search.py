@@ -44,7 +44,11 @@ def test_the_mesh_is_chosen_and_every_other_is_listed_with_what_it_loses_on() ->
 def test_the_bounds_that_prune_lose_nothing(reduce: float, overhead: float) -> None:
     """The search finds what trying every mesh, number of microbatches and ZeRO-1 one by one finds."""
     every = [
-        meshed(Constraints(4, 8, pp, tp, 4 // pp // tp, zero1, microbatches), reduce=reduce, overhead=overhead)
+        meshed(
+            Constraints(4, 8, pp=pp, tp=tp, dp=4 // pp // tp, zero1=zero1, microbatches=microbatches),
+            reduce=reduce,
+            overhead=overhead,
+        )
         for pp, tp in ((1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1))
         for zero1 in ((False, True) if pp * tp < 4 else (False,))
         for microbatches in (1, 2, 4, 8)
@@ -85,14 +89,14 @@ def test_zero1_is_taken_where_it_saves_time_and_where_memory_asks_for_it() -> No
     assert meshed(asked).zero1 and not meshed(replace(asked, zero1=False)).zero1
     assert meshed(replace(asked, zero1=True)).decision.count("ZeRO-1") == 1
     with pytest.raises(InfeasibleError):
-        meshed(replace(asked, zero1=False, memory_bytes=30 * GIB), memory={"weight": 6.0})
-    plan = meshed(replace(asked, memory_bytes=30 * GIB), memory={"weight": 6.0})
+        meshed(replace(asked, zero1=False, memory=30 * GIB), memory={"weight": 6.0})
+    plan = meshed(replace(asked, memory=30 * GIB), memory={"weight": 6.0})
     assert plan.zero1 and set(plan.prediction.peak_bytes) == {24 * GIB}
     assert ("1 microbatch, no ZeRO-1", None, "does not fit: over 48.0 GiB") in listed(plan)
 
 
 def test_smaller_and_slower_shardings_are_tried_where_memory_binds() -> None:
-    asked = Constraints(devices=4, batch=32, tp=4, memory_bytes=10 * GIB)
+    asked = Constraints(devices=4, batch=32, tp=4, memory=10 * GIB)
     plan = meshed(asked, memory={"weight": 8.0, "saved": 0.2}, levels=3)
     assert max(plan.prediction.peak_bytes) <= 10 * GIB
     assert "collectives 17 % of the step" in plan.bound_by
@@ -154,7 +158,7 @@ def test_too_many_chunks_for_every_mesh_are_what_to_change() -> None:
 
 
 def test_what_was_refined_is_kept_where_it_is_faster_and_fits_and_certifies_either_way() -> None:
-    asked = Constraints(devices=4, batch=32, pp=2, tp=2, memory_bytes=10 * GIB)
+    asked = Constraints(devices=4, batch=32, pp=2, tp=2, memory=10 * GIB)
     solver = SolverInfo("HiGHS", "optimal", 0.0, 1.0, method="joint")
 
     def scaled(factor: float, saved_bytes: int = 0) -> Refine:

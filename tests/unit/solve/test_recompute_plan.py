@@ -151,7 +151,7 @@ def test_stages_that_have_to_recompute_do_and_gradients_stay(asked: dict[str, An
     reference = Reference(model)
     assert pm.forward_backward(x, y).loss == pytest.approx(reference.forward_backward(x, y, 4), abs=1e-5)
     assert_all_close(pm.gradients(), reference.gradients(), "gradient")
-    training = next(iter(pm._programs.known.values())).programs
+    training = next(iter(pm._programs.specializations.values())).programs
     assert [bool(program.segments) for program in training] == [True, False]
 
 

@@ -304,7 +304,7 @@ def test_weights_are_cast_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
     model, x, y = tiny_vit(2), torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
     with autopar.parallelize(model, 1, x, optimizer=ADAMW, microbatches=4, precision="bf16") as pm:
-        programs = [p for v in pm._programs.known.values() for p in v.programs]
+        programs = [p for v in pm._programs.specializations.values() for p in v.programs]
         masters = {w.name for program in programs for w in program.weights if w.master}
         assert len(masters) == 20
         for program in programs:
@@ -428,7 +428,7 @@ def test_programs_of_both_modes_read_the_copies() -> None:
     model, x = UNet(), torch.randn(4, 3, 16, 16)
     plan = plan_by_hand(model, x, 2, ["middle.conv2d"], precision="bf16")
     programs = ProgramCache(model, plan, as_call(model, x))
-    for variant in programs.known.values():
+    for variant in programs.specializations.values():
         sent = {edge.value.dtype for program in variant.programs for edge in program.sends}
         assert sent == {"bfloat16"}
         assert all(w.master for program in variant.programs for w in program.weights)

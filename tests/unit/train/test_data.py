@@ -17,7 +17,7 @@ from torchvision import datasets
 
 from autopar.errors import UsageError
 from autopar.train import Augmentation, Data, PartSampler, Wanted, load_data
-from autopar.train.data.loader import Batch, PartLoader, Samples
+from autopar.train.data.loader import Batch, ImageSamples, PartLoader
 from autopar.train.data.transforms import Format, evaluation_transform, training_transform
 
 CLASSES = 10
@@ -61,7 +61,7 @@ def tensors(data: Data, augmentation: Augmentation | None = None, epoch: int = 1
     """All training batches of an epoch."""
     samples_seed, workers = options.pop("seed", 0), options.pop("workers", 0)
     chosen = augmentation or Augmentation()
-    samples = Samples(data.train, training_transform(data.form, chosen), samples_seed, chosen.random)
+    samples = ImageSamples(data.train, training_transform(data.form, chosen), samples_seed, chosen.random)
     sampler = PartSampler(len(data.train.labels), 4, seed=samples_seed, **options)
     return list(PartLoader(samples, sampler, data.form.shape, True, workers).epoch(epoch))
 
@@ -237,7 +237,7 @@ def test_augmentation_depends_on_seed_epoch_and_image_alone():
 
 def test_an_epoch_from_its_middle_with_loader_processes():
     data = load_data("synthetic", Wanted(16, num_train=16))
-    samples = Samples(data.train, training_transform(data.form, STRONG), 0, True)
+    samples = ImageSamples(data.train, training_transform(data.form, STRONG), 0, True)
     loader = PartLoader(samples, PartSampler(16, 4), data.form.shape, True, 1)
     first, second = list(loader.epoch(1)), list(loader.epoch(2))
     assert len(loader) == 4 and not same(first, second)
@@ -246,7 +246,7 @@ def test_an_epoch_from_its_middle_with_loader_processes():
 
 def test_without_images_there_are_labels_and_shapes():
     data = load_data("synthetic", Wanted(16, num_train=16))
-    samples = Samples(data.train, training_transform(data.form, STRONG), 0, True)
+    samples = ImageSamples(data.train, training_transform(data.form, STRONG), 0, True)
     read, unread = (
         list(PartLoader(samples, PartSampler(16, 4), data.form.shape, reads).epoch(1)) for reads in (True, False)
     )

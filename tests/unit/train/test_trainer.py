@@ -44,9 +44,9 @@ from autopar.train import (
     schedule,
     training_loader,
 )
-from autopar.train.evaluation import evaluation, judged
-from autopar.train.run.interrupt import noted_interrupts
-from autopar.train.run.reports import Position
+from autopar.train.evaluation import mean_scores, score_sums
+from autopar.train.run.interrupt import deferred_interrupts
+from autopar.train.run.reports import RunPosition
 
 ADAMW = functools.partial(torch.optim.AdamW, lr=3e-3)
 MOVED = Augmentation(shift=1)
@@ -82,22 +82,22 @@ class Record(Callback):
         self.calls: list[str] = []
         self.fail_at = fail_at
 
-    def on_start(self, trainer: Trainer) -> None:
+    def on_start(self, trainer: autopar.train.TrainerView) -> None:
         self.calls.append("start")
 
-    def on_step(self, trainer: Trainer, report) -> None:
+    def on_step(self, trainer: autopar.train.TrainerView, report) -> None:
         self.calls.append(f"step {report.epoch}.{report.step}")
         if report.update == self.fail_at:
             raise KeyboardInterrupt
 
-    def on_epoch(self, trainer: Trainer, report) -> None:
+    def on_epoch(self, trainer: autopar.train.TrainerView, report) -> None:
         assert trainer.history[-1] is report and trainer.position.update == report.update
         self.calls.append(f"epoch {report.epoch}")
 
-    def on_checkpoint(self, trainer: Trainer, folder: Path) -> None:
+    def on_checkpoint(self, trainer: autopar.train.TrainerView, folder: Path) -> None:
         self.calls.append(folder.name)
 
-    def on_end(self, trainer: Trainer) -> None:
+    def on_end(self, trainer: autopar.train.TrainerView) -> None:
         self.calls.append("end")
 
 
@@ -185,7 +185,7 @@ class Seen(Callback):
     def __init__(self) -> None:
         self.rates: list[float] = []
 
-    def on_step(self, trainer: Trainer, report: StepReport) -> None:
+    def on_step(self, trainer: autopar.train.TrainerView, report: StepReport) -> None:
         self.rates.append(report.samples_per_second)
 
 
@@ -225,7 +225,7 @@ def test_evaluation_counts_ragged_batches_and_leaves_out_what_fills_them():
     labels = torch.tensor([0, 1, 2, 3, 4, 5])
     scores = torch.eye(7)[labels] + torch.linspace(0, 0.1, 7)
     scores[4] = scores[3]
-    whole = evaluation(judged(scores, labels))
+    whole = mean_scores(score_sums(scores, labels))
     assert (whole.right, whole.samples, whole.accuracy) == (5, 6, 5 / 6)
     assert whole.loss == pytest.approx(nn.functional.cross_entropy(scores, labels).item())
     batches = [Batch(scores[:4], labels[:4], 4), Batch(scores[4:], labels[4:], 1), Batch(scores[5:], labels[5:], 1)]
@@ -236,7 +236,7 @@ def test_evaluation_counts_ragged_batches_and_leaves_out_what_fills_them():
 
 def test_top5_is_told_apart():
     scores = torch.arange(8.0).expand(8, 8)
-    top = evaluation(judged(scores, torch.arange(8)))
+    top = mean_scores(score_sums(scores, torch.arange(8)))
     assert (top.accuracy, top.top5) == (1 / 8, 5 / 8)
 
 
@@ -365,7 +365,7 @@ class Signal:
 class Pressed(Callback):
     """Ctrl-C is pressed when the first epoch is told."""
 
-    def on_epoch(self, trainer: Trainer, report) -> None:
+    def on_epoch(self, trainer: autopar.train.TrainerView, report) -> None:
         if report.epoch == 1:
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -432,7 +432,7 @@ def test_ctrl_c_saves_where_the_run_stands(
 class Twice(Callback):
     """Ctrl-C is pressed twice during the second update."""
 
-    def on_step(self, trainer: Trainer, report) -> None:
+    def on_step(self, trainer: autopar.train.TrainerView, report) -> None:
         if report.update == 2:
             os.kill(os.getpid(), signal.SIGINT)
             os.kill(os.getpid(), signal.SIGINT)
@@ -449,9 +449,9 @@ def test_a_handler_of_the_callers_own_stays():
     heard: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     try:
-        with noted_interrupts() as interrupt:
+        with deferred_interrupts() as interrupt:
             os.kill(os.getpid(), signal.SIGINT)
-        assert (heard, interrupt.asked) == ([signal.SIGINT], False)
+        assert (heard, interrupt.requested) == ([signal.SIGINT], False)
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -467,9 +467,9 @@ def test_a_run_goes_on_in_another_folder(data: Data, tmp_path: Path):
         on.resume(old / "last")
         with pytest.raises(KeyboardInterrupt):
             on.fit()
-        assert on.checkpoint == new / "last" and on.saved == Position(2, 1, 5)
+        assert on.checkpoint == new / "last" and on.saved == RunPosition(2, 1, 5)
     assert losses(new) == losses(old) and lines(new / "history.jsonl") == lines(old / "history.jsonl")
-    assert read_run(new / "last") == read_run(old / "last") and read_run(new / "best").position == Position(2, 0, 5)
+    assert read_run(new / "last") == read_run(old / "last") and read_run(new / "best").position == RunPosition(2, 0, 5)
     with parallel() as pm:  # from the start of the new folder, as if the old one were gone
         again = trainer(pm, data, callbacks=(JsonLog(new), Checkpoints(new)))
         again.resume(new / "last")

@@ -1,0 +1,109 @@
+"""Constraints that a caller may put on a plan: declared once, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import get_args
+
+from autopar.errors import UsageError
+from autopar.ir.plan_parts import INTERLEAVED, Balance, CostSource, Precision, Recompute, RequestedSchedule
+
+SCHEDULES = ("1f1b", "gpipe", *INTERLEAVED, "auto")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanConstraints:
+    """Constraints on a plan; None leaves a choice to the planner.
+
+    The flags of ``autopar plan`` have the names of these fields.
+
+    Args:
+        pp, tp, dp: sizes of the mesh axes; they multiply to the number of devices.
+        zero1: shard the optimizer's state over the replicas.
+        chunks: stages of a rank; more than one needs an interleaved schedule.
+        microbatches: per replica and step. They have one size but for the last, as torch.chunk cuts.
+        microbatch_size: most samples of a microbatch.
+        schedule: "auto" takes the fastest of 1f1b, interleaved and interleaved-overlap. gpipe takes as long as 1f1b and
+            keeps more activations.
+        balance: what the stages share evenly.
+        pins: stage of an operation or of a whole module, by name.
+        memory: byte per device; the cost model's by default.
+        precision: the model's own by default. bf16 and fp16 compute as `torch.autocast` does. bf16-params computes all
+            but batch norm with bfloat16 copies of the parameters, on bfloat16 inputs, as FSDP2's
+            ``MixedPrecisionPolicy(param_dtype=torch.bfloat16)`` does. Weights are float32 in all three.
+        recompute: activation checkpointing. "auto" uses it only where a plan would not fit, or would be slower,
+            without it. Results are the same, so this is the default.
+        hardware: name or file of the cost model.
+        cost: "measured" times the operations of promising plans on this device, compiled and captured as they will run,
+            and keeps the times on disk (`autopar.measure.regions`). "analytic" prices operations by the cost model.
+            "auto" uses measurements if an earlier plan has left all that are needed, and measures nothing.
+        solver_seconds: time limit of each integer program, second.
+
+    Raises:
+        UsageError: a value is impossible, or two of them contradict each other.
+    """
+
+    pp: int | None = None
+    tp: int | None = None
+    dp: int | None = None
+    zero1: bool | None = None
+    chunks: int | None = None
+    microbatches: int | None = None
+    microbatch_size: int | None = None
+    schedule: RequestedSchedule = "1f1b"
+    balance: Balance = "time"
+    pins: Mapping[str, int] = field(default_factory=dict)
+    memory: int | None = None
+    precision: Precision | None = None
+    recompute: Recompute = "auto"
+    hardware: str | None = None
+    cost: CostSource = "auto"
+    solver_seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "tp", "dp", "chunks", "microbatches", "microbatch_size"):
+            check_whole(name, getattr(self, name))
+        check_switch("zero1", self.zero1)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("balance", self.balance, ("time", "params", "flops", "uniform"))
+        check_choice("recompute", self.recompute, ("none", "all", "auto"))
+        check_choice("cost", self.cost, ("analytic", "measured", "auto"))
+        if self.precision not in (None, *get_args(Precision)):
+            raise UsageError(
+                f"precision={self.precision!r} is unknown. It is fp32, bf16, fp16 or bf16-params for a model with "
+                "float32 parameters; leave it out to compute in the model's own precision."
+            )
+        check_positive("memory", self.memory)
+        check_positive("solver_seconds", self.solver_seconds)
+        if self.schedule in ("1f1b", "gpipe") and (self.chunks or 1) > 1:
+            raise UsageError(
+                f"chunks={self.chunks} with schedule={self.schedule!r}, under which each rank has one. Use "
+                f"schedule={', '.join(map(repr, INTERLEAVED))} or 'auto', or leave chunks out."
+            )
+        if self.microbatches is not None and self.microbatch_size is not None:
+            raise UsageError("Pass microbatches or microbatch_size, not both.")
+
+
+def check_whole(name: str, number: object) -> None:
+    """Raise a UsageError unless a number is None or a whole number of at least 1."""
+    if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+        raise UsageError(f"{name}={number!r} must be a whole number of at least 1.")
+
+
+def check_positive(name: str, number: object) -> None:
+    """Raise a UsageError unless a number is None or above 0."""
+    if number is not None and (not isinstance(number, int | float) or isinstance(number, bool) or number <= 0):
+        raise UsageError(f"{name}={number!r} must be a number above 0.")
+
+
+def check_switch(name: str, value: object) -> None:
+    """Raise a UsageError unless a value is None, True or False."""
+    if value not in (None, True, False):
+        raise UsageError(f"{name}={value!r} must be True or False; leave it out to have it chosen.")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """Raise a UsageError unless a value is one of the choices."""
+    if value not in choices:
+        raise UsageError(f"{name}={value!r} is unknown. It is one of {', '.join(choices)}.")
