@@ -52,6 +52,6 @@ def microbatch_mismatch(batch: int, replicas: int, microbatches: int | None, siz
     near = [*sorted(n for n in possible if n < requested)[-1:], *sorted(n for n in possible if n > requested)[:1]]
     whose = f"each of {replicas} replicas" if replicas > 1 else "the batch"
     return (
-        f"{name}={requested} comes out as {cut}: {whose} has {plural(local, 'sample')}, cut into parts of one size but "
+        f"{name}={requested} becomes {cut}: {whose} has {plural(local, 'sample')}, cut into parts of one size but "
         f"for the last, as torch.chunk cuts. Use {' or '.join(f'{name}={n}' for n in near)} to get what is asked for."
     )

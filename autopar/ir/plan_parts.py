@@ -96,7 +96,7 @@ class Stage:
 @with_config(STRICT)
 @dataclass(frozen=True)
 class Message:
-    """What stage ``src`` sends straight to stage ``dst`` per microbatch.
+    """A tensor transfer per microbatch, straight from stage ``src`` to stage ``dst``.
 
     Activations go to a later stage, gradients to an earlier one.
     """

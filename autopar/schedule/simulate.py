@@ -23,9 +23,9 @@ def simulate(
     transfers: Mapping[tuple[int, int], float] | None = None,
     sizes: Sequence[float] | None = None,
 ) -> Timeline:
-    """The step in which every action starts as soon as its rank is free and what it takes has arrived.
+    """The step in which every action starts as soon as its rank is free and its tensors have arrived.
 
-    A transfer delays its receiver and occupies neither rank; any number travel at once.
+    A transfer delays its receiver and occupies neither rank; any number travel concurrently.
 
     Args:
         forward_seconds, backward_seconds: per chunk, second.
@@ -46,7 +46,7 @@ def simulate(
     durations = [*forward_seconds, *backward_seconds]
     actions = in_run_order(schedule, edges, num_chunks)
     spans: list[Span] = []
-    run(actions, len(schedule), durations, transfers, factors, spans)
+    run_actions(actions, len(schedule), durations, transfers, factors, spans)
     spans.sort(key=lambda span: span.rank)
     busy = [0.0] * len(schedule)
     for timed in actions:
@@ -81,7 +81,7 @@ def replayed_seconds(
     num_chunks = len(forward_seconds)
     skips = tuple(sorted((src, dst) for src, dst in transfers if src + 1 < dst))
     actions = generated_in_run_order(schedule, pp, len(sizes), num_chunks // pp, skips)
-    return run(actions, pp, [*forward_seconds, *backward_seconds], transfers, sizes)
+    return run_actions(actions, pp, [*forward_seconds, *backward_seconds], transfers, sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,7 @@ class TimedAction:
     sources: tuple[tuple[int, tuple[int, int]], ...]
 
 
-def run(
+def run_actions(
     actions: Sequence[TimedAction],
     num_ranks: int,
     durations: Sequence[float],
@@ -189,9 +189,9 @@ def _validate(
         ("backward_seconds", len(backward_seconds), num_chunks, "chunks"),
         ("sizes", len(factors), num_microbatches, "microbatches"),
     )
-    for name, length, wanted, of in lengths:
-        if length != wanted:
-            raise UsageError(f"{name} has {length} numbers, the schedule has {wanted} {of}. Give one for each.")
+    for name, length, expected, noun in lengths:
+        if length != expected:
+            raise UsageError(f"{name} has {length} numbers, the schedule has {expected} {noun}. Give one for each.")
     numbers = [
         *((f"forward_seconds[{i}]", x) for i, x in enumerate(forward_seconds)),
         *((f"backward_seconds[{i}]", x) for i, x in enumerate(backward_seconds)),

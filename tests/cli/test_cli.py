@@ -80,7 +80,7 @@ def test_changed_microbatches_are_one_line_on_stderr(user_models):
     result = CliRunner().invoke(app, ["plan", *asked, "--microbatches", "5"], prog_name="autopar")
     assert result.exit_code == 0, result.stderr
     assert "8 in 4 microbatches of 2" in result.stdout
-    assert re.fullmatch(r"warning: microbatches=5 comes out as 4 microbatches of 2: .* asked for\.\n", result.stderr)
+    assert re.fullmatch(r"warning: microbatches=5 becomes 4 microbatches of 2: .* asked for\.\n", result.stderr)
     assert invoke("plan", *asked, "--microbatches", "4", "--json")[2] == ""
 
 

@@ -79,13 +79,9 @@ def test_only_modules_are_parallelized(model: object) -> None:
 
 def test_microbatches_that_come_out_otherwise_are_a_warning_where_a_number_was_given() -> None:
     model, x = mlp(), torch.randn(8, 8)
-    with pytest.warns(
-        autopar.MicrobatchWarning, match=r"^microbatches=5 comes out as 4 microbatches of 2: .* 8 samples"
-    ):
+    with pytest.warns(autopar.MicrobatchWarning, match=r"^microbatches=5 becomes 4 microbatches of 2: .* 8 samples"):
         assert autopar.plan(model, 2, x, microbatches=5, dp=1).microbatches == 4
-    with pytest.warns(
-        autopar.MicrobatchWarning, match=r"^microbatch_size=3 comes out as 2 microbatches of 2: each of 2"
-    ):
+    with pytest.warns(autopar.MicrobatchWarning, match=r"^microbatch_size=3 becomes 2 microbatches of 2: each of 2"):
         assert autopar.plan(model, 2, x, microbatch_size=3, dp=2).microbatches == 2
     with warnings.catch_warnings():
         warnings.simplefilter("error", autopar.MicrobatchWarning)
