@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from autopar.codegen.regions import regions_of
-from autopar.ir.graph import Graph, Op, Weight, renamed
+from autopar.codegen.regions import numbered_ops, regions_of
+from autopar.ir.graph import Graph, Op, Weight
 from autopar.ir.program import Edge, Program
 
 ANY_FRACTION = 0.5  # stands for every number that is not whole: none decides on a kernel's time
@@ -40,22 +40,20 @@ def pieces_of(graph: Graph) -> Iterator[TimedRegion]:
 def anonymous(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[str, ...], graph: Graph) -> Program:
     """A program of some operations in which names are numbers; what other operations make is received."""
     held = dict.fromkeys(name for op in ops for name in (*op.reads, *op.mutates) if name in graph.weight)
-    names = {name: f"w{k}" for k, name in enumerate(held)} | {name: f"x{k}" for k, name in enumerate(reads)}
-    own: list[Op] = []
-    for number, op in enumerate(ops):
-        name = f"v{number}"
-        names |= {v.name: v.name.replace(op.name, name, 1) for v in op.outputs}
-        own.append(
-            Op(
-                name=name,
-                target=op.target,
-                args=tuple(plain(renamed(a, names), op) for a in op.args),
-                kwargs=tuple((key, plain(renamed(a, names), op)) for key, a in op.kwargs),
-                outputs=tuple(replace(v, name=names[v.name]) for v in op.outputs),
-                module="",
-                mutates=tuple(names[n] for n in op.mutates),
-            )
+    numbered = numbered_ops(ops, held, reads)
+    names = numbered.names
+    own = [
+        Op(
+            name=new.name,
+            target=new.target,
+            args=tuple(plain(a, op) for a in new.args),
+            kwargs=tuple((key, plain(a, op)) for key, a in new.kwargs),
+            outputs=new.outputs,
+            module="",
+            mutates=new.mutates,
         )
+        for op, new in zip(ops, numbered.ops, strict=True)
+    ]
     given = {v.name for v in graph.inputs}
     values = {name: replace(graph.values[name], name=names[name]) for name in (*reads, *makes)}
     return Program(
