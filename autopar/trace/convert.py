@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +48,7 @@ class Converter:
         weights: names of the weights.
     """
 
-    def __init__(self, known: dict[fx.Node, Value], weights: set[str]) -> None:
+    def __init__(self, known: Mapping[fx.Node, Value], weights: set[str]) -> None:
         self.result: dict[fx.Node, Any] = {node: Ref(value.name) for node, value in known.items()}
         self.values = {value.name: value for value in known.values()}
         self.weights = weights
