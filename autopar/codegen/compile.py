@@ -1,4 +1,8 @@
-"""Compiled regions: regions that differ in names alone, such as transformer blocks, share one compilation."""
+"""Compiled regions: regions that differ in names alone, such as transformer blocks, share one compilation.
+
+A program is divided at numbered modules (`autopar.ops.regions`), and names become numbers. So equal blocks are one
+function of weights and values, which is compiled once.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
 """Pipeline split: from a graph and the stage of each operation to one program per stage.
 
 A tensor goes directly from the stage that makes it to each stage that reads it. Each stage receives the model inputs
-that it reads. The last stage gathers the model's outputs.
+that it reads. The last stage gathers the model's outputs. So skips, fan-out and several outputs need no special case.
+
+Eval mode has other operations than training (no drop path). `follow_plan` keeps those that the plan knows on their
+stage. Tied parameters live on every stage that reads them.
 """
 
 from __future__ import annotations

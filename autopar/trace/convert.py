@@ -1,4 +1,9 @@
-"""Conversion of an exported fx graph into operations of an `ir.graph.Graph`: names, arguments, side effects."""
+"""Conversion of an exported fx graph into operations of an `ir.graph.Graph`: names, arguments, side effects.
+
+In-place operations become out-of-place ones, as far as no other name of their memory is read later. Functionalising the
+whole graph would copy views and buffers. ``requires_grad`` is propagated here, since torch.export loses it in graphs
+with a ``no_grad`` region.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""The strategy graph of a model: the sharding strategies of each group, and what each of them costs."""
+"""The strategy graph of a model: the sharding strategies of each group, and what each of them costs.
+
+There is no rule for attention or MLPs. Column and row splits with two all-reduces per block and direction follow from
+the rules of single operations; so do reduce-scatters with norms on split tokens or samples. In operations with weight
+matrices, tensor parallelism does not split the samples of a microbatch, because data parallelism does.
+"""
 
 from __future__ import annotations
 
