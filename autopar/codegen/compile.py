@@ -1,9 +1,12 @@
-"""Compiled regions: regions that differ in names alone, such as transformer blocks, share one compilation."""
+"""Compiled regions: regions that differ in names alone, such as transformer blocks, share one compilation.
+
+A program is divided at numbered modules (`autopar.ops.regions`), and names become numbers. So equal blocks are one
+function of weights and values, which is compiled once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from math import log2, prod
 from typing import Any
 
@@ -12,7 +15,8 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.activation_checkpoint import Segment
-from autopar.ir.graph import Op, Value, renamed
+from autopar.codegen.regions import numbered_ops
+from autopar.ir.graph import Op, Value
 
 Emit = Callable[[Sequence[Op], Sequence[str], Sequence[str]], fx.GraphModule]
 
@@ -71,15 +75,9 @@ def compiled_region(
         recompute: checkpoint the region: save only its inputs.
     """
     own = tuple(dict.fromkeys(name for op in region.ops for name in op.reads if name in weights))
-    names = numbered("w", own) | numbered("x", region.reads)
-    ops = []
-    for number, op in enumerate(region.ops):
-        name = f"v{number}"
-        names |= {v.name: v.name.replace(op.name, name, 1) for v in op.outputs}
-        outputs = tuple(replace(v, name=names[v.name]) for v in op.outputs)
-        kwargs = tuple((key, renamed(value, names)) for key, value in op.kwargs)
-        ops.append(replace(op, name=name, args=renamed(op.args, names), kwargs=kwargs, outputs=outputs))
-    module = emit(ops, [names[n] for n in (*own, *region.reads)], [names[n] for n in region.makes])
+    numbered = numbered_ops(region.ops, own, region.reads)
+    arguments, results = (*own, *region.reads), region.makes
+    module = emit(numbered.ops, [numbered.names[n] for n in arguments], [numbered.names[n] for n in results])
     held = [weights[name] for name in own]
     taken = [(tuple(w.shape), w.dtype, w.stride(), w.requires_grad) for w in held]
     taken += [(v.shape, v.dtype, v.stride, v.requires_grad) for v in (values[name] for name in region.reads)]
@@ -100,8 +98,3 @@ def norm_options(ops: Iterable[Op]) -> dict[str, Any] | None:
     if rows == 0 or SPLIT_SIZE not in list_options():
         return None
     return {SPLIT_SIZE: 2 ** min(max(round(log2(rows / TARGET_PARTIAL_SUMS)), 4), 7)}
-
-
-def numbered(prefix: str, names: Iterable[str]) -> dict[str, str]:
-    """``w0``, ``w1``, … for each name."""
-    return {name: f"{prefix}{k}" for k, name in enumerate(names)}

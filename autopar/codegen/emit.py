@@ -59,13 +59,13 @@ def graph_module(
         sums: returns the main gradient of a weight, into which its compiled linear layer accumulates, or None.
         compiled: compile the operations with torch.compile, region by region, at the first call.
     """
-    own: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
+    attributes: dict[str, Any] = {w.name: weights[w.name] for w in program.weights}
     if program.output_boundaries and any(writes_into_value(op) for op in program.ops):
         compiled = False  # a single region would give zero gradients to weights that have none
     if compiled:
         program = use_patch_embed(program)
         program, added = fuse_wgrad(program, sums)
-        own |= added
+        attributes |= added
     values = {v.name: v for v in program.values}
 
     def emit_region(ops: Sequence[Op], arguments: Sequence[str], results: Sequence[str]) -> fx.GraphModule:
@@ -81,25 +81,25 @@ def graph_module(
         waits: Mapping[str, Callable[[], None]] = NO_WAITS,
     ) -> fx.GraphModule:
         if not compiled:
-            return emit_module(ops, arguments, results, own | dict(modules), device, axes, name, segments, waits)
+            return emit_module(ops, arguments, results, attributes | dict(modules), device, axes, name, segments, waits)
         wanted = {*results, *(read for s in segments for read in s.reads)}
         borders = [border for border in program.output_boundaries if border < len(ops)]
-        regions = cut_segments(ops, region_starts(ops, borders), own, wanted, "region")
-        calls = {region.name: compiled_region(region, values, own, emit_region) for region in regions}
-        held = own | dict(modules) | calls
+        regions = cut_segments(ops, region_starts(ops, borders), attributes, wanted, "region")
+        calls = {region.name: compiled_region(region, values, attributes, emit_region) for region in regions}
+        held = attributes | dict(modules) | calls
         return emit_module((), arguments, results, held, device, axes, name, (*regions, *segments), waits)
 
     starts = program.segments
     if compiled and starts:
         starts = tuple(sorted({*starts, *(border for border in program.output_boundaries if border > starts[0])}))
-    segments = cut_segments(program.ops, starts, own, program.results, "segment")
+    segments = cut_segments(program.ops, starts, attributes, program.results, "segment")
     modules = {}
     for s in segments:
         if compiled:
-            modules[s.name] = compiled_region(s, values, own, emit_region, recompute=True)
+            modules[s.name] = compiled_region(s, values, attributes, emit_region, recompute=True)
         else:
             modules[s.name] = CheckpointedSegment(
-                body(s.ops, s.reads, s.makes, "Segment"), [own[n] for n in s.mutates], s.is_random
+                body(s.ops, s.reads, s.makes, "Segment"), [attributes[n] for n in s.mutates], s.is_random
             )
     once = program.ops[: starts[0]] if segments else program.ops
     return body(once, program.arguments, program.results, f"Stage{program.stage}", modules, segments, waits)
@@ -124,13 +124,13 @@ def emit_module(
     """
     ops = fuse_async_tp(ops, {*results, *(name for s in segments for name in s.reads)})
     read = {name for op in ops for name in op.reads} | {*results} | {s.name for s in segments}
-    own = {name: value for name, value in held.items() if name in read}
+    attributes = {name: value for name, value in held.items() if name in read}
     graph = fx.Graph()
     made = [name for op in ops for name in (op.name, *(v.name for v in op.outputs))]
     made += [name for s in segments for name in (s.name, *s.makes)]
-    names = identifiers([*arguments, *own, *made])
+    names = identifiers([*arguments, *attributes, *made])
     nodes: dict[str, fx.Node] = {name: graph.placeholder(names[name]) for name in arguments}
-    for name in [name for name in own if name not in {s.name for s in segments}]:
+    for name in [name for name in attributes if name not in {s.name for s in segments}]:
         nodes[name] = graph.create_node("get_attr", name, name=names[name])
     waiting: dict[Callable[[], None], str] = {}
 
@@ -138,7 +138,7 @@ def emit_module(
         for ready in dict.fromkeys(waits[name] for name in reads if name in waits):
             if ready not in waiting:
                 waiting[ready] = f"wait_{len(waiting)}"
-                own[waiting[ready]] = Wait(ready)
+                attributes[waiting[ready]] = Wait(ready)
                 graph.call_module(waiting[ready])
 
     for op in ops:
@@ -149,7 +149,7 @@ def emit_module(
         call_segment(graph, segment, nodes, names)
     wait(results)
     graph.output(tuple(nodes[name] for name in results))
-    return fx.GraphModule(own, graph, class_name=class_name)
+    return fx.GraphModule(attributes, graph, class_name=class_name)
 
 
 class Wait(nn.Module):

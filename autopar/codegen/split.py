@@ -1,7 +1,10 @@
 """Pipeline split: from a graph and the stage of each operation to one program per stage.
 
 A tensor goes directly from the stage that makes it to each stage that reads it. Each stage receives the model inputs
-that it reads. The last stage gathers the model's outputs.
+that it reads. The last stage gathers the model's outputs. So skips, fan-out and several outputs need no special case.
+
+Eval mode has other operations than training (no drop path). `follow_plan` keeps those that the plan knows on their
+stage. Tied parameters live on every stage that reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
         if reader != source
     ]
     assert all(e.src < e.dst for e in edges), "an operation reads from a later stage"
-    led = reachable_outputs(graph) if graph.mode == "train" else {}
+    reachable = reachable_outputs(graph) if graph.mode == "train" else {}
     ops = [tuple(op for op in graph.ops if stage_of[op.name] == stage) for stage in range(num_stages)]
     return tuple(
         Program(
@@ -50,7 +53,7 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
             sends=tuple(e for e in edges if e.src == stage),
             outputs=graph.outputs if stage == last else (),
             out_spec=graph.out_spec if stage == last else None,
-            output_boundaries=output_boundaries([led[op.name] for op in ops[stage]]) if led else (),
+            output_boundaries=output_boundaries([reachable[op.name] for op in ops[stage]]) if reachable else (),
         )
         for stage in range(num_stages)
     )
@@ -58,29 +61,29 @@ def split(graph: Graph, stage_of: Mapping[str, int], num_stages: int) -> tuple[P
 
 def reachable_outputs(graph: Graph) -> Mapping[str, Set[str]]:
     """For each operation, the model outputs whose gradient reaches it."""
-    led: dict[str, Set[str]] = {name: {name} for name in refs(graph.outputs)}
-    found: dict[str, Set[str]] = {}
+    reached: dict[str, Set[str]] = {name: {name} for name in refs(graph.outputs)}
+    by_op: dict[str, Set[str]] = {}
     for op in reversed(graph.ops):
-        own: Set[str] = {name for v in op.outputs if v.requires_grad for name in led.get(v.name, ())}
-        found[op.name] = own
+        own: Set[str] = {name for v in op.outputs if v.requires_grad for name in reached.get(v.name, ())}
+        by_op[op.name] = own
         for name in op.reads:
-            led[name] = led.get(name, set()) | own
-    return found
+            reached[name] = reached.get(name, set()) | own
+    return by_op
 
 
-def output_boundaries(led: Sequence[Set[str]]) -> tuple[int, ...]:
+def output_boundaries(reachable: Sequence[Set[str]]) -> tuple[int, ...]:
     """Indices where a run of operations that reach the same outputs ends; operations that reach none fit any run.
 
     Args:
-        led: outputs that each operation reaches, from `reachable_outputs`.
+        reachable: outputs that each operation reaches, from `reachable_outputs`.
     """
-    borders: list[int] = []
+    boundaries: list[int] = []
     current: Set[str] = set()
-    for position, outputs in enumerate(led):
+    for position, outputs in enumerate(reachable):
         if outputs and current and outputs != current:
-            borders.append(position)
+            boundaries.append(position)
         current = outputs or current
-    return tuple(borders)
+    return tuple(boundaries)
 
 
 def follow_plan(

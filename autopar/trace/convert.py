@@ -1,11 +1,16 @@
-"""Conversion of an exported fx graph into operations of an `ir.graph.Graph`: names, arguments, side effects."""
+"""Conversion of an exported fx graph into operations of an `ir.graph.Graph`: names, arguments, side effects.
+
+In-place operations become out-of-place ones, as far as no other name of their memory is read later. Functionalising the
+whole graph would copy views and buffers. ``requires_grad`` is propagated here, since torch.export loses it in graphs
+with a ``no_grad`` region.
+"""
 
 from __future__ import annotations
 
 import operator
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,7 +53,7 @@ class Converter:
         weights: names of the weights.
     """
 
-    def __init__(self, known: dict[fx.Node, Value], weights: set[str]) -> None:
+    def __init__(self, known: Mapping[fx.Node, Value], weights: set[str]) -> None:
         self.result: dict[fx.Node, Any] = {node: Ref(value.name) for node, value in known.items()}
         self.values = {value.name: value for value in known.values()}
         self.weights = weights

@@ -1,4 +1,4 @@
-"""From a model to the graph that is priced, split and run: the trace, and every rewrite of it in order."""
+"""Lowering: from a model to the graph that is priced, split and run. `lower_model` lists every rewrite in order."""
 
 from __future__ import annotations
 
@@ -16,35 +16,43 @@ from autopar.ir.plan_parts import Precision
 from autopar.ir.pytree import unflatten
 from autopar.trace.call import Call, is_batched
 from autopar.trace.export import ADVICE
-from autopar.trace.passes.bf16_params import cast_leaf, check_dtypes, with_low_params, with_masters
+from autopar.trace.passes.bf16_params import cast_leaf, with_low_params, with_masters
 from autopar.trace.passes.counter_rng import use_counter_rng
 from autopar.trace.passes.precision import apply_precision, low_param_dtype
 from autopar.trace.trace import trace
 
 
 def lower_model(model: nn.Module, call: Call, mode: Mode, name: str, precision: Precision | None = None) -> Graph:
-    """The graph of a model called with a microbatch in one mode.
+    """The graph of a model called with a microbatch in one mode: its trace, after every rewrite in this order.
+
+    1. `trace`: torch.export and the conversion into an `ir.graph.Graph`. It makes in-place operations out of place,
+       writes autocast regions of the model as casts, and drops trivial attention masks.
+    2. `with_masters` (``bf16-params``): parameters become bfloat16 compute copies of FP32 masters.
+    3. `apply_precision` (``bf16``, ``fp16``): casts, where `torch.autocast` would insert them.
+    4. `use_counter_rng`: random operations become functions of counters. Last, since a random mask has the dtype of the
+       tensor that it is drawn for, which casts change.
 
     Args:
-        precision: to compute in; the model's own if None.
+        call: the call at the microbatch size.
+        precision: precision to compute in; by default the model's.
 
     Raises:
         TraceError: the model cannot be traced.
         UsageError: it cannot compute in this precision.
     """
     low = low_param_dtype(precision)
-    if low is None:
-        graph = trace(model, call.args, call.kwargs, mode, name)
-    else:
-        stored, given = {n: p.dtype for n, p in model.named_parameters()}, call.leaves
-        model = with_low_params(model, low)
-        call = Call(*unflatten([cast_leaf(leaf, low) for leaf in given], call.spec))
-        graph = trace(model, call.args, call.kwargs, mode, name)
-        check_dtypes(graph)
-        graph = with_masters(graph, stored, given)
+    traced, traced_call = (model, call) if low is None else in_low_dtype(model, call, low)
+    graph = trace(traced, traced_call.args, traced_call.kwargs, mode, name)
+    if low is not None:
+        graph = with_masters(graph, {n: p.dtype for n, p in model.named_parameters()}, call.leaves)
     graph = apply_precision(graph, precision)
-    # After the casts: what is drawn for a tensor then has its dtype.
-    return use_counter_rng(graph, lambda: trace_at_batch(model, call, 2 * call.batch, mode))
+    return use_counter_rng(graph, lambda: trace_at_batch(traced, traced_call, 2 * call.batch, mode))
+
+
+def in_low_dtype(model: nn.Module, call: Call, low: torch.dtype) -> tuple[nn.Module, Call]:
+    """The model with low-precision parameters, and its call with low-precision inputs."""
+    leaves = [cast_leaf(leaf, low) for leaf in call.leaves]
+    return with_low_params(model, low), Call(*unflatten(leaves, call.spec))
 
 
 @contextmanager

@@ -22,8 +22,10 @@ def drop_trivial_masks(ops: Iterable[Op]) -> list[Op]:
     """The operations, without trivial masks in attention."""
     ops = list(ops)
     makers = {op.name: op for op in ops}
-    known = dict.fromkeys(maybe_written(ops, makers))
-    return [without_mask(op) if op.target == ATTENTION and has_trivial_mask(op, makers, known) else op for op in ops]
+    constants = dict.fromkeys(maybe_written(ops, makers))
+    return [
+        without_mask(op) if op.target == ATTENTION and has_trivial_mask(op, makers, constants) else op for op in ops
+    ]
 
 
 def has_trivial_mask(op: Op, makers: Mapping[str, Op], known: dict[str, torch.Tensor | None]) -> bool:

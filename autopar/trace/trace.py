@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export.graph_signature import ConstantArgument, InputKind
 
 from autopar.errors import TraceError
@@ -43,33 +43,9 @@ def trace(
     """
     program = export(model, tuple(args), dict(kwargs or {}), mode)
     constants = {k: without_claim(v) for k, v in program.constants.items() if isinstance(v, torch.Tensor)}
-    known_as = aliases(model)
-    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
-    weights: dict[str, Weight] = {}
-    inputs: list[Value] = []
-    input_leaves: list[Any] = []
-    known: dict[Any, Value] = {}
-    placeholders = program.graph.find_nodes(op="placeholder")
-    specs = program.graph_signature.input_specs
-    targets = {known_as.get(spec.target, (spec.target,))[0] for spec in specs if spec.target is not None}
-    for node, spec in zip(placeholders, specs, strict=True):
-        if isinstance(spec.arg, ConstantArgument):
-            input_leaves.append(spec.arg.value)
-        elif spec.kind is InputKind.USER_INPUT:
-            # A parameter may be called like an argument of forward.
-            taken = targets | {n.name for n in placeholders if n is not node}
-            inputs.append(value_of(unused_name(node.name, taken), node.meta["val"]))
-            input_leaves.append(Ref(inputs[-1].name))
-            known[node] = inputs[-1]
-        elif spec.target is not None and isinstance(node.meta.get("val"), torch.Tensor):
-            weight = weight_of(spec.kind, spec.target, node.meta["val"], known_as, model)
-            weights[weight.name] = replace(weight, requires_grad=weight.name in trainable)
-            known[node] = replace(value_of(weight.name, node.meta["val"]), requires_grad=weight.name in trainable)
-        else:
-            raise TraceError(
-                f"Cannot use {spec.kind.name.lower()} {spec.target} of {type(model).__name__}: not a tensor."
-            )
-    converter = Converter(known, set(weights))
+    placeholders = classify_placeholders(program, model)
+    weights = placeholders.weights
+    converter = Converter(placeholders.values, set(weights))
     outputs = converter.run(program.graph)
     ops = live_ops(drop_trivial_masks(converter.final_ops()), outputs)
     kept = {op.name for op in ops}
@@ -78,17 +54,69 @@ def trace(
     return Graph(
         model=name or type(model).__name__,
         mode=mode,
-        batch=next((v.shape[0] for v in inputs if v.shape), 1),
-        inputs=tuple(inputs),
+        batch=next((v.shape[0] for v in placeholders.inputs if v.shape), 1),
+        inputs=placeholders.inputs,
         weights=tuple(w for w in weights.values() if w.kind != "constant" or w.name in used),
         ops=ops,
         outputs=outputs if isinstance(outputs, tuple) else (outputs,),
-        leaves=tuple(input_leaves),
+        leaves=placeholders.leaves,
         in_spec=program.call_spec.in_spec,
         out_spec=program.call_spec.out_spec,
         colocated=tuple(g for g in groups if len(g) > 1),
         constants={k: constants[k] for k in weights if k in constants and weights[k].kind == "constant"},
     )
+
+
+@dataclass(frozen=True)
+class Placeholders:
+    """The placeholders of an exported program, by what they are.
+
+    Args:
+        inputs: the tensors among the call's arguments.
+        leaves: the flattened arguments of the call, as in `Graph.leaves`.
+        weights: parameters, buffers and constants by name.
+        values: the value of each placeholder that is an input or a weight.
+    """
+
+    inputs: tuple[Value, ...]
+    leaves: tuple[Any, ...]
+    weights: Mapping[str, Weight]
+    values: Mapping[fx.Node, Value]
+
+
+def classify_placeholders(program: torch.export.ExportedProgram, model: nn.Module) -> Placeholders:
+    """The inputs, constants and weights among the placeholders of an exported program.
+
+    Raises:
+        TraceError: a placeholder of the model is not a tensor.
+    """
+    names_of = aliases(model)
+    trainable = {name for name, p in model.named_parameters() if p.requires_grad}
+    inputs: list[Value] = []
+    leaves: list[Any] = []
+    weights: dict[str, Weight] = {}
+    values: dict[fx.Node, Value] = {}
+    nodes = program.graph.find_nodes(op="placeholder")
+    specs = program.graph_signature.input_specs
+    targets = {names_of.get(spec.target, (spec.target,))[0] for spec in specs if spec.target is not None}
+    for node, spec in zip(nodes, specs, strict=True):
+        if isinstance(spec.arg, ConstantArgument):
+            leaves.append(spec.arg.value)
+        elif spec.kind is InputKind.USER_INPUT:
+            # A parameter may have the name of an argument of forward.
+            taken = targets | {n.name for n in nodes if n is not node}
+            values[node] = value_of(unused_name(node.name, taken), node.meta["val"])
+            inputs.append(values[node])
+            leaves.append(Ref(values[node].name))
+        elif spec.target is not None and isinstance(node.meta.get("val"), torch.Tensor):
+            weight = weight_of(spec.kind, spec.target, node.meta["val"], names_of, model)
+            weights[weight.name] = replace(weight, requires_grad=weight.name in trainable)
+            values[node] = replace(value_of(weight.name, node.meta["val"]), requires_grad=weight.name in trainable)
+        else:
+            raise TraceError(
+                f"Cannot use {spec.kind.name.lower()} {spec.target} of {type(model).__name__}: not a tensor."
+            )
+    return Placeholders(tuple(inputs), tuple(leaves), weights, values)
 
 
 def weight_tensors(model: nn.Module, graph: Graph) -> dict[str, torch.Tensor]:
@@ -107,14 +135,14 @@ def aliases(model: nn.Module) -> dict[str, tuple[str, ...]]:
 
 
 def weight_of(
-    kind: InputKind, target: str, val: torch.Tensor, known_as: Mapping[str, tuple[str, ...]], model: nn.Module
+    kind: InputKind, target: str, val: torch.Tensor, names_of: Mapping[str, tuple[str, ...]], model: nn.Module
 ) -> Weight:
     """The weight of a placeholder, under the first of its names."""
     dtype, order = dtype_name(val.dtype), value_of(target, val).memory_order
     order = () if order == tuple(range(val.ndim)) else order
-    if kind is InputKind.CONSTANT_TENSOR or target not in known_as:
+    if kind is InputKind.CONSTANT_TENSOR or target not in names_of:
         return Weight(target, "constant", tuple(val.shape), dtype, order=order)
-    names = known_as[target]
+    names = names_of[target]
     if kind is InputKind.PARAMETER:
         return Weight(names[0], "parameter", tuple(val.shape), dtype, names=names, order=order)
     saved = tuple(n for n in names if is_persistent(model, n))

@@ -29,18 +29,18 @@ def fuse_async_tp(ops: Sequence[Op], kept: Collection[str]) -> list[Op]:
 def fused_op(pair: FusableLinear) -> Op:
     """The fused operation of a layer and a collective; it takes the place of the later one."""
     given, collective = named_arguments(pair.layer), pair.collective
-    behind = pair.first is pair.layer
-    x: Any = given["input"] if behind else collective.args[0]
-    where: tuple[Any, ...] = collective.args[1:]
+    layer_first = pair.first is pair.layer
+    x: Any = given["input"] if layer_first else collective.args[0]
+    axis_args: tuple[Any, ...] = collective.args[1:]
     if pair.operator == "gathered_linear":
-        where = where[:-1]  # its gradient is partial
+        axis_args = axis_args[:-1]  # its gradient is partial
     elif pair.operator == "gathered_rows_linear":
-        where = where[2:-1]
-    elif behind:
-        where = where[2:]
+        axis_args = axis_args[2:-1]
+    elif layer_first:
+        axis_args = axis_args[2:]
     return replace(
-        collective if behind else pair.layer,
+        collective if layer_first else pair.layer,
         target=f"autopar.{pair.operator}.default",
-        args=(x, given["weight"], given["bias"], *where),
+        args=(x, given["weight"], given["bias"], *axis_args),
         kwargs=(),
     )

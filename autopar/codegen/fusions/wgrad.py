@@ -33,11 +33,11 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
     if program.mode != "train":
         return program, {}
     readers = Counter(name for op in program.ops for name in op.reads)
-    lone = {op.name for op in fuse_async_tp(program.ops, program.results) if is_layer(op)}
+    unfused = {op.name for op in fuse_async_tp(program.ops, program.results) if is_layer(op)}
     taken = {*readers, *(value.name for value in program.values)}
     layers: dict[str, tuple[Ref, Ref, object]] = {}  # input, weight and bias
     for op in program.ops:
-        if op.name not in lone or not is_layer(op):
+        if op.name not in unfused or not is_layer(op):
             continue
         given = named_arguments(op)
         x, weight = given["input"], given["weight"]
@@ -47,14 +47,14 @@ def fuse_wgrad(program: Program, sums: MainGradLookup) -> tuple[Program, Mapping
             layers[op.name] = x, weight, given["bias"]
     if not layers:
         return program, {}
-    wanted = with_needed_gradient(program)
+    needed = with_needed_gradient(program)
     used: dict[str, Tensor] = {}
 
     def exchanged(op: Op) -> Op:
         if op.name not in layers:
             return op
         x, weight, bias = layers[op.name]
-        total = sums(weight.name) if x.name in wanted else None
+        total = sums(weight.name) if x.name in needed else None
         products = torch.float32, getattr(torch, op.outputs[0].dtype)
         if total is None or total.ndim != 2 or total.dtype not in products or not total.is_contiguous():
             return op
@@ -75,16 +75,16 @@ def with_needed_gradient(program: Program) -> Set[str]:
         return set()
     like = {value.name: operand_of(value) for value in (*program.values, *(w.value for w in program.weights))}
     begins = (*(edge.value for edge in program.receives), *program.weights)
-    wanted = {value.name for value in begins if value.requires_grad}
+    needed = {value.name for value in begins if value.requires_grad}
     known: dict[str, tuple[frozenset[int], ...]] = {}
     for op in program.ops:
-        if wanted.isdisjoint(op.reads):
+        if needed.isdisjoint(op.reads):
             continue
         read = [like[name] for name in op.reads]
         alike = signature(op, read)
         if alike not in known:
             known[alike] = differentiable_inputs(op, read)
         for value, operands in zip(op.outputs, known[alike]):
-            if any(op.reads[k] in wanted for k in operands):
-                wanted.add(value.name)
-    return wanted
+            if any(op.reads[k] in needed for k in operands):
+                needed.add(value.name)
+    return needed

@@ -1,1 +1,10 @@
-"""Groups of operations: cost graph, memory of weights, saved activations, checkpoint segments."""
+"""What does a group of operations cost? Operations that always share a stage are one node of the cost graph.
+
+Input is a graph with the costs of its operations; output is an `ir.cost_graph.CostGraph`. In reading order:
+
+- `grouping`: which operations form a group.
+- `cost_graph`: `price`: seconds, saved bytes and edges of all groups.
+- `weight_memory`: bytes and seconds per step of weights, gradients and optimizer state.
+- `saved_activations`: activations that torch.compile saves instead of those that eager autograd saves.
+- `checkpoint_segments`: where checkpointed segments begin, and what they keep and recompute.
+"""

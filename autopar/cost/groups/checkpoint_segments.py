@@ -89,8 +89,8 @@ def with_segments(
     root, alive = storage_names(graph, stats), lifetimes(graph, stats)
     kept, saved = [0] * len(graph.ops), [0] * len(graph.ops)
     for i, op in enumerate(graph.ops):
-        own = round(pricing.scaled(stats.ops[op.name].saved_bytes, op.name))
-        (saved if segment[i] else kept)[i] += own
+        own_saved = round(pricing.scaled(stats.ops[op.name].saved_bytes, op.name))
+        (saved if segment[i] else kept)[i] += own_saved
     entered: set[str] = set()
     for i, op in enumerate(graph.ops):
         for name in op.reads:
@@ -114,9 +114,9 @@ def with_segments(
     place = {op.name: i for i, op in enumerate(graph.ops)}
     groups = []
     for group in cost.groups:
-        own = [place[name] for name in group.ops]
-        most = max((saved[i] for i in own), default=0)
-        groups.append(replace(group, kept_bytes=sum(kept[i] for i in own), segment_bytes=most))
+        indices = [place[name] for name in group.ops]
+        most = max((saved[i] for i in indices), default=0)
+        groups.append(replace(group, kept_bytes=sum(kept[i] for i in indices), segment_bytes=most))
     return replace(cost, groups=tuple(groups))
 
 
@@ -135,10 +135,10 @@ def lifetimes(graph: Graph, stats: GraphStats) -> Mapping[str, Lifetime]:
     made |= {v.name: i for i, op in enumerate(graph.ops) for v in op.outputs if v.name not in root}
     last, saved = dict(made), dict[str, int]()
     for i, op in enumerate(graph.ops):
-        own = stats.ops[op.name]
+        op_stats = stats.ops[op.name]
         for name in op.reads:
             last[root.get(name, name)] = i
-        for name in own.saved_names(op):
+        for name in op_stats.saved_names(op):
             saved.setdefault(root.get(name, name), i)
     values = graph.values
     return {name: Lifetime(values[name].num_bytes, i, last[name], saved.get(name)) for name, i in made.items()}
@@ -153,20 +153,20 @@ def candidate_starts(graph: Graph, stats: GraphStats, alive: Mapping[str, Lifeti
         steps[life.made_at + 1] += life.num_bytes
         steps[max(life.made_at, life.last_read_at) + 1] -= life.num_bytes
     crossing = steps.cumsum()
-    barred = np.zeros(size + 2, dtype=np.int64)
+    inside_colocated = np.zeros(size + 2, dtype=np.int64)
     for names in graph.colocated:
-        barred[min(place[n] for n in names) + 1] += 1
-        barred[max(place[n] for n in names) + 1] -= 1
-    open_ = [i for i in np.flatnonzero(barred.cumsum()[:size] == 0).tolist() if i > first]
+        inside_colocated[min(place[n] for n in names) + 1] += 1
+        inside_colocated[max(place[n] for n in names) + 1] -= 1
+    open_ = [i for i in np.flatnonzero(inside_colocated.cumsum()[:size] == 0).tolist() if i > first]
     around = [size, *open_, size]
     crossing[size] = np.iinfo(np.int64).max
-    narrow = [
-        here
-        for before, here, after in zip(around, around[1:], around[2:])
-        if crossing[here] <= crossing[before] and crossing[here] <= crossing[after]
+    minima = [
+        start
+        for before, start, after in zip(around, around[1:], around[2:])
+        if crossing[start] <= crossing[before] and crossing[start] <= crossing[after]
     ]
-    narrow = narrow[:: -(-len(narrow) // MAX_POSITIONS)] if narrow else narrow
-    return [first, *narrow, size] if first < size else [size]
+    minima = minima[:: -(-len(minima) // MAX_POSITIONS)] if minima else minima
+    return [first, *minima, size] if first < size else [size]
 
 
 def first_start(graph: Graph, stats: GraphStats) -> int:
@@ -256,15 +256,15 @@ def min_boundary_bytes(kept: Matrix, saved: Matrix, limit: int) -> Segmentation:
     Ties go to the smallest largest segment.
     """
     size = len(kept)
-    total, largest, came = (np.zeros(size, dtype=np.int64) for _ in range(3))
+    total, largest, previous = (np.zeros(size, dtype=np.int64) for _ in range(3))
     for j in range(1, size):
         i = np.flatnonzero(saved[j, :j] <= limit)
         keeps = total[i] + kept[j, i]
         i = i[keeps == keeps.min()]
         peaks = np.maximum(largest[i], saved[j, i])
-        came[j] = i[peaks.argmin()]
+        previous[j] = i[peaks.argmin()]
         total[j], largest[j] = keeps.min(), peaks.min()
-    starts = [int(came[-1])]
+    starts = [int(previous[-1])]
     while starts[-1]:
-        starts.append(int(came[starts[-1]]))
+        starts.append(int(previous[starts[-1]]))
     return Segmentation(tuple(reversed(starts)), int(total[-1]), int(largest[-1]))

@@ -138,16 +138,16 @@ def tensor_edges(
     """An edge for each value that crosses groups. Graph inputs have none: every stage receives those that it needs."""
     reading, seen = reading_groups(pricing.graph, group_of, loss), set[str]()
     for op in pricing.graph.ops:
-        here = group_of[op.name]
+        source = group_of[op.name]
         for value, made in zip(op.outputs, pricing.stats.ops[op.name].outputs, strict=True):
-            consumers = tuple(sorted(reading[value.name] - {here}))
+            consumers = tuple(sorted(reading[value.name] - {source}))
             if consumers:
                 storage, num_bytes = pricing.storage.get(value.name, value.name), pricing.num_bytes(value.name)
-                kept_by: tuple[int, ...] = ()
+                saved_by: tuple[int, ...] = ()
                 if storage in saving and storage not in seen and num_bytes == pricing.num_bytes(storage):
-                    kept_by = tuple(sorted(g for g in saving[storage] if g >= here))
+                    saved_by = tuple(sorted(g for g in saving[storage] if g >= source))
                 seen.add(storage)
-                yield TensorEdge(value.name, here, consumers, num_bytes, made.requires_grad, kept_by)
+                yield TensorEdge(value.name, source, consumers, num_bytes, made.requires_grad, saved_by)
 
 
 def weight_costs(pricing: Pricing, group_of: Mapping[str, int], sharing: Sharing) -> Iterable[ResidentTensor]:

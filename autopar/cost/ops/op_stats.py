@@ -67,15 +67,15 @@ def graph_stats(graph: Graph, device_type: str = "cpu") -> GraphStats:
         TraceError: torch cannot run an operation on meta tensors; the message holds file and line in the user's model.
     """
     operands = {value.name: operand_of(value) for value in (*graph.inputs, *(w.value for w in graph.weights))}
-    known: dict[str, OpStats] = {}
+    by_signature: dict[str, OpStats] = {}
     ops: dict[str, OpStats] = {}
     for op in graph.ops:
         read = tuple(operands[name] for name in op.reads)
-        alike = signature(op, read)
-        if alike not in known:
-            known[alike] = op_stats(op, read, device_type)
-        ops[op.name] = known[alike]
-        operands |= {value.name: made for value, made in zip(op.outputs, known[alike].outputs)}
+        key = signature(op, read)
+        if key not in by_signature:
+            by_signature[key] = op_stats(op, read, device_type)
+        ops[op.name] = by_signature[key]
+        operands |= {value.name: made for value, made in zip(op.outputs, by_signature[key].outputs)}
     return GraphStats(ops)
 
 
@@ -114,10 +114,10 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
     """Statistics from one forward and backward on meta tensors."""
     leaves = tuple(meta_tensor(o) for o in read)
     in_place = not op.outputs
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
-        kept.append(tensor)
+        saved.append(tensor)
         return tensor
 
     with torch.enable_grad():
@@ -127,7 +127,7 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
             results = results_of(op, tensors)
     assert in_place or len(results) == len(op.outputs), f"{op.name} returned {len(results)} tensors"
     gradients, backward_flops = run_backward(results, leaves)
-    operand_memory, result_memory, kept_memory = map(storages, (tensors, results, kept))
+    operand_memory, result_memory, kept_memory = map(storages, (tensors, results, saved))
     aliases = [(j, i) for j, m in enumerate(result_memory) for i in indices_in(operand_memory, [m])[:1]]
     saved_results = indices_in(result_memory, kept_memory)
     fresh = {id(m): m.nbytes() for m in kept_memory if not is_among(m, [*operand_memory, *result_memory])}
@@ -147,14 +147,14 @@ def run_on_meta(op: Op, read: tuple[Operand, ...]) -> OpStats:
 def run_backward(results: list[Tensor], leaves: tuple[Tensor, ...]) -> tuple[tuple[int, ...], int]:
     """Indices of the operands whose gradient is a new tensor, and the backward's FLOPs."""
     roots = [t for t in results if t.requires_grad]
-    wanted = [i for i, t in enumerate(leaves) if t.requires_grad]
-    if not roots or not wanted:
+    trained = [i for i, t in enumerate(leaves) if t.requires_grad]
+    if not roots or not trained:
         return (), 0
     arriving = [torch.ones_like(t) for t in roots]
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as backward:
-        computed = torch.autograd.grad(roots, [leaves[i] for i in wanted], arriving, allow_unused=True)
+        computed = torch.autograd.grad(roots, [leaves[i] for i in trained], arriving, allow_unused=True)
     passed_on = storages(arriving)
-    fresh = (i for i, g in zip(wanted, computed) if g is not None and not is_among(g.untyped_storage(), passed_on))
+    fresh = (i for i, g in zip(trained, computed) if g is not None and not is_among(g.untyped_storage(), passed_on))
     return tuple(fresh), backward.get_total_flops()
 
 

@@ -89,25 +89,27 @@ def block_shardings(pricing: Pricing, local: Graph, storage: Mapping[str, Layout
     """
     graph, local_pricing = pricing.graph, replace(pricing, graph=local)
     book = RuleCache(graph, pricing.stats, pricing.ranks)
-    parts = {op.name: op for op in local.ops}
-    ways = [(op.home, reshard_step(op)) for op in local.ops if op.home]
-    reduced = {home: REDUCTIONS[step.name] for home, step in ways if step is not None and step.name in REDUCTIONS}
+    local_ops = {op.name: op for op in local.ops}
+    reshardings = [(op.home, reshard_step(op)) for op in local.ops if op.home]
+    reduced = {
+        home: REDUCTIONS[step.name] for home, step in reshardings if step is not None and step.name in REDUCTIONS
+    }
     samples = sample_dims(graph, book.rule)
     rows: dict[str, dict[str, str]] = {}
     block_of = {op.name: block for op, block in zip(graph.ops, blocks_of(graph))}
     for op in graph.ops:
         block = block_of[op.name]
-        text = describe_op(op, parts, storage, book, samples, reduced.get(op.name))
+        text = describe_op(op, local_ops, storage, book, samples, reduced.get(op.name))
         if text:
             rows.setdefault(block, {}).setdefault(name_in_block(block, op, graph), text)
-    sent: dict[str, list[Collective]] = {}
+    collectives_of: dict[str, list[Collective]] = {}
     for op in local.ops:
         if is_collective(op):
-            sent.setdefault(block_of[op.home], []).extend(collectives(op, local_pricing))
+            collectives_of.setdefault(block_of[op.home], []).extend(collectives(op, local_pricing))
     alike: dict[tuple, list[str]] = {}
     for block in dict.fromkeys(block_of.values()):
-        if block in rows or sent.get(block):
-            key = (pattern_of(block), tuple(rows.get(block, {}).items()), tuple(sent.get(block, ())))
+        if block in rows or collectives_of.get(block):
+            key = (pattern_of(block), tuple(rows.get(block, {}).items()), tuple(collectives_of.get(block, ())))
             alike.setdefault(key, []).append(block)
     return tuple(
         BlockSharding(merge_names(names), len(names), dict(listed), sends)

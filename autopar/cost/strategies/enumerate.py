@@ -1,4 +1,9 @@
-"""The strategy graph of a model: the sharding strategies of each group, and what each of them costs."""
+"""The strategy graph of a model: the sharding strategies of each group, and what each of them costs.
+
+There is no rule for attention or MLPs. Column and row splits with two all-reduces per block and direction follow from
+the rules of single operations; so do reduce-scatters with norms on split tokens or samples. In operations with weight
+matrices, tensor parallelism does not split the samples of a microbatch, because data parallelism does.
+"""
 
 from __future__ import annotations
 
@@ -97,19 +102,19 @@ def with_replicas(choices: StrategyGraph, graph: Graph, sharing: Sharing, hardwa
     """
     if sharing.dp == 1:
         return choices
-    paid: set[str] = set()
+    charged: set[str] = set()
 
     def shared(group: StrategyGroup, choice: ShardingStrategy) -> ShardingStrategy:
-        stored = {name: layout for name, layout in zip(group.weights, choice.weight_layouts) if name not in paid}
+        stored = {name: layout for name, layout in zip(group.weights, choice.weight_layouts) if name not in charged}
         here = replace(sharing, storage=stored)
-        holdings = [sharded_weight_cost(graph.weight[name], (0,), here, hardware) for name in stored]
-        seconds = sum(h.optimizer_seconds + h.reduce_seconds for h in holdings)
-        return replace(choice, step_seconds=seconds, weight_bytes=sum(h.num_bytes for h in holdings))
+        weight_costs = [sharded_weight_cost(graph.weight[name], (0,), here, hardware) for name in stored]
+        seconds = sum(h.optimizer_seconds + h.reduce_seconds for h in weight_costs)
+        return replace(choice, step_seconds=seconds, weight_bytes=sum(h.num_bytes for h in weight_costs))
 
     groups = []
     for group in choices.groups:
         groups.append(replace(group, strategies=tuple(shared(group, choice) for choice in group.strategies)))
-        paid.update(group.weights)
+        charged.update(group.weights)
     return replace(choices, groups=tuple(groups))
 
 
@@ -160,27 +165,27 @@ def resharding_costs(
         layout.
     """
     book, layers = context.book, dict(sole_reader_layers(pricing, context.factors))
-    kept = saved_copies(groups, members, owned, pricing)
-    gives: dict[str, set[Layout]] = {}
+    copies = saved_copies(groups, members, owned, pricing)
+    output_layouts: dict[str, set[Layout]] = {}
     known: dict[tuple, ReshardingCost] = {}
-    found: dict[tuple[str, Layout, Layout], ReshardingCost] = {}
+    costs: dict[tuple[str, Layout, Layout], ReshardingCost] = {}
     for group in groups:
         for i, name in enumerate(group.reads):
             num_bytes, trained, layer = pricing.num_bytes(name), name in book.trained, layers.get(name)
             for read in dict.fromkeys(choice.input_layouts[i] for choice in group.strategies):
-                for made in gives[name]:
+                for made in output_layouts[name]:
                     if made == read:
                         continue
-                    copied = (name, read) in kept and bool(made.splits or read.splits)
+                    copied = (name, read) in copies and bool(made.splits or read.splits)
                     saved = round(num_bytes / (pricing.ranks if read.splits else 1)) if copied else 0
                     key = (made, read, num_bytes, trained, layer, saved)
                     if key not in known:
                         seconds = resharding_cost(made, read, num_bytes, trained, layer, pricing)
                         known[key] = replace(seconds, saved_bytes=saved)
-                    found[name, made, read] = known[key]
+                    costs[name, made, read] = known[key]
         for i, name in enumerate(group.makes):
-            gives[name] = {choice.output_layouts[i] for choice in group.strategies}
-    return found
+            output_layouts[name] = {choice.output_layouts[i] for choice in group.strategies}
+    return costs
 
 
 def saved_copies(

@@ -139,26 +139,30 @@ class GroupCosting:
 
         The second one stores such weights replicated, so that groups can agree on a layout.
         """
-        natural = {
+        split = {
             name: self.sharding.weight_layout(name, self.group.context.book) for name in self.group.boundary.weights
         }
-        whole = {name: REPLICATED if name in self.group.owners.shared else layout for name, layout in natural.items()}
-        for stored in (natural,) if whole == natural else (natural, whole):
+        replicated = {
+            name: REPLICATED if name in self.group.owners.shared else layout for name, layout in split.items()
+        }
+        for stored in (split,) if replicated == split else (split, replicated):
             yield self.strategy(stored)
 
     def strategy(self, stored: Mapping[str, Layout]) -> ShardingStrategy:
         """The strategy that stores the weights in these layouts."""
         costs = [self.op_cost(op) for op in self.group.members.ops]
         inside = sum_costs(self.reshardings(stored))
-        holdings = [self.weight_cost(name, stored[name]) for name in self.group.boundary.weights if self.pays_for(name)]
+        weight_costs = [
+            self.weight_cost(name, stored[name]) for name in self.group.boundary.weights if self.pays_for(name)
+        ]
         return ShardingStrategy(
             name=self.name,
             labels=tuple(self.labels()),
             forward_seconds=sum(c.forward_seconds for c in costs) + inside.forward_seconds,
             backward_seconds=sum(c.backward_seconds for c in costs) + inside.backward_seconds,
-            step_seconds=sum(h.optimizer_seconds for h in holdings),
+            step_seconds=sum(h.optimizer_seconds for h in weight_costs),
             saved_bytes=self.saved_bytes(),
-            weight_bytes=sum(h.num_bytes for h in holdings),
+            weight_bytes=sum(h.num_bytes for h in weight_costs),
             input_layouts=tuple(map(self.sharding.input_layout, self.group.boundary.reads)),
             output_layouts=tuple(
                 self.sharding.output_layout(name, self.group.members.anchor) for name in self.group.boundary.makes
@@ -230,12 +234,12 @@ class GroupCosting:
 
     def reshardings(self, stored: Mapping[str, Layout]) -> Iterator[ReshardingCost]:
         """Resharding inside the group: of its values and weights, and of values that it reads in a second layout."""
-        wanted: dict[str, list[Layout]] = {}
+        layouts_of: dict[str, list[Layout]] = {}
         for name, layout in self.sharding.read:
-            wanted.setdefault(name, []).append(layout)
+            layouts_of.setdefault(name, []).append(layout)
         for name in self.group.boundary.makes:
-            wanted.setdefault(name, []).append(self.sharding.output_layout(name, self.group.members.anchor))
-        for name, layouts in wanted.items():
+            layouts_of.setdefault(name, []).append(self.sharding.output_layout(name, self.group.members.anchor))
+        for name, layouts in layouts_of.items():
             source = stored.get(name, self.made(name))
             if name in self.group.boundary.reads:
                 first = self.sharding.input_layout(name)
@@ -244,15 +248,15 @@ class GroupCosting:
 
     def reshard_once(self, name: str, made: Layout, wanted: Sequence[Layout]) -> Iterator[ReshardingCost]:
         """Cost of each resharding step from one layout into several; steps that these have in common count once."""
-        taken: dict[Layout, ReshardStep] = {}
+        steps_by_layout: dict[Layout, ReshardStep] = {}
         for layout in wanted:
-            way = reshard_steps(made, layout, TP, self.ranks)
-            for step in way:
-                taken.setdefault(layout if step is way[-1] else REPLICATED, step)
+            path = reshard_steps(made, layout, TP, self.ranks)
+            for step in path:
+                steps_by_layout.setdefault(layout if step is path[-1] else REPLICATED, step)
         trained, num_bytes = name in self.group.context.book.trained, self.group.pricing.num_bytes(name)
-        for step in taken.values():
+        for step in steps_by_layout.values():
             seconds = reshard_step_cost(step, num_bytes, trained, self.group.pricing.hardware, self.ranks)
-            yield self.exposed_after_layer(name, step, seconds) if len(taken) == 1 else seconds
+            yield self.exposed_after_layer(name, step, seconds) if len(steps_by_layout) == 1 else seconds
 
     def exposed_after_layer(self, name: str, step: ReshardStep, seconds: ReshardingCost) -> ReshardingCost:
         """Exposed seconds of a step that is the only reader of a value: it overlaps with the layer that makes it."""

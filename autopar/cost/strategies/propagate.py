@@ -117,8 +117,8 @@ def propagate_anchor(members: OpGroup, chosen: Strategy, target: Layout, context
             run(op, chosen)
         elif op.name not in free:
             sums = {v.name for v in members.anchor.outputs}
-            known = {n: reduced_layout(made[n], target if n in sums else REPLICATED) for n in op.reads if n in made}
-            run(op, follow_operand(op, known, context))
+            layouts = {n: reduced_layout(made[n], target if n in sums else REPLICATED) for n in op.reads if n in made}
+            run(op, follow_operand(op, layouts, context))
     for op in reversed(members.ops):
         if op.name in free and op.name not in strategies:
             run(op, follow_reader(members.ops, op, strategies, context))

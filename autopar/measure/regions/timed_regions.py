@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from autopar.codegen.regions import regions_of
-from autopar.ir.graph import Graph, Op, Weight, renamed
+from autopar.codegen.regions import numbered_ops, regions_of
+from autopar.ir.graph import Graph, Op, Weight
 from autopar.ir.program import Edge, Program
 
 ANY_FRACTION = 0.5  # replaces every number that is not whole: no kernel's time depends on its value
@@ -52,22 +52,20 @@ def anonymous_program(ops: tuple[Op, ...], reads: tuple[str, ...], makes: tuple[
         makes: values that the region sends.
     """
     weight_names = dict.fromkeys(name for op in ops for name in (*op.reads, *op.mutates) if name in graph.weight)
-    names = {name: f"w{k}" for k, name in enumerate(weight_names)} | {name: f"x{k}" for k, name in enumerate(reads)}
-    renamed_ops: list[Op] = []
-    for number, op in enumerate(ops):
-        name = f"v{number}"
-        names |= {v.name: v.name.replace(op.name, name, 1) for v in op.outputs}
-        renamed_ops.append(
-            Op(
-                name=name,
-                target=op.target,
-                args=tuple(normalized_argument(renamed(a, names), op) for a in op.args),
-                kwargs=tuple((key, normalized_argument(renamed(a, names), op)) for key, a in op.kwargs),
-                outputs=tuple(replace(v, name=names[v.name]) for v in op.outputs),
-                module="",
-                mutates=tuple(names[n] for n in op.mutates),
-            )
+    numbered = numbered_ops(ops, weight_names, reads)
+    names = numbered.names
+    renamed_ops = [
+        Op(
+            name=new.name,
+            target=new.target,
+            args=tuple(normalized_argument(a, op) for a in new.args),
+            kwargs=tuple((key, normalized_argument(a, op)) for key, a in new.kwargs),
+            outputs=new.outputs,
+            module="",
+            mutates=new.mutates,
         )
+        for op, new in zip(ops, numbered.ops, strict=True)
+    ]
     input_names = {v.name for v in graph.inputs}
     values = {name: replace(graph.values[name], name=names[name]) for name in (*reads, *makes)}
     return Program(

@@ -60,7 +60,10 @@ def with_masters(graph: Graph, stored: Mapping[str, torch.dtype], leaves: Sequen
         graph: trace of the model with low parameters and inputs.
         stored: dtypes of the model's parameters before they were lowered.
         leaves: inputs of the call in the dtypes that users pass.
+    Raises:
+        UsageError: an operation mixes low parameters with tensors that kept float32.
     """
+    check_dtypes(graph)
     weights = []
     for weight in graph.weights:
         dtype = dtype_name(stored[weight.name]) if weight.kind == "parameter" else weight.dtype
