@@ -209,7 +209,7 @@ def test_boards_grow_between_steps_only_and_outgrown_ones_stay(monkeypatch: pyte
         return torch.empty(max(num_bytes, 256), dtype=torch.uint8), None
 
     idle: list[torch.device] = []
-    monkeypatch.setattr(symmetric_axis, "allocated", allocated)
+    monkeypatch.setattr(symmetric_axis, "allocate", allocated)
     monkeypatch.setattr(torch.cuda, "synchronize", idle.append)
     boards = SymmetricBufferPool(0, torch.device("cuda", 0), None)
     assert boards.num_bytes == 0
@@ -217,7 +217,7 @@ def test_boards_grow_between_steps_only_and_outgrown_ones_stay(monkeypatch: pyte
         boards.reserve(num_bytes)
         assert boards.num_bytes >= num_bytes
     assert made == [0, 1024, 4096] and len(idle) == len(made)
-    assert [buffer.numel() for buffer, _ in boards.kept] == [256, 1024, 4096]
+    assert [buffer.numel() for buffer, _ in boards.allocations] == [256, 1024, 4096]
 
 
 # -- models --------------------------------------------------------------------------------------------------------

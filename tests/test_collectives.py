@@ -18,8 +18,8 @@ from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
 from autopar.ops.collectives import joined, parts
 from autopar.ops.registry import operator
-from autopar.runtime.comm.connect import connected_rank
-from autopar.runtime.comm.mesh_groups import axis_ranks, connect
+from autopar.runtime.comm.connect import connect_rank
+from autopar.runtime.comm.mesh_groups import axis_ranks, connect_mesh_groups
 from autopar.runtime.comm.transport import TransportError
 
 ops = torch.ops.autopar
@@ -136,7 +136,7 @@ def program_for_other_ranks() -> None:
 
 def mesh_has_the_axes_with_several_ranks() -> None:
     rank = dist.get_rank()
-    axes = connect(Mesh(2, 2, 1), rank, "cpu", TIMEOUT_SECONDS)
+    axes = connect_mesh_groups(Mesh(2, 2, 1), rank, "cpu", TIMEOUT_SECONDS)
     assert axes.mesh is not None and axes.mesh.mesh_dim_names == ("pp", "tp")
     place = Mesh(2, 2, 1).place(rank)
     for axis, number in (("pp", place.stage), ("tp", place.shard)):
@@ -147,7 +147,7 @@ def mesh_has_the_axes_with_several_ranks() -> None:
 
 
 def a_silent_peer_is_named() -> None:
-    axes = connect(Mesh(1, 2, 2), dist.get_rank(), "cpu", 1.0)
+    axes = connect_mesh_groups(Mesh(1, 2, 2), dist.get_rank(), "cpu", 1.0)
     keys = axes.register("silent", torch.device("cpu"))
     if dist.get_rank() == 2:
         with pytest.raises(TransportError, match=r"all-reduce over axis tp \(ranks 2, 3\): "):
@@ -161,7 +161,7 @@ def symmetric_memory_needs_gpus() -> None:
         rank=dist.get_rank(), mesh=Mesh(2, 2, 1), device="cpu", channels=(), shared=(), transport="symmetric"
     )
     with pytest.raises(UsageError, match=r'^transport="symmetric" needs GPUs of one host .* Leave it out'):
-        connected_rank(spec, {}, TIMEOUT_SECONDS, ExitStack())
+        connect_rank(spec, {}, TIMEOUT_SECONDS, ExitStack())
 
 
 CASES = {

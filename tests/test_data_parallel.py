@@ -25,7 +25,7 @@ from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
-from autopar.runtime.engine.executor import Span
+from autopar.runtime.engine.executor import ActionTiming
 from autopar.runtime.params.grad_reduce import balanced_owners, buckets_of, packed, unpacked
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, rank_text
@@ -195,9 +195,9 @@ def test_gradients_are_summed_once_a_step_and_while_the_last_backward_runs(monke
             notes: list[str] = notes,
             start: Any = rank.transport.start_sum,
         ) -> Any:
-            if tuple(over) == rank.spec.replicas and tensor.is_floating_point():
+            if tuple(over) == rank.spec.replica_ranks and tensor.is_floating_point():
                 assert rank.current_step is not None
-                notes.append(str(rank.current_step.current))
+                notes.append(str(rank.current_step.current_action))
             return start(tensor, over, root)
 
         monkeypatch.setattr(rank.transport, "start_sum", start_sum)
@@ -303,7 +303,10 @@ def test_the_bubble_bound_takes_the_slowest_rank_of_each_stage() -> None:
     plan = plan_by_hand(model, x, 2, ["1.linear"], dp=2)
     seconds = {0: (1.0, 2.0), 1: (3.0, 1.0), 2: (2.0, 2.0), 3: (1.0, 4.0)}  # forward and backward
     spans = {
-        rank: (Span(Action("F", rank // 2, 0), 0.0, forward), Span(Action("B", rank // 2, 0), 5.0, 5.0 + backward))
+        rank: (
+            ActionTiming(Action("F", rank // 2, 0), 0.0, forward),
+            ActionTiming(Action("B", rank // 2, 0), 5.0, 5.0 + backward),
+        )
         for rank, (forward, backward) in seconds.items()
     }
     expected = simulate(generate("1f1b", 2, 2), [3.0, 2.0], [2.0, 4.0]).step_seconds
@@ -323,7 +326,7 @@ def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None) -> R
         build=lambda *_: nn.Identity(),
         weights=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in shapes.items()),
         holders={},
-        edges=(),
+        stage_edges=(),
         loss_fn=F.cross_entropy,
         optimizer=functools.partial(torch.optim.SGD, lr=1.0),
         storage={"split": split_layout(0), "shared": broadcast_layout()},

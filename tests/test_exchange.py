@@ -122,7 +122,7 @@ def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of unequal length, in several pieces; many buckets, each of which a forward asks for before it comes."""
     monkeypatch.setattr(buckets.grouped, "__defaults__", (2**16,))
     monkeypatch.setattr(replica_weights, "PREFETCH_BUCKETS", 0)
-    monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
+    monkeypatch.setattr(buckets, "MAX_FREE_PADDING_BYTES", 0)
     monkeypatch.setattr(buckets, "MAX_WASTE", -1.0)
     monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", 2**16)
 

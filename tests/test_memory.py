@@ -23,7 +23,7 @@ from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor
 from autopar.ir.grad_buckets import padded_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
-from autopar.runtime.comm.symmetric_p2p import count, reserved_bytes
+from autopar.runtime.comm.symmetric_p2p import count_until_freed, reserved_bytes
 from autopar.runtime.params.flat_buckets import flat_buckets, replica_owners
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.solve.cuts.evaluate import stage_costs
@@ -189,7 +189,7 @@ def test_boards_of_replicas_take_their_largest_bucket(name: str, num_owners: int
     weights = [weight for weight in graph_of(name, "bf16").weights if weight.requires_grad]
     owners = replica_owners([weights], {}, num_owners) if num_owners > 1 else {}
     made = flat_buckets(weights, owners, num_owners)
-    assert padded_bytes(weights, num_owners) == max(b.longest * b.segments * b.dtype.itemsize for b in made)
+    assert padded_bytes(weights, num_owners) == max(b.longest_segment * b.num_segments * b.dtype.itemsize for b in made)
 
 
 def test_replicas_boards_and_inputs_are_planned_for() -> None:
@@ -209,8 +209,8 @@ def test_reserved_memory_is_counted_until_it_is_freed() -> None:
     device = torch.device("cpu")
     assert reserved_bytes(device) == 0
     first, second = torch.empty(300, dtype=torch.uint8), torch.empty(20)
-    count(first)
-    count(second)
+    count_until_freed(first)
+    count_until_freed(second)
     view = first[:1]
     del first
     assert reserved_bytes(device) == 380

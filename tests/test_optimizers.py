@@ -209,7 +209,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
         spec = RankSpec(
             rank=number, mesh=mesh, device="cpu", build=lambda *_: nn.Identity(),
             weights=tuple(Weight(n, "parameter", tuple(t.shape), "float32", True) for n, t in own.items()),
-            holders={}, edges=(), loss_fn=F.cross_entropy, optimizer=make, storage=layouts, owners=owners,
+            holders={}, stage_edges=(), loss_fn=F.cross_entropy, optimizer=make, storage=layouts, owners=owners,
             trainable=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in sizes.items()),
         )  # fmt: skip
         ranks.append(Rank(spec, own, LocalTransport(number, hub)))

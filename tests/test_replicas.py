@@ -70,7 +70,7 @@ def counted(pm: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, torc
 @pytest.fixture
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bucket is padded: segments of unequal length (or of equal ones), summed and handed on one by one."""
-    monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
+    monkeypatch.setattr(buckets, "MAX_FREE_PADDING_BYTES", 0)
     monkeypatch.setattr(buckets, "MAX_WASTE", -1.0)
     monkeypatch.setattr(buckets.FlatBucket, "even", False)
 
@@ -375,7 +375,7 @@ def test_no_bucket_waits_for_what_is_never_read(zero1: bool, monkeypatch: pytest
 
     def note(tensor: torch.Tensor, *args: Any) -> Any:
         if tensor.dtype == torch.float32:
-            noted.append(str(rank.current_step.current if rank.current_step else None))
+            noted.append(str(rank.current_step.current_action if rank.current_step else None))
         return call(tensor, *args)
 
     monkeypatch.setattr(rank.transport.transport, name, note)

@@ -239,8 +239,12 @@ class Dispatcher:
         works = {rank: self.rank_request(request, microbatches, rank, check) for rank in self.ranks.numbers}
         if agreed is not None:  # as late as possible: what was done meanwhile took time too
             agreed()
-        of_all = (self.agreement.kinds, self.agreement.shapes) if self.agreement is not None else ((kind,), (shapes,))
-        agreed_on = {rank: (replace(work, kind=of_all[0], shapes=of_all[1]),) for rank, work in works.items()}
+        agreement = self.agreement
+        steps = agreement.kinds if agreement is not None else (kind,)
+        batch_shapes = agreement.shapes if agreement is not None else (shapes,)
+        agreed_on = {
+            rank: (replace(work, signature=steps, shape_signature=batch_shapes),) for rank, work in works.items()
+        }
         results = self.call(request.command, agreed_on)
         if cut.has_random_ops:
             self.num_drawn += request.call.batch * self.data_size

@@ -57,7 +57,7 @@ def rank_specs(
         build=partial(graph_module, compiled=compiled),
         weights=tuple(weights[0]),
         holders={name: held_at for name, held_at in positions.items() if len(held_at) > 1},
-        edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
+        stage_edges=tuple(sorted(pairs | {(b, a) for a, b in pairs})),
         loss_fn=loss_fn,
         optimizer=optimizer,
         lr_scheduler=lr_scheduler,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -22,9 +23,9 @@ from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
 from autopar.runtime.comm.transport import Transport
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
-from autopar.runtime.engine.executor import BoundStep, Chunk
+from autopar.runtime.engine.executor import BoundStep, ChunkModule
 from autopar.runtime.engine.loss import in_autocast
-from autopar.runtime.engine.metrics import numbers_of
+from autopar.runtime.engine.metrics import step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.engine.staging import Staging
 from autopar.runtime.engine.timer import Stopwatch
@@ -33,7 +34,7 @@ from autopar.runtime.memory.peaks import TensorPeak, peak_resident_bytes, reside
 from autopar.runtime.optim.ema import Average
 from autopar.runtime.optim.step import Updater
 from autopar.runtime.params.compute_copies import ComputeParams
-from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, StepOutcome, StepRequest, UpdateResult
+from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, RankStepResult, StepRequest, UpdateResult
 from autopar.schedule.generate import generate
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 
@@ -78,8 +79,8 @@ class Rank:
         self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
         self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
-        self.chunks: dict[int, tuple[Chunk, ...]] = {}
-        self.bound: dict[tuple, BoundStep] = {}
+        self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
+        self.bound_steps: dict[tuple, BoundStep] = {}
         self.current_step: BoundStep | None = None
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = CudaGraphCache(self) if self.stream is not None and spec.cuda_graph else None
@@ -136,26 +137,26 @@ class Rank:
         held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
         copies, sums = self.compute_params, self.updater.grad_buffer.main_grad_of
 
-        def chunk(program: Program) -> Chunk:
-            weights = {**held, **copies.read_by(program)}
-            return Chunk(program, self.spec.build(program, weights, self.device, self.axes, copies.waits, sums))
+        def chunk(program: Program) -> ChunkModule:
+            weights = {**held, **copies.copies_for(program)}
+            return ChunkModule(program, self.spec.build(program, weights, self.device, self.axes, copies.waits, sums))
 
         self.chunks[key] = tuple(map(chunk, programs))
 
-    def step(self, work: StepRequest) -> BoundStep:
+    def bound_step(self, work: StepRequest) -> BoundStep:
         """The bound schedule for a step, made at its first use."""
         # Ranks bind together, and so by what all of them know: one that has no new program may have a peer that has.
-        key = (work.schedule, work.programs, work.training and work.shapes)
-        if key not in self.bound:
+        key = (work.schedule, work.programs, work.training and work.shape_signature)
+        if key not in self.bound_steps:
             schedule = generate(work.schedule, self.mesh.pp, len(work.programs), self.spec.chunks)
             loss_fn = self.loss_fn() if self.is_last_stage and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
-            step = self.bound[key] = BoundStep(
-                schedule, self.place.stage, self.spec.pipeline, chunks, self.transport, self.device, loss_fn,
+            step = self.bound_steps[key] = BoundStep(
+                schedule, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport, self.device, loss_fn,
                 work.training,
             )  # fmt: skip
             step.after_backward = self.updater.grad_buffer.flush
-        return self.bound[key]
+        return self.bound_steps[key]
 
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
         if self.spec.autocast is None:
@@ -166,7 +167,7 @@ class Rank:
 
     def forward(self, work: StepRequest) -> list[list[Any]]:
         """Flattened outputs per microbatch; empty lists except where they are kept."""
-        self.share_buffers(work.mode)
+        self.broadcast_buffers(work.mode)
         if not work.programs:  # fewer samples than replicas, which gather weights together nevertheless
             self.compute_params.refresh()
             self.compute_params.wait()
@@ -179,47 +180,47 @@ class Rank:
         if self.ema is None:
             self.compute_params.free_remote_masters()
 
-    def forward_backward(self, work: StepRequest) -> StepOutcome:
+    def forward_backward(self, work: StepRequest) -> RankStepResult:
         """Accumulate gradients."""
         self.release_masters()
         self.has_pending_grads = True
         start = self.stopwatch.mark()
-        self.share_buffers(work.mode)
+        self.broadcast_buffers(work.mode)
         with self.staging.staged(work.data) as data:
             step = self.execute(replace(work, data=data), update_follows=False)
-        losses = self.summed_losses(step, len(work.programs))
-        return StepOutcome(numbers_of(losses, None, start, self.stopwatch), step.outputs)
+        losses = self.sum_losses(step, len(work.programs))
+        return RankStepResult(step_numbers(losses, None, start, self.stopwatch), step.outputs)
 
-    def train_step(self, work: StepRequest) -> StepOutcome:
+    def train_step(self, work: StepRequest) -> RankStepResult:
         """Gradients and an update: what earlier calls accumulated is part of it."""
         self.release_masters()
         start = self.stopwatch.mark()
-        self.share_buffers(work.mode)
+        self.broadcast_buffers(work.mode)
         with self.staging.staged(work.data) as data:
-            computed, update = self.updated_by(replace(work, data=data))
-        return StepOutcome(numbers_of(computed.losses, update, start, self.stopwatch), computed.outputs)
+            computed, update = self.compute_and_update(replace(work, data=data))
+        return RankStepResult(step_numbers(computed.losses, update, start, self.stopwatch), computed.outputs)
 
-    def updated_by(self, work: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
+    def compute_and_update(self, work: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
         """A training step; what became of the update where the host knows it already, else the norm on the device."""
         if self.updater.scaler is not None:
             step = self.execute(work, update_follows=True)
-            losses = self.summed_losses(step, len(work.programs))
+            losses = self.sum_losses(step, len(work.programs))
             result = self.optimizer_step(work.num_updates)
             return DeviceStepResult(losses, losses.new_tensor(result.grad_norm), step.outputs, updated=True), result
         computed = self.graphs.run(work) if self.graphs is not None else self.compute(work)
         if not computed.updated:
             self.updater.update(computed.norm)
-        self.updated(work.num_updates)
+        self.after_update(work.num_updates)
         return computed, computed.norm
 
     def compute(self, work: StepRequest) -> DeviceStepResult:
         """A training step up to the update, without a wait of the host for the device."""
         step = self.execute(work, update_follows=True)
         return DeviceStepResult(
-            self.summed_losses(step, len(work.programs)), self.updater.finish_gradients(), step.outputs
+            self.sum_losses(step, len(work.programs)), self.updater.finish_gradients(), step.outputs
         )
 
-    def summed_losses(self, step: BoundStep, count: int) -> torch.Tensor:
+    def sum_losses(self, step: BoundStep, count: int) -> torch.Tensor:
         """The losses of all microbatches of all replicas, on every rank; ``count`` are a replica's."""
         replica = self.place.replica
         losses = torch.zeros(self.mesh.dp * count, dtype=torch.float64, device=self.device)
@@ -232,18 +233,18 @@ class Rank:
 
     def abandon_step(self) -> None:
         """Leave nothing of a step that raised."""
-        self.bound.clear()
-        self.compute_params.forget()
+        self.bound_steps.clear()
+        self.compute_params.invalidate()
         self.updater.abandon()
 
     def execute(self, work: StepRequest, update_follows: bool) -> BoundStep:
-        self.current_step = self.step(work)
+        self.current_step = self.bound_step(work)
         self.current_step.loss_scale = self.updater.loss_scale
         self.compute_params.refresh(always=update_follows)
         if work.training:
             self.updater.grad_buffer.detach_from_params()
         if update_follows:
-            self.updater.set_used_params([name for names in self.current_step.completed.values() for name in names])
+            self.updater.set_used_params([*chain(*self.current_step.last_backwards.values())])
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
         self.current_step.run(work.data, work.keep_outputs, self.updater.enable_sync if update_follows else None)
@@ -254,7 +255,7 @@ class Rank:
             self.updater.grad_buffer.attach_to_params()
         return self.current_step
 
-    def share_buffers(self, mode: Mode) -> None:
+    def broadcast_buffers(self, mode: Mode) -> None:
         """Before an evaluation, take over the first replica's buffers if training has changed any.
 
         Each replica trains with the statistics of its own samples; what is evaluated is the model that `state` shows.
@@ -265,7 +266,7 @@ class Rank:
             for name in sorted(changed & self.weights.keys()):
                 tensor = self.weights[name].detach()
                 raw = tensor.reshape(-1).view(torch.uint8)  # Gloo moves no booleans
-                self.transport.start_broadcast(raw, self.spec.replicas, self.spec.replicas[0])()
+                self.transport.start_broadcast(raw, self.spec.replica_ranks, self.spec.replica_ranks[0])()
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         self.buffers_diverged = mode == "train"
 
@@ -274,15 +275,15 @@ class Rank:
         self.has_pending_grads = False
         result = self.updater.step()
         if not result.skipped:
-            self.updated(num_updates)
+            self.after_update(num_updates)
         return result
 
-    def updated(self, num_updates: int) -> None:
+    def after_update(self, num_updates: int) -> None:
         """The weights have changed, each on the replica that updates it; averages follow."""
         self.has_pending_grads = False
         if self.updater.zero_gather is not None:
-            self.updater.zero_gather.updated()
-        self.compute_params.forget()
+            self.updater.zero_gather.mark_updated()
+        self.compute_params.invalidate()
         if self.ema is not None:
             self.gather_weights()
             self.ema.update(num_updates + 1)
@@ -313,14 +314,14 @@ class Rank:
         self.gather_weights()
         if self.place.replica != 0:
             return {}
-        return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.first_copy(n)}
+        return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.has_first_copy(n)}
 
     def ema_state(self) -> dict[str, torch.Tensor]:
         """Copies on CPU of the averages of what `state` gives."""
         assert self.ema is not None
         if self.place.replica != 0:
             return {}
-        return {n: t.cpu().clone() for n, t in self.ema.tensors().items() if self.spec.first_copy(n)}
+        return {n: t.cpu().clone() for n, t in self.ema.tensors().items() if self.spec.has_first_copy(n)}
 
     def swap_ema(self, averages: bool) -> None:
         """Put the averages in the place of the weights, or the weights back."""
@@ -341,7 +342,7 @@ class Rank:
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.weights[name].copy_(tensor)
-        self.compute_params.forget()
+        self.compute_params.invalidate()
 
     def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
         """Write this rank's share of a checkpoint; why there is none, on any rank."""
@@ -380,7 +381,7 @@ class Rank:
 
     def close(self) -> None:
         """Give up graphs: a communicator is not given up while one holds it."""
-        self.bound.clear()
+        self.bound_steps.clear()
         self.current_step = None
         self.updater.grad_buffer.close()
         if self.graphs is not None:
@@ -412,7 +413,7 @@ class Rank:
     def stats(self) -> RankStats:
         """Measurements of the last step."""
         return RankStats(
-            self.current_step.spans() if self.current_step else (),
+            self.current_step.timings() if self.current_step else (),
             self.peak_bytes(),
             self.updater.state_bytes(),
             self.current_step.started_ns() if self.current_step else 0,

@@ -14,11 +14,13 @@ from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.mesh import Mesh, Place
 from autopar.ir.program import Program
 from autopar.runtime.comm.transport import TransportName
-from autopar.runtime.engine.executor import Span, StepData, lane_of
+from autopar.runtime.engine.executor import ActionTiming, StepData, channel_index
 
-Waits = Mapping[str, Callable[[], None]]
-Sums = Callable[[str], torch.Tensor | None]
-Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str], Waits, Sums], nn.Module]
+WeightWaits = Mapping[str, Callable[[], None]]
+MainGradOf = Callable[[str], torch.Tensor | None]
+BuildModule = Callable[
+    [Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str], WeightWaits, MainGradOf], nn.Module
+]
 
 
 class Parameters(list[nn.Parameter]):
@@ -65,10 +67,10 @@ class RankSpec:
     rank: int
     mesh: Mesh
     device: str
-    build: Build
+    build: BuildModule
     weights: tuple[Weight, ...]
     holders: Mapping[str, tuple[int, ...]]
-    edges: tuple[tuple[int, int], ...]
+    stage_edges: tuple[tuple[int, int], ...]
     loss_fn: Callable[[Any, Any], torch.Tensor]
     optimizer: Callable[[Parameters], torch.optim.Optimizer] | None = None
     lr_scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
@@ -96,44 +98,44 @@ class RankSpec:
         return self.seed + self.place.stage * self.mesh.dp + self.place.replica
 
     @property
-    def pipeline(self) -> tuple[int, ...]:
+    def pipeline_ranks(self) -> tuple[int, ...]:
         """The rank at each position that this rank exchanges tensors with: those of its replica and shard."""
-        return pipeline(self.mesh, self.place)
+        return pipeline_ranks(self.mesh, self.place)
 
     @property
-    def replicas(self) -> tuple[int, ...]:
+    def replica_ranks(self) -> tuple[int, ...]:
         """The ranks that hold the same part of the same stage, by replica."""
-        return replicas(self.mesh, self.place)
+        return replica_ranks(self.mesh, self.place)
 
     @property
-    def shards(self) -> tuple[int, ...]:
+    def shard_ranks(self) -> tuple[int, ...]:
         """The ranks of this tensor-parallel group."""
-        return shards(self.mesh, self.place)
+        return shard_ranks(self.mesh, self.place)
 
     @property
     def channels(self) -> tuple[tuple[int, int, int], ...]:
         """Every directed pair of ranks that exchanges tensors, once for each of its lanes; equal on all ranks."""
-        lines = {pipeline(self.mesh, self.mesh.place(rank)) for rank in self.mesh.ranks(0)}
+        lines = {pipeline_ranks(self.mesh, self.mesh.place(rank)) for rank in self.mesh.ranks(0)}
         pp = self.mesh.pp
         return tuple(
             sorted(
-                (line[src % pp], line[dst % pp], lane_of(src, dst, pp, self.chunks))
+                (line[src % pp], line[dst % pp], channel_index(src, dst, pp, self.chunks))
                 for line in lines
-                for src, dst in self.edges
+                for src, dst in self.stage_edges
                 if src % pp != dst % pp
             )
         )
 
     @property
-    def shared(self) -> tuple[tuple[int, ...], ...]:
+    def collective_groups(self) -> tuple[tuple[int, ...], ...]:
         """Rank sets of at least two that sum or broadcast; equal on all ranks.
 
         They are everybody, the replicas of one part, the shards of one group, and the holders of a tied weight.
         """
         sets = {tuple(range(self.mesh.devices))}
         for place in map(self.mesh.place, range(self.mesh.devices)):
-            line = pipeline(self.mesh, place)
-            sets |= {replicas(self.mesh, place), shards(self.mesh, place)}
+            line = pipeline_ranks(self.mesh, place)
+            sets |= {replica_ranks(self.mesh, place), shard_ranks(self.mesh, place)}
             sets |= {tuple(line[position] for position in positions) for positions in self.holders.values()}
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
 
@@ -141,24 +143,24 @@ class RankSpec:
         """How a weight is stored."""
         return self.storage.get(name, REPLICATED)
 
-    def first_copy(self, name: str) -> bool:
+    def has_first_copy(self, name: str) -> bool:
         """Whether, within its replica, this rank holds the copy that counts of its part of a weight."""
         split = any(s.axis == TP for s in self.layout(name).splits)
         positions = self.holders.get(name, (self.place.stage,))
         return positions[0] == self.place.stage and (split or self.place.shard == 0)
 
 
-def pipeline(mesh: Mesh, place: Place) -> tuple[int, ...]:
+def pipeline_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
     """The ranks at one replica and shard, by position."""
     return tuple(mesh.rank(Place(stage, place.replica, place.shard)) for stage in range(mesh.pp))
 
 
-def replicas(mesh: Mesh, place: Place) -> tuple[int, ...]:
+def replica_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
     """The ranks at one stage and shard, by replica."""
     return tuple(mesh.rank(Place(place.stage, replica, place.shard)) for replica in range(mesh.dp))
 
 
-def shards(mesh: Mesh, place: Place) -> tuple[int, ...]:
+def shard_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
     """The ranks at one stage and replica, by shard."""
     return tuple(mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp))
 
@@ -188,8 +190,8 @@ class StepRequest:
     training: bool
     keep_outputs: bool
     num_updates: int
-    kind: tuple[int, ...] = ()
-    shapes: tuple[int, ...] = ()
+    signature: tuple[int, ...] = ()
+    shape_signature: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ LazyMetrics = Callable[[], StepNumbers]  # waits until the numbers are there; ma
 
 
 @dataclass(frozen=True)
-class StepOutcome:
+class RankStepResult:
     """What a training step leaves on a rank.
 
     Its numbers, which on a GPU are still to be read; and the flattened outputs of this rank's microbatches where it was
@@ -257,7 +259,7 @@ class RankStats:
     together. On a GPU it is late by some 10 µs.
     """
 
-    spans: tuple[Span, ...]
+    timings: tuple[ActionTiming, ...]
     peak_bytes: int
     optimizer_bytes: int
     started_ns: int = 0

@@ -61,7 +61,7 @@ class Running:
         buckets = flat_buckets([w for w in program.weights if w.requires_grad], {}, 1)
         self.gradients = GradBuffer(trained, buckets)  # type: ignore[arg-type]
         copies = ComputeParams(weights, self.gradients.watch)
-        held = weights | dict(copies.read_by(program))
+        held = weights | dict(copies.copies_for(program))
         self.module = graph_module(
             program, held, device, {TP: AXIS}, copies.waits, self.gradients.main_grad_of, compiled=compiled
         )

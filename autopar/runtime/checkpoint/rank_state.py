@@ -104,7 +104,7 @@ def rank_state(rank: Rank) -> RankState:
     averages = rank.ema.tensors() if rank.ema is not None else {}
     for weight in spec.weights:
         name, layout = weight.name, spec.layout(weight.name)
-        if weight.kind != "parameter" and not (rank.place.replica == 0 and spec.first_copy(name)):
+        if weight.kind != "parameter" and not (rank.place.replica == 0 and spec.has_first_copy(name)):
             continue  # each replica has buffers of its own, and the first one's count
         pieces.append(sharded_tensor(rank, f"{MODEL}.{name}", layout, rank.weights[name]))
         if name in averages:

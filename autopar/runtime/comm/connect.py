@@ -11,13 +11,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm.mesh_groups import axis_ranks, connect, unregister
+from autopar.runtime.comm.mesh_groups import axis_ranks, connect_mesh_groups, unregister
 from autopar.runtime.comm.transport import ProcessGroupTransport
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 
-MODELS = itertools.count()  # keeps the axes of models that share a process apart
+MODEL_NUMBERS = itertools.count()  # keeps the axes of models that share a process apart
 
 
 def init_process_group(
@@ -36,7 +36,7 @@ def init_process_group(
     )
 
 
-def connected_rank(
+def connect_rank(
     spec: RankSpec, tensors: Mapping[str, torch.Tensor], timeout_seconds: float, opened: ExitStack
 ) -> Rank:
     """A rank with all its process groups in the default one; every process makes its own at the same point.
@@ -48,16 +48,16 @@ def connected_rank(
     device = torch.device(spec.device)
     if device.type == "cpu":
         disable_malloc_trim()
-    axes = connect(spec.mesh, spec.rank, device.type, timeout_seconds)
+    axes = connect_mesh_groups(spec.mesh, spec.rank, device.type, timeout_seconds)
     opened.callback(axes.close)
     on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
     own = {c.members: c.group for c in axes.communicators.values()}
     made = {ranks: own.get(ranks) for ranks in on_axes}
     transport = ProcessGroupTransport(
-        spec.rank, device, spec.channels, spec.shared, made, timeout_seconds, spec.transport
+        spec.rank, device, spec.channels, spec.collective_groups, made, timeout_seconds, spec.transport
     )
     opened.callback(transport.close)
-    keys = axes.register(f"model {next(MODELS)}", device, transport.neighbours)
+    keys = axes.register(f"model {next(MODEL_NUMBERS)}", device, transport.peer_access)
     opened.callback(unregister, keys)
     rank = Rank(spec, tensors, transport, keys)
     opened.callback(rank.close)

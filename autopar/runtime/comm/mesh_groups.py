@@ -41,25 +41,25 @@ class GroupCommunicator:
         """torch.distributed has memory of its own."""
 
     def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
-        with self.named("all-reduce"):
+        with self.error_context("all-reduce"):
             dist.all_reduce(tensor, group=self.group)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         stacked = tensor.new_empty([self.ranks, *tensor.shape])
-        with self.named("all-gather"):
-            dist.all_gather_into_tensor(plain(stacked), plain(tensor[None]), group=self.group)
+        with self.error_context("all-gather"):
+            dist.all_gather_into_tensor(without_bool(stacked), without_bool(tensor[None]), group=self.group)
         return stacked
 
     def reduce_scatter(self, stacked: Tensor, overlapped: bool = False) -> Tensor:
         part = stacked.new_empty(stacked.shape[1:])
-        with self.named("reduce-scatter"):
+        with self.error_context("reduce-scatter"):
             dist.reduce_scatter_tensor(part[None], stacked, group=self.group)
         return part
 
     def all_to_all(self, stacked: Tensor) -> Tensor:
         received = torch.empty_like(stacked)
-        with self.named("all-to-all"):
-            dist.all_to_all_single(plain(received), plain(stacked), group=self.group)
+        with self.error_context("all-to-all"):
+            dist.all_to_all_single(without_bool(received), without_bool(stacked), group=self.group)
         return received
 
     def peer_order(self) -> list[int]:
@@ -78,7 +78,7 @@ class GroupCommunicator:
         return self.reduce_scatter(stacked)
 
     @contextmanager
-    def named(self, what: str) -> Iterator[None]:
+    def error_context(self, what: str) -> Iterator[None]:
         """Whatever torch.distributed raises inside becomes an error that says between whom it happened."""
         try:
             yield
@@ -88,7 +88,7 @@ class GroupCommunicator:
 
 
 @dataclass(frozen=True)
-class Axes:
+class MeshGroups:
     """This process's place on the mesh axes with more than one rank; the others need no process group.
 
     ``mesh`` has those axes as dims, and is None where there are none.
@@ -106,9 +106,9 @@ class Axes:
         """
         keys = {axis: f"{model}.{axis}" for axis in self.communicators}
         for axis, key in keys.items():
-            found = self.communicators[axis]
-            near = bool(neighbours) and have_peer_access([neighbours[rank] for rank in found.members])
-            collectives.register(key, found.symmetric(device) if near else found)
+            communicator = self.communicators[axis]
+            reachable = bool(neighbours) and have_peer_access([neighbours[rank] for rank in communicator.members])
+            collectives.register(key, communicator.symmetric(device) if reachable else communicator)
         return keys
 
     def close(self) -> None:
@@ -123,7 +123,7 @@ def unregister(keys: Mapping[str, str]) -> None:
         collectives.unregister(key)
 
 
-def plain(tensor: Tensor) -> Tensor:
+def without_bool(tensor: Tensor) -> Tensor:
     """The same memory as a type that Gloo can move."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
@@ -135,7 +135,7 @@ def axis_ranks(mesh: Mesh) -> Mapping[str, Tensor]:
     return {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
 
 
-def connect(mesh: Mesh, rank: int, device_type: str, timeout_seconds: float) -> Axes:
+def connect_mesh_groups(mesh: Mesh, rank: int, device_type: str, timeout_seconds: float) -> MeshGroups:
     """The axes around a rank of the default process group; every rank calls this at the same point.
 
     The groups are made one by one, in one order on all ranks, because init_device_mesh (torch 2.11 to 2.15) would give
@@ -153,7 +153,9 @@ def connect(mesh: Mesh, rank: int, device_type: str, timeout_seconds: float) -> 
             if rank in members:
                 communicators[axis] = GroupCommunicator(axis, members, members.index(rank), group)
     if not communicators:
-        return Axes(None, {})
+        return MeshGroups(None, {})
     grid = torch.arange(mesh.devices).view([c.ranks for c in communicators.values()])
     groups = [c.group for c in communicators.values()]
-    return Axes(DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=tuple(communicators)), communicators)
+    return MeshGroups(
+        DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=tuple(communicators)), communicators
+    )

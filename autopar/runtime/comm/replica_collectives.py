@@ -39,12 +39,12 @@ def make_replica_collectives(
         device: this rank's.
         largest_bytes: of a bucket, all segments counted as long as its longest.
     """
-    boards = transport.symmetric_buffer(ranks)
-    if boards is None:
+    buffer = transport.symmetric_buffer(ranks)
+    if buffer is None:
         return TransportReplicaCollectives(transport, ranks)
-    boards.reserve(exchange_bytes(largest_bytes, len(ranks)))
+    buffer.reserve(exchange_bytes(largest_bytes, len(ranks)))
     return SymmetricReplicaCollectives(
-        SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), boards), device
+        SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), buffer), device
     )
 
 
@@ -105,18 +105,18 @@ class SymmetricReplicaCollectives:
             [bucket.segment(flat, k) for k in range(ranks)],
             MAX_SYMMETRIC_BUFFER_BYTES // ranks // flat.itemsize,
         )
-        return [[segment[start : start + row] for segment in whole] for start in range(0, bucket.longest, row)]
+        return [[segment[start : start + row] for segment in whole] for start in range(0, bucket.longest_segment, row)]
 
-    def on_side_stream(self, exchange: Callable[[Any], None], pieces: Sequence[Any]) -> SendHandle:
+    def on_side_stream(self, run: Callable[[Any], None], pieces: Sequence[Any]) -> SendHandle:
         """Start exchanging pieces, one after the other."""
         if self.stream is None:
             for piece in pieces:
-                exchange(piece)
+                run(piece)
             return lambda: None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for piece in pieces:
-                exchange(piece)
+                run(piece)
             done = self.stream.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from autopar.runtime.comm.symmetric_p2p import allocated
+from autopar.runtime.comm.symmetric_p2p import allocate
 
 # Sums up to this size are read whole from every rank: below, another barrier costs more than the bytes that it saves.
 ONE_SHOT_BYTES = 2**19
@@ -27,7 +27,7 @@ class SymmetricBuffer(Protocol):
         """Have at least so much on each; all ranks call with the same size, between steps."""
         ...
 
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """A tensor at the start of a rank's."""
         ...
 
@@ -51,25 +51,25 @@ class SymmetricBufferPool:
             group: the axis's process group.
         """
         self.rank, self.device, self.group = rank, device, group
-        self.kept: list[tuple[Tensor, Any]] = []
+        self.allocations: list[tuple[Tensor, Any]] = []
 
     @property
     def num_bytes(self) -> int:
-        return self.kept[-1][0].numel() if self.kept else 0
+        return self.allocations[-1][0].numel() if self.allocations else 0
 
     def reserve(self, num_bytes: int) -> None:
-        if self.kept and num_bytes <= self.num_bytes:
+        if self.allocations and num_bytes <= self.num_bytes:
             return
         # Hosts meet to allocate: no GPU may be left in an earlier collective, where it waits for another one.
         torch.cuda.synchronize(self.device)
-        self.kept.append(allocated(num_bytes, self.device, self.group))
+        self.allocations.append(allocate(num_bytes, self.device, self.group))
 
     @property
     def handle(self) -> Any:
         """To the boards of all ranks, and to their signals."""
-        return self.kept[-1][1]
+        return self.allocations[-1][1]
 
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.handle.get_buffer(rank, tuple(shape), dtype)
 
     def barrier(self) -> None:
@@ -98,7 +98,7 @@ class SymmetricCommunicator:
         if overlapped or (self.ranks > 2 and tensor.nbytes > ONE_SHOT_BYTES):
             self.sum_segments(tensor.view(-1))
             return
-        self.check("an all-reduce", tensor.nbytes)
+        self.check_size("an all-reduce", tensor.nbytes)
         self.buffer_view(self.rank, tensor).copy_(tensor)
         self.buffer.barrier()
         sum_into(tensor, [self.buffer_view(k, tensor) for k in range(self.ranks)])
@@ -107,34 +107,34 @@ class SymmetricCommunicator:
     def sum_segments(self, flat: Tensor) -> None:
         """Each rank sums one segment and the others read it: every element crosses each link twice."""
         segments = flat.tensor_split(self.ranks)
-        boards = self.spread("an all-reduce", segments, len(segments[0]))
+        buffers = self.push_rows("an all-reduce", segments, len(segments[0]))
         own = segments[self.rank]
         total = torch.empty_like(own)
-        sum_into(total, self.summands(own, boards[self.rank]))
+        sum_into(total, self.summands(own, buffers[self.rank]))
         own.copy_(total)
-        boards[self.rank][self.rank, : len(own)].copy_(total)
+        buffers[self.rank][self.rank, : len(own)].copy_(total)
         self.buffer.barrier()
         for k in self.peer_order():
-            segments[k].copy_(boards[k][k, : len(segments[k])])
+            segments[k].copy_(buffers[k][k, : len(segments[k])])
         self.buffer.barrier()
 
     def reduce_segments(self, segments: Sequence[Tensor]) -> None:
         """Each rank sums one flat segment of possibly several lengths, in place."""
         own = segments[self.rank]
-        board = self.spread("a reduce-scatter", segments, max(map(len, segments)), itself=True)[self.rank]
-        torch.sum(board[:, : len(own)], 0, out=own)  # one kernel: each waits until multiprocessors are free
+        buffer = self.push_rows("a reduce-scatter", segments, max(map(len, segments)), itself=True)[self.rank]
+        torch.sum(buffer[:, : len(own)], 0, out=own)  # one kernel: each waits until multiprocessors are free
         self.buffer.barrier()
 
     def gather_segments(self, segments: Sequence[Tensor]) -> None:
         """Fill each flat segment with what its rank has in it; the inverse."""
         own = segments[self.rank]
-        board = self.spread("an all-gather", [own] * self.ranks, max(map(len, segments)))[self.rank]
+        buffer = self.push_rows("an all-gather", [own] * self.ranks, max(map(len, segments)))[self.rank]
         for k in self.peer_order():
-            segments[k].copy_(board[k, : len(segments[k])])
+            segments[k].copy_(buffer[k, : len(segments[k])])
         self.buffer.barrier()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        self.check("an all-gather", tensor.nbytes)
+        self.check_size("an all-gather", tensor.nbytes)
         stacked = tensor.new_empty([self.ranks, *tensor.shape])
         self.buffer_view(self.rank, tensor).copy_(tensor)
         self.buffer.barrier()
@@ -146,71 +146,73 @@ class SymmetricCommunicator:
         part = stacked.new_empty(stacked.shape[1:])
         if overlapped:
             flat = stacked.flatten(1)
-            board = self.spread("a reduce-scatter", flat.unbind(), flat.shape[1])[self.rank]
-            sum_into(part.view(-1), self.summands(flat[self.rank], board))
+            buffer = self.push_rows("a reduce-scatter", flat.unbind(), flat.shape[1])[self.rank]
+            sum_into(part.view(-1), self.summands(flat[self.rank], buffer))
         else:
-            sum_into(part, self.exchanged("a reduce-scatter", stacked))
+            sum_into(part, self.exchange_parts("a reduce-scatter", stacked))
         self.buffer.barrier()
         return part
 
     def all_to_all(self, stacked: Tensor) -> Tensor:
         received = torch.empty_like(stacked)
-        torch.stack(self.exchanged("an all-to-all", stacked), out=received)
+        torch.stack(self.exchange_parts("an all-to-all", stacked), out=received)
         self.buffer.barrier()
         return received
 
     def publish(self, tensor: Tensor) -> Tensor:
-        board = self.spread("a linear layer's all-gather", [tensor.view(-1)] * self.ranks, tensor.numel())[self.rank]
-        return board.view(self.ranks, *tensor.shape)
+        buffer = self.push_rows("a linear layer's all-gather", [tensor.view(-1)] * self.ranks, tensor.numel())[
+            self.rank
+        ]
+        return buffer.view(self.ranks, *tensor.shape)
 
     def unpublish(self) -> None:
         self.buffer.barrier()
 
     def push_shard(self, rank: int, stacked: Tensor) -> None:
-        self.check("a linear layer's reduce-scatter", stacked.nbytes)
+        self.check_size("a linear layer's reduce-scatter", stacked.nbytes)
         self.buffer_view(rank, stacked)[self.rank].copy_(stacked[rank])
 
     def reduce_pushed(self, stacked: Tensor) -> Tensor:
         self.buffer.barrier()
-        board, part = self.buffer_view(self.rank, stacked), torch.empty_like(stacked[self.rank])
-        sum_into(part, [stacked[k] if k == self.rank else board[k] for k in range(self.ranks)])
+        buffer, part = self.buffer_view(self.rank, stacked), torch.empty_like(stacked[self.rank])
+        sum_into(part, [stacked[k] if k == self.rank else buffer[k] for k in range(self.ranks)])
         self.buffer.barrier()
         return part
 
-    def check(self, what: str, num_bytes: int) -> None:
+    def check_size(self, what: str, num_bytes: int) -> None:
         """So much of each board is about to be used."""
         there = self.buffer.num_bytes
         assert num_bytes <= there, (
             f"{what} of {self.ranks} ranks takes {num_bytes:,} bytes of each board, {there:,} were reserved"
         )
 
-    def exchanged(self, what: str, stacked: Tensor) -> list[Tensor]:
+    def exchange_parts(self, what: str, stacked: Tensor) -> list[Tensor]:
         """From each rank its part for this rank, on the board where it lies once all have put theirs there."""
-        self.check(what, stacked.nbytes)
-        board = self.buffer_view(self.rank, stacked)
+        self.check_size(what, stacked.nbytes)
+        buffer = self.buffer_view(self.rank, stacked)
         for some in (slice(self.rank), slice(self.rank + 1, self.ranks)):
             if len(stacked[some]):
-                board[some].copy_(stacked[some])
+                buffer[some].copy_(stacked[some])
         self.buffer.barrier()
         return [stacked[k] if k == self.rank else self.buffer_view(k, stacked)[self.rank] for k in range(self.ranks)]
 
-    def spread(self, what: str, given: Sequence[Tensor], longest: int, itself: bool = False) -> list[Tensor]:
+    def push_rows(self, what: str, rows: Sequence[Tensor], longest: int, itself: bool = False) -> list[Tensor]:
         """All ranks' boards [ranks, longest], once each has in its rows what the others have given it, and ``itself``;
         here one flat tensor for each rank."""
-        dtype = given[0].dtype
-        self.check(what, self.ranks * longest * dtype.itemsize)
-        boards = [self.buffer.of(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
+        dtype = rows[0].dtype
+        self.check_size(what, self.ranks * longest * dtype.itemsize)
+        buffers = [self.buffer.view(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
         for k in (*self.peer_order(), self.rank) if itself else self.peer_order():
-            boards[k][self.rank, : len(given[k])].copy_(given[k])
+            buffers[k][self.rank, : len(rows[k])].copy_(rows[k])
         self.buffer.barrier()
-        return boards
+        return buffers
 
-    def summands(self, own: Tensor, board: Tensor) -> list[Tensor]:
+    def summands(self, own: Tensor, buffer: Tensor) -> list[Tensor]:
         """Of a segment, in the ranks' order: this rank's own, and what is on its board."""
-        return [own if k == self.rank else board[k, : len(own)] for k in range(self.ranks)]
+        return [own if k == self.rank else buffer[k, : len(own)] for k in range(self.ranks)]
 
     def buffer_view(self, rank: int, like: Tensor) -> Tensor:
-        return self.buffer.of(rank, like.shape, like.dtype)
+        return self.buffer.view(rank, like.shape, like.dtype)
 
     def peer_order(self) -> list[int]:
         """The other ranks, those after this one first, so that no two ranks begin with the same."""

@@ -17,29 +17,29 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 
 from autopar.ir.comm_sizes import ALIGNMENT, aligned
 
-Messages = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
+MessageBytes = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
 SendHandle = Callable[[], None]
 RecvHandle = Callable[[], torch.Tensor]
 
 SIGNAL_BYTES = 4
-IN_USE = Counter[torch.device]()
+BYTES_IN_USE = Counter[torch.device]()
 
 
 class SymmetricMemory:
     """What this rank's peers write into, made when a step first needs so much; equal sizes on all ranks."""
 
-    def __init__(self, rank: int, world: int, device: torch.device, hosts: Any) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, cpu_group: Any) -> None:
         """Nothing is allocated yet.
 
         Args:
             hosts: a Gloo group of all ranks.
         """
-        self.rank, self.world, self.device, self.cpu_group = rank, world, device, hosts
+        self.rank, self.world, self.device, self.cpu_group = rank, world, device, cpu_group
         self.streams: dict[int, torch.cuda.Stream] = {}
         self.buffer: torch.Tensor | None = None
         self.handle: Any = None
 
-    def open(self, incoming: Messages, outgoing: Messages) -> SymmetricChannel:
+    def open(self, incoming: MessageBytes, outgoing: MessageBytes) -> SymmetricChannel:
         """Room for the messages of one kind of step; all ranks call.
 
         Every message has a place and a signal of its own, so that none is written over before it was read in the same
@@ -55,8 +55,8 @@ class SymmetricMemory:
         table = torch.stack(everybody)
         self.reserve(int(table[:, :-1].sum(1).max()), int(table[:, -1].max()))
         starts = table[:, :-1].cumsum(1) - table[:, :-1]  # [dst, src]
-        received = places(incoming, {src: int(starts[self.rank, src]) for src in range(self.world)})
-        sent = places(outgoing, {dst: int(starts[dst, self.rank]) for dst in range(self.world)})
+        received = message_slots(incoming, {src: int(starts[self.rank, src]) for src in range(self.world)})
+        sent = message_slots(outgoing, {dst: int(starts[dst, self.rank]) for dst in range(self.world)})
         return SymmetricChannel(self, received, sent)
 
     def reserve(self, num_bytes: int, num_signals: int) -> None:
@@ -66,7 +66,7 @@ class SymmetricMemory:
         if enough and self.buffer is not None and self.buffer.numel() >= num_bytes:
             return
         symmetric_memory.set_signal_pad_size(max(pad_bytes, symmetric_memory.get_signal_pad_size()))
-        self.buffer, self.handle = allocated(num_bytes, self.device, dist.group.WORLD)
+        self.buffer, self.handle = allocate(num_bytes, self.device, dist.group.WORLD)
 
     def stream(self, dst: int) -> torch.cuda.Stream:
         """Where tensors are copied to a peer."""
@@ -90,7 +90,7 @@ class SymmetricChannel:
         # Later kinds of steps may have a larger buffer.
         self.buffer, self.handle = memory.buffer, memory.handle
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
         place, signal = self.sent[dst, tag]
         there = self.handle.get_buffer(dst, tensor.shape, tensor.dtype, place // tensor.itemsize)
         current, stream = torch.cuda.current_stream(self.memory.device), self.memory.stream(dst)
@@ -105,7 +105,7 @@ class SymmetricChannel:
 
         return delivery
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
         place, signal = self.received[src, tag]
 
         def receipt() -> torch.Tensor:
@@ -115,26 +115,26 @@ class SymmetricChannel:
         return receipt
 
 
-def allocated(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+def allocate(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
     """Bytes of this rank that the group's others reach, and the handle to theirs; all of its ranks call."""
     buffer = symmetric_memory.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
-    count(buffer)
+    count_until_freed(buffer)
     return buffer, symmetric_memory.rendezvous(buffer, group)
 
 
-def count(buffer: torch.Tensor) -> None:
+def count_until_freed(buffer: torch.Tensor) -> None:
     """Count a buffer until its memory is freed: torch's allocator does not know it."""
     storage = buffer.untyped_storage()
-    IN_USE[buffer.device] += storage.nbytes()
-    weakref.finalize(storage, IN_USE.subtract, {buffer.device: storage.nbytes()})
+    BYTES_IN_USE[buffer.device] += storage.nbytes()
+    weakref.finalize(storage, BYTES_IN_USE.subtract, {buffer.device: storage.nbytes()})
 
 
 def reserved_bytes(device: torch.device) -> int:
     """Memory of a device that its peers reach now, beside that of torch's allocator."""
-    return IN_USE[device]
+    return BYTES_IN_USE[device]
 
 
-def places(messages: Messages, starts: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
+def message_slots(messages: MessageBytes, starts: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
     """For each message its byte in the receiver's buffer and its signal, in the order of tags: alike on both ends.
 
     Args:
@@ -158,7 +158,7 @@ class PeerAccess:
     peers: frozenset[int]
 
 
-def gather_peer_access(device: torch.device, world: int, hosts: Any) -> list[PeerAccess]:
+def gather_peer_access(device: torch.device, world: int, cpu_group: Any) -> list[PeerAccess]:
     """Every rank's; all ranks call.
 
     Args:
@@ -167,7 +167,7 @@ def gather_peer_access(device: torch.device, world: int, hosts: Any) -> list[Pee
     others = [i for i in range(torch.cuda.device_count()) if i != device.index]
     peers = frozenset(i for i in others if torch.cuda.can_device_access_peer(device, i))
     everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, PeerAccess(socket.gethostname(), device.index, peers), group=hosts)
+    dist.all_gather_object(everybody, PeerAccess(socket.gethostname(), device.index, peers), group=cpu_group)
     return everybody
 
 

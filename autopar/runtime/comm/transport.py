@@ -16,7 +16,7 @@ import torch.distributed as dist
 from autopar.errors import UsageError
 from autopar.runtime.comm.symmetric_collectives import SymmetricBuffer, SymmetricBufferPool
 from autopar.runtime.comm.symmetric_p2p import (
-    Messages,
+    MessageBytes,
     PeerAccess,
     RecvHandle,
     SendHandle,
@@ -26,7 +26,7 @@ from autopar.runtime.comm.symmetric_p2p import (
 )
 
 TransportName = Literal["auto", "nccl", "symmetric"]
-Gathering = Callable[[], list[torch.Tensor]]
+GatherHandle = Callable[[], list[torch.Tensor]]
 
 
 class TransportError(RuntimeError):
@@ -42,11 +42,11 @@ class P2PChannel(Protocol):
 
     posts_early: bool
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
         """Start sending a contiguous tensor; calling the delivery waits until it is sent, which keeps it until then."""
         ...
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
         """Start receiving; calling the receipt waits and returns the tensor."""
         ...
 
@@ -56,7 +56,7 @@ class Transport(P2PChannel, Protocol):
 
     rank: int
 
-    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
+    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
         """What moves the tensors of one kind of training step, which are these; all ranks call."""
         ...
 
@@ -90,7 +90,7 @@ class Transport(P2PChannel, Protocol):
         """Start filling such a row on all ranks with the segment that each of them has in it; the inverse."""
         ...
 
-    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
         """Start bringing every rank's contiguous row, all of one size, to ``root``; calling the result waits and
         returns them in the order of ``ranks``, or nothing on the other ranks.
         """
@@ -136,9 +136,9 @@ class ProcessGroupTransport:
         self,
         rank: int,
         device: torch.device,
-        edges: Collection[tuple[int, int, int]],
-        shared: Collection[tuple[int, ...]],
-        made: Mapping[tuple[int, ...], Any],
+        pairs: Collection[tuple[int, int, int]],
+        rank_sets: Collection[tuple[int, ...]],
+        existing: Mapping[tuple[int, ...], Any],
         timeout_seconds: float,
         transport: TransportName = "auto",
     ) -> None:
@@ -158,29 +158,29 @@ class ProcessGroupTransport:
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
         self.posts_early = dist.get_backend() == "gloo"
-        alone = sorted(set(shared) - set(made))
-        self.own: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
-        self.groups: dict[tuple[int, ...], Any] = {**made, **self.own}
-        self.channels: dict[tuple[int, int, int], Any] = {}
+        alone = sorted(set(rank_sets) - set(existing))
+        self.created_groups: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
+        self.groups: dict[tuple[int, ...], Any] = {**existing, **self.created_groups}
+        self.pair_groups: dict[tuple[int, int, int], Any] = {}
         # Flags of transfers travel from host to host. A Gloo group of some ranks only would hang in a default NCCL
         # group that is bound to a device: those that are not in it wait for a split of the communicator that the
         # others, being Gloo, never join (torch 2.11).
         self.cpu_group: Any = None
         if dist.get_backend() == "nccl":
             self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
-            self.channels = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(edges)}
+            self.pair_groups = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(pairs)}
             self.connect()
         world = dist.get_world_size()
-        self.neighbours: Sequence[PeerAccess] = ()  # of each rank, where symmetric memory may be used
+        self.peer_access: Sequence[PeerAccess] = ()  # of each rank, where symmetric memory may be used
         if self.cpu_group is not None and world > 1 and transport != "nccl":
-            self.neighbours = gather_peer_access(device, world, self.cpu_group)
-        near = bool(self.neighbours) and have_peer_access(self.neighbours)
+            self.peer_access = gather_peer_access(device, world, self.cpu_group)
+        near = bool(self.peer_access) and have_peer_access(self.peer_access)
         if transport == "symmetric" and world > 1 and not near:
             raise UsageError(NO_SYMMETRIC_MEMORY)
-        self.memory = SymmetricMemory(rank, world, device, self.cpu_group) if near and edges else None
+        self.symmetric_memory = SymmetricMemory(rank, world, device, self.cpu_group) if near and pairs else None
 
-    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
-        return self.memory.open(incoming, outgoing) if self.memory is not None else self
+    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
+        return self.symmetric_memory.open(incoming, outgoing) if self.symmetric_memory is not None else self
 
     def connect(self) -> None:
         """Exchange one number in every group and over every channel."""
@@ -188,19 +188,19 @@ class ProcessGroupTransport:
         for ranks, group in self.groups.items():
             if self.rank in ranks:
                 dist.all_reduce(token, group=group)
-        for (src, dst, _), group in self.channels.items():
+        for (src, dst, _), group in self.pair_groups.items():
             if self.rank == src:
                 dist.send(token, dst, group=group)
             elif self.rank == dst:
                 dist.recv(token, src, group=group)
         torch.cuda.synchronize(self.device)
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
-        return start_send(tensor, dst, tag, self.channels.get((self.rank, dst, lane)))
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
+        return start_send(tensor, dst, tag, self.pair_groups.get((self.rank, dst, channel)))
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
         buffer = torch.empty(shape, dtype=dtype, device=self.device)
-        return start_receive(buffer, src, tag, self.channels.get((src, self.rank, lane)))
+        return start_receive(buffer, src, tag, self.pair_groups.get((src, self.rank, channel)))
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
         return start_send(torch.tensor(flags, dtype=torch.uint8), dst, tag, self.cpu_group)
@@ -237,7 +237,7 @@ class ProcessGroupTransport:
             f"an all-gather over ranks {list(ranks)}",
         )
 
-    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
         group = self.groups[tuple(ranks)]
         rows = [torch.empty_like(flat) for _ in ranks] if self.rank == root else []
         delivery = launch_async(
@@ -263,7 +263,7 @@ class ProcessGroupTransport:
         )
 
     def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
-        if not self.neighbours or not have_peer_access([self.neighbours[rank] for rank in ranks]):
+        if not self.peer_access or not have_peer_access([self.peer_access[rank] for rank in ranks]):
             return None
         return SymmetricBufferPool(list(ranks).index(self.rank), self.device, self.groups[tuple(ranks)])
 
@@ -276,8 +276,8 @@ class ProcessGroupTransport:
         return counts.tolist()
 
     def close(self) -> None:
-        self.memory = None
-        groups = [*self.own.values(), *self.channels.values()]
+        self.symmetric_memory = None
+        groups = [*self.created_groups.values(), *self.pair_groups.values()]
         if self.cpu_group is not None:
             groups.append(self.cpu_group)
         for group in groups:
@@ -339,7 +339,7 @@ class InProcessMailboxes:
     boxes: dict[tuple[int, int, Hashable], queue.SimpleQueue] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def box(self, src: int, dst: int, subject: Hashable) -> queue.SimpleQueue:
+    def mailbox(self, src: int, dst: int, subject: Hashable) -> queue.SimpleQueue:
         with self.lock:
             return self.boxes.setdefault((src, dst, subject), queue.SimpleQueue())
 
@@ -349,30 +349,34 @@ class LocalTransport:
 
     posts_early = True
 
-    def __init__(self, rank: int, hub: InProcessMailboxes) -> None:
-        self.rank, self.hub = rank, hub
-        self.calls: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
+    def __init__(self, rank: int, mailboxes: InProcessMailboxes) -> None:
+        self.rank, self.mailboxes = rank, mailboxes
+        self.num_collectives: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
 
-    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
+    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
         return self
 
-    def next_call(self, ranks: Sequence[int]) -> Hashable:
+    def next_collective(self, ranks: Sequence[int]) -> Hashable:
         """What tells the messages of the next collective from those of all others."""
-        self.calls[tuple(ranks)] += 1
-        return tuple(ranks), self.calls[tuple(ranks)]
+        self.num_collectives[tuple(ranks)] += 1
+        return tuple(ranks), self.num_collectives[tuple(ranks)]
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable, lane: int = 0) -> SendHandle:
-        self.hub.box(self.rank, dst, tag).put(tensor.clone())
+    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable, channel: int = 0) -> SendHandle:
+        self.mailboxes.mailbox(self.rank, dst, tag).put(tensor.clone())
         return lambda: None  # a send is a copy
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable, lane: int = 0) -> RecvHandle:
-        box = self.hub.box(src, self.rank, tag)
+    def receive(
+        self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable, channel: int = 0
+    ) -> RecvHandle:
+        box = self.mailboxes.mailbox(src, self.rank, tag)
 
         def receipt() -> torch.Tensor:
             try:
-                tensor = box.get(timeout=self.hub.timeout_seconds)
+                tensor = box.get(timeout=self.mailboxes.timeout_seconds)
             except queue.Empty:
-                raise TransportError(f"waiting for rank {src}: nothing came in {self.hub.timeout_seconds} s") from None
+                raise TransportError(
+                    f"waiting for rank {src}: nothing came in {self.mailboxes.timeout_seconds} s"
+                ) from None
             assert tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype
             return tensor
 
@@ -385,7 +389,7 @@ class LocalTransport:
         return self.receive([count], torch.uint8, src, tag)
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
-        subject = self.next_call(ranks)
+        subject = self.next_collective(ranks)
         for dst in ranks if root is None else [root]:
             self.send(tensor, dst, subject)
         if root not in (None, self.rank):
@@ -398,7 +402,7 @@ class LocalTransport:
         return delivery
 
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
-        subject = self.next_call(ranks)
+        subject = self.next_collective(ranks)
         if self.rank == root:
             for dst in ranks:
                 self.send(tensor, dst, subject)
@@ -410,7 +414,7 @@ class LocalTransport:
         return delivery
 
     def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        subject = self.next_call(ranks)
+        subject = self.next_collective(ranks)
         for dst in ranks:
             self.send(segment_of(flat, ranks, dst), dst, subject)
         own = segment_of(flat, ranks, self.rank)
@@ -422,7 +426,7 @@ class LocalTransport:
         return delivery
 
     def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        subject = self.next_call(ranks)
+        subject = self.next_collective(ranks)
         own = segment_of(flat, ranks, self.rank)
         for dst in ranks:
             self.send(own, dst, subject)
@@ -434,8 +438,8 @@ class LocalTransport:
 
         return delivery
 
-    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
-        subject = self.next_call(ranks)
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
+        subject = self.next_collective(ranks)
         self.send(flat, root, subject)
         receipts = [self.receive(flat.shape, flat.dtype, src, subject) for src in ranks] if self.rank == root else []
         return lambda: [receipt() for receipt in receipts]
@@ -443,7 +447,7 @@ class LocalTransport:
     def start_scatter(
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
     ) -> SendHandle:
-        subject = self.next_call(ranks)
+        subject = self.next_collective(ranks)
         if self.rank == root:
             for dst, row in zip(ranks, rows, strict=True):
                 self.send(row, dst, subject)

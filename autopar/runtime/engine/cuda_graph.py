@@ -45,7 +45,7 @@ class CachedStep:
     """
 
     eager_steps: int = 0
-    used: int = 0
+    last_used: int = 0
     recorded_flags: list[list[int]] = field(default_factory=list)
     closure: Mapping[str, str] = field(default_factory=dict)
     unstable_reason: str = ""
@@ -54,7 +54,7 @@ class CachedStep:
     options: str = ""
     graph: torch.cuda.CUDAGraph | None = None
     data: StepData | None = None
-    computed: DeviceStepResult | None = None
+    result: DeviceStepResult | None = None
     step: BoundStep | None = None
     marks: list[Any] = field(default_factory=list)
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
@@ -70,91 +70,91 @@ class CudaGraphCache:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
-        self.cached: OrderedDict[tuple, CachedStep] = OrderedDict()
-        self.steps = 0
-        self.rates: list[Tensor] = []  # learning rate of each parameter group, where graphs read it
+        self.cached_steps: OrderedDict[tuple, CachedStep] = OrderedDict()
+        self.num_steps = 0
+        self.learning_rates: list[Tensor] = []  # learning rate of each parameter group, where graphs read it
         self.pool: Any = None
 
     def forget(self) -> None:
         """Drop all graphs, as is needed before tensors that they use are replaced."""
-        self.cached.clear()
-        self.rates, self.pool = [], None
+        self.cached_steps.clear()
+        self.learning_rates, self.pool = [], None
 
     def run(self, work: StepRequest) -> DeviceStepResult:
         """A training step up to the update, which a graph may include."""
         if self.rank.has_pending_grads:
             return self.rank.compute(work)  # a graph begins without gradients
-        kind = self.cached_step(work)
-        if kind.capture_error:
+        cached = self.cached_step(work)
+        if cached.capture_error:
             return self.rank.compute(work)
-        if kind.graph is not None and kind.with_optimizer and kind.options != self.fixed_options():
+        if cached.graph is not None and cached.with_optimizer and cached.options != self.fixed_options():
             # A scheduler changes more than the learning rate: leave the optimizer outside.
-            kind.graph, kind.with_optimizer = None, False
-        if kind.graph is None and kind.eager_steps < WARM_UP_STEPS:
-            return self.run_eager(kind, work)
-        if kind.graph is None and self.has_room():
-            self.capture(kind, work)
-        return self.replay(kind, work) if kind.graph is not None else self.rank.compute(work)
+            cached.graph, cached.with_optimizer = None, False
+        if cached.graph is None and cached.eager_steps < WARM_UP_STEPS:
+            return self.run_eager(cached, work)
+        if cached.graph is None and self.make_room():
+            self.capture(cached, work)
+        return self.replay(cached, work) if cached.graph is not None else self.rank.compute(work)
 
     def cached_step(self, work: StepRequest) -> CachedStep:
         """The kind that a step is of; the one that was used longest ago gives way to a new one."""
-        key = (work.schedule, work.programs, work.kind)
-        if key not in self.cached and len(self.cached) == MAX_CACHED_STEPS:
-            self.cached.popitem(last=False)
-        kind = self.cached.setdefault(key, CachedStep())
-        self.cached.move_to_end(key)
-        self.steps += 1
-        kind.used = self.steps
-        return kind
+        key = (work.schedule, work.programs, work.signature)
+        if key not in self.cached_steps and len(self.cached_steps) == MAX_CACHED_STEPS:
+            self.cached_steps.popitem(last=False)
+        cached = self.cached_steps.setdefault(key, CachedStep())
+        self.cached_steps.move_to_end(key)
+        self.num_steps += 1
+        cached.last_used = self.num_steps
+        return cached
 
-    def has_room(self) -> bool:
+    def make_room(self) -> bool:
         """Whether another kind may be captured, for which one that has been idle for long gives up its graph."""
-        captured = [key for key, kind in self.cached.items() if kind.graph is not None]
+        captured = [key for key, kind in self.cached_steps.items() if kind.graph is not None]
         if len(captured) < MAX_GRAPHS:
             return True
-        if self.steps - self.cached[captured[0]].used <= EVICT_AFTER_STEPS:
+        if self.num_steps - self.cached_steps[captured[0]].last_used <= EVICT_AFTER_STEPS:
             return False
-        del self.cached[captured[0]]
+        del self.cached_steps[captured[0]]
         return True
 
-    def run_eager(self, kind: CachedStep, work: StepRequest) -> DeviceStepResult:
+    def run_eager(self, cached: CachedStep, work: StepRequest) -> DeviceStepResult:
         """A step as it is run without graphs; what hosts ask each other is noted."""
-        prepare(self.rank.updater.optimizer)
+        make_capturable(self.rank.updater.optimizer)
         self.rank.flag_recorder.record()
         try:
             computed = self.rank.compute(work)
         finally:
             noted = self.rank.flag_recorder.stop()
-        read = self.loss_closure()
-        if kind.eager_steps and noted != kind.recorded_flags:
-            kind.unstable_reason = "which gradients there are differs from step to step"
-        elif kind.eager_steps and read != kind.closure:
-            kind.unstable_reason = f"loss_fn changes {changes(kind.closure, read)} from step to step"
-        kind.eager_steps, kind.recorded_flags, kind.closure = kind.eager_steps + 1, noted, read
+        read = self.read_closure()
+        if cached.eager_steps and noted != cached.recorded_flags:
+            cached.unstable_reason = "which gradients there are differs from step to step"
+        elif cached.eager_steps and read != cached.closure:
+            cached.unstable_reason = f"loss_fn changes {first_change(cached.closure, read)} from step to step"
+        cached.eager_steps, cached.recorded_flags, cached.closure = cached.eager_steps + 1, noted, read
         return computed
 
-    def loss_closure(self) -> Mapping[str, str]:
+    def read_closure(self) -> Mapping[str, str]:
         """What this rank's loss function reads of Python, if there is one."""
         return closure_fingerprint(self.rank.spec.loss_fn) if self.rank.is_last_stage else {}
 
-    def capture(self, kind: CachedStep, work: StepRequest) -> None:
+    def capture(self, cached: CachedStep, work: StepRequest) -> None:
         """Make the graph, on all ranks or none; weights and state stay as they are."""
         rank = self.rank
         optimizer = rank.updater.optimizer
-        kind.with_optimizer &= optimizer is not None and is_capturable(optimizer)
-        kind.options = self.fixed_options()
-        reason = kind.unstable_reason
+        cached.with_optimizer &= optimizer is not None and is_capturable(optimizer)
+        cached.options = self.fixed_options()
+        reason = cached.unstable_reason
         try:
             if not reason:
-                self.record(kind, work)
+                self.capture_step(cached, work)
         except Exception as error:  # whatever the user's loss, an optimizer or an operation raises while captured
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        everybody = range(rank.mesh.devices)
-        failed = rank.transport.sum_flags([bool(reason)], everybody)[0] if len(everybody) > 1 else bool(reason)
+        all_ranks = range(rank.mesh.devices)
+        failed = rank.transport.sum_flags([bool(reason)], all_ranks)[0] if len(all_ranks) > 1 else bool(reason)
         if failed:
-            kind.graph = kind.data = kind.computed = kind.step = None
-            kind.marks, kind.gradients = [], {}
-            kind.capture_error = reason or "another rank cannot capture it"
+            cached.graph = cached.data = cached.result = cached.step = None
+            cached.marks, cached.gradients = [], {}
+            cached.capture_error = reason or "another rank cannot capture it"
             rank.abandon_step()  # on all ranks: they bind their schedules together
         if reason:
             warnings.warn(
@@ -164,57 +164,57 @@ class CudaGraphCache:
                 stacklevel=1,
             )
 
-    def record(self, kind: CachedStep, work: StepRequest) -> None:
+    def capture_step(self, cached: CachedStep, work: StepRequest) -> None:
         """Capture a step on tensors of its own."""
         rank, graph = self.rank, torch.cuda.CUDAGraph()
-        if all(other.graph is None for other in self.cached.values()):
+        if all(other.graph is None for other in self.cached_steps.values()):
             self.pool = None  # a pool ends with its last graph
-        kind.data = StepData(
-            [[own(t, rank.device) for t in ts] for ts in work.data.inputs],
-            [tree_map(lambda leaf: own(leaf, rank.device), target) for target in work.data.targets],
+        cached.data = StepData(
+            [[static_like(t, rank.device) for t in ts] for ts in work.data.inputs],
+            [tree_map(lambda leaf: static_like(leaf, rank.device), target) for target in work.data.targets],
             work.data.shares,
         )
-        optimizer = rank.updater.optimizer if kind.with_optimizer else None
-        if optimizer is not None and not self.rates:
-            self.rates = [torch.zeros((), device=rank.device) for _ in optimizer.param_groups]
-        rank.flag_recorder.replay(kind.recorded_flags)
-        kind.closure = self.loss_closure()
+        optimizer = rank.updater.optimizer if cached.with_optimizer else None
+        if optimizer is not None and not self.learning_rates:
+            self.learning_rates = [torch.zeros((), device=rank.device) for _ in optimizer.param_groups]
+        rank.flag_recorder.replay(cached.recorded_flags)
+        cached.closure = self.read_closure()
         try:
             with torch.cuda.graph(graph, self.pool, rank.stream, capture_error_mode="thread_local"):
-                computed = rank.compute(replace(work, data=kind.data))
+                computed = rank.compute(replace(work, data=cached.data))
                 if optimizer is not None:
-                    with given_rates(optimizer, self.rates):
+                    with tensor_learning_rates(optimizer, self.learning_rates):
                         rank.updater.update(computed.norm)
                 else:
-                    kind.gradients = {n: p.grad for n, p in rank.trainable.items() if p.grad is not None}
+                    cached.gradients = {n: p.grad for n, p in rank.trainable.items() if p.grad is not None}
                     rank.updater.zero_grad()
         finally:
             rank.flag_recorder.stop()
-        kind.computed = DeviceStepResult(computed.losses, computed.norm, computed.outputs, optimizer is not None)
-        kind.graph, self.pool = graph, graph.pool()
-        kind.step = rank.current_step
-        kind.marks = rank.current_step.marks if rank.current_step is not None else []
+        cached.result = DeviceStepResult(computed.losses, computed.norm, computed.outputs, optimizer is not None)
+        cached.graph, self.pool = graph, graph.pool()
+        cached.step = rank.current_step
+        cached.marks = rank.current_step.marks if rank.current_step is not None else []
 
-    def replay(self, kind: CachedStep, work: StepRequest) -> DeviceStepResult:
+    def replay(self, cached: CachedStep, work: StepRequest) -> DeviceStepResult:
         """Run the graph on a step's tensors."""
         rank, optimizer = self.rank, self.rank.updater.optimizer
-        assert kind.graph is not None and kind.data is not None and kind.computed is not None
-        if (read := self.loss_closure()) != kind.closure:
+        assert cached.graph is not None and cached.data is not None and cached.result is not None
+        if (read := self.read_closure()) != cached.closure:
             raise UsageError(
-                f"loss_fn reads {changes(kind.closure, read)}, and the CUDA graph of this step has the earlier value. "
-                "Let it come with the target, or pass cuda_graph=False."
+                f"loss_fn reads {first_change(cached.closure, read)}, and the CUDA graph of this step has the earlier "
+                "value. Let it come with the target, or pass cuda_graph=False."
             )
-        fill(kind.data, work.data)
-        if kind.with_optimizer and optimizer is not None:
-            for rate, group in zip(self.rates, optimizer.param_groups, strict=True):
+        copy_step_data(cached.data, work.data)
+        if cached.with_optimizer and optimizer is not None:
+            for rate, group in zip(self.learning_rates, optimizer.param_groups, strict=True):
                 rate.fill_(float(group["lr"]))
-        kind.graph.replay()
-        for name, gradient in kind.gradients.items():
+        cached.graph.replay()
+        for name, gradient in cached.gradients.items():
             rank.trainable[name].grad = gradient
-        rank.current_step = kind.step
-        if kind.step is not None:
-            kind.step.marks = kind.marks
-        made = kind.computed  # in memory that the next replay uses again
+        rank.current_step = cached.step
+        if cached.step is not None:
+            cached.step.marks = cached.marks
+        made = cached.result  # in memory that the next replay uses again
         outputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, made.outputs)
         return DeviceStepResult(made.losses.clone(), made.norm.clone(), outputs, made.updated)
 
@@ -225,7 +225,7 @@ class CudaGraphCache:
         return repr([{k: v for k, v in g.items() if k not in ("params", "lr")} for g in groups])
 
 
-def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+def first_change(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """The first value of two readings that is not the same, for people."""
     places = (place for place in {**before, **after} if before.get(place) != after.get(place))
     place = next(places)
@@ -235,12 +235,12 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 # -- data ----------------------------------------------------------------------------------------------------------
 
 
-def own(leaf: Any, device: torch.device) -> Any:
+def static_like(leaf: Any, device: torch.device) -> Any:
     """Memory for such a tensor; anything else as it is."""
     return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
 
 
-def fill(static: StepData, given: StepData) -> None:
+def copy_step_data(static: StepData, given: StepData) -> None:
     """Copy a step's tensors to where its graph reads them."""
     there, here = (leaves((data.inputs, data.targets)) for data in (static, given))
     for mine, new in zip(there, here, strict=True):
@@ -257,7 +257,7 @@ def is_capturable(optimizer: Optimizer) -> bool:
     return alone and all(group.get("capturable") for group in optimizer.param_groups)
 
 
-def prepare(optimizer: Optimizer | None) -> None:
+def make_capturable(optimizer: Optimizer | None) -> None:
     """Make an optimizer of torch keep its steps, and other numbers of a parameter, on the device, where it can."""
     if optimizer is None or any("capturable" not in group for group in optimizer.param_groups):
         return
@@ -270,7 +270,7 @@ def prepare(optimizer: Optimizer | None) -> None:
 
 
 @contextmanager
-def given_rates(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
+def tensor_learning_rates(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
     """Within, the groups' learning rates are these tensors."""
     before = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):

@@ -15,7 +15,7 @@ from autopar.runtime.engine.timer import Stopwatch
 from autopar.runtime.spec import LazyMetrics, StepNumbers, UpdateResult
 
 
-def numbers_of(
+def step_numbers(
     losses: torch.Tensor, update: UpdateResult | torch.Tensor | None, start: Any, stopwatch: Stopwatch
 ) -> StepNumbers | LazyMetrics:
     """The numbers of a step that has just been launched; on a GPU without waiting for it.

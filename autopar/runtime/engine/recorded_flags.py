@@ -8,38 +8,38 @@ from typing import Literal
 import torch
 
 from autopar.runtime.comm.symmetric_collectives import SymmetricBuffer
-from autopar.runtime.comm.symmetric_p2p import Messages
-from autopar.runtime.comm.transport import Gathering, P2PChannel, RecvHandle, SendHandle, Transport
+from autopar.runtime.comm.symmetric_p2p import MessageBytes
+from autopar.runtime.comm.transport import GatherHandle, P2PChannel, RecvHandle, SendHandle, Transport
 
-Mode = Literal["asking", "noting", "recalling"]
+RecorderMode = Literal["live", "record", "replay"]
 
 
 class FlagRecorder:
     """A transport in front of another one, to which it passes everything on.
 
     Flags (which gradients there are) are the only messages that steer a rank's host. They follow from the programs and
-    from what ``loss_fn`` reads, so they are the same in every step of a kind. While the mood is "noting", answers are
-    written down in the order in which they come; while it is "recalling" they are read from there and nothing is sent.
+    from what ``loss_fn`` reads, so they are the same in every step of a kind. While the mood is "record", answers are
+    written down in the order in which they come; while it is "replay" they are read from there and nothing is sent.
     """
 
     def __init__(self, transport: Transport) -> None:
         self.transport = transport
         self.rank, self.posts_early = transport.rank, transport.posts_early
-        self.mode: Mode = "asking"
+        self.mode: RecorderMode = "live"
         self.flags: list[list[int]] = []
         self.position = 0
 
     def record(self) -> None:
         """Write down the answers from here on."""
-        self.mode, self.flags = "noting", []
+        self.mode, self.flags = "record", []
 
-    def replay(self, noted: list[list[int]]) -> None:
+    def replay(self, flags: list[list[int]]) -> None:
         """Answer from what was noted."""
-        self.mode, self.flags, self.position = "recalling", noted, 0
+        self.mode, self.flags, self.position = "replay", flags, 0
 
     def stop(self) -> list[list[int]]:
         """Ask again from here on; what was noted."""
-        self.mode = "asking"
+        self.mode = "live"
         return self.flags
 
     def replayed(self) -> torch.Tensor:
@@ -49,32 +49,32 @@ class FlagRecorder:
 
     def recorded(self, flags: torch.Tensor) -> torch.Tensor:
         """An answer that has come, noted if it is to be."""
-        if self.mode == "noting":
+        if self.mode == "record":
             self.flags.append(flags.tolist())
         return flags
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
-        return (lambda: None) if self.mode == "recalling" else self.transport.send_flags(flags, dst, tag)
+        return (lambda: None) if self.mode == "replay" else self.transport.send_flags(flags, dst, tag)
 
     def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
-        if self.mode == "recalling":
+        if self.mode == "replay":
             return self.replayed
         receipt = self.transport.receive_flags(count, src, tag)
         return lambda: self.recorded(receipt())
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        if self.mode == "recalling":
+        if self.mode == "replay":
             return self.replayed().tolist()
         return self.recorded(torch.tensor(self.transport.sum_flags(flags, ranks))).tolist()
 
-    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
+    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
         return self.transport.open_channel(incoming, outgoing)
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
-        return self.transport.send(tensor, dst, tag, lane)
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
+        return self.transport.send(tensor, dst, tag, channel)
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
-        return self.transport.receive(shape, dtype, src, tag, lane)
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
+        return self.transport.receive(shape, dtype, src, tag, channel)
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
         return self.transport.start_sum(tensor, ranks, root)
@@ -88,7 +88,7 @@ class FlagRecorder:
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
         return self.transport.start_broadcast(tensor, ranks, root)
 
-    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
         return self.transport.start_gather(flat, ranks, root)
 
     def start_scatter(

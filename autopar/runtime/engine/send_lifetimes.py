@@ -7,11 +7,13 @@ from collections.abc import Callable
 from autopar.schedule.actions import Action, Schedule
 from autopar.schedule.simulate import simulate
 
-Message = tuple[int, Action]  # a chunk, and the action of another one whose tensors it takes
-Neighbours = Callable[[Action], tuple[Action, ...]]
+SendKey = tuple[int, Action]  # a chunk, and the action of another one whose tensors it takes
+AdjacentActions = Callable[[Action], tuple[Action, ...]]
 
 
-def send_lifetimes(rank: int, schedule: Schedule, before: Neighbours, after: Neighbours) -> list[list[Message]]:
+def send_lifetimes(
+    rank: int, schedule: Schedule, producers: AdjacentActions, consumers: AdjacentActions
+) -> list[list[SendKey]]:
     """What a rank waits for before each of its actions: sends to other ranks that have been taken by then.
 
     With backwards: when an action follows one of another rank, it follows all that this rank ran before, so that rank
@@ -27,33 +29,35 @@ def send_lifetimes(rank: int, schedule: Schedule, before: Neighbours, after: Nei
         before: the actions of other chunks whose tensors an action of this rank takes.
         after: those that take the tensors of an action of this rank.
     """
-    place = {action: (other, index) for other, row in enumerate(schedule) for index, action in enumerate(row)}
-    takers = {own: [a for a in after(own) if place[a][0] != rank] for own in schedule[rank]}
+    position = {action: (other, index) for other, row in enumerate(schedule) for index, action in enumerate(row)}
+    takers = {own: [a for a in consumers(own) if position[a][0] != rank] for own in schedule[rank]}
     if all(own.kind == "F" for own in schedule[rank]):
-        return _in_time(schedule[rank], schedule, takers)
+        return _forward_lifetimes(schedule[rank], schedule, takers)
     sources: dict[Action, list[Action]] = {}
-    for own, actions in takers.items():
+    for action, actions in takers.items():
         for taker in actions:
-            sources.setdefault(taker, []).append(own)
-    passed = [0] * len(schedule)  # of each rank's row, how many actions this rank knows to have run
-    waits: list[list[Message]] = []
-    for own in schedule[rank]:
+            sources.setdefault(taker, []).append(action)
+    completed = [0] * len(schedule)  # of each rank's row, how many actions this rank knows to have run
+    waits: list[list[SendKey]] = []
+    for action in schedule[rank]:
         waits.append([])
-        for other, index in (place[source] for source in before(own)):
+        for other, index in (position[source] for source in producers(action)):
             if other != rank:
-                for taker in schedule[other][passed[other] : index]:
+                for taker in schedule[other][completed[other] : index]:
                     waits[-1] += [(taker.chunk, source) for source in sources.get(taker, ())]
-                passed[other] = max(passed[other], index)
+                completed[other] = max(completed[other], index)
     return waits
 
 
-def _in_time(row: tuple[Action, ...], schedule: Schedule, takers: dict[Action, list[Action]]) -> list[list[Message]]:
+def _forward_lifetimes(
+    row: tuple[Action, ...], schedule: Schedule, takers: dict[Action, list[Action]]
+) -> list[list[SendKey]]:
     """For each action of a row, what was taken at least one action before it, where all take equally long."""
     chunks = 1 + max((action.chunk for other in schedule for action in other), default=0)
     spans = simulate(schedule, [1.0] * chunks, [1.0] * chunks).spans
     start = {span.action: span.start_seconds for span in spans}
-    under_way: list[tuple[float, Message]] = []
-    waits: list[list[Message]] = []
+    under_way: list[tuple[float, SendKey]] = []
+    waits: list[list[SendKey]] = []
     for own in row:
         waits.append([message for taken, message in under_way if taken <= start[own] - 1])
         under_way = [(taken, message) for taken, message in under_way if taken > start[own] - 1]

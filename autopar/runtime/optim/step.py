@@ -43,11 +43,12 @@ class Updater:
         self.grad_reducer: GradReducer | None = None
         self.zero_gather: ZeroParamGather | None = None
         if replicated:
-            largest = max(bucket.longest * bucket.segments * bucket.dtype.itemsize for bucket in buckets)
-            exchange = make_replica_collectives(transport, spec.replicas, torch.device(spec.device), largest)
-            self.grad_reducer = GradReducer(self.grad_buffer, spec.replicas, spec.place.replica, transport, exchange)
+            largest = max(bucket.longest_segment * bucket.num_segments * bucket.dtype.itemsize for bucket in buckets)
+            ranks, replica = spec.replica_ranks, spec.place.replica
+            exchange = make_replica_collectives(transport, ranks, torch.device(spec.device), largest)
+            self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, transport, exchange)
             if spec.owners:
-                self.zero_gather = ZeroParamGather(trainable, buckets, spec.place.replica, exchange)
+                self.zero_gather = ZeroParamGather(trainable, buckets, replica, exchange)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
         made = rank_optimizer(spec, spec.optimizer, own, transport) if spec.optimizer else None
         # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.
@@ -135,14 +136,14 @@ class Updater:
         present = {n: p for n, p in self.trainable.items() if p.grad is not None}
         partial = {n: p for n, p in present.items() if TP in self.spec.layout(n).partial_gradient}
         if partial:
-            sum_gradients(partial, self.spec.shards, self.transport)
+            sum_gradients(partial, self.spec.shard_ranks, self.transport)
 
     def sum_over_stages(self) -> None:
         """Give every holder of a tied parameter the sum of all holders' gradients, or None where nobody has one."""
         for name, positions in sorted(self.spec.holders.items()):
             if len(positions) < 2 or name not in self.trainable or not self.updates(name):
                 continue
-            ranks = [self.spec.pipeline[position] for position in positions]
+            ranks = [self.spec.pipeline_ranks[position] for position in positions]
             parameter = self.trainable[name]
             if not any(self.transport.sum_flags([parameter.grad is not None], ranks)):
                 continue
@@ -152,7 +153,7 @@ class Updater:
 
     def owns_for_norm(self, name: str) -> bool:
         """Whether the global norm takes a parameter's gradient from this rank."""
-        return self.spec.owners.get(name, 0) == self.spec.place.replica and self.spec.first_copy(name)
+        return self.spec.owners.get(name, 0) == self.spec.place.replica and self.spec.has_first_copy(name)
 
     def global_norm(self) -> torch.Tensor:
         """2-norm of all gradients of all ranks, each element of the model counted once."""

@@ -31,40 +31,40 @@ class ComputeParams:
             watch: is told each copy that will get gradients, and the name of its master.
             shared: of the weights that replicas update each in part.
         """
-        self.weights, self.watch, self.shared = weights, watch, shared
+        self.weights, self.watch, self.zero_gather = weights, watch, shared
         self.copies: dict[str, nn.Parameter] = {}
-        self.own: list[str] = []  # copies that this rank makes of its own masters
+        self.local_copies: list[str] = []  # copies that this rank makes of its own masters
         self.versions: list[int] = []
         self.masters_read = False  # whether a program reads a weight itself that replicas share as a copy
 
-    def read_by(self, program: Program) -> Mapping[str, nn.Parameter]:
+    def copies_for(self, program: Program) -> Mapping[str, nn.Parameter]:
         """The copies that a program reads, by name of the weight."""
         wanted = [weight for weight in program.weights if weight.master]
         for weight in wanted:
             if weight.name not in self.copies:
                 self.add(weight.name, getattr(torch, weight.dtype))
-        if self.shared is not None:
-            self.masters_read |= any(not w.master and w.name in self.shared.copies for w in program.weights)
+        if self.zero_gather is not None:
+            self.masters_read |= any(not w.master and w.name in self.zero_gather.copies for w in program.weights)
         return {weight.name: self.copies[weight.name] for weight in wanted}
 
     def add(self, name: str, dtype: torch.dtype) -> None:
         master = self.weights[name]
-        given = self.shared.copies.get(name) if self.shared is not None else None
+        given = self.zero_gather.copies.get(name) if self.zero_gather is not None else None
         if given is not None:
             assert given.dtype == dtype, f"{name}: copies in {given.dtype} and {dtype}"
         else:
-            self.own.append(name)
+            self.local_copies.append(name)
         tensor = given if given is not None else master.detach().to(dtype)
         copy = self.copies[name] = nn.Parameter(tensor, master.requires_grad)
         if master.requires_grad:
             self.watch(name, copy)
         self.versions = []
 
-    def forget(self) -> None:
+    def invalidate(self) -> None:
         """The masters have changed in a way that they do not show (``weight.data``)."""
         self.versions = []
-        if self.shared is not None:
-            self.shared.changed()
+        if self.zero_gather is not None:
+            self.zero_gather.mark_overwritten()
 
     def refresh(self, always: bool = False) -> None:
         """Make what programs read equal to the masters, if those have changed since the last time.
@@ -74,37 +74,37 @@ class ComputeParams:
         Args:
             always: also if they have not, as in a step that will be replayed.
         """
-        if self.shared is not None:
-            self.shared.gather(always)
+        if self.zero_gather is not None:
+            self.zero_gather.gather(always)
             if self.masters_read:
-                self.shared.gather_masters(always)
-            if any(name in self.shared.bucket_of for name in self.own):
-                self.shared.wait()
-        if not self.own:
+                self.zero_gather.gather_masters(always)
+            if any(name in self.zero_gather.bucket_of for name in self.local_copies):
+                self.zero_gather.wait()
+        if not self.local_copies:
             return
-        masters = [self.weights[name].detach() for name in self.own]
+        masters = [self.weights[name].detach() for name in self.local_copies]
         versions = [master._version for master in masters]
         if always or versions != self.versions:
-            torch._foreach_copy_([self.copies[name].detach() for name in self.own], masters)
+            torch._foreach_copy_([self.copies[name].detach() for name in self.local_copies], masters)
             self.versions = versions
 
     def free_remote_masters(self) -> None:
         """Training steps follow: give up the memory of masters that nobody reads in them."""
-        if self.shared is not None and not self.masters_read:
-            self.shared.free_remote_masters()
+        if self.zero_gather is not None and not self.masters_read:
+            self.zero_gather.free_remote_masters()
 
     @property
     def waits(self) -> Mapping[str, Callable[[], None]]:
         """For weights that may be under way, what waits for them."""
-        return self.shared.waits if self.shared is not None else {}
+        return self.zero_gather.waits if self.zero_gather is not None else {}
 
     def wait(self) -> None:
         """A step is over: wait for what nobody has read."""
-        if self.shared is not None:
-            self.shared.wait()
+        if self.zero_gather is not None:
+            self.zero_gather.wait()
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all copies, and of the padding between weights."""
-        shared = self.shared.num_bytes if self.shared is not None else 0
-        return shared + sum(self.copies[name].nbytes for name in self.own)
+        shared = self.zero_gather.num_bytes if self.zero_gather is not None else 0
+        return shared + sum(self.copies[name].nbytes for name in self.local_copies)

@@ -11,7 +11,8 @@ import torch
 from autopar.ir.grad_buckets import MAX_WASTE, aligned, balanced, grouped, loads
 from autopar.ir.graph import DTYPE_BYTES, Weight
 
-SPARE_BYTES = 8 * 2**20  # of padding: moving it takes as long as starting one more collective (25 µs over NVLink)
+# Moving so much padding takes as long as starting one more collective: 25 µs over NVLink.
+MAX_FREE_PADDING_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class FlatBucket:
         return self.bounds[-1]
 
     @property
-    def segments(self) -> int:
+    def num_segments(self) -> int:
         """One for each owner, or one for all."""
         return len(self.bounds) - 1
 
@@ -44,7 +45,7 @@ class FlatBucket:
         return len({high - low for low, high in pairwise(self.bounds)}) == 1
 
     @property
-    def longest(self) -> int:
+    def longest_segment(self) -> int:
         """Elements of the longest segment."""
         return max(high - low for low, high in pairwise(self.bounds))
 
@@ -52,7 +53,7 @@ class FlatBucket:
         """An owner's part of a buffer."""
         return flat[self.bounds[owner] : self.bounds[owner + 1]]
 
-    def owned(self, owner: int) -> tuple[str, ...]:
+    def names_of(self, owner: int) -> tuple[str, ...]:
         """The parameters of an owner."""
         low, high = self.bounds[owner : owner + 2]
         return tuple(name for name, offset in zip(self.names, self.offsets, strict=True) if low <= offset < high)
@@ -60,17 +61,17 @@ class FlatBucket:
     def views(self, flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Each parameter's part of a buffer, with the shape and the memory order of its counterpart in ``like``."""
         places = zip(self.names, self.offsets, strict=True)
-        return {name: laid_out(flat[k : k + like[name].numel()], like[name]) for name, k in places}
+        return {name: view_like(flat[k : k + like[name].numel()], like[name]) for name, k in places}
 
 
-def order_of(tensor: torch.Tensor) -> list[int]:
+def memory_order(tensor: torch.Tensor) -> list[int]:
     """A tensor's dims from the outermost in memory to the innermost."""
     return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
 
 
-def laid_out(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A view of a flat tensor with the shape and memory order of another one."""
-    order = order_of(like)
+    order = memory_order(like)
     return flat.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.ndim)])
 
 
@@ -104,17 +105,17 @@ def flat_buckets(weights: Sequence[Weight], owners: Mapping[str, int], num_repli
         owners: of all of them, or empty where each replica updates every weight.
     """
     num_owners = num_replicas if owners else 1
-    return tuple(placed(group, owners, num_owners) for group in grouped(weights, num_owners))
+    return tuple(make_bucket(group, owners, num_owners) for group in grouped(weights, num_owners))
 
 
-def placed(group: Sequence[Weight], owners: Mapping[str, int], num_owners: int) -> FlatBucket:
+def make_bucket(group: Sequence[Weight], owners: Mapping[str, int], num_owners: int) -> FlatBucket:
     """A group's bucket: padded to equal segments unless that would add too much."""
     numel = {weight.name: aligned(weight.numel) for weight in group}
     owner = {name: owners.get(name, 0) for name in numel}
     sizes = loads(numel, owner, num_owners)
     element = DTYPE_BYTES[group[0].stored_dtype]
     padding = num_owners * max(sizes) - sum(sizes)
-    if padding <= MAX_WASTE * sum(sizes) or padding * element <= SPARE_BYTES:
+    if padding <= MAX_WASTE * sum(sizes) or padding * element <= MAX_FREE_PADDING_BYTES:
         sizes = [max(sizes)] * num_owners
     bounds = [0, *accumulate(sizes)]
     names = sorted(numel, key=owner.__getitem__)  # stable: within a segment the order of a backward

@@ -32,10 +32,10 @@ class FullParams:
         here = dict.fromkeys(self.parts, (spec.place.stage,))
         self.owners = balanced_owners({name: p.numel() for name, p in self.parts.items()}, here, spec.mesh.tp)
         # Those that this shard owns.
-        self.owned: dict[str, nn.Parameter] = {}
+        self.full: dict[str, nn.Parameter] = {}
         for name, own in self.parts.items():
             if self.owners[name] == self.shard:
-                self.owned[name] = nn.Parameter(own.new_zeros(whole_shape(own.shape, spec.layout(name), self.sizes)))
+                self.full[name] = nn.Parameter(own.new_zeros(whole_shape(own.shape, spec.layout(name), self.sizes)))
 
     def buckets(self) -> tuple[Bucket, ...]:
         """What travels together this step. A gradient exists on all shards or on none."""
@@ -43,19 +43,19 @@ class FullParams:
 
     def gather(self) -> None:
         """Give every whole weight that this shard owns its value, and its gradient where there is one."""
-        for own in self.owned.values():
+        for own in self.full.values():
             own.grad = None
         for bucket in self.buckets():
             assert bucket.owner is not None
             tensors = [t for name in bucket.names for t in (self.parts[name].detach(), self.parts[name].grad)]
             flat = torch.cat([t.reshape(-1) for t in tensors if t is not None])
-            given = self.transport.start_gather(flat, self.spec.shards, self.spec.shards[bucket.owner])()
+            given = self.transport.start_gather(flat, self.spec.shard_ranks, self.spec.shard_ranks[bucket.owner])()
             if bucket.owner == self.shard:
                 sizes = [self.parts[name].numel() for name in bucket.names for _ in range(2)]
                 by_shard = [own.split(sizes) for own in given]
                 for i, name in enumerate(bucket.names):
-                    self.owned[name].data.copy_(self.unshard(name, [own[2 * i] for own in by_shard]))
-                    self.owned[name].grad = self.unshard(name, [own[2 * i + 1] for own in by_shard])
+                    self.full[name].data.copy_(self.unshard(name, [own[2 * i] for own in by_shard]))
+                    self.full[name].grad = self.unshard(name, [own[2 * i + 1] for own in by_shard])
 
     def unshard(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         """The whole tensor, from every shard's part in one row."""
@@ -69,15 +69,15 @@ class FullParams:
             sizes = [self.parts[name].numel() for name in bucket.names]
             updated: list[torch.Tensor] = []
             if bucket.owner == self.shard:
-                updated = [torch.cat([self.shard_of(name, shard) for name in bucket.names])
+                updated = [torch.cat([self.local_part(name, shard) for name in bucket.names])
                            for shard in range(self.spec.mesh.tp)]  # fmt: skip
             flat = self.parts[bucket.names[0]].new_empty(sum(sizes))
-            self.transport.start_scatter(flat, updated, self.spec.shards, self.spec.shards[bucket.owner])()
+            self.transport.start_scatter(flat, updated, self.spec.shard_ranks, self.spec.shard_ranks[bucket.owner])()
             for name, own in zip(bucket.names, flat.split(sizes), strict=True):
                 self.parts[name].data.copy_(own.view(self.parts[name].shape))
-        for own in self.owned.values():
+        for own in self.full.values():
             own.grad = None
 
-    def shard_of(self, name: str, shard: int) -> torch.Tensor:
+    def local_part(self, name: str, shard: int) -> torch.Tensor:
         """A shard's part of a whole weight, in one row."""
-        return part(self.owned[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)
+        return part(self.full[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)

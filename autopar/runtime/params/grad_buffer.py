@@ -45,7 +45,7 @@ class GradBuffer:
         self.views: dict[str, torch.Tensor] = {}
         # Weights whose gradients came, with the leaf that has what is still to be moved.
         self.ready: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
-        self.exported: dict[str, MainGrad] = {}
+        self.main_grads: dict[str, MainGrad] = {}
         self.hooks: list[RemovableHandle] = []
         self.accumulated: set[str] = set()
         self.flush_eagerly = False
@@ -65,20 +65,20 @@ class GradBuffer:
     def main_grad_of(self, name: str) -> torch.Tensor | None:
         """The sum of a weight, for a linear layer that adds to it; None of one that is not in a bucket, or is empty and
         so without an address."""
-        if name not in self.exported and name in self.bucket_of and self.parameters[name].numel() > 0:
+        if name not in self.main_grads and name in self.bucket_of and self.parameters[name].numel() > 0:
             self.flat(self.bucket_of[name])
             # With a version of its own, which autograd keeps an eye on.
-            self.exported[name] = MainGrad(self, name, self.views[name].data)
-            wgrad_accumulation.register(self.exported[name].tensor, self.exported[name])
-        return self.exported[name].tensor if name in self.exported else None
+            self.main_grads[name] = MainGrad(self, name, self.views[name].data)
+            wgrad_accumulation.register(self.main_grads[name].tensor, self.main_grads[name])
+        return self.main_grads[name].tensor if name in self.main_grads else None
 
     def close(self) -> None:
         """Take back what was lent, and watch no more."""
-        for lent in self.exported.values():
+        for lent in self.main_grads.values():
             wgrad_accumulation.unregister(lent.tensor)
         for hook in self.hooks:
             hook.remove()
-        self.exported.clear()
+        self.main_grads.clear()
         self.hooks.clear()
 
     def mark_ready(self, name: str, leaf: torch.Tensor | None) -> None:
@@ -88,10 +88,10 @@ class GradBuffer:
         index = self.bucket_of[name]
         self.ready[index].append((name, leaf))
         full = len(self.ready[index]) == len(self.buckets[index].names)
-        if full and (self.flush_eagerly or not self.can_wait(index)):
+        if full and (self.flush_eagerly or not self.is_small(index)):
             self.flush_buckets([index])
 
-    def can_wait(self, index: int) -> bool:
+    def is_small(self, index: int) -> bool:
         """Whether what came to a bucket takes up little memory."""
         gradients = [leaf.grad for _, leaf in self.ready[index] if leaf is not None]
         return sum(gradient.nbytes for gradient in gradients if gradient is not None) < MAX_DEFERRED_BYTES
@@ -100,7 +100,7 @@ class GradBuffer:
         """A backward is over: move what came to buckets that it did not fill, and what could wait."""
         came = [index for index, noted in enumerate(self.ready) if noted]
         for index in came:
-            if self.flush_eagerly or not self.can_wait(index):
+            if self.flush_eagerly or not self.is_small(index):
                 self.flush_buckets([index])
         if later := [index for index in came if self.ready[index]]:
             self.flush_buckets(later)
@@ -147,8 +147,8 @@ class GradBuffer:
         """
         together = dict(gradients)
         if dtype != torch.float32:
-            for name in [name for name, gradient in gradients.items() if adds_alone(self.views[name], gradient)]:
-                add_to(self.views[name], together.pop(name))
+            for name in [name for name, gradient in gradients.items() if has_kernel(self.views[name], gradient)]:
+                add_by_kernel(self.views[name], together.pop(name))
         if not together:
             return
         sums, added = [self.views[name] for name in together], list(together.values())
@@ -215,13 +215,13 @@ class MainGrad:
         self.gradients.mark_ready(self.name, None)
 
 
-def adds_alone(total: torch.Tensor, gradient: torch.Tensor) -> bool:
+def has_kernel(total: torch.Tensor, gradient: torch.Tensor) -> bool:
     """Whether a kernel of its own is worth it, and there is one: for large dense tensors of one memory order."""
     alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
     return alike and gradient.numel() >= MIN_KERNEL_ELEMENTS and HAS_TRITON
 
 
-def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+def add_by_kernel(total: torch.Tensor, gradient: torch.Tensor) -> None:
     from autopar.ops.kernels.accumulate import add
 
     add(total, gradient)

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.ir.cost_graph import BUCKET_BYTES
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.comm.transport import SendHandle, Transport
-from autopar.runtime.params.flat_buckets import laid_out, order_of
+from autopar.runtime.params.flat_buckets import memory_order, view_like
 from autopar.runtime.params.grad_buffer import GradBuffer
 
 
@@ -65,14 +65,14 @@ def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> tor
 
     A single tensor that is in that order already is not copied.
     """
-    flat = [t.permute(order_of(model)).reshape(-1) for t, model in zip(tensors, like, strict=True)]
+    flat = [t.permute(memory_order(model)).reshape(-1) for t, model in zip(tensors, like, strict=True)]
     return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Views of a flat tensor with the shapes and memory orders of ``like``; inverse of `packed`."""
     pieces = flat.split([t.numel() for t in like])
-    return [laid_out(piece, model) for piece, model in zip(pieces, like, strict=True)]
+    return [view_like(piece, model) for piece, model in zip(pieces, like, strict=True)]
 
 
 class GradReducer:
@@ -125,7 +125,7 @@ class GradReducer:
     def start(self, index: int) -> None:
         """Start summing a bucket in its own memory."""
         bucket, flat = self.gradients.buckets[index], self.gradients.with_zeros_for_missing(index)
-        alone = bucket.segments == 1
+        alone = bucket.num_segments == 1
         self.started.append(self.exchange.sum(flat) if alone else self.exchange.reduce_scatter(flat, bucket))
 
     def flush_remaining(self) -> None:
@@ -147,7 +147,7 @@ class GradReducer:
         gradients.accumulated = {
             name
             for bucket in gradients.buckets
-            for name in (bucket.names if bucket.segments == 1 else bucket.owned(self.replica))
+            for name in (bucket.names if bucket.num_segments == 1 else bucket.names_of(self.replica))
             if exists[name]
         }
         gradients.attach_to_params()

@@ -55,33 +55,33 @@ class ZeroParamGather:
         self.gathered = self.masters_gathered = True
         # Of each bucket of copies the weights that this replica owns, which it copies for all, and those of the others,
         # whose masters can be without memory; and what all look like with it.
-        self.own = [bucket.owned(replica) if bucket.copy_dtype is not None else () for bucket in self.buckets]
+        self.owned_params = [b.names_of(replica) if b.copy_dtype is not None else () for b in self.buckets]
         self.remote_params = [
-            [n for n in bucket.names if n not in own] if bucket.copy_dtype is not None else []
-            for bucket, own in zip(self.buckets, self.own, strict=True)
+            [n for n in bucket.names if n not in owned] if bucket.copy_dtype is not None else []
+            for bucket, owned in zip(self.buckets, self.owned_params, strict=True)
         ]
         self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}
-        self.released = False
-        self.under_way: dict[int, SendHandle] = {}
-        self.begun = len(self.buckets)  # in the order of a forward
+        self.masters_freed = False
+        self.pending: dict[int, SendHandle] = {}
+        self.num_started = len(self.buckets)  # in the order of a forward
         # For each weight what waits for its bucket: one callable for all of a bucket.
         self.waits: dict[str, Callable[[], None]] = {}
         for index, bucket in enumerate(self.buckets):
             self.waits |= dict.fromkeys(bucket.names, partial(self.wait_for, index))
-        self.changed()
+        self.mark_overwritten()
 
-    def changed(self) -> None:
+    def mark_overwritten(self) -> None:
         """All replicas have overwritten all weights."""
         self.gathered = False
 
-    def updated(self) -> None:
+    def mark_updated(self) -> None:
         """Each replica has updated the weights that it owns."""
         self.gathered = self.masters_gathered = False
 
     def abandon(self) -> None:
         """Forget what is under way, of a step that raised."""
-        self.under_way.clear()
-        self.begun = len(self.buckets)
+        self.pending.clear()
+        self.num_started = len(self.buckets)
         self.gathered = self.masters_gathered = False
 
     def gather(self, always: bool = False) -> None:
@@ -92,8 +92,8 @@ class ZeroParamGather:
         """
         if self.gathered and not always:
             return
-        self.begun = 0
-        for number, own in enumerate(reversed(self.own), start=1):
+        self.num_started = 0
+        for number, own in enumerate(reversed(self.owned_params), start=1):
             if own:
                 torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
             self.prefetch(min(number, PREFETCH_BUCKETS))  # the first ones travel while the others are copied
@@ -101,51 +101,51 @@ class ZeroParamGather:
 
     def prefetch(self, count: int) -> None:
         """Start gathering the first so many buckets, those that a forward needs first, if they are to be gathered."""
-        for number in range(self.begun, min(count, len(self.buckets))):
+        for number in range(self.num_started, min(count, len(self.buckets))):
             index = len(self.buckets) - 1 - number
-            self.under_way[index] = self.exchange.all_gather(self.flats[index], self.buckets[index])
-            self.begun = number + 1
+            self.pending[index] = self.exchange.all_gather(self.flats[index], self.buckets[index])
+            self.num_started = number + 1
 
     def wait_for(self, index: int) -> None:
         """Wait for a bucket, if it is to be gathered, while the next ones follow."""
         self.prefetch(len(self.buckets) - index + PREFETCH_BUCKETS)
-        if index in self.under_way:
-            self.under_way.pop(index)()
+        if index in self.pending:
+            self.pending.pop(index)()
 
     def wait(self) -> None:
         """Wait for all that is to be gathered."""
         self.prefetch(len(self.buckets))
-        for index in [*self.under_way]:
+        for index in [*self.pending]:
             self.wait_for(index)
 
     def free_remote_masters(self) -> None:
         """Give up the memory of masters that other replicas own: until they are gathered, they read as not a number."""
-        if self.released or all(bucket.copy_dtype is None for bucket in self.buckets):
+        if self.masters_freed or all(bucket.copy_dtype is None for bucket in self.buckets):
             return
         for name in chain(*self.remote_params):
             master = self.parameters[name]
             master.data = torch.full((), nan, dtype=master.dtype, device=master.device).expand(master.shape)
-        self.released, self.masters_gathered = True, False
+        self.masters_freed, self.masters_gathered = True, False
 
     def gather_masters(self, always: bool = False) -> None:
         """Bring the weights as they are stored to all replicas, if they are behind, or ``always`` as in `gather`."""
         if self.masters_gathered and not always:
             return
         self.wait()
-        for name in chain(*self.remote_params) if self.released else ():
+        for name in chain(*self.remote_params) if self.masters_freed else ():
             self.parameters[name].data = torch.empty_like(self.like[name], device=self.parameters[name].device)
-        self.released = False
+        self.masters_freed = False
         for index in reversed(range(len(self.buckets))):
-            bucket, own, away, held = self.buckets[index], self.own[index], self.remote_params[index], self.flats[index]
-            flat = held
+            bucket, owned, remote = self.buckets[index], self.owned_params[index], self.remote_params[index]
+            flat = self.flats[index]
             if bucket.copy_dtype is not None:
-                flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=held.device)
+                flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=flat.device)
                 views = bucket.views(flat, self.like)
-                if own:
-                    torch._foreach_copy_([views[n] for n in own], [self.parameters[n].detach() for n in own])
+                if owned:
+                    torch._foreach_copy_([views[n] for n in owned], [self.parameters[n].detach() for n in owned])
             self.exchange.all_gather(flat, bucket)()
-            if bucket.copy_dtype is not None and away:
-                torch._foreach_copy_([self.parameters[n].detach() for n in away], [views[n] for n in away])
+            if bucket.copy_dtype is not None and remote:
+                torch._foreach_copy_([self.parameters[n].detach() for n in remote], [views[n] for n in remote])
         self.masters_gathered = True
 
     @property

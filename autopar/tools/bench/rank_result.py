@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from autopar.runtime.engine.executor import Span
+from autopar.runtime.engine.executor import ActionTiming
 from autopar.runtime.spec import RankStats
 from autopar.schedule.actions import Action
 
@@ -28,12 +28,12 @@ class Failure:
 class StepSpans:
     """The actions of all ranks in one step, and when on the host's clock each rank's first one started."""
 
-    spans: Mapping[int, tuple[Span, ...]]
+    spans: Mapping[int, tuple[ActionTiming, ...]]
     started_ns: Mapping[int, int]
 
     @staticmethod
     def of(stats: Mapping[int, RankStats]) -> StepSpans:
-        return StepSpans({r: s.spans for r, s in stats.items()}, {r: s.started_ns for r, s in stats.items()})
+        return StepSpans({r: s.timings for r, s in stats.items()}, {r: s.started_ns for r, s in stats.items()})
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,9 @@ def packed(step: StepSpans) -> dict:
 
 def unpacked(data: dict) -> StepSpans:
     return StepSpans(
-        {int(r): tuple(Span(Action.parse(a), start, end) for a, start, end in own) for r, own in data["spans"].items()},
+        {
+            int(r): tuple(ActionTiming(Action.parse(a), start, end) for a, start, end in own)
+            for r, own in data["spans"].items()
+        },
         {int(r): number for r, number in data["started_ns"].items()},
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.mesh import Place
 from autopar.ir.plan import Plan
-from autopar.runtime.engine.executor import Span
+from autopar.runtime.engine.executor import ActionTiming
 from autopar.runtime.spec import rank_text
 from autopar.schedule.actions import Action
 from autopar.tools.report.chrome_trace import Slice, arrow_events, colour, row_names, slice_event, title
@@ -28,7 +28,7 @@ class StepOnClock:
     ``whole`` has for each rank when the step was called and when its device was idle again.
     """
 
-    spans: Mapping[int, tuple[Span, ...]]
+    spans: Mapping[int, tuple[ActionTiming, ...]]
     started_ns: Mapping[int, int]
     whole: Mapping[int, tuple[int, int]]
 
