@@ -20,7 +20,7 @@ from autopar.ops.collectives import joined, parts
 from autopar.ops.registry import operator
 from autopar.runtime.comm.connect import connect_rank
 from autopar.runtime.comm.mesh_groups import axis_ranks, connect_mesh_groups
-from autopar.runtime.comm.transport import TransportError
+from autopar.runtime.comm.protocols import TransportError
 
 ops = torch.ops.autopar
 

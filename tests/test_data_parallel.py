@@ -24,7 +24,7 @@ from autopar.ir.graph import Weight
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.pytree import leaves
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine.executor import ActionTiming
 from autopar.runtime.params.grad_reduce import balanced_owners, buckets_of, packed, unpacked
 from autopar.runtime.rank import Rank

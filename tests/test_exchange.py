@@ -16,13 +16,13 @@ from handmade import in_threads, plan_by_hand
 from zoo import tiny_vit
 
 from autopar.runtime.comm import replica_collectives as exchange
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.comm.replica_collectives import (
     SymmetricReplicaCollectives,
     TransportReplicaCollectives,
     make_replica_collectives,
 )
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.params import flat_buckets as buckets
 from autopar.runtime.params import zero1_gather as replica_weights
 from autopar.runtime.params.flat_buckets import FlatBucket

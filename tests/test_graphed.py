@@ -21,8 +21,8 @@ from autopar.api.options import Options
 from autopar.errors import CaptureWarning
 from autopar.ir.comm_sizes import ALIGNMENT, aligned
 from autopar.ir.plan import Precision
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.comm.symmetric_p2p import message_slots
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine import cuda_graph as graphed
 from autopar.runtime.engine.closure_guard import closure_fingerprint
 from autopar.runtime.engine.cuda_graph import is_capturable, make_capturable, tensor_learning_rates

@@ -26,7 +26,7 @@ from autopar.api.options import Options
 from autopar.ir.graph import Weight
 from autopar.ir.layout import split_layout
 from autopar.ir.mesh import Mesh
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.optim.build import use_fused_kernels
 from autopar.runtime.optim.probe import mixes_parameters, needs_full_params, param_kind
 from autopar.runtime.rank import Rank

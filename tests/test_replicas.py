@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from zoo import Tied, UNet, tiny_vit
 
 import autopar
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.params import flat_buckets as buckets
 from autopar.runtime.params.flat_buckets import flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer

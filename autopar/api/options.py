@@ -11,7 +11,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 from autopar.errors import UsageError
 from autopar.ir.hardware import ExecutionMode
 from autopar.ir.plan import INTERLEAVED, AskedSchedule, Balance, CostSource, Precision, Recompute
-from autopar.runtime.comm.transport import TransportName
+from autopar.runtime.comm.protocols import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,

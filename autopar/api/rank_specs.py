@@ -14,7 +14,7 @@ from autopar.api.program_cache import ProgramCache
 from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Weight
 from autopar.ir.layout import REPLICATED, TP
-from autopar.runtime.comm.transport import TransportName
+from autopar.runtime.comm.protocols import TransportName
 from autopar.runtime.launch.devices import Machine
 from autopar.runtime.params.flat_buckets import replica_owners
 from autopar.runtime.spec import Parameters, RankSpec

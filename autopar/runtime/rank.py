@@ -20,8 +20,8 @@ from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
 from autopar.ops.collectives import on
 from autopar.runtime.checkpoint.rank_state import OptionChange
+from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
-from autopar.runtime.comm.transport import Transport
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
 from autopar.runtime.engine.executor import BoundStep, ChunkModule
 from autopar.runtime.engine.loss import in_autocast

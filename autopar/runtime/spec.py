@@ -13,7 +13,7 @@ from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.mesh import Mesh, Place
 from autopar.ir.program import Program
-from autopar.runtime.comm.transport import TransportName
+from autopar.runtime.comm.protocols import TransportName
 from autopar.runtime.engine.executor import ActionTiming, StepData, channel_index
 
 WeightWaits = Mapping[str, Callable[[], None]]

@@ -34,7 +34,7 @@ from autopar.runtime.checkpoint.dcp_planners import (
 from autopar.runtime.checkpoint.folder import check_files, is_checkpoint, on_all_nodes, read_header
 from autopar.runtime.checkpoint.rank_state import EMA, MODEL, OptionChange, ShardedTensor, described, rank_state
 from autopar.runtime.checkpoint.restore import Restore
-from autopar.runtime.comm.transport import TransportError
+from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.spec import rank_text
 from autopar.sharding.tensors import chunks
 

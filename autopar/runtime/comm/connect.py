@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.comm.mesh_groups import axis_ranks, connect_mesh_groups, unregister
-from autopar.runtime.comm.transport import ProcessGroupTransport
+from autopar.runtime.comm.process_group import ProcessGroupTransport
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
+from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
 from autopar.runtime.comm.symmetric_p2p import PeerAccess, have_peer_access
-from autopar.runtime.comm.transport import TransportError
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from autopar.ir.comm_sizes import MAX_SYMMETRIC_BUFFER_BYTES, exchange_bytes
+from autopar.runtime.comm.protocols import SendHandle, Transport
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
-from autopar.runtime.comm.transport import SendHandle, Transport
 from autopar.runtime.params.flat_buckets import FlatBucket
 
 

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.runtime.comm.protocols import SymmetricBuffer
 from autopar.runtime.comm.symmetric_p2p import allocate
 
 # Sums up to this size are read whole from every rank: below, another barrier costs more than the bytes that it saves.
 ONE_SHOT_BYTES = 2**19
-
-
-class SymmetricBuffer(Protocol):
-    """Memory of each rank of an axis that all of them can read."""
-
-    @property
-    def num_bytes(self) -> int:
-        """How much there is on each."""
-        ...
-
-    def reserve(self, num_bytes: int) -> None:
-        """Have at least so much on each; all ranks call with the same size, between steps."""
-        ...
-
-    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor at the start of a rank's."""
-        ...
-
-    def barrier(self) -> None:
-        """What ranks wrote before is there for all, and what they read has been read."""
-        ...
 
 
 class SymmetricBufferPool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,7 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from autopar.ir.comm_sizes import ALIGNMENT, aligned
-
-MessageBytes = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
-SendHandle = Callable[[], None]
-RecvHandle = Callable[[], torch.Tensor]
+from autopar.runtime.comm.protocols import MessageBytes, RecvHandle, SendHandle
 
 SIGNAL_BYTES = 4
 BYTES_IN_USE = Counter[torch.device]()

@@ -15,8 +15,7 @@ from autopar.errors import UsageError
 from autopar.ir.graph import Ref, Value
 from autopar.ir.program import Edge, Program, input_names
 from autopar.ir.pytree import tree_map, unflatten
-from autopar.runtime.comm.symmetric_p2p import MessageBytes
-from autopar.runtime.comm.transport import RecvHandle, SendHandle, Transport
+from autopar.runtime.comm.protocols import MessageBytes, RecvHandle, SendHandle, Transport
 from autopar.runtime.engine.send_lifetimes import SendKey, send_lifetimes
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.schedule.actions import Action, Schedule

@@ -7,9 +7,15 @@ from typing import Literal
 
 import torch
 
-from autopar.runtime.comm.symmetric_collectives import SymmetricBuffer
-from autopar.runtime.comm.symmetric_p2p import MessageBytes
-from autopar.runtime.comm.transport import GatherHandle, P2PChannel, RecvHandle, SendHandle, Transport
+from autopar.runtime.comm.protocols import (
+    GatherHandle,
+    MessageBytes,
+    P2PChannel,
+    RecvHandle,
+    SendHandle,
+    SymmetricBuffer,
+    Transport,
+)
 
 RecorderMode = Literal["live", "record", "replay"]
 

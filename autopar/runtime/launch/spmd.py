@@ -20,7 +20,9 @@ from autopar.errors import UsageError
 from autopar.ir.layout import TP
 from autopar.ir.pytree import tree_map
 from autopar.runtime.comm.connect import connect_rank, init_process_group
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport, TransportError, launch_async
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.process_group import launch_async
+from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from autopar.errors import AutoparError
 from autopar.runtime.comm.connect import connect_rank, init_process_group
-from autopar.runtime.comm.transport import TransportError
+from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.units import of_type
-from autopar.runtime.comm.transport import Transport
+from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.optim.probe import (
     ParamKind,
     mixes_parameters,

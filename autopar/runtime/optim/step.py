@@ -12,8 +12,8 @@ from torch import nn
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
 from autopar.runtime.checkpoint.rank_state import options_by_name
+from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.replica_collectives import make_replica_collectives
-from autopar.runtime.comm.transport import Transport
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler

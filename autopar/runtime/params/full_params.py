@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autopar.ir.layout import TP
-from autopar.runtime.comm.transport import Transport
+from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.params.grad_reduce import Bucket, balanced_owners, buckets_of
 from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import part, whole, whole_shape

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autopar.ir.cost_graph import BUCKET_BYTES
+from autopar.runtime.comm.protocols import SendHandle, Transport
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
-from autopar.runtime.comm.transport import SendHandle, Transport
 from autopar.runtime.params.flat_buckets import memory_order, view_like
 from autopar.runtime.params.grad_buffer import GradBuffer
 

@@ -10,8 +10,8 @@ from math import nan
 import torch
 from torch import nn
 
+from autopar.runtime.comm.protocols import SendHandle
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
-from autopar.runtime.comm.transport import SendHandle
 from autopar.runtime.params.flat_buckets import FlatBucket
 
 PREFETCH_BUCKETS = (

@@ -1,122 +1,27 @@
-"""How tensors travel between ranks: threads of one process, Gloo on CPU, NCCL on GPUs."""
+"""Transport between processes: Gloo on CPU, NCCL or symmetric memory on GPUs."""
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError
-from autopar.runtime.comm.symmetric_collectives import SymmetricBuffer, SymmetricBufferPool
-from autopar.runtime.comm.symmetric_p2p import (
+from autopar.runtime.comm.protocols import (
+    GatherHandle,
     MessageBytes,
-    PeerAccess,
+    P2PChannel,
     RecvHandle,
     SendHandle,
-    SymmetricMemory,
-    gather_peer_access,
-    have_peer_access,
+    SymmetricBuffer,
+    TransportError,
+    TransportName,
 )
-
-TransportName = Literal["auto", "nccl", "symmetric"]
-GatherHandle = Callable[[], list[torch.Tensor]]
-
-
-class TransportError(RuntimeError):
-    """A peer is gone or silent. Rarely the cause of a failure: another rank failed first."""
-
-
-class P2PChannel(Protocol):
-    """Moves the tensors of a schedule from rank to rank.
-
-    Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be
-    posted while other work runs, which is free with Gloo and costs multiprocessors with NCCL.
-    """
-
-    posts_early: bool
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
-        """Start sending a contiguous tensor; calling the delivery waits until it is sent, which keeps it until then."""
-        ...
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
-        """Start receiving; calling the receipt waits and returns the tensor."""
-        ...
-
-
-class Transport(P2PChannel, Protocol):
-    """Moves tensors between ranks, and what hosts ask each other."""
-
-    rank: int
-
-    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
-        """What moves the tensors of one kind of training step, which are these; all ranks call."""
-        ...
-
-    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
-        """Start sending what the host of ``dst`` must know, without waiting for any device."""
-        ...
-
-    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
-        """Start receiving flags, as a tensor on the CPU."""
-        ...
-
-    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
-        """Start summing a contiguous tensor over ``ranks`` in place, on all of them or only on ``root``, whose peers
-        are left with anything; calling the delivery waits for it.
-
-        Every one of the ranks makes the same calls (of all collectives) in the same order.
-        """
-        ...
-
-    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
-        """Start copying a contiguous tensor from ``root`` over those of the other ranks."""
-        ...
-
-    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        """Start summing a contiguous row, of as many equal segments as there are ranks, so that each of the ranks gets
-        the sum of its segment, in place; the other segments are left with anything.
-        """
-        ...
-
-    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        """Start filling such a row on all ranks with the segment that each of them has in it; the inverse."""
-        ...
-
-    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
-        """Start bringing every rank's contiguous row, all of one size, to ``root``; calling the result waits and
-        returns them in the order of ``ranks``, or nothing on the other ranks.
-        """
-        ...
-
-    def start_scatter(
-        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
-    ) -> SendHandle:
-        """Start filling ``flat`` with the row that ``root`` has for this rank; the inverse of `start_gather`.
-
-        ``rows`` matter on ``root`` only, one for each of the ranks.
-        """
-        ...
-
-    def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
-        """Memory of some ranks that all of them read and write, where there is such; all of them call."""
-        ...
-
-    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        """On how many of the ranks each flag is set; waits for all of them."""
-        ...
-
-    def close(self) -> None:
-        """Give up what this transport made; the process group stays."""
-        ...
-
+from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool
+from autopar.runtime.comm.symmetric_p2p import PeerAccess, SymmetricMemory, gather_peer_access, have_peer_access
 
 NO_SYMMETRIC_MEMORY = (
     'transport="symmetric" needs GPUs of one host that can write into each other\'s memory (over NVLink, say), all '
@@ -329,142 +234,3 @@ def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> RecvH
         return buffer
 
     return receipt
-
-
-@dataclass
-class InProcessMailboxes:
-    """What the ranks of one process share: a mailbox for each sender, receiver and subject."""
-
-    timeout_seconds: float = 60.0
-    boxes: dict[tuple[int, int, Hashable], queue.SimpleQueue] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def mailbox(self, src: int, dst: int, subject: Hashable) -> queue.SimpleQueue:
-        with self.lock:
-            return self.boxes.setdefault((src, dst, subject), queue.SimpleQueue())
-
-
-class LocalTransport:
-    """Ranks that are threads of one process, or a single rank without peers."""
-
-    posts_early = True
-
-    def __init__(self, rank: int, mailboxes: InProcessMailboxes) -> None:
-        self.rank, self.mailboxes = rank, mailboxes
-        self.num_collectives: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
-
-    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
-        return self
-
-    def next_collective(self, ranks: Sequence[int]) -> Hashable:
-        """What tells the messages of the next collective from those of all others."""
-        self.num_collectives[tuple(ranks)] += 1
-        return tuple(ranks), self.num_collectives[tuple(ranks)]
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: Hashable, channel: int = 0) -> SendHandle:
-        self.mailboxes.mailbox(self.rank, dst, tag).put(tensor.clone())
-        return lambda: None  # a send is a copy
-
-    def receive(
-        self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: Hashable, channel: int = 0
-    ) -> RecvHandle:
-        box = self.mailboxes.mailbox(src, self.rank, tag)
-
-        def receipt() -> torch.Tensor:
-            try:
-                tensor = box.get(timeout=self.mailboxes.timeout_seconds)
-            except queue.Empty:
-                raise TransportError(
-                    f"waiting for rank {src}: nothing came in {self.mailboxes.timeout_seconds} s"
-                ) from None
-            assert tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype
-            return tensor
-
-        return receipt
-
-    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
-        return self.send(torch.tensor(flags, dtype=torch.uint8), dst, tag)
-
-    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
-        return self.receive([count], torch.uint8, src, tag)
-
-    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
-        subject = self.next_collective(ranks)
-        for dst in ranks if root is None else [root]:
-            self.send(tensor, dst, subject)
-        if root not in (None, self.rank):
-            return lambda: None
-        receipts = [self.receive(tensor.shape, tensor.dtype, src, subject) for src in ranks]
-
-        def delivery() -> None:
-            tensor.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
-
-        return delivery
-
-    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
-        subject = self.next_collective(ranks)
-        if self.rank == root:
-            for dst in ranks:
-                self.send(tensor, dst, subject)
-        receipt = self.receive(tensor.shape, tensor.dtype, root, subject)
-
-        def delivery() -> None:
-            tensor.copy_(receipt())
-
-        return delivery
-
-    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        subject = self.next_collective(ranks)
-        for dst in ranks:
-            self.send(segment_of(flat, ranks, dst), dst, subject)
-        own = segment_of(flat, ranks, self.rank)
-        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
-
-        def delivery() -> None:
-            own.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
-
-        return delivery
-
-    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        subject = self.next_collective(ranks)
-        own = segment_of(flat, ranks, self.rank)
-        for dst in ranks:
-            self.send(own, dst, subject)
-        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
-
-        def delivery() -> None:
-            for src, receipt in zip(ranks, receipts, strict=True):
-                segment_of(flat, ranks, src).copy_(receipt())
-
-        return delivery
-
-    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
-        subject = self.next_collective(ranks)
-        self.send(flat, root, subject)
-        receipts = [self.receive(flat.shape, flat.dtype, src, subject) for src in ranks] if self.rank == root else []
-        return lambda: [receipt() for receipt in receipts]
-
-    def start_scatter(
-        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
-    ) -> SendHandle:
-        subject = self.next_collective(ranks)
-        if self.rank == root:
-            for dst, row in zip(ranks, rows, strict=True):
-                self.send(row, dst, subject)
-        receipt = self.receive(flat.shape, flat.dtype, root, subject)
-
-        def delivery() -> None:
-            flat.copy_(receipt())
-
-        return delivery
-
-    def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
-        return None
-
-    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        counts = torch.tensor(flags, dtype=torch.int32)
-        self.start_sum(counts, ranks)()
-        return counts.tolist()
-
-    def close(self) -> None:
-        """Nothing to release."""
