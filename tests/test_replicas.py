@@ -371,14 +371,14 @@ def test_no_bucket_waits_for_what_is_never_read(zero1: bool, monkeypatch: pytest
     pm = in_threads(model, plan_by_hand(model, x, 2, [], dp=2, zero1=zero1), x, F.cross_entropy, optimizer=ADAMW)
     rank = ranks_of(pm)[0]
     name = "start_reduce_scatter" if zero1 else "start_sum"
-    call, noted = getattr(rank.transport.transport, name), []
+    call, noted = getattr(rank.transport, name), []
 
     def note(tensor: torch.Tensor, *args: Any) -> Any:
         if tensor.dtype == torch.float32:
             noted.append(str(rank.current_step.current_action if rank.current_step else None))
         return call(tensor, *args)
 
-    monkeypatch.setattr(rank.transport.transport, name, note)
+    monkeypatch.setattr(rank.transport, name, note)
     for _ in range(2):
         pm.train_step(x, y)
     assert noted == ["0B1", "0B1"]

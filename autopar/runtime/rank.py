@@ -63,7 +63,7 @@ class Rank:
         if torch.device(spec.device).type == "cuda":
             let_segments_grow()
         self.spec, self.axes = spec, axes
-        self.transport = self.flag_recorder = FlagRecorder(transport)
+        self.transport, self.flag_recorder = transport, FlagRecorder(transport)
         self.place, self.mesh = spec.place, spec.mesh
         self.device = torch.device(spec.device)
         # A stream of its own, because a graph cannot be captured on the default one.
@@ -75,7 +75,7 @@ class Rank:
             is_parameter = weight.kind == "parameter"
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
-        self.updater = Updater(spec, self.trainable, self.transport)
+        self.updater = Updater(spec, self.trainable, transport, self.flag_recorder)
         self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
         self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
@@ -152,8 +152,8 @@ class Rank:
             loss_fn = self.loss_fn() if self.is_last_stage and work.training else None
             chunks = [self.chunks[k] for k in work.programs]
             step = self.bound_steps[key] = BoundStep(
-                schedule, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport, self.device, loss_fn,
-                work.training,
+                schedule, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport, self.flag_recorder,
+                self.device, loss_fn, work.training,
             )  # fmt: skip
             step.after_backward = self.updater.grad_buffer.flush
         return self.bound_steps[key]

@@ -36,21 +36,29 @@ class P2PChannel(Protocol):
         ...
 
 
-class Transport(P2PChannel, Protocol):
+class FlagChannel(Protocol):
+    """Moves flags between the hosts of ranks, without waiting for any device."""
+
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
+        """Start sending flags to the host of ``dst``."""
+        ...
+
+    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
+        """Start receiving flags; calling the handle waits and returns a CPU tensor [count]."""
+        ...
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        """Number of the ranks on which each flag is set; waits for all of them."""
+        ...
+
+
+class Transport(P2PChannel, FlagChannel, Protocol):
     """Moves tensors between ranks, and what hosts ask each other."""
 
     rank: int
 
     def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
         """What moves the tensors of one kind of training step, which are these; all ranks call."""
-        ...
-
-    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
-        """Start sending what the host of ``dst`` must know, without waiting for any device."""
-        ...
-
-    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
-        """Start receiving flags, as a tensor on the CPU."""
         ...
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
@@ -92,10 +100,6 @@ class Transport(P2PChannel, Protocol):
 
     def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
         """Memory of some ranks that all of them read and write, where there is such; all of them call."""
-        ...
-
-    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        """On how many of the ranks each flag is set; waits for all of them."""
         ...
 
     def close(self) -> None:

@@ -150,7 +150,7 @@ class CudaGraphCache:
         except Exception as error:  # whatever the user's loss, an optimizer or an operation raises while captured
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         all_ranks = range(rank.mesh.devices)
-        failed = rank.transport.sum_flags([bool(reason)], all_ranks)[0] if len(all_ranks) > 1 else bool(reason)
+        failed = rank.flag_recorder.sum_flags([bool(reason)], all_ranks)[0] if len(all_ranks) > 1 else bool(reason)
         if failed:
             cached.graph = cached.data = cached.result = cached.step = None
             cached.marks, cached.gradients = [], {}

@@ -15,7 +15,7 @@ from autopar.errors import UsageError
 from autopar.ir.graph import Ref, Value
 from autopar.ir.program import Edge, Program, input_names
 from autopar.ir.pytree import tree_map, unflatten
-from autopar.runtime.comm.protocols import MessageBytes, RecvHandle, SendHandle, Transport
+from autopar.runtime.comm.protocols import FlagChannel, MessageBytes, RecvHandle, SendHandle, Transport
 from autopar.runtime.engine.send_lifetimes import SendKey, send_lifetimes
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.schedule.actions import Action, Schedule
@@ -70,6 +70,7 @@ class BoundStep:
         ranks: Sequence[int],
         chunks: Sequence[Sequence[ChunkModule]],
         transport: Transport,
+        flags: FlagChannel,
         device: torch.device,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
         training: bool,
@@ -84,7 +85,7 @@ class BoundStep:
             loss_fn: on the last stage of a training step.
             training: keep what backward needs; otherwise run without gradients.
         """
-        self.position, self.ranks, self.transport = position, ranks, transport
+        self.position, self.ranks, self.flags = position, ranks, flags
         self.num_chunks = 1 + max((action.chunk for row in schedule for action in row), default=0) // len(ranks)
         self.device = device
         self.loss_fn = loss_fn
@@ -192,7 +193,7 @@ class BoundStep:
         if self.is_local(dst):
             self.local_tensors[src, dst, tag] = torch.tensor(flags)
         else:
-            self.track_send(dst, self.transport.send_flags(flags, self.rank_of(dst), tag))
+            self.track_send(dst, self.flags.send_flags(flags, self.rank_of(dst), tag))
 
     def track_send(self, dst: int, handle: SendHandle) -> None:
         assert self.current_action is not None
@@ -262,7 +263,7 @@ class BoundStep:
         flags: list[Callable[[], RecvHandle]] = []
         for src, n in Counter(e.dst for e in edges).items():
             tag = self.tag(FLAGS_INDEX, action.microbatch, src, program.stage)
-            receive = partial(self.transport.receive_flags, n, self.rank_of(src), tag)
+            receive = partial(self.flags.receive_flags, n, self.rank_of(src), tag)
             flags.append(self.receive_call(src, program.stage, tag, receive))
         return lambda: [*gradients(), *(call() for call in flags)]
 

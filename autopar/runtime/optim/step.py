@@ -12,7 +12,7 @@ from torch import nn
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
 from autopar.runtime.checkpoint.rank_state import options_by_name
-from autopar.runtime.comm.protocols import Transport
+from autopar.runtime.comm.protocols import FlagChannel, Transport
 from autopar.runtime.comm.replica_collectives import make_replica_collectives
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
@@ -32,8 +32,10 @@ class Updater:
     earlier phase, so that there is no circle.
     """
 
-    def __init__(self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport) -> None:
-        self.spec, self.trainable, self.transport = spec, trainable, transport
+    def __init__(
+        self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport, flags: FlagChannel
+    ) -> None:
+        self.spec, self.trainable, self.transport, self.flags = spec, trainable, transport, flags
         replicated = spec.mesh.dp > 1 and bool(trainable)
         weights = [weight for weight in spec.weights if weight.name in trainable]
         # What autograd leaves may be a part of what another stage sent or is sent, in memory that is used again.
@@ -46,7 +48,7 @@ class Updater:
             largest = max(bucket.longest_segment * bucket.num_segments * bucket.dtype.itemsize for bucket in buckets)
             ranks, replica = spec.replica_ranks, spec.place.replica
             exchange = make_replica_collectives(transport, ranks, torch.device(spec.device), largest)
-            self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, transport, exchange)
+            self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, exchange)
             if spec.owners:
                 self.zero_gather = ZeroParamGather(trainable, buckets, replica, exchange)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
@@ -145,7 +147,7 @@ class Updater:
                 continue
             ranks = [self.spec.pipeline_ranks[position] for position in positions]
             parameter = self.trainable[name]
-            if not any(self.transport.sum_flags([parameter.grad is not None], ranks)):
+            if not any(self.flags.sum_flags([parameter.grad is not None], ranks)):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autopar.ir.cost_graph import BUCKET_BYTES
-from autopar.runtime.comm.protocols import SendHandle, Transport
+from autopar.runtime.comm.protocols import FlagChannel, SendHandle, Transport
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.params.flat_buckets import memory_order, view_like
 from autopar.runtime.params.grad_buffer import GradBuffer
@@ -88,12 +88,12 @@ class GradReducer:
         gradients: GradBuffer,
         ranks: Sequence[int],
         replica: int,
-        transport: Transport,
+        flags: FlagChannel,
         exchange: ReplicaCollectives,
     ) -> None:
         """Sum what ``gradients`` collects; ``ranks`` are the replicas', in order, this one is at ``replica``."""
         self.gradients, self.ranks, self.replica = gradients, tuple(ranks), replica
-        self.transport, self.exchange = transport, exchange
+        self.flags, self.exchange = flags, exchange
         self.reset()
         gradients.on_accumulated = self.start_ready_buckets
 
@@ -140,7 +140,7 @@ class GradReducer:
         gradients = self.gradients
         self.flush_remaining()
         present = [name in gradients.accumulated for name in gradients.bucket_of]
-        counts = self.transport.sum_flags(present, self.ranks)
+        counts = self.flags.sum_flags(present, self.ranks)
         exists = dict(zip(gradients.bucket_of, counts, strict=True))
         for delivery in self.started:
             delivery()
