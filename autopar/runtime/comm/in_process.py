@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -79,75 +80,46 @@ class LocalTransport:
     def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
         return self.receive([count], torch.uint8, src, tag)
 
-    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
+    def start_exchange(
+        self, parts: Mapping[int, torch.Tensor], sources: Sequence[int], like: torch.Tensor, ranks: Sequence[int]
+    ) -> GatherHandle:
+        """Start one collective of some ranks: send each rank its part, and receive one like ``like`` from each source.
+
+        Every collective is one such exchange. Calling the handle waits and returns the parts in the sources' order.
+        """
         subject = self.next_collective(ranks)
-        for dst in ranks if root is None else [root]:
-            self.send(tensor, dst, subject)
-        if root not in (None, self.rank):
-            return lambda: None
-        receipts = [self.receive(tensor.shape, tensor.dtype, src, subject) for src in ranks]
+        for dst, part in parts.items():
+            self.send(part, dst, subject)
+        receives = [self.receive(like.shape, like.dtype, src, subject) for src in sources]
+        return lambda: [receive() for receive in receives]
 
-        def delivery() -> None:
-            tensor.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
-
-        return delivery
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
+        readers = ranks if root is None else [root]
+        sources = ranks if self.rank in readers else ()
+        return partial(sum_into, tensor, self.start_exchange(dict.fromkeys(readers, tensor), sources, tensor, ranks))
 
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
-        subject = self.next_collective(ranks)
-        if self.rank == root:
-            for dst in ranks:
-                self.send(tensor, dst, subject)
-        receipt = self.receive(tensor.shape, tensor.dtype, root, subject)
-
-        def delivery() -> None:
-            tensor.copy_(receipt())
-
-        return delivery
+        parts = dict.fromkeys(ranks, tensor) if self.rank == root else {}
+        return partial(copy_into, [tensor], self.start_exchange(parts, [root], tensor, ranks))
 
     def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        subject = self.next_collective(ranks)
-        for dst in ranks:
-            self.send(segment_of(flat, ranks, dst), dst, subject)
-        own = segment_of(flat, ranks, self.rank)
-        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
-
-        def delivery() -> None:
-            own.copy_(torch.stack([receipt() for receipt in receipts]).sum(0))
-
-        return delivery
+        segments = {rank: segment_of(flat, ranks, rank) for rank in ranks}
+        own = segments[self.rank]
+        return partial(sum_into, own, self.start_exchange(segments, ranks, own, ranks))
 
     def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        subject = self.next_collective(ranks)
+        segments = [segment_of(flat, ranks, rank) for rank in ranks]
         own = segment_of(flat, ranks, self.rank)
-        for dst in ranks:
-            self.send(own, dst, subject)
-        receipts = [self.receive(own.shape, own.dtype, src, subject) for src in ranks]
-
-        def delivery() -> None:
-            for src, receipt in zip(ranks, receipts, strict=True):
-                segment_of(flat, ranks, src).copy_(receipt())
-
-        return delivery
+        return partial(copy_into, segments, self.start_exchange(dict.fromkeys(ranks, own), ranks, own, ranks))
 
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
-        subject = self.next_collective(ranks)
-        self.send(flat, root, subject)
-        receipts = [self.receive(flat.shape, flat.dtype, src, subject) for src in ranks] if self.rank == root else []
-        return lambda: [receipt() for receipt in receipts]
+        return self.start_exchange({root: flat}, ranks if self.rank == root else (), flat, ranks)
 
     def start_scatter(
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
     ) -> SendHandle:
-        subject = self.next_collective(ranks)
-        if self.rank == root:
-            for dst, row in zip(ranks, rows, strict=True):
-                self.send(row, dst, subject)
-        receipt = self.receive(flat.shape, flat.dtype, root, subject)
-
-        def delivery() -> None:
-            flat.copy_(receipt())
-
-        return delivery
+        parts = dict(zip(ranks, rows, strict=True)) if self.rank == root else {}
+        return partial(copy_into, [flat], self.start_exchange(parts, [root], flat, ranks))
 
     def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
         return None
@@ -159,3 +131,15 @@ class LocalTransport:
 
     def close(self) -> None:
         """Nothing to release."""
+
+
+def sum_into(total: torch.Tensor, parts: GatherHandle) -> None:
+    """Wait for parts, and overwrite ``total`` with their sum, if there are any."""
+    if summands := parts():
+        total.copy_(torch.stack(summands).sum(0))
+
+
+def copy_into(targets: Sequence[torch.Tensor], parts: GatherHandle) -> None:
+    """Wait for parts, and copy each into its target."""
+    for target, part in zip(targets, parts(), strict=True):
+        target.copy_(part)
