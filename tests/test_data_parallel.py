@@ -20,13 +20,16 @@ from zoo import Tied, UNet, Updating
 
 import autopar
 from autopar.api.batch import partition
+from autopar.ir.grad_buckets import grouped
 from autopar.ir.graph import Weight
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.engine.executor import ActionTiming
-from autopar.runtime.params.grad_reduce import balanced_owners, buckets_of, packed, unpacked
+from autopar.runtime.params.flat_buckets import replica_owners
+from autopar.runtime.params.full_params import FullParams
+from autopar.runtime.params.grad_reduce import packed, unpacked
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, rank_text
 from autopar.schedule.actions import Action
@@ -237,18 +240,43 @@ def test_a_replica_that_owns_nothing() -> None:
     assert sorted(pm.stats()[rank].optimizer_bytes for rank in range(4)) == [0, 0, 0, 8 * 4 * 4 * 2 + 4]
 
 
+def sized(**numel: int) -> list[Weight]:
+    """Flat weights of so many times 128 elements, to which buckets align."""
+    return [Weight(name, "parameter", (128 * n,), "float32", True, (name,)) for name, n in numel.items()]
+
+
 def test_owners_are_balanced_on_every_stage() -> None:
-    holders = {"a": (0,), "b": (0,), "c": (0,), "d": (1,), "tied": (0, 1)}
-    owners = balanced_owners({"a": 8, "b": 5, "c": 3, "d": 4, "tied": 6}, holders, 2)
-    assert owners == {"a": 0, "tied": 1, "b": 1, "d": 0, "c": 0}
+    stages = [sized(a=8, b=5, c=3, tied=6), sized(d=4, tied=6)]
+    owners = replica_owners(stages, {"tied": (0, 1)}, 2)
+    assert owners == {"tied": 0, "a": 1, "b": 0, "c": 1, "d": 1}
 
 
 def test_buckets_fill_in_the_order_of_a_backward() -> None:
-    tensors = {name: torch.zeros(size) for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1))}
-    tensors["half"] = torch.zeros(2, dtype=torch.float16)
-    assert [b.names for b in buckets_of(tensors, {}, 16)] == [("half",), ("d",), ("c",), ("b", "a")]
-    owned = buckets_of(tensors, {"a": 1, "b": 0, "c": 1, "d": 0, "half": 0})
-    assert [(b.names, b.owner) for b in owned] == [(("half",), 0), (("d", "b"), 0), (("c", "a"), 1)]
+    weights = [*sized(a=2, b=2, c=9, d=1), Weight("half", "parameter", (256,), "float16", True, ("half",))]
+    groups = grouped(weights, 1, 128 * 16)
+    assert [[w.name for w in group] for group in groups] == [["half"], ["d"], ["c"], ["b", "a"]]
+
+
+def test_full_params_travel_in_buckets_of_one_owner_and_dtype() -> None:
+    weights = [*sized(a=2, b=3, c=9, d=1, e=2), Weight("half", "parameter", (1,), "float16", True, ("half",))]
+    parts = {w.name: nn.Parameter(torch.zeros(w.shape, dtype=getattr(torch, w.dtype))) for w in weights}
+    spec = RankSpec(
+        rank=0,
+        mesh=Mesh(1, 2, 1),
+        device="cpu",
+        build=lambda *_: nn.Identity(),
+        weights=tuple(weights),
+        holders={},
+        stage_edges=(),
+        loss_fn=F.cross_entropy,
+        storage={w.name: split_layout(0) for w in weights},
+    )
+    full = FullParams(parts, parts, spec, LocalTransport(0, InProcessMailboxes()))
+    assert full.owners == {"c": 0, "b": 1, "a": 1, "e": 1, "d": 1, "half": 1}
+    assert full.full["c"].shape == (2 * 9 * 128,) and full.full.keys() == {"c"}
+    for name, part in parts.items():
+        part.grad = torch.zeros_like(part) if name != "e" else None
+    assert [*full.buckets()] == [(0, ["c"]), (1, ["half"]), (1, ["d", "b", "a"])]
 
 
 def test_packing_keeps_shapes_values_and_memory_formats() -> None:

@@ -135,13 +135,13 @@ class Updater:
 
         The shards run one program on one loss, so a gradient exists on all of them or on none.
         """
-        present = {n: p for n, p in self.trainable.items() if p.grad is not None}
-        partial = {n: p for n, p in present.items() if TP in self.spec.layout(n).partial_gradient}
-        if partial:
-            sum_gradients(partial, self.spec.shard_ranks, self.transport)
+        present = [w for w in self.spec.weights if w.name in self.trainable and self.trainable[w.name].grad is not None]
+        partial = [w for w in present if TP in self.spec.layout(w.name).partial_gradient]
+        sum_gradients(partial, self.trainable, self.spec.shard_ranks, self.transport)
 
     def sum_over_stages(self) -> None:
         """Give every holder of a tied parameter the sum of all holders' gradients, or None where nobody has one."""
+        weights = {weight.name: weight for weight in self.spec.weights}
         for name, positions in sorted(self.spec.holders.items()):
             if len(positions) < 2 or name not in self.trainable or not self.updates(name):
                 continue
@@ -151,7 +151,7 @@ class Updater:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sum_gradients({name: parameter}, ranks, self.transport)
+            sum_gradients([weights[name]], self.trainable, ranks, self.transport)
 
     def owns_for_norm(self, name: str) -> bool:
         """Whether the global norm takes a parameter's gradient from this rank."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
+from autopar.ir.grad_buckets import balanced, grouped
 from autopar.ir.layout import TP
 from autopar.runtime.comm.protocols import Transport
-from autopar.runtime.params.grad_reduce import Bucket, balanced_owners, buckets_of
 from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import part, whole, whole_shape
 
@@ -29,31 +29,33 @@ class FullParams:
         self.parts = {name: parts[name] for name in names}
         self.spec, self.transport = spec, transport
         self.shard, self.sizes = spec.place.shard, {TP: spec.mesh.tp}
-        here = dict.fromkeys(self.parts, (spec.place.stage,))
-        self.owners = balanced_owners({name: p.numel() for name, p in self.parts.items()}, here, spec.mesh.tp)
+        self.weights = [weight for weight in spec.weights if weight.name in self.parts]
+        self.owners = balanced({weight.name: weight.numel for weight in self.weights}, spec.mesh.tp, {})
         # Those that this shard owns.
         self.full: dict[str, nn.Parameter] = {}
         for name, own in self.parts.items():
             if self.owners[name] == self.shard:
                 self.full[name] = nn.Parameter(own.new_zeros(whole_shape(own.shape, spec.layout(name), self.sizes)))
 
-    def buckets(self) -> tuple[Bucket, ...]:
-        """What travels together this step. A gradient exists on all shards or on none."""
-        return buckets_of({n: p for n, p in self.parts.items() if p.grad is not None}, self.owners)
+    def buckets(self) -> Iterator[tuple[int, list[str]]]:
+        """Each owner with weights that travel together in this step. A gradient exists on all shards or on none."""
+        for owner in range(self.spec.mesh.tp):
+            owned = [w for w in self.weights if self.owners[w.name] == owner and self.parts[w.name].grad is not None]
+            for group in grouped(owned, 1):
+                yield owner, [weight.name for weight in group]
 
     def gather(self) -> None:
         """Give every whole weight that this shard owns its value, and its gradient where there is one."""
         for own in self.full.values():
             own.grad = None
-        for bucket in self.buckets():
-            assert bucket.owner is not None
-            tensors = [t for name in bucket.names for t in (self.parts[name].detach(), self.parts[name].grad)]
+        for owner, names in self.buckets():
+            tensors = [t for name in names for t in (self.parts[name].detach(), self.parts[name].grad)]
             flat = torch.cat([t.reshape(-1) for t in tensors if t is not None])
-            given = self.transport.start_gather(flat, self.spec.shard_ranks, self.spec.shard_ranks[bucket.owner])()
-            if bucket.owner == self.shard:
-                sizes = [self.parts[name].numel() for name in bucket.names for _ in range(2)]
+            given = self.transport.start_gather(flat, self.spec.shard_ranks, self.spec.shard_ranks[owner])()
+            if owner == self.shard:
+                sizes = [self.parts[name].numel() for name in names for _ in range(2)]
                 by_shard = [own.split(sizes) for own in given]
-                for i, name in enumerate(bucket.names):
+                for i, name in enumerate(names):
                     self.full[name].data.copy_(self.unshard(name, [own[2 * i] for own in by_shard]))
                     self.full[name].grad = self.unshard(name, [own[2 * i + 1] for own in by_shard])
 
@@ -64,16 +66,15 @@ class FullParams:
 
     def scatter(self) -> None:
         """Give every shard its part of the weights that were updated."""
-        for bucket in self.buckets():
-            assert bucket.owner is not None
-            sizes = [self.parts[name].numel() for name in bucket.names]
+        for owner, names in self.buckets():
+            sizes = [self.parts[name].numel() for name in names]
             updated: list[torch.Tensor] = []
-            if bucket.owner == self.shard:
-                updated = [torch.cat([self.local_part(name, shard) for name in bucket.names])
+            if owner == self.shard:
+                updated = [torch.cat([self.local_part(name, shard) for name in names])
                            for shard in range(self.spec.mesh.tp)]  # fmt: skip
-            flat = self.parts[bucket.names[0]].new_empty(sum(sizes))
-            self.transport.start_scatter(flat, updated, self.spec.shard_ranks, self.spec.shard_ranks[bucket.owner])()
-            for name, own in zip(bucket.names, flat.split(sizes), strict=True):
+            flat = self.parts[names[0]].new_empty(sum(sizes))
+            self.transport.start_scatter(flat, updated, self.spec.shard_ranks, self.spec.shard_ranks[owner])()
+            for name, own in zip(names, flat.split(sizes), strict=True):
                 self.parts[name].data.copy_(own.view(self.parts[name].shape))
         for own in self.full.values():
             own.grad = None

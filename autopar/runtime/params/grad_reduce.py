@@ -2,77 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from autopar.ir.cost_graph import BUCKET_BYTES
+from autopar.ir.grad_buckets import grouped
+from autopar.ir.graph import Weight
 from autopar.runtime.comm.protocols import FlagChannel, SendHandle, Transport
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.params.flat_buckets import memory_order, view_like
 from autopar.runtime.params.grad_buffer import GradBuffer
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors of one dtype that travel together; ``owner`` is the rank of a group that has them, None for each one."""
-
-    names: tuple[str, ...]
-    owner: int | None = None
-
-
-def buckets_of(
-    parameters: Mapping[str, torch.Tensor], owners: Mapping[str, int], limit_bytes: int = BUCKET_BYTES
-) -> tuple[Bucket, ...]:
-    """All parameters in buckets of at most ``limit_bytes`` (or one parameter), in the order in which a backward fills
-    them, which is about the reverse of the model's.
-    """
-    filled: list[list[str]] = []
-    latest: dict[tuple[torch.dtype, int | None], list[str]] = {}
-    for name in reversed(list(parameters)):
-        key = (parameters[name].dtype, owners.get(name))
-        used = sum(parameters[n].nbytes for n in latest.get(key, ()))
-        if key not in latest or used + parameters[name].nbytes > limit_bytes:
-            latest[key] = []
-            filled.append(latest[key])
-        latest[key].append(name)
-    place = {name: i for i, name in enumerate(reversed(list(parameters)))}
-    return tuple(Bucket(tuple(names), owners.get(names[0])) for names in sorted(filled, key=lambda n: place[n[-1]]))
-
-
-def balanced_owners(numel: Mapping[str, int], holders: Mapping[str, Sequence[int]], num_owners: int) -> dict[str, int]:
-    """Who updates each weight: whole weights, balanced by elements on every stage.
-
-    The largest come first, each to the owner with the least so far; a tied weight has one owner on all its stages.
-
-    Args:
-        holders: the stages that hold each weight.
-    """
-    load: defaultdict[tuple[int, int], int] = defaultdict(int)
-    owners: dict[str, int] = {}
-    for name in sorted(numel, key=lambda n: -numel[n]):
-        owners[name] = min(range(num_owners), key=lambda owner: max(load[stage, owner] for stage in holders[name]))
-        for stage in holders[name]:
-            load[stage, owners[name]] += numel[name]
-    return owners
-
-
-def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor with all elements, each tensor's in the memory order of its counterpart in ``like``.
-
-    A single tensor that is in that order already is not copied.
-    """
-    flat = [t.permute(memory_order(model)).reshape(-1) for t, model in zip(tensors, like, strict=True)]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-
-def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat tensor with the shapes and memory orders of ``like``; inverse of `packed`."""
-    pieces = flat.split([t.numel() for t in like])
-    return [view_like(piece, model) for piece, model in zip(pieces, like, strict=True)]
 
 
 class GradReducer:
@@ -154,16 +94,33 @@ class GradReducer:
         self.reset()
 
 
-def sum_gradients(parameters: Mapping[str, nn.Parameter], ranks: Sequence[int], transport: Transport) -> None:
-    """Give each of the parameters, all of which have a gradient, the sum of it over the ranks."""
+def sum_gradients(
+    weights: Sequence[Weight], parameters: Mapping[str, nn.Parameter], ranks: Sequence[int], transport: Transport
+) -> None:
+    """Replace the gradient of each weight by its sum over the ranks; all weights have a gradient on all ranks."""
     started = []
-    for bucket in buckets_of(parameters, {}):
-        members = [parameters[name] for name in bucket.names]
+    for group in grouped(weights, 1):
+        members = [parameters[weight.name] for weight in group]
         gradients = [p.grad for p in members if p.grad is not None]
-        assert len(gradients) == len(members), f"no gradient: {bucket.names}"
+        assert len(gradients) == len(members), f"no gradient: {[weight.name for weight in group]}"
         flat = packed(gradients, members)
         started.append((members, flat, transport.start_sum(flat, ranks)))
-    for members, flat, delivery in started:
-        delivery()
+    for members, flat, wait in started:
+        wait()
         for parameter, gradient in zip(members, unpacked(flat, members), strict=True):
             parameter.grad = gradient
+
+
+def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One flat tensor with all elements, each tensor's in the memory order of its counterpart in ``like``.
+
+    A single tensor that is in that order already is not copied.
+    """
+    flat = [t.permute(memory_order(model)).reshape(-1) for t, model in zip(tensors, like, strict=True)]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of a flat tensor with the shapes and memory orders of ``like``; inverse of `packed`."""
+    pieces = flat.split([t.numel() for t in like])
+    return [view_like(piece, model) for piece, model in zip(pieces, like, strict=True)]
