@@ -19,6 +19,7 @@ from autopar.ir.layout import REPLICATED
 from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
 from autopar.ops.collectives import on
+from autopar.runtime.checkpoint.deferred import CheckpointModule, import_checkpoint
 from autopar.runtime.checkpoint.rank_state import OptionChange
 from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
@@ -42,11 +43,7 @@ NO_AXES: Mapping[str, str] = MappingProxyType({})
 
 
 class Rank:
-    """Holds one rank's part of the model and runs its part of every step.
-
-    Checkpoints are imported where they are needed: torch.distributed.checkpoint took 0.7 of the 2.8 s of a worker's
-    imports.
-    """
+    """Holds one rank's part of the model and runs its part of every step."""
 
     def __init__(
         self,
@@ -54,15 +51,17 @@ class Rank:
         tensors: Mapping[str, torch.Tensor],
         transport: Transport,
         axes: Mapping[str, str] = NO_AXES,
+        checkpoint: Callable[[], CheckpointModule] = import_checkpoint,
     ) -> None:
         """Take ``tensors``, this rank's parts of its weights by name: the caller gives them away.
 
         Args:
             axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`.
+            checkpoint: imports what saves and loads checkpoints.
         """
         if torch.device(spec.device).type == "cuda":
             let_segments_grow()
-        self.spec, self.axes = spec, axes
+        self.spec, self.axes, self.checkpoint = spec, axes, checkpoint
         self.transport, self.flag_recorder = transport, FlagRecorder(transport)
         self.place, self.mesh = spec.place, spec.mesh
         self.device = torch.device(spec.device)
@@ -346,26 +345,23 @@ class Rank:
 
     def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
         """Write this rank's share of a checkpoint; why there is none, on any rank."""
-        from autopar.runtime.checkpoint import save_load as checkpoint
-
         self.gather_weights()
-        return checkpoint.save(self, folder, header)
+        return self.checkpoint().save(self, folder, header)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
         """The header of a checkpoint that this rank can read."""
-        from autopar.runtime.checkpoint import save_load as checkpoint
-
-        return checkpoint.inspect(folder)
+        return self.checkpoint().inspect(folder)
 
     def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
         """Take over a checkpoint, and what it changed of the optimizer's options; or why it was not, on any rank."""
-        from autopar.runtime.checkpoint import save_load as checkpoint
-
         if self.graphs is not None:
             self.graphs.forget()  # the optimizer gets other tensors
         self.has_pending_grads = False
         self.gather_weights()  # into whose memory it is read
-        return checkpoint.load(self, folder, header)
+        result = self.checkpoint().load(self, folder, header)
+        if not isinstance(result, CheckpointError):
+            self.buffers_diverged = False  # all replicas have the first one's buffers now
+        return result
 
     def gradients(self) -> dict[str, torch.Tensor]:
         """Copies on CPU of this rank's own gradients.

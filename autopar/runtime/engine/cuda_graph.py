@@ -7,7 +7,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,11 +17,10 @@ from autopar.errors import CaptureWarning, UsageError
 from autopar.ir.pytree import leaves, tree_map
 from autopar.runtime.engine.closure_guard import closure_fingerprint
 from autopar.runtime.engine.executor import BoundStep, StepData
+from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.optim.probe import nested
-from autopar.runtime.spec import DeviceStepResult, StepRequest
-
-if TYPE_CHECKING:
-    from autopar.runtime.rank import Rank
+from autopar.runtime.optim.step import Updater
+from autopar.runtime.spec import DeviceStepResult, RankSpec, StepRequest
 
 WARM_UP_STEPS = 2  # of a kind, before its capture: they compile and load kernels and connect communicators
 MAX_GRAPHS = 4  # kinds of batch that stay captured
@@ -60,6 +59,32 @@ class CachedStep:
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+class CapturableRank(Protocol):
+    """A rank whose training steps can be captured."""
+
+    spec: RankSpec
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    updater: Updater
+    flag_recorder: FlagRecorder
+    trainable: dict[str, torch.nn.Parameter]
+    current_step: BoundStep | None
+    has_pending_grads: bool
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes losses."""
+        ...
+
+    def compute(self, work: StepRequest) -> DeviceStepResult:
+        """A training step up to the update."""
+        ...
+
+    def abandon_step(self) -> None:
+        """Leave nothing of a step that raised."""
+        ...
+
+
 class CudaGraphCache:
     """Runs a rank's training steps: plainly at first, then as graphs.
 
@@ -68,7 +93,7 @@ class CudaGraphCache:
     and a `CaptureWarning` says why.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: CapturableRank) -> None:
         self.rank = rank
         self.cached_steps: OrderedDict[tuple, CachedStep] = OrderedDict()
         self.num_steps = 0
@@ -149,7 +174,7 @@ class CudaGraphCache:
                 self.capture_step(cached, work)
         except Exception as error:  # whatever the user's loss, an optimizer or an operation raises while captured
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        all_ranks = range(rank.mesh.devices)
+        all_ranks = range(rank.spec.mesh.devices)
         failed = rank.flag_recorder.sum_flags([bool(reason)], all_ranks)[0] if len(all_ranks) > 1 else bool(reason)
         if failed:
             cached.graph = cached.data = cached.result = cached.step = None

@@ -11,12 +11,12 @@ from torch import nn
 
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
-from autopar.runtime.checkpoint.rank_state import options_by_name
 from autopar.runtime.comm.protocols import FlagChannel, Transport
 from autopar.runtime.comm.replica_collectives import make_replica_collectives
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler
+from autopar.runtime.optim.param_groups import options_by_name
 from autopar.runtime.params.flat_buckets import flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.runtime.params.grad_reduce import GradReducer, sum_gradients
