@@ -60,7 +60,7 @@ def main(cases: Mapping[str, Callable[[], None]]) -> None:
 @cache
 def tensor_axis(tp: int) -> MeshGroups:
     """The axes of a mesh whose tensor axis has so many ranks, made when all ranks first ask for it."""
-    axes = connect_mesh_groups(Mesh(1, tp, WORLD // tp), dist.get_rank(), "cpu", TIMEOUT_SECONDS)
+    axes = connect_mesh_groups(Mesh(1, tp, WORLD // tp), dist.get_rank(), TIMEOUT_SECONDS)
     assert axes.register(f"test{tp}", torch.device("cpu"))["tp"] == axis_key(tp)
     return axes
 

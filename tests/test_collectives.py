@@ -136,18 +136,19 @@ def program_for_other_ranks() -> None:
 
 def mesh_has_the_axes_with_several_ranks() -> None:
     rank = dist.get_rank()
-    axes = connect_mesh_groups(Mesh(2, 2, 1), rank, "cpu", TIMEOUT_SECONDS)
-    assert axes.mesh is not None and axes.mesh.mesh_dim_names == ("pp", "tp")
+    axes = connect_mesh_groups(Mesh(2, 2, 1), rank, TIMEOUT_SECONDS)
+    assert tuple(axes.communicators) == ("pp", "tp")
     place = Mesh(2, 2, 1).place(rank)
     for axis, number in (("pp", place.stage), ("tp", place.shard)):
-        assert axes.communicators[axis].rank == axes.mesh.get_local_rank(axis) == number
-        assert axes.communicators[axis].members == tuple(dist.get_process_group_ranks(axes.mesh.get_group(axis)))
+        communicator = axes.communicators[axis]
+        assert communicator.rank == dist.get_group_rank(communicator.group, rank) == number
+        assert communicator.members == tuple(dist.get_process_group_ranks(communicator.group))
     dist.barrier()
     axes.close()
 
 
 def a_silent_peer_is_named() -> None:
-    axes = connect_mesh_groups(Mesh(1, 2, 2), dist.get_rank(), "cpu", 1.0)
+    axes = connect_mesh_groups(Mesh(1, 2, 2), dist.get_rank(), 1.0)
     keys = axes.register("silent", torch.device("cpu"))
     if dist.get_rank() == 2:
         with pytest.raises(TransportError, match=r"all-reduce over axis tp \(ranks 2, 3\): "):

@@ -48,7 +48,7 @@ def connect_rank(
     device = torch.device(spec.device)
     if device.type == "cpu":
         disable_malloc_trim()
-    axes = connect_mesh_groups(spec.mesh, spec.rank, device.type, timeout_seconds)
+    axes = connect_mesh_groups(spec.mesh, spec.rank, timeout_seconds)
     opened.callback(axes.close)
     on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
     own = {c.members: c.group for c in axes.communicators.values()}

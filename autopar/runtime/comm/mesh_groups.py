@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
@@ -89,12 +88,8 @@ class GroupCommunicator:
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """This process's place on the mesh axes with more than one rank; the others need no process group.
+    """This process's communicator on each mesh axis with more than one rank; other axes need no process group."""
 
-    ``mesh`` has those axes as dims, and is None where there are none.
-    """
-
-    mesh: DeviceMesh | None
     communicators: Mapping[str, GroupCommunicator]
 
     def register(self, model: str, device: torch.device, neighbours: Sequence[PeerAccess] = ()) -> Mapping[str, str]:
@@ -135,14 +130,13 @@ def axis_ranks(mesh: Mesh) -> Mapping[str, Tensor]:
     return {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
 
 
-def connect_mesh_groups(mesh: Mesh, rank: int, device_type: str, timeout_seconds: float) -> MeshGroups:
+def connect_mesh_groups(mesh: Mesh, rank: int, timeout_seconds: float) -> MeshGroups:
     """The axes around a rank of the default process group; every rank calls this at the same point.
 
     The groups are made one by one, in one order on all ranks, because init_device_mesh (torch 2.11 to 2.15) would give
     them torch's timeout of half an hour instead of the run's.
 
     Args:
-        device_type: ``cpu`` or ``cuda``.
         timeout_seconds: longest wait for a peer in one collective.
     """
     assert dist.get_world_size() == mesh.devices
@@ -152,10 +146,4 @@ def connect_mesh_groups(mesh: Mesh, rank: int, device_type: str, timeout_seconds
             group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_seconds))
             if rank in members:
                 communicators[axis] = GroupCommunicator(axis, members, members.index(rank), group)
-    if not communicators:
-        return MeshGroups(None, {})
-    grid = torch.arange(mesh.devices).view([c.ranks for c in communicators.values()])
-    groups = [c.group for c in communicators.values()]
-    return MeshGroups(
-        DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=tuple(communicators)), communicators
-    )
+    return MeshGroups(communicators)
