@@ -157,8 +157,8 @@ def test_boards_of_a_pipeline_have_a_place_for_each_message(asked: dict[str, Any
     pm.train_step(x, y)
     received = []
     for rank in pm._ranks.ranks:  # type: ignore[attr-defined]
-        step = rank.running
-        incoming, _ = step.messages([action for action, *_ in step.work])
+        step = rank.current_step
+        incoming, _ = step.messages([bound.action for bound in step.bound_actions])
         received.append(sum(map(aligned, incoming.values())))
     assert max(received) > 0
     assert [buffers(plan, position, x.nbytes) for position in range(2)] == [max(received)] * 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -243,7 +242,7 @@ class Rank:
         if work.training:
             self.updater.grad_buffer.detach_from_params()
         if update_follows:
-            self.updater.set_used_params([*chain(*self.current_step.last_backwards.values())])
+            self.updater.set_used_params(self.current_step.trained_weights)
         given = leaves((work.data.inputs, work.data.targets))
         self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
         self.current_step.run(work.data, work.keep_outputs, self.updater.enable_sync if update_follows else None)

@@ -57,6 +57,24 @@ class StepData:
 NO_DATA = StepData([], [], [])
 
 
+@dataclass(frozen=True)
+class BoundAction:
+    """An action of this rank with everything that its run needs.
+
+    Args:
+        post_receives: posts the receives of its inputs; returns a handle for each.
+        compute: computes it from the received tensors, and starts its sends.
+        completes: weights whose last backward this is: after it their gradients are complete.
+        releases: sends that are known to be taken before it, so that their memory can be freed.
+    """
+
+    action: Action
+    post_receives: Callable[[], list[RecvHandle]]
+    compute: Callable[[list[torch.Tensor]], None]
+    completes: tuple[str, ...]
+    releases: list[SendKey]
+
+
 class BoundStep:
     """A schedule bound to one rank.
 
@@ -107,12 +125,20 @@ class BoundStep:
         self.input_indices = [input_indices([chunk.program for chunk in own]) for own in chunks]
         actions = schedule[position]
         self.channel = transport.open_channel(*self.messages(actions)) if training and len(ranks) > 1 else transport
-        # Which weights have their last backward in which action: their gradients are complete after it.
-        backwards = [(k, self.chunk_for(a).program) for k, a in enumerate(actions) if a.kind == "B"]
-        last = {weight.name: k for k, program in backwards for weight in program.weights}
-        self.last_backwards = {k: [name for name, own in last.items() if own == k] for k in {*last.values()}}
-        self.bound_actions = [self.bind(action) for action in actions]
-        self.send_lifetimes = send_lifetimes(position, schedule, self.producers, self.consumers)
+        lifetimes = send_lifetimes(position, schedule, self.producers, self.consumers)
+        last_backward = {weight.name: a for a in actions if a.kind == "B" for weight in self.program_of(a).weights}
+        completes: dict[Action, tuple[str, ...]] = {}
+        for name, action in last_backward.items():
+            completes[action] = (*completes.get(action, ()), name)
+        self.bound_actions = [
+            self.bind(action, completes.get(action, ()), releases)
+            for action, releases in zip(actions, lifetimes, strict=True)
+        ]
+
+    @property
+    def trained_weights(self) -> list[str]:
+        """Names of the weights that backwards of this step reach, in the order in which their gradients complete."""
+        return [name for bound in self.bound_actions for name in bound.completes]
 
     def run(
         self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
@@ -128,21 +154,21 @@ class BoundStep:
         for left in (self.sent, self.saved, self.local_tensors):  # by a step that raised
             left.clear()
         early, last = self.channel.posts_early, len(self.bound_actions) - 1
-        posted = self.bound_actions[0][1]() if self.bound_actions else []
+        posted = self.bound_actions[0].post_receives() if self.bound_actions else []
         with torch.set_grad_enabled(self.training):
-            for k, (action, _, compute) in enumerate(self.bound_actions):
-                self.current_action = action
-                following = self.bound_actions[k + 1][1]() if early and k < last else None
+            for k, bound in enumerate(self.bound_actions):
+                self.current_action = bound.action
+                following = self.bound_actions[k + 1].post_receives() if early and k < last else None
                 received = [receipt() for receipt in posted]
-                self.release_sends(self.send_lifetimes[k])
-                if before_last is not None and k in self.last_backwards:
-                    before_last(self.last_backwards[k])
+                self.release_sends(bound.releases)
+                if before_last is not None and bound.completes:
+                    before_last(bound.completes)
                 self.computing, start = True, self.stopwatch.mark()
-                compute(received)
+                bound.compute(received)
                 self.computing = False
-                self.marks.append((action, start, self.stopwatch.mark()))
+                self.marks.append((bound.action, start, self.stopwatch.mark()))
                 if k < last:
-                    posted = following if following is not None else self.bound_actions[k + 1][1]()
+                    posted = following if following is not None else self.bound_actions[k + 1].post_receives()
             self.release_sends(list(self.sent))
         self.data, self.current_action = NO_DATA, None
 
@@ -151,7 +177,7 @@ class BoundStep:
         incoming: dict[tuple[int, int], int] = {}
         outgoing: dict[tuple[int, int], int] = {}
         for action in actions:
-            program, forward = self.chunk_for(action).program, action.kind == "F"
+            program, forward = self.program_of(action), action.kind == "F"
             takes, gives = (program.receives, program.sends) if forward else (program.sends, program.receives)
             for edges, found, comes in ((takes, incoming, True), (gives, outgoing, False)):
                 wanted = edges if forward else [e for e in edges if e.value.requires_grad]
@@ -226,24 +252,30 @@ class BoundStep:
         """What an action of this rank runs."""
         return self.chunks[action.microbatch][action.chunk // len(self.ranks)]
 
+    def program_of(self, action: Action) -> Program:
+        """The program of an action of this rank."""
+        return self.chunk_for(action).program
+
     def producers(self, action: Action) -> tuple[Action, ...]:
         """The actions of other chunks whose tensors an action of this rank takes."""
-        program = self.chunk_for(action).program
+        program = self.program_of(action)
         chunks = {e.src for e in program.receives} if action.kind == "F" else {e.dst for e in program.sends}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
 
     def consumers(self, action: Action) -> tuple[Action, ...]:
         """The actions of other chunks that take the tensors of an action of this rank."""
-        program = self.chunk_for(action).program
+        program = self.program_of(action)
         chunks = {e.dst for e in program.sends} if action.kind == "F" else {e.src for e in program.receives}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
 
-    def bind(self, action: Action) -> tuple[Action, Callable[[], list[RecvHandle]], Callable[..., None]]:
-        """The action, what posts its receives, and what computes it once they are there."""
+    def bind(self, action: Action, completes: tuple[str, ...], releases: list[SendKey]) -> BoundAction:
         chunk = self.chunk_for(action)
         if action.kind == "F":
-            return action, self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
-        return action, self.bind_gradients(chunk.program, action), self.bind_backward(chunk.program, action)
+            receives, compute = self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
+        else:
+            receives = self.bind_gradients(chunk.program, action)
+            compute = self.bind_backward(chunk.program, action)
+        return BoundAction(action, receives, compute, completes, releases)
 
     def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[RecvHandle]]:
         """What posts the receives of values, or of their gradients, one per edge."""
