@@ -1,4 +1,4 @@
-"""What runs on a rank: weights, programs, steps, the optimizer."""
+"""One rank of a mesh: its weights, programs, steps, optimizer and state."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class Rank:
         axes: Mapping[str, str] = NO_AXES,
         checkpoint: Callable[[], CheckpointModule] = import_checkpoint,
     ) -> None:
-        """Take ``tensors``, this rank's parts of its weights by name: the caller gives them away.
+        """Take ownership of ``tensors``, this rank's parts of its weights by name.
 
         Args:
-            axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`.
-            checkpoint: imports what saves and loads checkpoints.
+            axes: key in `autopar.ops.collectives` of each mesh axis's communicator.
+            checkpoint: imports the module that saves and loads checkpoints.
         """
         if torch.device(spec.device).type == "cuda":
             let_segments_grow()
@@ -64,7 +64,7 @@ class Rank:
         self.transport, self.flag_recorder = transport, FlagRecorder(transport)
         self.place, self.mesh = spec.place, spec.mesh
         self.device = torch.device(spec.device)
-        # A stream of its own, because a graph cannot be captured on the default one.
+        # Not the default stream, on which a CUDA graph cannot be captured.
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.weights: dict[str, torch.Tensor] = {}
         for weight in spec.weights:
@@ -75,19 +75,18 @@ class Rank:
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
         self.updater = Updater(spec, self.trainable, transport, self.flag_recorder)
         self.ema = Average(spec.ema, self.weights, {w.name: w for w in spec.weights}) if spec.ema else None
-        self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
+        self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages are in their place
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
         self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
         self.bound_steps: dict[tuple, BoundStep] = {}
         self.current_step: BoundStep | None = None
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = CudaGraphCache(self) if self.stream is not None and spec.cuda_graph else None
-        self.has_pending_grads = (
-            False  # whether a call has left gradients for the next update, on this rank or another one
-        )
+        # Whether a call has left gradients for the next update, on this rank or another one.
+        self.has_pending_grads = False
         self.buffers_diverged = False  # whether training has changed buffers, differently on each replica
         self.data_bytes = 0
-        # Libraries are not the model's: torch.optim alone imports over 100 MB.
+        # Memory of libraries is not the model's: torch.optim alone imports over 100 MB.
         self.base_bytes = resident_bytes() - sum(t.nbytes for t in self.weights.values())
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -102,7 +101,7 @@ class Rank:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around every command: on a GPU it runs in the rank's stream, after and before what the caller runs."""
+        """Context of every command: on a GPU the rank's stream, ordered after and before the caller's stream."""
         if self.stream is None:
             yield
             return
@@ -115,16 +114,19 @@ class Rank:
             outside.wait_stream(self.stream)
 
     def is_busy(self) -> bool:
-        """Whether the GPU has still to do what it was told."""
+        """Whether the rank's stream has unfinished work."""
         return self.stream is not None and not self.stream.query()
 
     # -- programs ----------------------------------------------------------------------------------------------
 
     def add_programs(self, key: int, programs: Sequence[Program], constants: Mapping[str, torch.Tensor]) -> None:
-        """Build a program for each chunk of this rank, under a number that steps will name; ``constants`` are those
-        they read.
+        """Build the module of each chunk's program; steps refer to them by ``key``.
 
-        The ranks of an axis add equal programs in one order, and their collectives get memory here: the hosts meet.
+        Allocates the symmetric memory of their collectives, for which the hosts of an axis meet. So the ranks of an
+        axis add equal programs in the same order.
+
+        Args:
+            constants: tensors that the programs read, by name.
         """
         for axis, name in self.axes.items():
             communicator = on(name)
@@ -142,8 +144,9 @@ class Rank:
         self.chunks[key] = tuple(map(chunk, programs))
 
     def bound_step(self, work: StepRequest) -> BoundStep:
-        """The bound schedule for a step, made at its first use."""
-        # Ranks bind together, and so by what all of them know: one that has no new program may have a peer that has.
+        """Bound schedule of a step; bound at its first use."""
+        # Ranks bind together, so the key holds only what all ranks know: a rank without a new program may have a peer
+        # with one.
         key = (work.schedule, work.programs, work.training and work.shape_signature)
         if key not in self.bound_steps:
             schedule = generate(work.schedule, self.mesh.pp, len(work.programs), self.spec.chunks)
@@ -166,7 +169,7 @@ class Rank:
     def forward(self, work: StepRequest) -> list[list[Any]]:
         """Flattened outputs per microbatch; empty lists except where they are kept."""
         self.broadcast_buffers(work.mode)
-        if not work.programs:  # fewer samples than replicas, which gather weights together nevertheless
+        if not work.programs:  # fewer samples than replicas: this one only takes part in gathering weights
             self.compute_params.refresh()
             self.compute_params.wait()
             return []
@@ -174,7 +177,7 @@ class Rank:
             return self.execute(replace(work, data=data), update_follows=False).outputs
 
     def release_masters(self) -> None:
-        """Before a training step, give up the memory of masters that it does not read; averages read all after each."""
+        """Before a training step, free masters that it does not read; with averages, which read all, keep them."""
         if self.ema is None:
             self.compute_params.free_remote_masters()
 
@@ -190,7 +193,7 @@ class Rank:
         return RankStepResult(step_numbers(losses, None, start, self.stopwatch), step.outputs)
 
     def train_step(self, work: StepRequest) -> RankStepResult:
-        """Gradients and an update: what earlier calls accumulated is part of it."""
+        """Gradients and an update, which includes gradients that earlier calls accumulated."""
         self.release_masters()
         start = self.stopwatch.mark()
         self.broadcast_buffers(work.mode)
@@ -199,7 +202,7 @@ class Rank:
         return RankStepResult(step_numbers(computed.losses, update, start, self.stopwatch), computed.outputs)
 
     def compute_and_update(self, work: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
-        """A training step; what became of the update where the host knows it already, else the norm on the device."""
+        """Run a training step and its update; returns the update's result where the host knows it, else the norm."""
         if self.updater.scaler is not None:
             step = self.execute(work, update_follows=True)
             losses = self.sum_losses(step, len(work.programs))
@@ -212,14 +215,14 @@ class Rank:
         return computed, computed.norm
 
     def compute(self, work: StepRequest) -> DeviceStepResult:
-        """A training step up to the update, without a wait of the host for the device."""
+        """A training step up to the update; the host does not wait for the device."""
         step = self.execute(work, update_follows=True)
         return DeviceStepResult(
             self.sum_losses(step, len(work.programs)), self.updater.finish_gradients(), step.outputs
         )
 
     def sum_losses(self, step: BoundStep, count: int) -> torch.Tensor:
-        """The losses of all microbatches of all replicas, on every rank; ``count`` are a replica's."""
+        """Losses of all microbatches of all replicas, [dp * count], on every rank; ``count`` per replica."""
         replica = self.place.replica
         losses = torch.zeros(self.mesh.dp * count, dtype=torch.float64, device=self.device)
         if self.is_last_stage and self.place.shard == 0:
@@ -230,7 +233,7 @@ class Rank:
         return losses
 
     def abandon_step(self) -> None:
-        """Leave nothing of a step that raised."""
+        """Drop everything of a step that raised."""
         self.bound_steps.clear()
         self.compute_params.invalidate()
         self.updater.abandon()
@@ -254,9 +257,9 @@ class Rank:
         return self.current_step
 
     def broadcast_buffers(self, mode: Mode) -> None:
-        """Before an evaluation, take over the first replica's buffers if training has changed any.
+        """Before an evaluation, broadcast the first replica's buffers if training has changed any.
 
-        Each replica trains with the statistics of its own samples; what is evaluated is the model that `state` shows.
+        In training, each replica's buffers follow its own samples. An evaluation runs the model that `state` returns.
         """
         if mode == "eval" and self.buffers_diverged and self.mesh.dp > 1:
             programs = [c.program for chunks in self.chunks.values() for c in chunks if c.program.mode == "train"]
@@ -269,7 +272,7 @@ class Rank:
         self.buffers_diverged = mode == "train"
 
     def optimizer_step(self, num_updates: int) -> UpdateResult:
-        """As `Updater.step`; averages follow. ``num_updates`` is how many updates there were before."""
+        """As `Updater.step`, and update averages; ``num_updates`` is the number of updates before this one."""
         self.has_pending_grads = False
         result = self.updater.step()
         if not result.skipped:
@@ -277,7 +280,7 @@ class Rank:
         return result
 
     def after_update(self, num_updates: int) -> None:
-        """The weights have changed, each on the replica that updates it; averages follow."""
+        """After weights have changed, each on the replica that updates it: invalidate copies, update averages."""
         self.has_pending_grads = False
         if self.updater.zero_gather is not None:
             self.updater.zero_gather.mark_updated()
@@ -303,26 +306,26 @@ class Rank:
     # -- state -------------------------------------------------------------------------------------------------
 
     def gather_weights(self) -> None:
-        """Bring all weights as they are stored up to date; every replica makes the call."""
+        """All-gather the stored weights under ZeRO-1; all replicas call."""
         if self.updater.zero_gather is not None:
             self.updater.zero_gather.gather_masters()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on CPU of this rank's parts of the weights, each part from one rank of the mesh only."""
+        """CPU copies of this rank's parts of the weights; each part comes from one rank of the mesh."""
         self.gather_weights()
         if self.place.replica != 0:
             return {}
         return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.has_first_copy(n)}
 
     def ema_state(self) -> dict[str, torch.Tensor]:
-        """Copies on CPU of the averages of what `state` gives."""
+        """CPU copies of the averages of the weights that `state` returns."""
         assert self.ema is not None
         if self.place.replica != 0:
             return {}
         return {n: t.cpu().clone() for n, t in self.ema.tensors().items() if self.spec.has_first_copy(n)}
 
     def swap_ema(self, averages: bool) -> None:
-        """Put the averages in the place of the weights, or the weights back."""
+        """Put the averages in the place of the weights, or restore the weights."""
         assert self.ema is not None and averages == (self.saved_weights is None)
         if self.saved_weights is None:
             tensors = self.ema.tensors()
@@ -332,10 +335,10 @@ class Rank:
         else:
             self.load(self.saved_weights)
             self.saved_weights = None
-        self.buffers_diverged = True  # replicas average, and have, buffers of their own
+        self.buffers_diverged = True  # each replica has its own buffers and averages of them
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the weights named with this rank's parts of them; all replicas do so alike."""
+        """Overwrite the named weights with this rank's parts of them; all replicas load equal parts."""
         self.gather_weights()
         with torch.no_grad():
             for name, tensor in tensors.items():
@@ -343,30 +346,30 @@ class Rank:
         self.compute_params.invalidate()
 
     def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
-        """Write this rank's share of a checkpoint; why there is none, on any rank."""
+        """Write this rank's share of a checkpoint; returns the error if it failed on any rank."""
         self.gather_weights()
         return self.checkpoint().save(self, folder, header)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
-        """The header of a checkpoint that this rank can read."""
+        """Header of a checkpoint that this rank can read, or the error."""
         return self.checkpoint().inspect(folder)
 
     def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
-        """Take over a checkpoint, and what it changed of the optimizer's options; or why it was not, on any rank."""
+        """Load a checkpoint; returns the changed optimizer options, or the error if it failed on any rank."""
         if self.graphs is not None:
-            self.graphs.forget()  # the optimizer gets other tensors
+            self.graphs.forget()  # the optimizer's tensors are replaced
         self.has_pending_grads = False
-        self.gather_weights()  # into whose memory it is read
+        self.gather_weights()  # allocates the memory that the checkpoint is read into
         result = self.checkpoint().load(self, folder, header)
         if not isinstance(result, CheckpointError):
             self.buffers_diverged = False  # all replicas have the first one's buffers now
         return result
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Copies on CPU of this rank's own gradients.
+        """CPU copies of this rank's local gradients.
 
-        The whole ones are their sums over replicas, tied stages and, where each shard's is a summand, shards. Of equal
-        gradients of several shards only the first is given.
+        The whole gradients are their sums over replicas, tied stages and, where the gradient is partial, shards. If
+        several shards have equal gradients, only the first shard returns them.
         """
         return {
             name: p.grad.detach().cpu() / self.updater.loss_scale
@@ -375,7 +378,7 @@ class Rank:
         }
 
     def close(self) -> None:
-        """Give up graphs: a communicator is not given up while one holds it."""
+        """Release CUDA graphs. NCCL communicators cannot be destroyed while a graph references them."""
         self.bound_steps.clear()
         self.current_step = None
         self.updater.grad_buffer.close()
@@ -385,8 +388,7 @@ class Rank:
     # -- measurements ------------------------------------------------------------------------------------------
 
     def tensor_peak(self, work: StepRequest) -> int:
-        """Most bytes in tensors at once during a training step, the batch itself not counted on CPU; on a GPU with what
-        peers reach."""
+        """Peak bytes of tensors during a training step; on CPU without the batch, on a GPU with symmetric memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self.train_step(work)
@@ -398,8 +400,8 @@ class Rank:
         return standing + peak.bytes
 
     def standing_bytes(self) -> int:
-        """Bytes of tensors that stay between steps."""
-        # Masters without memory are expanded from one number; other weights may share their memory.
+        """Bytes of tensors that are allocated between steps."""
+        # Freed masters are expanded from one number; several weights may share memory.
         weights = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
         averages = self.ema.num_bytes if self.ema is not None else 0
         updater = self.updater.state_bytes() + self.updater.grad_buffer.num_bytes
@@ -415,8 +417,8 @@ class Rank:
         )
 
     def peak_bytes(self) -> int:
-        """Most bytes in use so far, beyond the base and the batch that was handed over; on a GPU in torch's allocator,
-        and what peers reach."""
+        """Peak bytes so far. On CPU: resident memory less the base and the batch. On a GPU: of torch's allocator, plus
+        the symmetric memory that is allocated now."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) + reserved_bytes(self.device)
         return peak_resident_bytes() - self.base_bytes - self.data_bytes

@@ -1,4 +1,4 @@
-"""What a rank is told, and what it tells: plain data."""
+"""Plain data that goes to a rank and comes back from it: its specification, step requests, step results."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ BuildModule = Callable[
 
 
 class Parameters(list[nn.Parameter]):
-    """What an optimizer is made from: a list of parameters that knows their original names.
+    """A list of parameters with their original names: the argument of the user's ``optimizer`` callable.
 
-    `named_parameters` is that of a module, so that code which groups a model's parameters by name takes this instead.
+    `named_parameters` is a module's method too, so code that groups a model's parameters by name takes this list.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -40,28 +40,29 @@ class Parameters(list[nn.Parameter]):
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank needs to know before it is given weights; the same for all ranks of a stage but for ``rank`` and
-    ``device``.
+    """Everything that a rank needs before it gets its weights.
+
+    Ranks of one stage differ in ``rank`` and ``device`` alone.
 
     Args:
-        build: turns a program, its weights, a device, the keys of mesh axes, what waits for weights that are under way
-            and what gives the sums of their gradients into a module.
-        weights: the weights this rank holds, in the model's order, with the shapes of its parts.
-        storage: the layout of every weight that is not simply replicated over the tensor axis.
-        holders: for every weight held at several positions of the pipeline, those in order; the first one owns it.
+        build: makes a module of a program, its weights, a device, the communicator keys of mesh axes, the waits for
+            weights that are being gathered, and the access to main grads.
+        weights: weights that this rank holds, in the model's order, with the shapes of its parts.
+        storage: layout of each weight that is not simply replicated over the tensor axis.
+        holders: for each weight on several pipeline positions, these positions in order. The first one owns it.
         owners: under ZeRO-1, the replica that updates each trainable weight of the model; else empty.
-        edges: every directed pair of stages that exchanges tensors.
-        chunks: how many stages each rank has.
-        loss_fn, optimizer, lr_scheduler: as given to `autopar.parallelize`.
-        trainable: every trainable weight of the model, in its order, with its whole shape; by default those held here.
+        stage_edges: directed pairs of stages that exchange tensors.
+        chunks: number of stages of each rank.
+        loss_fn, optimizer, lr_scheduler: as passed to `autopar.parallelize`.
+        trainable: all trainable weights of the model in its order, with their whole shapes. Default: this rank's.
         clip_grad_norm: largest global gradient norm, or None.
         clip_grad_value: largest absolute value of a gradient's element, or None.
-        ema: makes the object that averages weights, as given to `autopar.parallelize`.
-        autocast: the low dtype of mixed precision, or None.
-        transport: what carries tensors between the GPUs of a pipeline in training steps.
-        region: the part of the model that this rank runs, for messages.
-        predicted_bytes: the peak that the plan expects of this rank.
-        cuda_graph: replay training steps as CUDA graphs, where the device is one that has them.
+        ema: makes the object that averages weights, as passed to `autopar.parallelize`.
+        autocast: low dtype of mixed precision, or None.
+        transport: moves tensors between the GPUs of a pipeline in training steps.
+        region: part of the model that this rank runs, for messages.
+        predicted_bytes: this rank's peak by the plan.
+        cuda_graph: replay training steps as CUDA graphs, on devices that have them.
     """
 
     rank: int
@@ -94,27 +95,27 @@ class RankSpec:
 
     @property
     def rank_seed(self) -> int:
-        """Seed of what this rank draws without counters; one for a tensor-parallel group, whose ranks draw alike."""
+        """Seed of the generator for random operations without counters; equal within a tensor-parallel group."""
         return self.seed + self.place.stage * self.mesh.dp + self.place.replica
 
     @property
     def pipeline_ranks(self) -> tuple[int, ...]:
-        """The rank at each position that this rank exchanges tensors with: those of its replica and shard."""
+        """Ranks of this rank's pipeline, by stage position."""
         return pipeline_ranks(self.mesh, self.place)
 
     @property
     def replica_ranks(self) -> tuple[int, ...]:
-        """The ranks that hold the same part of the same stage, by replica."""
+        """Ranks that hold the same part of the same stage, by replica."""
         return replica_ranks(self.mesh, self.place)
 
     @property
     def shard_ranks(self) -> tuple[int, ...]:
-        """The ranks of this tensor-parallel group."""
+        """Ranks of this tensor-parallel group, by shard."""
         return shard_ranks(self.mesh, self.place)
 
     @property
     def channels(self) -> tuple[tuple[int, int, int], ...]:
-        """Every directed pair of ranks that exchanges tensors, once for each of its lanes; equal on all ranks."""
+        """(src, dst, channel index) of all rank pairs that exchange tensors; equal on all ranks."""
         lines = {pipeline_ranks(self.mesh, self.mesh.place(rank)) for rank in self.mesh.ranks(0)}
         pp = self.mesh.pp
         return tuple(
@@ -128,9 +129,9 @@ class RankSpec:
 
     @property
     def collective_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Rank sets of at least two that sum or broadcast; equal on all ranks.
+        """Rank sets of at least two that run collectives; equal on all ranks.
 
-        They are everybody, the replicas of one part, the shards of one group, and the holders of a tied weight.
+        They are all ranks, the replicas of one part, the shards of one group, and the holders of a tied weight.
         """
         sets = {tuple(range(self.mesh.devices))}
         for place in map(self.mesh.place, range(self.mesh.devices)):
@@ -140,33 +141,33 @@ class RankSpec:
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
 
     def layout(self, name: str) -> Layout:
-        """How a weight is stored."""
+        """Layout in which a weight is stored."""
         return self.storage.get(name, REPLICATED)
 
     def has_first_copy(self, name: str) -> bool:
-        """Whether, within its replica, this rank holds the copy that counts of its part of a weight."""
+        """Whether this rank holds the first copy, within its replica, of its part of a weight."""
         split = any(s.axis == TP for s in self.layout(name).splits)
         positions = self.holders.get(name, (self.place.stage,))
         return positions[0] == self.place.stage and (split or self.place.shard == 0)
 
 
 def pipeline_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """The ranks at one replica and shard, by position."""
+    """Ranks of one replica and shard, by pipeline position."""
     return tuple(mesh.rank(Place(stage, place.replica, place.shard)) for stage in range(mesh.pp))
 
 
 def replica_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """The ranks at one stage and shard, by replica."""
+    """Ranks of one stage and shard, by replica."""
     return tuple(mesh.rank(Place(place.stage, replica, place.shard)) for replica in range(mesh.dp))
 
 
 def shard_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """The ranks at one stage and replica, by shard."""
+    """Ranks of one stage and replica, by shard."""
     return tuple(mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp))
 
 
 def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
-    """``rank 3 (stage 1)``: all its stages, and replica and shard where the mesh has such axes."""
+    """``rank 3 (stage 1)``: the rank's stages, and its replica and shard where the mesh has these axes."""
     place = mesh.place(rank)
     stages = " and ".join(map(str, mesh.stages(rank, chunks)))
     words = [f"stage{'s' * (chunks > 1)} {stages}"] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
@@ -177,10 +178,14 @@ def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """One call of a step: the model's mode, which schedule, which programs for each microbatch, and this rank's data.
+    """One call of a step: the model's mode, the schedule, the programs of each microbatch, and this rank's data.
 
-    ``num_updates`` is how many updates there were before it. ``kind`` is the same on all ranks, and in all calls that
-    differ in the content of tensors alone; so is ``shapes``, for which targets do not count.
+    Args:
+        programs: key of the programs of each microbatch, as `Rank.add_programs` got it.
+        num_updates: updates before this step.
+        signature: identifies shapes, dtypes and everything else of the batch but the content of tensors. Equal on all
+            ranks; selects the CUDA graph.
+        shape_signature: as ``signature``, without the targets; selects the bound schedule.
     """
 
     mode: Mode
@@ -196,10 +201,10 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update of the weights did.
+    """Result of an update of the weights.
 
     ``grad_norm`` is the global 2-norm of the gradients before clipping. ``skipped``: float16 gradients overflowed
-    (``grad_norm`` is infinite), so that the weights stay as they were and the loss scale is halved.
+    (``grad_norm`` is infinite), the weights did not change, and the loss scale was halved.
     """
 
     grad_norm: float
@@ -208,8 +213,13 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class DeviceStepResult:
-    """A training step up to the update, on its rank's device: losses as in `StepNumbers`, the global norm of the
-    gradients, kept outputs, and whether the weights have been updated already.
+    """Result of a training step on its rank's device.
+
+    Args:
+        losses: as in `StepNumbers`, [microbatches of all replicas].
+        norm: global norm of the gradients, a scalar.
+        outputs: flattened outputs of each microbatch, where they are kept.
+        updated: whether the weights have been updated too.
     """
 
     losses: torch.Tensor
@@ -220,12 +230,11 @@ class DeviceStepResult:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a training step came to.
+    """Metrics of a training step.
 
-    ``losses`` are those of all microbatches of all replicas, in the order of the global batch, each as its part of the
-    mean; all ranks have them. ``grad_norm`` and ``skipped`` are as in `UpdateResult`; None and False where the weights
-    were not to be updated. ``device_seconds`` is the time from the step's first work on this rank's GPU to its last;
-    None on CPU.
+    ``losses`` holds the losses of all microbatches of all replicas, in the order of the global batch, each as its part
+    of the mean; equal on all ranks. ``grad_norm`` and ``skipped`` are as in `UpdateResult`, None and False without an
+    update. ``device_seconds`` is the time from the step's first work on this rank's GPU to its last; None on CPU.
     """
 
     losses: list[float]
@@ -234,15 +243,15 @@ class StepNumbers:
     device_seconds: float | None = None
 
 
-LazyMetrics = Callable[[], StepNumbers]  # waits until the numbers are there; may be called again
+LazyMetrics = Callable[[], StepNumbers]  # waits for the metrics; may be called several times
 
 
 @dataclass(frozen=True)
 class RankStepResult:
-    """What a training step leaves on a rank.
+    """Result of a training step on one rank.
 
-    Its numbers, which on a GPU are still to be read; and the flattened outputs of this rank's microbatches where it was
-    to keep them.
+    ``numbers`` are metrics, on a GPU lazy ones. ``outputs`` are the flattened outputs of this rank's microbatches,
+    where the step keeps them.
     """
 
     numbers: StepNumbers | LazyMetrics
@@ -251,12 +260,12 @@ class RankStepResult:
 
 @dataclass(frozen=True)
 class RankStats:
-    """What a rank measured: seconds of compute per action of the last step, and the most bytes ever in use.
+    """Measurements of a rank: compute time of each action of the last step, and the peak memory so far.
 
     ``peak_bytes`` is the process's resident memory on CPU, less libraries and the batch itself, and the allocator's on
-    a GPU. ``optimizer_bytes`` is the optimizer's state on this rank. ``started_ns`` is when the first action started,
-    on the host's clock (`time.perf_counter_ns`, one for all processes of a host): by it spans of several ranks come
-    together. On a GPU it is late by some 10 µs.
+    a GPU. ``optimizer_bytes`` is the optimizer's state on this rank. ``started_ns`` is the start of the first action on
+    the host's clock (`time.perf_counter_ns`, one for all processes of a host). It aligns the timings of several ranks;
+    on a GPU it is late by some 10 µs.
     """
 
     timings: tuple[ActionTiming, ...]

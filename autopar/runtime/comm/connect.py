@@ -1,4 +1,4 @@
-"""The process groups of a rank: those of the mesh axes, and those that only the runtime uses."""
+"""Connects a rank: the groups of the mesh axes, the transport between ranks, and the rank on top of them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 
-MODEL_NUMBERS = itertools.count()  # keeps the axes of models that share a process apart
+MODEL_NUMBERS = itertools.count()  # numbers of the models of this process, which separate their axes
 
 
 def init_process_group(
     backend: str, rank: int, world: int, device: torch.device, timeout_seconds: float, store: dist.Store
 ) -> None:
-    """Join the default process group; the ranks find each other in ``store``."""
-    # Each directed pair has a communicator of its own here, so what NCCL warns about cannot happen.
+    """Join the default process group; ranks meet in ``store``."""
+    # Each directed pair has its own communicator, so the serialization that NCCL warns about cannot happen.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(
         backend,
@@ -39,11 +39,11 @@ def init_process_group(
 def connect_rank(
     spec: RankSpec, tensors: Mapping[str, torch.Tensor], timeout_seconds: float, opened: ExitStack
 ) -> Rank:
-    """A rank with all its process groups in the default one; every process makes its own at the same point.
+    """A rank with all its process groups; all processes of the default group call at the same point.
 
     Args:
-        tensors: its weights, as `Rank` takes them.
-        opened: closes what was opened here, also after an error.
+        tensors: weights of the rank, as `Rank` takes them.
+        opened: closes groups and rank at its exit, also after an error here.
     """
     device = torch.device(spec.device)
     if device.type == "cpu":

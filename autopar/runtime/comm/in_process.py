@@ -1,4 +1,4 @@
-"""Transport between ranks that are threads of one process, and of a single rank."""
+"""Transport between ranks that are threads of one process, or of a single rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from autopar.runtime.comm.protocols import (
 
 @dataclass
 class InProcessMailboxes:
-    """What the ranks of one process share: a mailbox for each sender, receiver and subject."""
+    """Mailboxes that the ranks of one process share: one for each sender, receiver and subject."""
 
     timeout_seconds: float = 60.0
     boxes: dict[tuple[int, int, Hashable], queue.SimpleQueue] = field(default_factory=dict)
@@ -37,19 +37,19 @@ class InProcessMailboxes:
 
 
 class LocalTransport:
-    """Ranks that are threads of one process, or a single rank without peers."""
+    """Transport of ranks that are threads of one process, or of a single rank without peers."""
 
     posts_early = True
 
     def __init__(self, rank: int, mailboxes: InProcessMailboxes) -> None:
         self.rank, self.mailboxes = rank, mailboxes
-        self.num_collectives: Counter[tuple[int, ...]] = Counter()  # collectives of each rank set
+        self.num_collectives: Counter[tuple[int, ...]] = Counter()  # so far, by rank set
 
     def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
         return self
 
     def next_collective(self, ranks: Sequence[int]) -> Hashable:
-        """What tells the messages of the next collective from those of all others."""
+        """Subject of the next collective's messages, equal on all of its ranks."""
         self.num_collectives[tuple(ranks)] += 1
         return tuple(ranks), self.num_collectives[tuple(ranks)]
 

@@ -1,4 +1,4 @@
-"""The process groups of the mesh axes, and the communicators that `autopar.ops.collectives` finds in them."""
+"""Process groups of the mesh axes, and their communicators, which `autopar.ops.collectives` calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.runtime.comm.symmetric_p2p import PeerAccess, have_peer_access
 
 @dataclass(frozen=True)
 class GroupCommunicator:
-    """The ranks ``members`` of one axis over torch.distributed; this process is the one at position ``rank``."""
+    """Communicator of one axis over torch.distributed; this process is number ``rank`` of ``members``."""
 
     axis: str
     members: tuple[int, ...]
@@ -33,11 +33,11 @@ class GroupCommunicator:
         return len(self.members)
 
     def symmetric(self, device: torch.device) -> SymmetricCommunicator:
-        """The same ranks over the symmetric memory of their GPUs; ``device`` is this one's."""
+        """Communicator of the same ranks over the symmetric memory of their GPUs; ``device`` is this rank's."""
         return SymmetricCommunicator(self.rank, self.ranks, SymmetricBufferPool(self.rank, device, self.group))
 
     def reserve(self, num_bytes: int) -> None:
-        """torch.distributed has memory of its own."""
+        """Nothing: torch.distributed allocates its own memory."""
 
     def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
         with self.error_context("all-reduce"):
@@ -68,17 +68,17 @@ class GroupCommunicator:
         return self.all_gather(tensor)
 
     def unpublish(self) -> None:
-        """What was given is the receiver's."""
+        """Nothing: a gathered tensor belongs to its receiver."""
 
     def push_shard(self, rank: int, stacked: Tensor) -> None:
-        """All parts travel at once, in `reduce_pushed`."""
+        """Nothing: all shards travel in `reduce_pushed`."""
 
     def reduce_pushed(self, stacked: Tensor) -> Tensor:
         return self.reduce_scatter(stacked)
 
     @contextmanager
     def error_context(self, what: str) -> Iterator[None]:
-        """Whatever torch.distributed raises inside becomes an error that says between whom it happened."""
+        """Context in which errors of torch.distributed name the collective, its axis and its ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -93,11 +93,12 @@ class MeshGroups:
     communicators: Mapping[str, GroupCommunicator]
 
     def register(self, model: str, device: torch.device, neighbours: Sequence[PeerAccess] = ()) -> Mapping[str, str]:
-        """Make all axes known to the collectives; the key of each, which holds ``model`` so that models differ.
+        """Register all axes with `autopar.ops.collectives`; returns the key of each axis.
 
         Args:
-            device: this rank's.
-            neighbours: of all ranks, where GPUs that reach each other use symmetric memory.
+            model: part of the keys, which separates models of one process.
+            device: of this rank.
+            neighbours: peer access of all ranks; GPUs of an axis with peer access use symmetric memory. Empty: none do.
         """
         keys = {axis: f"{model}.{axis}" for axis in self.communicators}
         for axis, key in keys.items():
@@ -107,33 +108,33 @@ class MeshGroups:
         return keys
 
     def close(self) -> None:
-        """Give up the process groups; the default one stays."""
+        """Destroy the process groups; the default one stays."""
         for communicator in self.communicators.values():
             dist.destroy_process_group(communicator.group)
 
 
 def unregister(keys: Mapping[str, str]) -> None:
-    """Forget the axes of a model; ``keys`` as `Axes.register` returned them."""
+    """Remove the axes of a model; ``keys`` as `MeshGroups.register` returned them."""
     for key in keys.values():
         collectives.unregister(key)
 
 
 def without_bool(tensor: Tensor) -> Tensor:
-    """The same memory as a type that Gloo can move."""
+    """A view in a dtype that Gloo can move."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def axis_ranks(mesh: Mesh) -> Mapping[str, Tensor]:
-    """For each axis with more than one rank, outermost first, its rank sets: [sets, size]."""
+    """Rank sets of each axis with more than one rank, outermost axis first: [sets, ranks]."""
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
     grid = torch.arange(mesh.devices).view(*sizes.values())
     return {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
 
 
 def connect_mesh_groups(mesh: Mesh, rank: int, timeout_seconds: float) -> MeshGroups:
-    """The axes around a rank of the default process group; every rank calls this at the same point.
+    """Groups of a rank's mesh axes; all ranks of the default process group call at the same point.
 
-    The groups are made one by one, in one order on all ranks, because init_device_mesh (torch 2.11 to 2.15) would give
+    The groups are created one by one, in the same order on all ranks: init_device_mesh (torch 2.11 to 2.15) would give
     them torch's timeout of half an hour instead of the run's.
 
     Args:

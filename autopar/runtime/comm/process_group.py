@@ -1,4 +1,8 @@
-"""Transport between processes: Gloo on CPU, NCCL or symmetric memory on GPUs."""
+"""Transport between processes: Gloo on CPU, NCCL or symmetric memory on GPUs.
+
+In training steps on one host, tensors are copied into the peer's memory and signalled (`symmetric_p2p`). Elsewhere NCCL
+carries them.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +34,10 @@ NO_SYMMETRIC_MEMORY = (
 
 
 class ProcessGroupTransport:
-    """torch.distributed point to point: Gloo with tags, or NCCL with a communicator per directed pair and
-    lane.
+    """torch.distributed: Gloo with tags, or NCCL with a process group per directed pair and channel index.
 
-    NCCL connects two peers inside their first transfer and blocks the host until both are there, so every pair is
-    connected here, in one order on all ranks, before any schedule runs.
+    NCCL connects two peers inside their first transfer and blocks the host until both are there. So the constructor
+    connects every pair before any schedule runs, in the same order on all ranks.
     """
 
     def __init__(
@@ -50,15 +53,15 @@ class ProcessGroupTransport:
         """Connect all pairs and groups.
 
         Args:
-            edges: (src, dst, lane) of every directed pair of ranks that will ever exchange tensors; equal on all ranks.
-            shared: the rank sets that sum or broadcast; equal on all ranks.
-            made: rank sets that have a process group already, and that group where this rank is in it; equal sets in
+            pairs: (src, dst, channel index) of all rank pairs that will ever exchange tensors; equal on all ranks.
+            rank_sets: rank sets that run collectives; equal on all ranks.
+            existing: rank sets that have a process group already, and this group on ranks that are in it; equal sets in
                 equal order on all ranks.
             timeout_seconds: longest wait for a peer.
-            transport: what carries the tensors of training steps between stages on GPUs.
+            transport: carries the tensors of training steps between stages on GPUs.
 
         Raises:
-            UsageError: symmetric memory is asked for where a rank cannot reach another's.
+            UsageError: ``transport`` is "symmetric", and a rank lacks peer access to another one.
         """
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
@@ -67,16 +70,16 @@ class ProcessGroupTransport:
         self.created_groups: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
         self.groups: dict[tuple[int, ...], Any] = {**existing, **self.created_groups}
         self.pair_groups: dict[tuple[int, int, int], Any] = {}
-        # Flags of transfers travel from host to host. A Gloo group of some ranks only would hang in a default NCCL
-        # group that is bound to a device: those that are not in it wait for a split of the communicator that the
-        # others, being Gloo, never join (torch 2.11).
+        # Flags travel between hosts over Gloo. A Gloo group of some ranks only would hang if the default NCCL group is
+        # bound to a device: the other ranks wait for a split of its communicator that members of a Gloo group never
+        # join (torch 2.11).
         self.cpu_group: Any = None
         if dist.get_backend() == "nccl":
             self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
             self.pair_groups = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(pairs)}
             self.connect()
         world = dist.get_world_size()
-        self.peer_access: Sequence[PeerAccess] = ()  # of each rank, where symmetric memory may be used
+        self.peer_access: Sequence[PeerAccess] = ()  # by rank; empty where symmetric memory is not to be used
         if self.cpu_group is not None and world > 1 and transport != "nccl":
             self.peer_access = gather_peer_access(device, world, self.cpu_group)
         near = bool(self.peer_access) and have_peer_access(self.peer_access)
@@ -88,7 +91,7 @@ class ProcessGroupTransport:
         return self.symmetric_memory.open(incoming, outgoing) if self.symmetric_memory is not None else self
 
     def connect(self) -> None:
-        """Exchange one number in every group and over every channel."""
+        """Exchange one number in every group and over every pair."""
         token = torch.zeros(1, device=self.device)
         for ranks, group in self.groups.items():
             if self.rank in ranks:
@@ -190,21 +193,25 @@ class ProcessGroupTransport:
 
 
 def segment_of(flat: torch.Tensor, ranks: Sequence[int], rank: int) -> torch.Tensor:
-    """A rank's segment of a row that has an equal one for each of the ranks."""
+    """A rank's segment of a row [ranks * segment]."""
     assert flat.numel() % len(ranks) == 0, f"{flat.numel()} elements for {len(ranks)} ranks"
     return flat.view(len(ranks), -1)[list(ranks).index(rank)]
 
 
 def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The same memory in a type that every backend moves."""
+    """A view in a dtype that every backend moves."""
     return flat.view(torch.uint8)
 
 
 def launch_async(call: Callable[[], Any], what: str, kept: Any = None) -> SendHandle:
-    """A transfer that was started; the delivery waits for it.
+    """Launch an asynchronous call of torch.distributed; calling the handle waits for it.
 
     Args:
-        kept: what must live until then; Gloo reads a tensor that it sends whether or not anybody else still has it.
+        what: name of the call, for errors.
+        kept: tensors to keep alive until the handle is gone: Gloo does not hold references to tensors that it sends.
+
+    Raises:
+        TransportError: the call does not start; raised by the handle, it does not finish.
     """
     try:
         work = call()
@@ -221,12 +228,12 @@ def launch_async(call: Callable[[], Any], what: str, kept: Any = None) -> SendHa
 
 
 def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> SendHandle:
-    """Start a send; the delivery waits for it."""
+    """Start a send; calling the handle waits for it."""
     return launch_async(lambda: dist.isend(tensor, dst, group=group, tag=tag), f"a send to rank {dst}", tensor)
 
 
 def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> RecvHandle:
-    """Start a receive; the receipt waits for it and returns the buffer."""
+    """Start a receive; calling the handle waits for it and returns the buffer."""
     delivery = launch_async(lambda: dist.irecv(buffer, src, group=group, tag=tag), f"a receive from rank {src}")
 
     def receipt() -> torch.Tensor:

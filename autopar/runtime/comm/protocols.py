@@ -1,4 +1,4 @@
-"""How tensors travel between ranks: the protocols, and the types that they share."""
+"""Protocols of communication between ranks, and the types that they share."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import torch
 
 TransportName = Literal["auto", "nccl", "symmetric"]
 MessageBytes = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
-SendHandle = Callable[[], None]
-RecvHandle = Callable[[], torch.Tensor]
-GatherHandle = Callable[[], list[torch.Tensor]]
+SendHandle = Callable[[], None]  # waits for an asynchronous call
+RecvHandle = Callable[[], torch.Tensor]  # waits and returns the received tensor
+GatherHandle = Callable[[], list[torch.Tensor]]  # waits and returns a tensor of each rank
 
 
 class TransportError(RuntimeError):
-    """A peer is gone or silent. Rarely the cause of a failure: another rank failed first."""
+    """A peer is gone or silent. Rarely the cause of a failure: usually another rank failed first."""
 
 
 class P2PChannel(Protocol):
     """Moves the tensors of a schedule from rank to rank.
 
-    Sends are asynchronous and in order for each directed pair and lane. ``posts_early`` says whether a receive may be
-    posted while other work runs, which is free with Gloo and costs multiprocessors with NCCL.
+    Sends are asynchronous, and in order for each directed pair and channel index. ``posts_early`` says whether a
+    receive may be posted while other work runs: this is free with Gloo and costs multiprocessors with NCCL.
     """
 
     posts_early: bool
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
-        """Start sending a contiguous tensor; calling the delivery waits until it is sent, which keeps it until then."""
+        """Start sending a contiguous tensor. The handle keeps the tensor alive; calling it waits for the send."""
         ...
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
-        """Start receiving; calling the receipt waits and returns the tensor."""
+        """Start receiving; calling the handle waits and returns the tensor."""
         ...
 
 
@@ -53,76 +53,80 @@ class FlagChannel(Protocol):
 
 
 class Transport(P2PChannel, FlagChannel, Protocol):
-    """Moves tensors between ranks, and what hosts ask each other."""
+    """Moves tensors and flags between ranks, and runs collectives over rank sets."""
 
     rank: int
 
     def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
-        """What moves the tensors of one kind of training step, which are these; all ranks call."""
+        """Channel for the tensors of one bound schedule, whose sizes are given; all ranks call."""
         ...
 
     def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
-        """Start summing a contiguous tensor over ``ranks`` in place, on all of them or only on ``root``, whose peers
-        are left with anything; calling the delivery waits for it.
+        """Start an all-reduce of a contiguous tensor over ``ranks`` in place, or a reduce to ``root``.
 
-        Every one of the ranks makes the same calls (of all collectives) in the same order.
+        A reduce leaves the tensors of the other ranks undefined. All of the ranks start the same collectives in the
+        same order; calling the handle waits.
         """
         ...
 
     def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
-        """Start copying a contiguous tensor from ``root`` over those of the other ranks."""
+        """Start a broadcast of a contiguous tensor from ``root``, in place."""
         ...
 
     def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        """Start summing a contiguous row, of as many equal segments as there are ranks, so that each of the ranks gets
-        the sum of its segment, in place; the other segments are left with anything.
+        """Start a reduce-scatter in place.
+
+        Args:
+            flat: contiguous, [ranks * segment]; each rank gets the sum of its segment, the others are undefined then.
         """
         ...
 
     def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        """Start filling such a row on all ranks with the segment that each of them has in it; the inverse."""
+        """Start an all-gather in place: each rank's segment of ``flat``, [ranks * segment], goes to all ranks."""
         ...
 
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
-        """Start bringing every rank's contiguous row, all of one size, to ``root``; calling the result waits and
-        returns them in the order of ``ranks``, or nothing on the other ranks.
+        """Start gathering every rank's contiguous row, all of one size, on ``root``.
+
+        Calling the handle waits and returns the rows in the order of ``ranks``; none on other ranks than ``root``.
         """
         ...
 
     def start_scatter(
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
     ) -> SendHandle:
-        """Start filling ``flat`` with the row that ``root`` has for this rank; the inverse of `start_gather`.
+        """Start filling ``flat`` with ``root``'s row for this rank; the inverse of `start_gather`.
 
-        ``rows`` matter on ``root`` only, one for each of the ranks.
+        Args:
+            rows: one row for each of the ranks, on ``root``; elsewhere unused.
         """
         ...
 
     def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
-        """Memory of some ranks that all of them read and write, where there is such; all of them call."""
+        """Symmetric buffer of some ranks, or None where their GPUs lack peer access; all of them call."""
         ...
 
     def close(self) -> None:
-        """Give up what this transport made; the process group stays."""
+        """Destroy the groups that this transport created; the default process group stays."""
         ...
 
 
 class SymmetricBuffer(Protocol):
-    """Memory of each rank of an axis that all of them can read."""
+    """Memory of each rank of a group that all its ranks can read and write."""
 
     @property
     def num_bytes(self) -> int:
-        """How much there is on each."""
+        """Bytes on each rank."""
         ...
 
     def reserve(self, num_bytes: int) -> None:
-        """Have at least so much on each; all ranks call with the same size, between steps."""
+        """Have at least so many bytes on each rank; all ranks call with the same size, between steps."""
         ...
 
     def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor at the start of a rank's."""
+        """A tensor at the start of a rank's memory."""
         ...
 
     def barrier(self) -> None:
-        """What ranks wrote before is there for all, and what they read has been read."""
+        """Wait until all ranks have finished their earlier writes and reads."""
         ...

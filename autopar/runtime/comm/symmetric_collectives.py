@@ -1,4 +1,7 @@
-"""Collectives of a mesh axis whose ranks read each other's memory over NVLink."""
+"""Collectives of a mesh axis whose ranks read and write each other's memory over NVLink.
+
+The symmetric buffers are reserved between steps, for the largest collective (`autopar.sharding.buffer_sizes`).
+"""
 
 from __future__ import annotations
 
@@ -12,23 +15,23 @@ from torch import Tensor
 from autopar.runtime.comm.protocols import SymmetricBuffer
 from autopar.runtime.comm.symmetric_p2p import allocate
 
-# Sums up to this size are read whole from every rank: below, another barrier costs more than the bytes that it saves.
+# Up to this size every rank reads all summands whole (one-shot): a second barrier would cost more than it saves.
 ONE_SHOT_BYTES = 2**19
 
 
 class SymmetricBufferPool:
-    """Boards of GPUs, in the current stream's order.
+    """Symmetric buffers of a group's GPUs, used in the current stream's order.
 
-    Larger ones take their place where programs that are added later need more. Those that were outgrown stay until the
-    end, because captured steps go on using them: a board for each size, of which there are few.
+    Programs that are added later may need a larger buffer. Smaller buffers stay allocated, because captured steps use
+    them; there are few sizes.
     """
 
     def __init__(self, rank: int, device: torch.device, group: Any) -> None:
         """Nothing is allocated yet.
 
         Args:
-            rank: of this process on the axis.
-            group: the axis's process group.
+            rank: number of this process in the group.
+            group: process group of the axis.
         """
         self.rank, self.device, self.group = rank, device, group
         self.allocations: list[tuple[Tensor, Any]] = []
@@ -40,13 +43,13 @@ class SymmetricBufferPool:
     def reserve(self, num_bytes: int) -> None:
         if self.allocations and num_bytes <= self.num_bytes:
             return
-        # Hosts meet to allocate: no GPU may be left in an earlier collective, where it waits for another one.
+        # Allocation blocks the hosts until all meet, so no GPU may still wait inside an earlier collective.
         torch.cuda.synchronize(self.device)
         self.allocations.append(allocate(num_bytes, self.device, self.group))
 
     @property
     def handle(self) -> Any:
-        """To the boards of all ranks, and to their signals."""
+        """Handle to the buffers of all ranks, and to their signals."""
         return self.allocations[-1][1]
 
     def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -58,13 +61,13 @@ class SymmetricBufferPool:
 
 @dataclass(frozen=True)
 class SymmetricCommunicator:
-    """The ranks of one axis; this process is number ``rank`` of ``ranks``.
+    """Communicator of one axis; this process is number ``rank`` of ``ranks``.
 
-    Ranks copy to their boards what others need, who read it there with the multiprocessors: the fastest way. Beside
-    other work they write into the others' boards with the copy engines instead. The barrier that ends a collective
-    leaves the boards free for the next one. Sums add up in the ranks' order, so all ranks get the same bits.
+    Each rank copies its tensor into its own buffer, and peers read it there with multiprocessors: the fastest way.
+    Overlapped collectives write into the peers' buffers with the copy engines instead. The barrier that ends a
+    collective frees the buffers for the next one. Sums are in the ranks' order, so all ranks get the same bits.
 
-    Boards do not grow inside of collectives: `autopar.sharding.buffer_sizes` says what these take.
+    Buffers do not grow inside collectives: `autopar.sharding.buffer_sizes` computes what collectives need.
     """
 
     rank: int
@@ -85,7 +88,7 @@ class SymmetricCommunicator:
         self.buffer.barrier()
 
     def sum_segments(self, flat: Tensor) -> None:
-        """Each rank sums one segment and the others read it: every element crosses each link twice."""
+        """Two-shot all-reduce of ``flat`` in place: each rank sums one segment, the others read the sum."""
         segments = flat.tensor_split(self.ranks)
         buffers = self.push_rows("an all-reduce", segments, len(segments[0]))
         own = segments[self.rank]
@@ -99,14 +102,14 @@ class SymmetricCommunicator:
         self.buffer.barrier()
 
     def reduce_segments(self, segments: Sequence[Tensor]) -> None:
-        """Each rank sums one flat segment of possibly several lengths, in place."""
+        """Reduce-scatter in place: each rank sums its flat segment; segments may differ in length."""
         own = segments[self.rank]
         buffer = self.push_rows("a reduce-scatter", segments, max(map(len, segments)), itself=True)[self.rank]
-        torch.sum(buffer[:, : len(own)], 0, out=own)  # one kernel: each waits until multiprocessors are free
+        torch.sum(buffer[:, : len(own)], 0, out=own)  # one kernel, because each waits for free multiprocessors
         self.buffer.barrier()
 
     def gather_segments(self, segments: Sequence[Tensor]) -> None:
-        """Fill each flat segment with what its rank has in it; the inverse."""
+        """All-gather in place: fill each flat segment from its rank; the inverse."""
         own = segments[self.rank]
         buffer = self.push_rows("an all-gather", [own] * self.ranks, max(map(len, segments)))[self.rank]
         for k in self.peer_order():
@@ -160,14 +163,14 @@ class SymmetricCommunicator:
         return part
 
     def check_size(self, what: str, num_bytes: int) -> None:
-        """So much of each board is about to be used."""
+        """Assert that a collective fits into the reserved buffer."""
         there = self.buffer.num_bytes
         assert num_bytes <= there, (
             f"{what} of {self.ranks} ranks takes {num_bytes:,} bytes of each board, {there:,} were reserved"
         )
 
     def exchange_parts(self, what: str, stacked: Tensor) -> list[Tensor]:
-        """From each rank its part for this rank, on the board where it lies once all have put theirs there."""
+        """Parts for this rank, one from each rank, read from the buffers in which ``stacked`` [ranks, *local] lies."""
         self.check_size(what, stacked.nbytes)
         buffer = self.buffer_view(self.rank, stacked)
         for some in (slice(self.rank), slice(self.rank + 1, self.ranks)):
@@ -177,8 +180,11 @@ class SymmetricCommunicator:
         return [stacked[k] if k == self.rank else self.buffer_view(k, stacked)[self.rank] for k in range(self.ranks)]
 
     def push_rows(self, what: str, rows: Sequence[Tensor], longest: int, itself: bool = False) -> list[Tensor]:
-        """All ranks' boards [ranks, longest], once each has in its rows what the others have given it, and ``itself``;
-        here one flat tensor for each rank."""
+        """Push one flat tensor to each peer's buffer, and with ``itself`` to this rank's own; then wait for all ranks.
+
+        Returns:
+            Buffer of each rank, [ranks, longest]: row k came from rank k.
+        """
         dtype = rows[0].dtype
         self.check_size(what, self.ranks * longest * dtype.itemsize)
         buffers = [self.buffer.view(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
@@ -188,19 +194,19 @@ class SymmetricCommunicator:
         return buffers
 
     def summands(self, own: Tensor, buffer: Tensor) -> list[Tensor]:
-        """Of a segment, in the ranks' order: this rank's own, and what is on its board."""
+        """Summands of a segment in the ranks' order: this rank's own one, and the rows of its buffer."""
         return [own if k == self.rank else buffer[k, : len(own)] for k in range(self.ranks)]
 
     def buffer_view(self, rank: int, like: Tensor) -> Tensor:
         return self.buffer.view(rank, like.shape, like.dtype)
 
     def peer_order(self) -> list[int]:
-        """The other ranks, those after this one first, so that no two ranks begin with the same."""
+        """The other ranks, beginning after this one, so that no two ranks begin with the same peer."""
         return [(self.rank + k) % self.ranks for k in range(1, self.ranks)]
 
 
 def sum_into(total: Tensor, summands: Sequence[Tensor]) -> None:
-    """The sum, in this order; ``total`` is none of the summands."""
+    """Write the sum into ``total``, added in this order; ``total`` is none of the summands."""
     torch.add(summands[0], summands[1], out=total)
     for summand in summands[2:]:
         total.add_(summand)

@@ -1,4 +1,8 @@
-"""Tensors of a training step written straight into the peer's memory over NVLink, which the peer reads in place."""
+"""Point-to-point over NVLink: a copy engine writes into the peer's symmetric memory, which the peer reads in place.
+
+Each message has a slot and a signal in the receiver's buffer. A slot is free again in the next step, because all ranks
+sum their losses in between.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,11 @@ from autopar.ir.comm_sizes import ALIGNMENT, aligned
 from autopar.runtime.comm.protocols import MessageBytes, RecvHandle, SendHandle
 
 SIGNAL_BYTES = 4
-BYTES_IN_USE = Counter[torch.device]()
+BYTES_IN_USE = Counter[torch.device]()  # of symmetric memory, which torch's allocator does not count
 
 
 class SymmetricMemory:
-    """What this rank's peers write into, made when a step first needs so much; equal sizes on all ranks."""
+    """Buffer that this rank's peers write into; grows when a step needs more. Equal sizes on all ranks."""
 
     def __init__(self, rank: int, world: int, device: torch.device, cpu_group: Any) -> None:
         """Nothing is allocated yet.
@@ -34,14 +38,13 @@ class SymmetricMemory:
         self.rank, self.world, self.device, self.cpu_group = rank, world, device, cpu_group
         self.streams: dict[int, torch.cuda.Stream] = {}
         self.buffer: torch.Tensor | None = None
-        self.handle: Any = None
+        self.handle: Any = None  # to the buffers of all ranks, and to their signals
 
     def open(self, incoming: MessageBytes, outgoing: MessageBytes) -> SymmetricChannel:
-        """Room for the messages of one kind of step; all ranks call.
+        """Channel with room for the messages of one bound schedule; all ranks call.
 
-        Every message has a place and a signal of its own, so that none is written over before it was read in the same
-        step. In the next step it may be: between two steps all ranks sum their losses, which each does after
-        it has read all that it was sent.
+        Every message has its own slot and signal, so none is overwritten within its step. The next step may overwrite
+        it: between two steps all ranks sum their losses, and each rank has read all its messages by then.
         """
         sizes = torch.zeros(self.world + 1, dtype=torch.int64)
         for (src, _), num_bytes in incoming.items():
@@ -57,7 +60,7 @@ class SymmetricMemory:
         return SymmetricChannel(self, received, sent)
 
     def reserve(self, num_bytes: int, num_signals: int) -> None:
-        """Have a buffer of at least that size, with so many signals from each peer."""
+        """Have a buffer of at least so many bytes, with so many signals from each peer."""
         pad_bytes = num_signals * self.world * SIGNAL_BYTES
         enough = self.handle is not None and self.handle.signal_pad_size >= pad_bytes
         if enough and self.buffer is not None and self.buffer.numel() >= num_bytes:
@@ -66,14 +69,14 @@ class SymmetricMemory:
         self.buffer, self.handle = allocate(num_bytes, self.device, dist.group.WORLD)
 
     def stream(self, dst: int) -> torch.cuda.Stream:
-        """Where tensors are copied to a peer."""
+        """Side stream for copies to a peer."""
         if dst not in self.streams:
             self.streams[dst] = torch.cuda.Stream(self.device)
         return self.streams[dst]
 
 
 class SymmetricChannel:
-    """The messages of one kind of step, by peer and tag: at which byte of the receiver's buffer, and which signal."""
+    """Channel of one bound schedule: (byte in the receiver's buffer, signal) of each message, by (peer, tag)."""
 
     posts_early = False
 
@@ -84,7 +87,7 @@ class SymmetricChannel:
         sent: Mapping[tuple[int, int], tuple[int, int]],
     ) -> None:
         self.memory, self.received, self.sent = memory, received, sent
-        # Later kinds of steps may have a larger buffer.
+        # Channels that are opened later may have a larger buffer.
         self.buffer, self.handle = memory.buffer, memory.handle
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
@@ -113,29 +116,29 @@ class SymmetricChannel:
 
 
 def allocate(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
-    """Bytes of this rank that the group's others reach, and the handle to theirs; all of its ranks call."""
+    """Memory of this rank that the group's ranks can reach, [num_bytes] uint8, and the handle to theirs; all call."""
     buffer = symmetric_memory.empty(max(num_bytes, ALIGNMENT), dtype=torch.uint8, device=device)
     count_until_freed(buffer)
     return buffer, symmetric_memory.rendezvous(buffer, group)
 
 
 def count_until_freed(buffer: torch.Tensor) -> None:
-    """Count a buffer until its memory is freed: torch's allocator does not know it."""
+    """Count a buffer's bytes until its memory is freed."""
     storage = buffer.untyped_storage()
     BYTES_IN_USE[buffer.device] += storage.nbytes()
     weakref.finalize(storage, BYTES_IN_USE.subtract, {buffer.device: storage.nbytes()})
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Memory of a device that its peers reach now, beside that of torch's allocator."""
+    """Bytes of symmetric memory on a device now; torch's allocator does not count them."""
     return BYTES_IN_USE[device]
 
 
 def message_slots(messages: MessageBytes, starts: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each message its byte in the receiver's buffer and its signal, in the order of tags: alike on both ends.
+    """(byte in the receiver's buffer, signal) of each message, in the order of tags; equal on both ends.
 
     Args:
-        starts: by peer, where the messages between it and this rank begin.
+        starts: byte at which the messages between a peer and this rank begin, by peer.
     """
     found: dict[tuple[int, int], tuple[int, int]] = {}
     ends, counts = dict(starts), dict.fromkeys(starts, 0)
@@ -148,7 +151,7 @@ def message_slots(messages: MessageBytes, starts: Mapping[int, int]) -> dict[tup
 
 @dataclass(frozen=True)
 class PeerAccess:
-    """Where a rank's GPU is, and which others of its host it can read and write."""
+    """Host and index of a rank's GPU, and the GPUs of this host that it can read and write."""
 
     host: str
     index: int
@@ -156,7 +159,7 @@ class PeerAccess:
 
 
 def gather_peer_access(device: torch.device, world: int, cpu_group: Any) -> list[PeerAccess]:
-    """Every rank's; all ranks call.
+    """Peer access of every rank; all ranks call.
 
     Args:
         hosts: a Gloo group of all ranks.
@@ -169,7 +172,7 @@ def gather_peer_access(device: torch.device, world: int, cpu_group: Any) -> list
 
 
 def have_peer_access(group: Sequence[PeerAccess]) -> bool:
-    """Whether each of these ranks can write into the memory of every other one."""
+    """Whether each of these ranks can write into the memory of all others."""
     indices = {own.index for own in group}
-    apart = len(indices) == len(group)  # equal where each rank sees nothing but its own GPU
+    apart = len(indices) == len(group)  # indices are equal where each rank sees only its own GPU
     return apart and len({own.host for own in group}) == 1 and all(indices - {own.index} <= own.peers for own in group)

@@ -1,4 +1,9 @@
-"""A rank's whole training step as one CUDA graph: captured once for each kind of batch, then replayed."""
+"""A rank's whole training step as one CUDA graph: captured once for each batch signature, then replayed.
+
+After `WARM_UP_STEPS` eager steps of a signature (shapes, shares, programs) the same Python code runs once more under
+capture. From then on the graph is replayed, on all ranks or on none. Flags between hosts are recorded in eager steps
+and replayed (`recorded_flags`); the Python values that ``loss_fn`` reads are checked (`closure_guard`).
+"""
 
 from __future__ import annotations
 
@@ -22,25 +27,28 @@ from autopar.runtime.optim.probe import nested
 from autopar.runtime.optim.step import Updater
 from autopar.runtime.spec import DeviceStepResult, RankSpec, StepRequest
 
-WARM_UP_STEPS = 2  # of a kind, before its capture: they compile and load kernels and connect communicators
-MAX_GRAPHS = 4  # kinds of batch that stay captured
-EVICT_AFTER_STEPS = 100  # without use, after which a graph gives way to that of another kind
-MAX_CACHED_STEPS = 64  # that are remembered
+WARM_UP_STEPS = 2  # eager steps before a capture: they compile and load kernels and connect communicators
+MAX_GRAPHS = 4  # graphs that are kept
+EVICT_AFTER_STEPS = 100  # steps without use after which a graph gives way to another one
+MAX_CACHED_STEPS = 64  # signatures that are remembered
 
 
 @dataclass
 class CachedStep:
-    """Steps that differ in the content of tensors alone, and the graph of one, once there is one.
+    """State of one step signature: its eager steps so far, and its graph once it is captured.
 
     Args:
-        used: number of the last step that was of this kind.
-        answers: what peers' hosts answered in the last plain step.
-        read: what the loss function read of Python in the last step that was not a replay.
-        unsteady: what was otherwise than in the step before, if anything.
-        with_optimizer: whether the graph is to update the weights.
-        refused: why such steps are not captured.
-        options: those of the optimizer that the graph holds.
-        gradients: what the graph leaves for an optimizer outside of it, by name.
+        eager_steps: number of eager steps so far.
+        last_used: number of the last step with this signature.
+        recorded_flags: flags that peers' hosts sent in the last eager step.
+        closure: fingerprint of the Python values that ``loss_fn`` read in the last step that was not a replay.
+        unstable_reason: difference between two eager steps that forbids a capture, or empty.
+        with_optimizer: whether the graph updates the weights.
+        capture_error: why the step is not captured, or empty.
+        options: optimizer options that the graph has fixed, as text.
+        data: tensors that the graph reads; each replay overwrites them.
+        result: tensors that the graph writes; each replay overwrites them.
+        gradients: gradients that the graph leaves for an optimizer outside of it, by name.
     """
 
     eager_steps: int = 0
@@ -60,7 +68,7 @@ class CachedStep:
 
 
 class CapturableRank(Protocol):
-    """A rank whose training steps can be captured."""
+    """Attributes of a `Rank` that capturing its training steps needs."""
 
     spec: RankSpec
     device: torch.device
@@ -86,34 +94,36 @@ class CapturableRank(Protocol):
 
 
 class CudaGraphCache:
-    """Runs a rank's training steps: plainly at first, then as graphs.
+    """Runs a rank's training steps: eager at first, then as CUDA graphs.
 
-    Nothing is run twice: the first steps of a kind are plain ones, the next one is captured, which computes nothing,
-    and then replayed. All ranks come to the same decision at the same step. What cannot be captured goes on plainly,
-    and a `CaptureWarning` says why.
+    No step runs twice: the first steps of a signature are eager, the next one is captured, which computes nothing, and
+    then replayed. All ranks take the same decision at the same step. A step that cannot be captured stays eager, and a
+    `CaptureWarning` says why.
     """
 
     def __init__(self, rank: CapturableRank) -> None:
         self.rank = rank
         self.cached_steps: OrderedDict[tuple, CachedStep] = OrderedDict()
         self.num_steps = 0
-        self.learning_rates: list[Tensor] = []  # learning rate of each parameter group, where graphs read it
+        self.learning_rates: list[
+            Tensor
+        ] = []  # learning rate of each parameter group, a device scalar that graphs read
         self.pool: Any = None
 
     def forget(self) -> None:
-        """Drop all graphs, as is needed before tensors that they use are replaced."""
+        """Drop all graphs; needed before the tensors that they use are replaced."""
         self.cached_steps.clear()
         self.learning_rates, self.pool = [], None
 
     def run(self, work: StepRequest) -> DeviceStepResult:
-        """A training step up to the update, which a graph may include."""
+        """Run a training step up to the update; a graph may include the update."""
         if self.rank.has_pending_grads:
             return self.rank.compute(work)  # a graph begins without gradients
         cached = self.cached_step(work)
         if cached.capture_error:
             return self.rank.compute(work)
         if cached.graph is not None and cached.with_optimizer and cached.options != self.fixed_options():
-            # A scheduler changes more than the learning rate: leave the optimizer outside.
+            # A scheduler changes more than the learning rate: keep the optimizer outside of the graph.
             cached.graph, cached.with_optimizer = None, False
         if cached.graph is None and cached.eager_steps < WARM_UP_STEPS:
             return self.run_eager(cached, work)
@@ -122,7 +132,7 @@ class CudaGraphCache:
         return self.replay(cached, work) if cached.graph is not None else self.rank.compute(work)
 
     def cached_step(self, work: StepRequest) -> CachedStep:
-        """The kind that a step is of; the one that was used longest ago gives way to a new one."""
+        """Cached state of a step's signature; a new signature evicts the least recently used one."""
         key = (work.schedule, work.programs, work.signature)
         if key not in self.cached_steps and len(self.cached_steps) == MAX_CACHED_STEPS:
             self.cached_steps.popitem(last=False)
@@ -133,7 +143,7 @@ class CudaGraphCache:
         return cached
 
     def make_room(self) -> bool:
-        """Whether another kind may be captured, for which one that has been idle for long gives up its graph."""
+        """Whether another graph may be captured; evicts a graph that has been idle for long."""
         captured = [key for key, kind in self.cached_steps.items() if kind.graph is not None]
         if len(captured) < MAX_GRAPHS:
             return True
@@ -143,7 +153,7 @@ class CudaGraphCache:
         return True
 
     def run_eager(self, cached: CachedStep, work: StepRequest) -> DeviceStepResult:
-        """A step as it is run without graphs; what hosts ask each other is noted."""
+        """Run an eager step, and record the flags between hosts."""
         make_capturable(self.rank.updater.optimizer)
         self.rank.flag_recorder.record()
         try:
@@ -159,11 +169,11 @@ class CudaGraphCache:
         return computed
 
     def read_closure(self) -> Mapping[str, str]:
-        """What this rank's loss function reads of Python, if there is one."""
+        """Fingerprint of the Python values that this rank's loss function reads; empty without one."""
         return closure_fingerprint(self.rank.spec.loss_fn) if self.rank.is_last_stage else {}
 
     def capture(self, cached: CachedStep, work: StepRequest) -> None:
-        """Make the graph, on all ranks or none; weights and state stay as they are."""
+        """Capture the graph, on all ranks or none; weights and state do not change."""
         rank = self.rank
         optimizer = rank.updater.optimizer
         cached.with_optimizer &= optimizer is not None and is_capturable(optimizer)
@@ -172,7 +182,7 @@ class CudaGraphCache:
         try:
             if not reason:
                 self.capture_step(cached, work)
-        except Exception as error:  # whatever the user's loss, an optimizer or an operation raises while captured
+        except Exception as error:  # raised by the user's loss, an optimizer or an operation under capture
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         all_ranks = range(rank.spec.mesh.devices)
         failed = rank.flag_recorder.sum_flags([bool(reason)], all_ranks)[0] if len(all_ranks) > 1 else bool(reason)
@@ -180,7 +190,7 @@ class CudaGraphCache:
             cached.graph = cached.data = cached.result = cached.step = None
             cached.marks, cached.gradients = [], {}
             cached.capture_error = reason or "another rank cannot capture it"
-            rank.abandon_step()  # on all ranks: they bind their schedules together
+            rank.abandon_step()  # on all ranks, which bind their schedules together
         if reason:
             warnings.warn(
                 f"Steps are run without CUDA graphs, which is slower: {reason}. Pass cuda_graph=False to do without "
@@ -190,10 +200,10 @@ class CudaGraphCache:
             )
 
     def capture_step(self, cached: CachedStep, work: StepRequest) -> None:
-        """Capture a step on tensors of its own."""
+        """Capture a step on static copies of its tensors."""
         rank, graph = self.rank, torch.cuda.CUDAGraph()
         if all(other.graph is None for other in self.cached_steps.values()):
-            self.pool = None  # a pool ends with its last graph
+            self.pool = None  # a memory pool ends with its last graph
         cached.data = StepData(
             [[static_like(t, rank.device) for t in ts] for ts in work.data.inputs],
             [tree_map(lambda leaf: static_like(leaf, rank.device), target) for target in work.data.targets],
@@ -221,7 +231,7 @@ class CudaGraphCache:
         cached.marks = rank.current_step.marks if rank.current_step is not None else []
 
     def replay(self, cached: CachedStep, work: StepRequest) -> DeviceStepResult:
-        """Run the graph on a step's tensors."""
+        """Replay the graph on a step's tensors."""
         rank, optimizer = self.rank, self.rank.updater.optimizer
         assert cached.graph is not None and cached.data is not None and cached.result is not None
         if (read := self.read_closure()) != cached.closure:
@@ -239,19 +249,19 @@ class CudaGraphCache:
         rank.current_step = cached.step
         if cached.step is not None:
             cached.step.marks = cached.marks
-        made = cached.result  # in memory that the next replay uses again
+        made = cached.result  # the next replay overwrites this memory
         outputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, made.outputs)
         return DeviceStepResult(made.losses.clone(), made.norm.clone(), outputs, made.updated)
 
     def fixed_options(self) -> str:
-        """What a captured optimizer takes from its groups besides parameters and learning rates."""
+        """Options of the optimizer's groups that a graph fixes: all but parameters and learning rates."""
         optimizer = self.rank.updater.optimizer
         groups = optimizer.param_groups if optimizer is not None else []
         return repr([{k: v for k, v in g.items() if k not in ("params", "lr")} for g in groups])
 
 
 def first_change(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """The first value of two readings that is not the same, for people."""
+    """Text on the first difference between two fingerprints."""
     places = (place for place in {**before, **after} if before.get(place) != after.get(place))
     place = next(places)
     return f"`{place}` (was {before.get(place, 'not there')}, is {after.get(place, 'not there')})"
@@ -261,12 +271,12 @@ def first_change(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 
 
 def static_like(leaf: Any, device: torch.device) -> Any:
-    """Memory for such a tensor; anything else as it is."""
+    """An empty tensor like ``leaf`` on a device; other values unchanged."""
     return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
 
 
 def copy_step_data(static: StepData, given: StepData) -> None:
-    """Copy a step's tensors to where its graph reads them."""
+    """Copy a step's tensors into those that its graph reads."""
     there, here = (leaves((data.inputs, data.targets)) for data in (static, given))
     for mine, new in zip(there, here, strict=True):
         if isinstance(mine, Tensor):
@@ -277,13 +287,13 @@ def copy_step_data(static: StepData, given: StepData) -> None:
 
 
 def is_capturable(optimizer: Optimizer) -> bool:
-    """Whether it promises to keep nothing that changes on the host: torch's ``capturable``, in every group."""
+    """Whether every group has torch's ``capturable``: the optimizer keeps no changing number on the host."""
     alone = list(nested(optimizer)) == [optimizer]
     return alone and all(group.get("capturable") for group in optimizer.param_groups)
 
 
 def make_capturable(optimizer: Optimizer | None) -> None:
-    """Make an optimizer of torch keep its steps, and other numbers of a parameter, on the device, where it can."""
+    """Have a torch optimizer keep step counts and other scalars on the device, if it has ``capturable``."""
     if optimizer is None or any("capturable" not in group for group in optimizer.param_groups):
         return
     for group in optimizer.param_groups:
@@ -296,7 +306,7 @@ def make_capturable(optimizer: Optimizer | None) -> None:
 
 @contextmanager
 def tensor_learning_rates(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
-    """Within, the groups' learning rates are these tensors."""
+    """Context in which the groups' learning rates are these tensors."""
     before = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

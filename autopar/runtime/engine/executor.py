@@ -1,4 +1,11 @@
-"""One rank's step: a schedule bound to modules, peers and slots, then run."""
+"""One rank's step: a schedule bound to modules, peers and tags, then run.
+
+Names, shapes and peers are looked up when a schedule is bound; `BoundStep.run` calls closures over integers. Sends are
+asynchronous. Gloo receives are posted one action ahead. NCCL receives are posted only when needed, because a waiting
+NCCL kernel occupies multiprocessors. A backward keeps gradient edges instead of outputs. A sent tensor is freed once
+the schedule proves that its peer has received it (`send_lifetimes`). A value that the loss does not depend on has no
+gradient; a flag next to each gradient preserves that across a cut.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +27,13 @@ from autopar.runtime.engine.send_lifetimes import SendKey, send_lifetimes
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.schedule.actions import Action, Schedule
 
-MAX_TENSORS_PER_PAIR = 1 << 11  # of tensors that a microbatch sends from one chunk to another
-FLAGS_INDEX = MAX_TENSORS_PER_PAIR - 1  # in tags, past every edge of a pair
+MAX_TENSORS_PER_PAIR = 1 << 11  # tensors of a microbatch from one chunk to another
+FLAGS_INDEX = MAX_TENSORS_PER_PAIR - 1  # index of the flags in tags, after all tensors of the pair
 
 
 @dataclass(frozen=True)
 class ChunkModule:
-    """A program with its module: what runs for one microbatch shape."""
+    """A program and its module, for microbatches of one shape."""
 
     program: Program
     module: nn.Module
@@ -34,7 +41,7 @@ class ChunkModule:
 
 @dataclass(frozen=True)
 class ActionTiming:
-    """Measured compute of one action, without waiting for its inputs; seconds since the rank's first action."""
+    """Measured compute of one action, without the wait for its inputs; seconds since the rank's first action."""
 
     action: Action
     start_seconds: float
@@ -43,10 +50,12 @@ class ActionTiming:
 
 @dataclass(frozen=True)
 class StepData:
-    """What one rank is given for a step, a list entry per microbatch.
+    """One rank's data for a step, one list entry per microbatch.
 
-    ``inputs`` are the tensors that `input_names` lists of the rank's programs; ``targets`` and ``shares`` (the
-    microbatch's part of the mean over the batch) matter on the last stage.
+    Args:
+        inputs: tensors in the order of `input_names` of the rank's programs.
+        targets: second argument of ``loss_fn``; read on the last stage.
+        shares: weight of the microbatch's loss in the mean over the batch; read on the last stage.
     """
 
     inputs: list[list[torch.Tensor]]
@@ -78,7 +87,7 @@ class BoundAction:
 class BoundStep:
     """A schedule bound to one rank.
 
-    Everything that can be looked up is looked up here, once; `run` only waits, computes and sends.
+    The constructor looks up everything once; `run` only waits, computes and sends.
     """
 
     def __init__(
@@ -96,10 +105,12 @@ class BoundStep:
         """Bind.
 
         Args:
-            schedule: the actions of all positions in the pipeline; those of ``position`` are run.
-            ranks: the rank at each position to exchange tensors with.
-            chunks: for each microbatch this rank's chunks to use (those of two microbatches differ in shape only).
-            device: where a microbatch's inputs and targets are taken when their turn comes.
+            schedule: actions of all pipeline positions; this rank runs those of ``position``.
+            ranks: rank at each pipeline position.
+            chunks: for each microbatch, this rank's chunks. Chunks of two microbatches differ in shapes only.
+            transport: moves tensors to and from the other positions.
+            flags: tells the host of another position which gradients exist.
+            device: inputs and targets that are elsewhere are copied there when their microbatch runs.
             loss_fn: on the last stage of a training step.
             training: keep what backward needs; otherwise run without gradients.
         """
@@ -109,7 +120,7 @@ class BoundStep:
         self.loss_fn = loss_fn
         self.training = training
         self.data = NO_DATA
-        self.saved: dict[Action, Any] = {}  # by forward
+        self.saved: dict[Action, Any] = {}  # inputs and gradient edges, by forward action
         self.losses: list[torch.Tensor | None] = [None] * len(chunks)
         self.outputs: list[list[Any]] = [[] for _ in chunks]
         self.current_action: Action | None = None
@@ -118,7 +129,7 @@ class BoundStep:
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.loss_scale = 1.0
-        self.after_backward: Callable[[], None] = lambda: None  # set by whoever has gradients to move then
+        self.after_backward: Callable[[], None] = lambda: None  # flushes gradients; set by the rank
         self.sent: dict[SendKey, list[SendHandle]] = {}
         self.local_tensors: dict[tuple[int, int, int], torch.Tensor] = {}  # between own chunks: by (src, dst, tag)
         self.chunks = chunks
@@ -143,15 +154,15 @@ class BoundStep:
     def run(
         self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
     ) -> None:
-        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``.
+        """Run all actions; the results are in ``losses`` and ``outputs``.
 
         Args:
-            before_last: is told the names of weights right before the last backward that reaches them.
+            before_last: called with the names of weights right before the last backward that reaches them.
         """
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
-        for left in (self.sent, self.saved, self.local_tensors):  # by a step that raised
+        for left in (self.sent, self.saved, self.local_tensors):  # of a step that raised
             left.clear()
         early, last = self.channel.posts_early, len(self.bound_actions) - 1
         posted = self.bound_actions[0].post_receives() if self.bound_actions else []
@@ -173,7 +184,7 @@ class BoundStep:
         self.data, self.current_action = NO_DATA, None
 
     def messages(self, actions: Sequence[Action]) -> tuple[MessageBytes, MessageBytes]:
-        """The bytes of every tensor that comes from another rank in a step, and of every one that goes to another."""
+        """Bytes of the tensors that a step receives from other ranks, and of those that it sends to other ranks."""
         incoming: dict[tuple[int, int], int] = {}
         outgoing: dict[tuple[int, int], int] = {}
         for action in actions:
@@ -189,7 +200,7 @@ class BoundStep:
         return incoming, outgoing
 
     def rank_of(self, chunk: int) -> int:
-        """The rank that runs a chunk."""
+        """Rank that runs a chunk."""
         return self.ranks[chunk % len(self.ranks)]
 
     def is_local(self, chunk: int) -> bool:
@@ -197,17 +208,17 @@ class BoundStep:
         return chunk % len(self.ranks) == self.position
 
     def channel_index(self, src: int, dst: int) -> int:
-        """What keeps the messages of two chunks apart from others between their ranks."""
+        """Index that separates the messages of two chunks from other messages between their ranks."""
         return channel_index(src, dst, len(self.ranks), self.num_chunks)
 
     def tag(self, number: int, microbatch: int, src: int, dst: int) -> int:
-        """A tag that is unique among the tensors of one directed pair of ranks in one step."""
+        """Tag that is unique among the tensors of one directed pair of ranks in one step."""
         return (microbatch * self.num_chunks**2 + self.channel_index(src, dst)) * MAX_TENSORS_PER_PAIR + number
 
     def send(self, tensor: torch.Tensor, src: int, dst: int, tag: int) -> None:
-        """Send to a chunk during an action; the tensor is freed once `settle` was told of that action and chunk.
+        """Send to a chunk during an action; `release_sends` frees the tensor.
 
-        To a chunk of this rank it goes as it is: a view, without a copy.
+        A chunk of this rank gets the tensor itself, without a copy.
         """
         if self.is_local(dst):
             self.local_tensors[src, dst, tag] = tensor
@@ -226,44 +237,44 @@ class BoundStep:
         self.sent.setdefault((dst, self.current_action), []).append(handle)
 
     def receive_call(self, src: int, dst: int, tag: int, receive: Callable[[], RecvHandle]) -> Callable[[], RecvHandle]:
-        """What posts a receive; from a chunk of this rank there is nothing to post, and the tensor is taken in time."""
+        """Posts a receive. A tensor from a chunk of this rank needs no post: its handle looks the tensor up."""
         return (lambda: lambda: self.local_tensors.pop((src, dst, tag))) if self.is_local(src) else receive
 
     def release_sends(self, messages: Sequence[SendKey]) -> None:
-        """Wait for what was sent to each (chunk, in an action), and let go of it."""
+        """Wait for sends, and free their tensors."""
         for message in messages:
             for delivery in self.sent.pop(message, ()):
                 delivery()
 
     def timings(self) -> tuple[ActionTiming, ...]:
-        """What each action of the last run took, in order; times count from the first action's start."""
+        """Timing of each action of the last run, in order."""
         seconds, first = self.stopwatch.seconds, self.marks[0][1] if self.marks else None
         return tuple(ActionTiming(a, seconds(first, start), seconds(first, end)) for a, start, end in self.marks)
 
     def started_ns(self) -> int:
-        """When on the host's clock the first action of the last run started; error as `Stopwatch.host_ns`."""
+        """Start of the last run's first action on the host's clock; error as `Stopwatch.host_ns`."""
         return self.stopwatch.host_ns(self.marks[0][1]) if self.marks else 0
 
     def to_device(self, leaf: Any) -> Any:
-        """A tensor on this rank's device; anything else as it is."""
+        """A tensor on this rank's device; other values unchanged."""
         return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
     def chunk_for(self, action: Action) -> ChunkModule:
-        """What an action of this rank runs."""
+        """Chunk that an action of this rank runs."""
         return self.chunks[action.microbatch][action.chunk // len(self.ranks)]
 
     def program_of(self, action: Action) -> Program:
-        """The program of an action of this rank."""
+        """Program that an action of this rank runs."""
         return self.chunk_for(action).program
 
     def producers(self, action: Action) -> tuple[Action, ...]:
-        """The actions of other chunks whose tensors an action of this rank takes."""
+        """Actions of other chunks whose tensors an action of this rank reads."""
         program = self.program_of(action)
         chunks = {e.src for e in program.receives} if action.kind == "F" else {e.dst for e in program.sends}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
 
     def consumers(self, action: Action) -> tuple[Action, ...]:
-        """The actions of other chunks that take the tensors of an action of this rank."""
+        """Actions of other chunks that read the tensors of an action of this rank."""
         program = self.program_of(action)
         chunks = {e.dst for e in program.sends} if action.kind == "F" else {e.src for e in program.receives}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
@@ -278,7 +289,7 @@ class BoundStep:
         return BoundAction(action, receives, compute, completes, releases)
 
     def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[RecvHandle]]:
-        """What posts the receives of values, or of their gradients, one per edge."""
+        """Posts the receives of values, or of their gradients, one per edge."""
         calls: list[Callable[[], RecvHandle]] = []
         for k, e in self.numbered_edges(edges):
             shape, dtype = [e.value.shape[d] for d in e.value.memory_order], getattr(torch, e.value.dtype)
@@ -289,7 +300,7 @@ class BoundStep:
         return lambda: [call() for call in calls]
 
     def bind_gradients(self, program: Program, action: Action) -> Callable[[], list[RecvHandle]]:
-        """What posts the receives of gradients, one per edge, then of their flags, one per peer."""
+        """Posts the receives of gradients, one per edge, then of their flags, one per peer."""
         edges = [e for e in program.sends if e.value.requires_grad]
         gradients = self.bind_receives(edges, action)
         flags: list[Callable[[], RecvHandle]] = []
@@ -300,7 +311,7 @@ class BoundStep:
         return lambda: [*gradients(), *(call() for call in flags)]
 
     def numbered_edges(self, edges: Sequence[Edge]) -> list[tuple[int, Edge]]:
-        """Edges with their place among those of their directed pair: the same number at both ends."""
+        """Edges with their index among the edges of their directed pair: equal at both ends."""
         counts: dict[tuple[int, int], int] = {}
         numbered = []
         for edge in edges:
@@ -313,8 +324,8 @@ class BoundStep:
         program, module, i = chunk.program, chunk.module, action.microbatch
         inputs = self.input_indices[i][action.chunk // len(self.ranks)]
         place = {name: k for k, name in enumerate(program.results)}
-        # Without gaps and in their order in memory: a cut changes neither the memory format (channels_last stays fast)
-        # nor the kernels chosen after it, and with them the last bits of the result.
+        # Tensors travel without gaps and in their memory order. So a cut changes neither the memory format
+        # (channels_last stays fast) nor the kernels chosen after it, which would change the last bits of the result.
         sends = [
             (place[e.value.name], e.value.memory_order, e.src, e.dst, self.tag(k, i, e.src, e.dst))
             for k, e in self.numbered_edges(program.sends)
@@ -331,7 +342,7 @@ class BoundStep:
             results = module(*(self.to_device(self.data.inputs[i][k]) for k in inputs), *received)
             for k, order, src, dst, tag in sends:
                 self.send(results[k].detach().permute(order), src, dst, tag)
-            # Gradient edges, not tensors: once sent, an output's memory is not needed for backward.
+            # Gradient edges, not tensors: backward does not need an output's memory once it is sent.
             edges = [gradient_edge(results[k]) for k in roots] if self.training else []
             if program.out_spec is not None:
                 self.finish_microbatch(program, results, place, edges, i)
@@ -343,7 +354,7 @@ class BoundStep:
     def finish_microbatch(
         self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int
     ) -> None:
-        """On the last stage: the loss of one microbatch, and its outputs if they are wanted."""
+        """On the last stage: compute the loss of one microbatch, and keep its outputs where asked to."""
         leaves = [results[place[leaf.name]] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
         if self.loss_fn is not None:
             loss = self.loss_fn(unflatten(leaves, program.out_spec), tree_map(self.to_device, self.data.targets[i]))
@@ -362,7 +373,7 @@ class BoundStep:
                 )
             edges.append(gradient_edge(loss))
         if self.keep_outputs:
-            # While training, what an earlier stage made may lie where the next step's comes.
+            # While training, an output of an earlier stage may lie in memory that the next step overwrites.
             own = torch.Tensor.clone if self.training else torch.Tensor.detach
             self.outputs[i] = [own(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
@@ -391,8 +402,8 @@ class BoundStep:
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
                 self.after_backward()
-            # Zeros fill the place of a gradient that there is none of; the flags keep them from counting as one, which
-            # would have weight decay change parameters that the loss does not depend on.
+            # A missing gradient travels as zeros. Its flag keeps the receiver from using them: with a gradient of zeros
+            # weight decay would change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}
             for tensor, (order, dst, tag) in zip(inputs, back, strict=True):
                 flags.setdefault(dst, []).append(tensor.grad is not None)
@@ -405,26 +416,26 @@ class BoundStep:
 
 
 def channel_index(src: int, dst: int, pp: int, chunks: int) -> int:
-    """The number of two chunks among those of their ranks. Messages are in order between chunks, not between ranks."""
+    """Index of two chunks among the chunk pairs of their ranks; messages are in order per chunk pair only."""
     return src // pp * chunks + dst // pp
 
 
 def input_indices(programs: Sequence[Program]) -> list[list[int]]:
-    """Where each program's inputs are among those that a rank is given for a microbatch."""
+    """Indices of each program's inputs among a rank's inputs for a microbatch."""
     names = input_names(programs)
     return [[names.index(value.name) for value in program.inputs] for program in programs]
 
 
 def gradient_edge(tensor: torch.Tensor) -> Any:
-    """Where a tensor's gradient enters its graph; None for one that has no graph after all."""
+    """Gradient edge of a tensor; None for a tensor without a graph."""
     return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
 def inverse_permutation(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes ``order``."""
+    """Permutation that undoes ``order``."""
     return [order.index(d) for d in range(len(order))]
 
 
 def distinct_values(edges: Sequence[Edge]) -> list[Value]:
-    """The values that travel over the edges, each once, in order."""
+    """Values that travel over the edges, each once, in order."""
     return list({e.value.name: e.value for e in edges}.values())

@@ -1,7 +1,7 @@
-"""What a step came to, as numbers: on a GPU they are read when they are asked for.
+"""Metrics of a step: losses and gradient norm, which a GPU's host reads only when they are asked for.
 
-Reading a number from a GPU waits for all work before it. A rank that did so at the end of each step would leave its GPU
-idle until the next one is launched, so a step leaves a `Reading` instead.
+Reading a number from a GPU waits for all work before it. Doing so at the end of each step would leave the GPU idle
+until the next step is launched. So a step on a GPU returns `LazyMetrics`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from autopar.runtime.spec import LazyMetrics, StepNumbers, UpdateResult
 def step_numbers(
     losses: torch.Tensor, update: UpdateResult | torch.Tensor | None, start: Any, stopwatch: Stopwatch
 ) -> StepNumbers | LazyMetrics:
-    """The numbers of a step that has just been launched; on a GPU without waiting for it.
+    """Metrics of a step that has just been launched; on a GPU lazy ones.
 
-    They are copied at once, each step's into memory of its own: the next step may write over ``losses`` and the norm.
+    The numbers are copied to the host in stream order, because the next step may overwrite ``losses`` and the norm.
 
     Args:
-        update: what became of it, where the host knows that; else the global norm; None for no update.
-        start: the stopwatch's mark from the step's beginning.
+        losses: [microbatches of all replicas].
+        update: the update's result, where the host knows it; else the global norm, a scalar; None without an update.
+        start: stopwatch mark of the step's beginning.
     """
     count = len(losses)
     numbers = torch.cat([losses, update.to(losses.dtype).reshape(1)]) if isinstance(update, torch.Tensor) else losses
@@ -42,7 +43,7 @@ def step_numbers(
 
 
 def start_readback(numbers: torch.Tensor) -> Callable[[], list[Any]]:
-    """Start bringing the numbers of a vector to the host; the result waits until they are there."""
+    """Start copying a vector to the host; calling the result waits and returns its numbers."""
     if numbers.device.type == "cpu":
         return numbers.tolist
     copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
@@ -58,5 +59,5 @@ def start_readback(numbers: torch.Tensor) -> Callable[[], list[Any]]:
 
 
 def resolve(numbers: StepNumbers | LazyMetrics) -> StepNumbers:
-    """The numbers themselves; waits for them."""
+    """Metrics on the host; waits for lazy ones."""
     return numbers if isinstance(numbers, StepNumbers) else numbers()

@@ -1,4 +1,4 @@
-"""Which sends a rank may wait for, and so free, before each of its actions."""
+"""Lifetimes of send buffers: which sends a rank may wait for, and so free, before each of its actions."""
 
 from __future__ import annotations
 
@@ -7,27 +7,28 @@ from collections.abc import Callable
 from autopar.schedule.actions import Action, Schedule
 from autopar.schedule.simulate import simulate
 
-SendKey = tuple[int, Action]  # a chunk, and the action of another one whose tensors it takes
+SendKey = tuple[int, Action]  # the receiving chunk, and the action that sends to it
 AdjacentActions = Callable[[Action], tuple[Action, ...]]
 
 
 def send_lifetimes(
     rank: int, schedule: Schedule, producers: AdjacentActions, consumers: AdjacentActions
 ) -> list[list[SendKey]]:
-    """What a rank waits for before each of its actions: sends to other ranks that have been taken by then.
+    """For each action of a rank, the sends to other ranks that have been received by then.
 
-    With backwards: when an action follows one of another rank, it follows all that this rank ran before, so that rank
-    has posted the receives of those. The wait adds no order that the schedule did not have, be it that of hosts or of
-    GPU streams; a schedule that can run, which is proved before its launch, still can. What the last actions send is
-    waited for at the end of the step.
+    With backwards: an action that reads from another rank's action follows everything that the other rank ran before
+    it, so the other rank has posted the receives of those actions. The wait adds no order to the schedule, neither of
+    hosts nor of GPU streams. A schedule that can run, which is proved before its launch, still can. The end of the step
+    waits for the sends of the last actions.
 
-    Without backwards nothing comes back, or late. The wait is for what is taken at least one action earlier where all
-    actions take equally long and transfers no time: there each order between actions (rows, transfers, these waits)
-    goes up in time. So there is no circle.
+    Without backwards, little or nothing comes back. The wait is then for tensors that are received at least one action
+    earlier, in a simulation where all actions take equally long and transfers take no time. In that simulation every
+    order between actions (rows, transfers, these waits) goes forward in time, so there is no deadlock.
 
     Args:
-        before: the actions of other chunks whose tensors an action of this rank takes.
-        after: those that take the tensors of an action of this rank.
+        rank: pipeline position.
+        producers: actions of other chunks whose tensors an action of this rank reads.
+        consumers: actions of other chunks that read the tensors of an action of this rank.
     """
     position = {action: (other, index) for other, row in enumerate(schedule) for index, action in enumerate(row)}
     takers = {own: [a for a in consumers(own) if position[a][0] != rank] for own in schedule[rank]}
@@ -37,7 +38,7 @@ def send_lifetimes(
     for action, actions in takers.items():
         for taker in actions:
             sources.setdefault(taker, []).append(action)
-    completed = [0] * len(schedule)  # of each rank's row, how many actions this rank knows to have run
+    completed = [0] * len(schedule)  # number of actions of each rank that are known to have run
     waits: list[list[SendKey]] = []
     for action in schedule[rank]:
         waits.append([])
@@ -52,7 +53,7 @@ def send_lifetimes(
 def _forward_lifetimes(
     row: tuple[Action, ...], schedule: Schedule, takers: dict[Action, list[Action]]
 ) -> list[list[SendKey]]:
-    """For each action of a row, what was taken at least one action before it, where all take equally long."""
+    """For each action of a row, the sends that are received at least one action earlier, if all take equally long."""
     chunks = 1 + max((action.chunk for other in schedule for action in other), default=0)
     spans = simulate(schedule, [1.0] * chunks, [1.0] * chunks).spans
     start = {span.action: span.start_seconds for span in spans}

@@ -1,4 +1,4 @@
-"""Whole copies of tensor-parallel weights, for optimizers that must see a parameter whole."""
+"""Full (unsharded) tensor-parallel weights, for optimizers that need full parameters, such as LAMB or Muon."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from autopar.sharding.tensors import part, whole, whole_shape
 
 
 class FullParams:
-    """Brings the parts of some weights together on the one shard that updates each, and the result back.
+    """Gathers the parts of some weights on the one shard that updates each, and scatters the updated weights.
 
-    Between steps the parts are what counts; a whole copy is made from them before every update, so that nothing that
-    changes a part (loading a state) needs to know of it. A step sends weights and gradients to the owners and the
-    weights back: three times what the other shards hold of the weights.
+    Between steps only the parts are valid. Every update gathers the full copies again, so code that changes a part
+    (loading a state) need not know of them. A step sends weights and gradients to the owners and the weights back:
+    three times the size of the other shards' parts. Only the owner has the optimizer state of a weight.
     """
 
     def __init__(
         self, names: Iterable[str], parts: Mapping[str, nn.Parameter], spec: RankSpec, transport: Transport
     ) -> None:
-        """``names`` are those of split weights that this replica updates; equal on all shards."""
+        """Take the split weights ``names`` that this replica updates; equal on all shards."""
         self.parts = {name: parts[name] for name in names}
         self.spec, self.transport = spec, transport
         self.shard, self.sizes = spec.place.shard, {TP: spec.mesh.tp}
         self.weights = [weight for weight in spec.weights if weight.name in self.parts]
         self.owners = balanced({weight.name: weight.numel for weight in self.weights}, spec.mesh.tp, {})
-        # Those that this shard owns.
+        # Full parameters that this shard owns.
         self.full: dict[str, nn.Parameter] = {}
         for name, own in self.parts.items():
             if self.owners[name] == self.shard:
@@ -45,7 +45,7 @@ class FullParams:
                 yield owner, [weight.name for weight in group]
 
     def gather(self) -> None:
-        """Give every whole weight that this shard owns its value, and its gradient where there is one."""
+        """Fill the full weights that this shard owns, and their gradients, where these exist."""
         for own in self.full.values():
             own.grad = None
         for owner, names in self.buckets():
@@ -60,12 +60,12 @@ class FullParams:
                     self.full[name].grad = self.unshard(name, [own[2 * i + 1] for own in by_shard])
 
     def unshard(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor, from every shard's part in one row."""
+        """Full tensor of all shards' flat parts, [numel] each."""
         shape = self.parts[name].shape
         return whole([({TP: i}, p.view(shape)) for i, p in enumerate(parts)], self.spec.layout(name), self.sizes)
 
     def scatter(self) -> None:
-        """Give every shard its part of the weights that were updated."""
+        """Send every shard its part of the updated weights."""
         for owner, names in self.buckets():
             sizes = [self.parts[name].numel() for name in names]
             updated: list[torch.Tensor] = []
@@ -80,5 +80,5 @@ class FullParams:
             own.grad = None
 
     def local_part(self, name: str, shard: int) -> torch.Tensor:
-        """A shard's part of a whole weight, in one row."""
+        """Part of a shard of a full weight, flat."""
         return part(self.full[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)

@@ -1,4 +1,4 @@
-"""Gradients summed over ranks in flat buckets."""
+"""Reduction of gradients over ranks in flat buckets."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from autopar.runtime.params.grad_buffer import GradBuffer
 class GradReducer:
     """Sums a rank's gradients over the replicas once a step: on all of them, or each on the replica that owns it.
 
-    In the last backwards, which `arm` announces, a bucket starts as soon as its gradients are there; the others start
-    in `finish`. All ranks start the same buckets in the same order, whichever gradients each has: one that is missing
-    counts as zeros, and stays missing where it is on every replica.
+    In the last backwards, which `enable_sync` announces, the reduction of a bucket starts as soon as its gradients are
+    complete, and overlaps with the rest of the backward. The other buckets start in `flush_remaining`. All ranks start
+    the same buckets in the same order, even if a rank lacks some gradients. A missing gradient counts as zeros, and
+    stays missing if it is missing on every replica.
     """
 
     def __init__(
@@ -31,7 +32,7 @@ class GradReducer:
         flags: FlagChannel,
         exchange: ReplicaCollectives,
     ) -> None:
-        """Sum what ``gradients`` collects; ``ranks`` are the replicas', in order, this one is at ``replica``."""
+        """Reduce main grads over ``ranks``, the replicas in order; this one is number ``replica``."""
         self.gradients, self.ranks, self.replica = gradients, tuple(ranks), replica
         self.flags, self.exchange = flags, exchange
         self.reset()
@@ -44,18 +45,17 @@ class GradReducer:
         self.started: list[SendHandle] = []
 
     def set_used_params(self, names: Collection[str]) -> None:
-        """Only these weights will be reached by backwards before the update: no bucket waits for others."""
+        """Before the update, backwards reach only these weights: no bucket waits for others."""
         for missing in self.missing:
             missing &= {*names}
 
     def enable_sync(self, names: Collection[str]) -> None:
-        """From now on the gradients of some weights are complete when they come: theirs is the last backward before
-        the update."""
+        """The next gradients of these weights are their last before the update: they complete their buckets."""
         self.gradients.flush_eagerly = True
         self.complete |= {*names}
 
     def start_ready_buckets(self, names: Sequence[str]) -> None:
-        """Note gradients, and start every bucket whose turn has come."""
+        """Note complete gradients, and start every complete bucket, in order."""
         for name in names:
             if name in self.complete:
                 self.missing[self.gradients.bucket_of[name]].discard(name)
@@ -63,20 +63,22 @@ class GradReducer:
             self.start(len(self.started))
 
     def start(self, index: int) -> None:
-        """Start summing a bucket in its own memory."""
+        """Start the reduction of a bucket, in place."""
         bucket, flat = self.gradients.buckets[index], self.gradients.with_zeros_for_missing(index)
         alone = bucket.num_segments == 1
         self.started.append(self.exchange.sum(flat) if alone else self.exchange.reduce_scatter(flat, bucket))
 
     def flush_remaining(self) -> None:
-        """The last backward is over: start what waits for gradients that will not come, before any other call, so that
-        all replicas call in one order."""
+        """After the last backward: start the buckets that wait for missing gradients.
+
+        This precedes all other collectives, so that all replicas call in one order.
+        """
         self.gradients.absorb_param_grads()
         while len(self.started) < len(self.missing):
             self.start(len(self.started))
 
     def finish(self) -> None:
-        """Leave the summed gradients in the parameters, under ZeRO-1 in those that this replica owns."""
+        """Finish, and attach the summed gradients to the parameters; under ZeRO-1 to those that this replica owns."""
         gradients = self.gradients
         self.flush_remaining()
         present = [name in gradients.accumulated for name in gradients.bucket_of]
@@ -121,6 +123,6 @@ def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> tor
 
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat tensor with the shapes and memory orders of ``like``; inverse of `packed`."""
+    """Views of a flat tensor with the shapes and memory orders of ``like``; the inverse of `packed`."""
     pieces = flat.split([t.numel() for t in like])
     return [view_like(piece, model) for piece, model in zip(pieces, like, strict=True)]
