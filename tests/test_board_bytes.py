@@ -187,7 +187,7 @@ def test_what_is_not_reserved_is_told(registered: Any) -> None:
         ("reduce_scatter", (0, 1, 2, AXIS), "a reduce-scatter", 96),
         ("all_to_all", (0, 1, 1, 1, 2, AXIS), "an all-to-all", 96),
     ]:
-        message = f"^{what} of 2 ranks takes {num} bytes of each board, 80 were reserved"
+        message = f"^{what} of 2 ranks takes {num} bytes of each rank's buffer, 80 were reserved"
         with pytest.raises(AssertionError, match=message):
             run_everywhere(boards, operator(f"autopar.{name}.default"), [(4, 6)], args, torch.float32, [False])
     layer = operator("autopar.gathered_rows_linear.default")

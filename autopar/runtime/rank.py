@@ -131,30 +131,32 @@ class Rank:
         for axis, name in self.axes.items():
             communicator = on(name)
             ops = [op for program in programs for op in program.ops]
-            asked = [num for op in ops for num in symmetric_buffer_bytes(op, axis, communicator.ranks)]
-            if asked:
-                communicator.reserve(max(asked))
-        held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
-        copies, sums = self.compute_params, self.updater.grad_buffer.main_grad_of
+            buffer_bytes = [num for op in ops for num in symmetric_buffer_bytes(op, axis, communicator.ranks)]
+            if buffer_bytes:
+                communicator.reserve(max(buffer_bytes))
+        tensors = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
+        copies, main_grad_of = self.compute_params, self.updater.grad_buffer.main_grad_of
 
         def chunk(program: Program) -> ChunkModule:
-            weights = {**held, **copies.copies_for(program)}
-            return ChunkModule(program, self.spec.build(program, weights, self.device, self.axes, copies.waits, sums))
+            weights = {**tensors, **copies.copies_for(program)}
+            return ChunkModule(
+                program, self.spec.build(program, weights, self.device, self.axes, copies.waits, main_grad_of)
+            )
 
         self.chunks[key] = tuple(map(chunk, programs))
 
-    def bound_step(self, work: StepRequest) -> BoundStep:
+    def bound_step(self, request: StepRequest) -> BoundStep:
         """Bound schedule of a step; bound at its first use."""
         # Ranks bind together, so the key holds only what all ranks know: a rank without a new program may have a peer
         # with one.
-        key = (work.schedule, work.programs, work.training and work.shape_signature)
+        key = (request.schedule, request.programs, request.training and request.shape_signature)
         if key not in self.bound_steps:
-            schedule = generate(work.schedule, self.mesh.pp, len(work.programs), self.spec.chunks)
-            loss_fn = self.loss_fn() if self.is_last_stage and work.training else None
-            chunks = [self.chunks[k] for k in work.programs]
+            schedule = generate(request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks)
+            loss_fn = self.loss_fn() if self.is_last_stage and request.training else None
+            chunks = [self.chunks[k] for k in request.programs]
             step = self.bound_steps[key] = BoundStep(
                 schedule, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport, self.flag_recorder,
-                self.device, loss_fn, work.training,
+                self.device, loss_fn, request.training,
             )  # fmt: skip
             step.after_backward = self.updater.grad_buffer.flush
         return self.bound_steps[key]
@@ -166,59 +168,59 @@ class Rank:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def forward(self, work: StepRequest) -> list[list[Any]]:
+    def forward(self, request: StepRequest) -> list[list[Any]]:
         """Flattened outputs per microbatch; empty lists except where they are kept."""
-        self.broadcast_buffers(work.mode)
-        if not work.programs:  # fewer samples than replicas: this one only takes part in gathering weights
+        self.broadcast_buffers(request.mode)
+        if not request.programs:  # fewer samples than replicas: this one only takes part in gathering weights
             self.compute_params.refresh()
             self.compute_params.wait()
             return []
-        with self.staging.staged(work.data) as data:
-            return self.execute(replace(work, data=data), update_follows=False).outputs
+        with self.staging.staged(request.data) as data:
+            return self.execute(replace(request, data=data), update_follows=False).outputs
 
     def release_masters(self) -> None:
         """Before a training step, free masters that it does not read; with averages, which read all, keep them."""
         if self.ema is None:
             self.compute_params.free_remote_masters()
 
-    def forward_backward(self, work: StepRequest) -> RankStepResult:
+    def forward_backward(self, request: StepRequest) -> RankStepResult:
         """Accumulate gradients."""
         self.release_masters()
         self.has_pending_grads = True
         start = self.stopwatch.mark()
-        self.broadcast_buffers(work.mode)
-        with self.staging.staged(work.data) as data:
-            step = self.execute(replace(work, data=data), update_follows=False)
-        losses = self.sum_losses(step, len(work.programs))
+        self.broadcast_buffers(request.mode)
+        with self.staging.staged(request.data) as data:
+            step = self.execute(replace(request, data=data), update_follows=False)
+        losses = self.sum_losses(step, len(request.programs))
         return RankStepResult(step_numbers(losses, None, start, self.stopwatch), step.outputs)
 
-    def train_step(self, work: StepRequest) -> RankStepResult:
+    def train_step(self, request: StepRequest) -> RankStepResult:
         """Gradients and an update, which includes gradients that earlier calls accumulated."""
         self.release_masters()
         start = self.stopwatch.mark()
-        self.broadcast_buffers(work.mode)
-        with self.staging.staged(work.data) as data:
-            computed, update = self.compute_and_update(replace(work, data=data))
+        self.broadcast_buffers(request.mode)
+        with self.staging.staged(request.data) as data:
+            computed, update = self.compute_and_update(replace(request, data=data))
         return RankStepResult(step_numbers(computed.losses, update, start, self.stopwatch), computed.outputs)
 
-    def compute_and_update(self, work: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
+    def compute_and_update(self, request: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
         """Run a training step and its update; returns the update's result where the host knows it, else the norm."""
         if self.updater.scaler is not None:
-            step = self.execute(work, update_follows=True)
-            losses = self.sum_losses(step, len(work.programs))
-            result = self.optimizer_step(work.num_updates)
+            step = self.execute(request, update_follows=True)
+            losses = self.sum_losses(step, len(request.programs))
+            result = self.optimizer_step(request.num_updates)
             return DeviceStepResult(losses, losses.new_tensor(result.grad_norm), step.outputs, updated=True), result
-        computed = self.graphs.run(work) if self.graphs is not None else self.compute(work)
+        computed = self.graphs.run(request) if self.graphs is not None else self.compute(request)
         if not computed.updated:
             self.updater.update(computed.norm)
-        self.after_update(work.num_updates)
+        self.after_update(request.num_updates)
         return computed, computed.norm
 
-    def compute(self, work: StepRequest) -> DeviceStepResult:
+    def compute(self, request: StepRequest) -> DeviceStepResult:
         """A training step up to the update; the host does not wait for the device."""
-        step = self.execute(work, update_follows=True)
+        step = self.execute(request, update_follows=True)
         return DeviceStepResult(
-            self.sum_losses(step, len(work.programs)), self.updater.finish_gradients(), step.outputs
+            self.sum_losses(step, len(request.programs)), self.updater.finish_gradients(), step.outputs
         )
 
     def sum_losses(self, step: BoundStep, count: int) -> torch.Tensor:
@@ -226,8 +228,8 @@ class Rank:
         replica = self.place.replica
         losses = torch.zeros(self.mesh.dp * count, dtype=torch.float64, device=self.device)
         if self.is_last_stage and self.place.shard == 0:
-            own = torch.stack([loss for loss in step.losses if loss is not None]).flatten()
-            losses[replica * count : (replica + 1) * count] += own
+            local = torch.stack([loss for loss in step.losses if loss is not None]).flatten()
+            losses[replica * count : (replica + 1) * count] += local
         if self.mesh.devices > 1:
             self.transport.start_sum(losses, range(self.mesh.devices))()
         return losses
@@ -238,21 +240,21 @@ class Rank:
         self.compute_params.invalidate()
         self.updater.abandon()
 
-    def execute(self, work: StepRequest, update_follows: bool) -> BoundStep:
-        self.current_step = self.bound_step(work)
+    def execute(self, request: StepRequest, update_follows: bool) -> BoundStep:
+        self.current_step = self.bound_step(request)
         self.current_step.loss_scale = self.updater.loss_scale
         self.compute_params.refresh(always=update_follows)
-        if work.training:
+        if request.training:
             self.updater.grad_buffer.detach_from_params()
         if update_follows:
             self.updater.set_used_params(self.current_step.trained_weights)
-        given = leaves((work.data.inputs, work.data.targets))
-        self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
-        self.current_step.run(work.data, work.keep_outputs, self.updater.enable_sync if update_follows else None)
+        batch = leaves((request.data.inputs, request.data.targets))
+        self.data_bytes = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
+        self.current_step.run(request.data, request.keep_outputs, self.updater.enable_sync if update_follows else None)
         if update_follows:
             self.updater.flush_remaining()
         self.compute_params.wait()
-        if work.training and not update_follows:
+        if request.training and not update_follows:
             self.updater.grad_buffer.attach_to_params()
         return self.current_step
 
@@ -387,16 +389,16 @@ class Rank:
 
     # -- measurements ------------------------------------------------------------------------------------------
 
-    def tensor_peak(self, work: StepRequest) -> int:
+    def tensor_peak(self, request: StepRequest) -> int:
         """Peak bytes of tensors during a training step; on CPU without the batch, on a GPU with symmetric memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.train_step(work)
+            self.train_step(request)
             return self.peak_bytes()
         self.release_masters()
         standing = self.standing_bytes()
         with TensorPeak() as peak:
-            self.train_step(work)
+            self.train_step(request)
         return standing + peak.bytes
 
     def standing_bytes(self) -> int:

@@ -1,4 +1,4 @@
-"""Saving and loading of checkpoints, imported at their first use."""
+"""Import of the checkpoint code at its first use."""
 
 from __future__ import annotations
 

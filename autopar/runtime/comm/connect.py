@@ -50,11 +50,11 @@ def connect_rank(
         disable_malloc_trim()
     axes = connect_mesh_groups(spec.mesh, spec.rank, timeout_seconds)
     opened.callback(axes.close)
-    on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
-    own = {c.members: c.group for c in axes.communicators.values()}
-    made = {ranks: own.get(ranks) for ranks in on_axes}
+    axis_rank_sets = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
+    axis_groups = {c.members: c.group for c in axes.communicators.values()}
+    existing = {ranks: axis_groups.get(ranks) for ranks in axis_rank_sets}
     transport = ProcessGroupTransport(
-        spec.rank, device, spec.channels, spec.collective_groups, made, timeout_seconds, spec.transport
+        spec.rank, device, spec.channels, spec.collective_groups, existing, timeout_seconds, spec.transport
     )
     opened.callback(transport.close)
     keys = axes.register(f"model {next(MODEL_NUMBERS)}", device, transport.peer_access)

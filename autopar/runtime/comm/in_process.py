@@ -62,7 +62,7 @@ class LocalTransport:
     ) -> RecvHandle:
         box = self.mailboxes.mailbox(src, self.rank, tag)
 
-        def receipt() -> torch.Tensor:
+        def handle() -> torch.Tensor:
             try:
                 tensor = box.get(timeout=self.mailboxes.timeout_seconds)
             except queue.Empty:
@@ -72,7 +72,7 @@ class LocalTransport:
             assert tuple(tensor.shape) == tuple(shape) and tensor.dtype == dtype
             return tensor
 
-        return receipt
+        return handle
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
         return self.send(torch.tensor(flags, dtype=torch.uint8), dst, tag)

@@ -92,18 +92,18 @@ class MeshGroups:
 
     communicators: Mapping[str, GroupCommunicator]
 
-    def register(self, model: str, device: torch.device, neighbours: Sequence[PeerAccess] = ()) -> Mapping[str, str]:
+    def register(self, model: str, device: torch.device, peer_access: Sequence[PeerAccess] = ()) -> Mapping[str, str]:
         """Register all axes with `autopar.ops.collectives`; returns the key of each axis.
 
         Args:
             model: part of the keys, which separates models of one process.
             device: of this rank.
-            neighbours: peer access of all ranks; GPUs of an axis with peer access use symmetric memory. Empty: none do.
+            peer_access: of all ranks; axes whose GPUs have peer access use symmetric memory. Empty: no axis does.
         """
         keys = {axis: f"{model}.{axis}" for axis in self.communicators}
         for axis, key in keys.items():
             communicator = self.communicators[axis]
-            reachable = bool(neighbours) and have_peer_access([neighbours[rank] for rank in communicator.members])
+            reachable = bool(peer_access) and have_peer_access([peer_access[rank] for rank in communicator.members])
             collectives.register(key, communicator.symmetric(device) if reachable else communicator)
         return keys
 

@@ -66,8 +66,8 @@ class ProcessGroupTransport:
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
         self.posts_early = dist.get_backend() == "gloo"
-        alone = sorted(set(rank_sets) - set(existing))
-        self.created_groups: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in alone}
+        missing = sorted(set(rank_sets) - set(existing))
+        self.created_groups: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in missing}
         self.groups: dict[tuple[int, ...], Any] = {**existing, **self.created_groups}
         self.pair_groups: dict[tuple[int, int, int], Any] = {}
         # Flags travel between hosts over Gloo. A Gloo group of some ranks only would hang if the default NCCL group is
@@ -132,40 +132,40 @@ class ProcessGroupTransport:
         )
 
     def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        group, segment = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
         return launch_async(
-            lambda: dist.reduce_scatter_tensor(own, flat, group=group, async_op=True),
+            lambda: dist.reduce_scatter_tensor(segment, flat, group=group, async_op=True),
             f"a reduce-scatter over ranks {list(ranks)}",
         )
 
     def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        group, own = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        group, segment = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
         return launch_async(
-            lambda: dist.all_gather_into_tensor(flat, own, group=group, async_op=True),
+            lambda: dist.all_gather_into_tensor(flat, segment, group=group, async_op=True),
             f"an all-gather over ranks {list(ranks)}",
         )
 
     def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
         group = self.groups[tuple(ranks)]
         rows = [torch.empty_like(flat) for _ in ranks] if self.rank == root else []
-        delivery = launch_async(
+        handle = launch_async(
             lambda: dist.gather(as_bytes(flat), [as_bytes(r) for r in rows] or None, root, group, async_op=True),
             f"a gather over ranks {list(ranks)} on rank {root}",
         )
 
-        def gathering() -> list[torch.Tensor]:
-            delivery()
+        def wait_rows() -> list[torch.Tensor]:
+            handle()
             return rows
 
-        return gathering
+        return wait_rows
 
     def start_scatter(
         self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
     ) -> SendHandle:
         group = self.groups[tuple(ranks)]
-        given = [as_bytes(row) for row in rows] if self.rank == root else None
+        parts = [as_bytes(row) for row in rows] if self.rank == root else None
         return launch_async(
-            lambda: dist.scatter(as_bytes(flat), given, root, group, async_op=True),
+            lambda: dist.scatter(as_bytes(flat), parts, root, group, async_op=True),
             f"a scatter over ranks {list(ranks)} from rank {root}",
             rows,
         )
@@ -218,13 +218,13 @@ def launch_async(call: Callable[[], Any], what: str, kept: Any = None) -> SendHa
     except RuntimeError as error:
         raise TransportError(f"{what} did not start: {error}") from error
 
-    def delivery(_kept: Any = kept) -> None:
+    def handle(_kept: Any = kept) -> None:
         try:
             work.wait()
         except RuntimeError as error:
             raise TransportError(f"{what} did not finish: {error}") from error
 
-    return delivery
+    return handle
 
 
 def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> SendHandle:
@@ -234,10 +234,10 @@ def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> SendHand
 
 def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> RecvHandle:
     """Start a receive; calling the handle waits for it and returns the buffer."""
-    delivery = launch_async(lambda: dist.irecv(buffer, src, group=group, tag=tag), f"a receive from rank {src}")
+    handle = launch_async(lambda: dist.irecv(buffer, src, group=group, tag=tag), f"a receive from rank {src}")
 
-    def receipt() -> torch.Tensor:
-        delivery()
+    def receive() -> torch.Tensor:
+        handle()
         return buffer
 
-    return receipt
+    return receive

@@ -128,11 +128,11 @@ class SymmetricReplicaCollectives:
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
 
 
-def wait_all(deliveries: Sequence[SendHandle]) -> SendHandle:
+def wait_all(handles: Sequence[SendHandle]) -> SendHandle:
     """Handle that waits for all handles."""
 
-    def delivery() -> None:
-        for one in deliveries:
-            one()
+    def handle() -> None:
+        for wait in handles:
+            wait()
 
-    return delivery
+    return handle

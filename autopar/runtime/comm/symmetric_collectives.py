@@ -164,9 +164,9 @@ class SymmetricCommunicator:
 
     def check_size(self, what: str, num_bytes: int) -> None:
         """Assert that a collective fits into the reserved buffer."""
-        there = self.buffer.num_bytes
-        assert num_bytes <= there, (
-            f"{what} of {self.ranks} ranks takes {num_bytes:,} bytes of each board, {there:,} were reserved"
+        reserved = self.buffer.num_bytes
+        assert num_bytes <= reserved, (
+            f"{what} of {self.ranks} ranks takes {num_bytes:,} bytes of each rank's buffer, {reserved:,} were reserved"
         )
 
     def exchange_parts(self, what: str, stacked: Tensor) -> list[Tensor]:

@@ -33,7 +33,7 @@ class SymmetricMemory:
         """Nothing is allocated yet.
 
         Args:
-            hosts: a Gloo group of all ranks.
+            cpu_group: a Gloo group of all ranks.
         """
         self.rank, self.world, self.device, self.cpu_group = rank, world, device, cpu_group
         self.streams: dict[int, torch.cuda.Stream] = {}
@@ -50,9 +50,9 @@ class SymmetricMemory:
         for (src, _), num_bytes in incoming.items():
             sizes[src] += aligned(num_bytes)
         sizes[self.world] = max((sum(peer == p for peer, _ in incoming) for p in range(self.world)), default=0)
-        everybody = [torch.empty_like(sizes) for _ in range(self.world)]
-        dist.all_gather(everybody, sizes, group=self.cpu_group)
-        table = torch.stack(everybody)
+        rows = [torch.empty_like(sizes) for _ in range(self.world)]
+        dist.all_gather(rows, sizes, group=self.cpu_group)
+        table = torch.stack(rows)
         self.reserve(int(table[:, :-1].sum(1).max()), int(table[:, -1].max()))
         starts = table[:, :-1].cumsum(1) - table[:, :-1]  # [dst, src]
         received = message_slots(incoming, {src: int(starts[self.rank, src]) for src in range(self.world)})
@@ -91,28 +91,28 @@ class SymmetricChannel:
         self.buffer, self.handle = memory.buffer, memory.handle
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
-        place, signal = self.sent[dst, tag]
-        there = self.handle.get_buffer(dst, tensor.shape, tensor.dtype, place // tensor.itemsize)
+        offset, signal = self.sent[dst, tag]
+        remote = self.handle.get_buffer(dst, tensor.shape, tensor.dtype, offset // tensor.itemsize)
         current, stream = torch.cuda.current_stream(self.memory.device), self.memory.stream(dst)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            there.copy_(tensor)
+            remote.copy_(tensor)
             self.handle.put_signal(dst, signal)
             done = stream.record_event()
 
-        def delivery(_kept: torch.Tensor = tensor) -> None:
+        def handle(_kept: torch.Tensor = tensor) -> None:
             torch.cuda.current_stream(self.memory.device).wait_event(done)
 
-        return delivery
+        return handle
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
-        place, signal = self.received[src, tag]
+        offset, signal = self.received[src, tag]
 
-        def receipt() -> torch.Tensor:
+        def handle() -> torch.Tensor:
             self.handle.wait_signal(src, signal)
-            return self.handle.get_buffer(self.memory.rank, tuple(shape), dtype, place // dtype.itemsize)
+            return self.handle.get_buffer(self.memory.rank, tuple(shape), dtype, offset // dtype.itemsize)
 
-        return receipt
+        return handle
 
 
 def allocate(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
@@ -140,13 +140,13 @@ def message_slots(messages: MessageBytes, starts: Mapping[int, int]) -> dict[tup
     Args:
         starts: byte at which the messages between a peer and this rank begin, by peer.
     """
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    slots: dict[tuple[int, int], tuple[int, int]] = {}
     ends, counts = dict(starts), dict.fromkeys(starts, 0)
     for peer, tag in sorted(messages):
-        found[peer, tag] = ends[peer], counts[peer]
+        slots[peer, tag] = ends[peer], counts[peer]
         ends[peer] += aligned(messages[peer, tag])
         counts[peer] += 1
-    return found
+    return slots
 
 
 @dataclass(frozen=True)
@@ -162,17 +162,21 @@ def gather_peer_access(device: torch.device, world: int, cpu_group: Any) -> list
     """Peer access of every rank; all ranks call.
 
     Args:
-        hosts: a Gloo group of all ranks.
+        cpu_group: a Gloo group of all ranks.
     """
-    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
-    peers = frozenset(i for i in others if torch.cuda.can_device_access_peer(device, i))
-    everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, PeerAccess(socket.gethostname(), device.index, peers), group=cpu_group)
-    return everybody
+    other_gpus = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    peers = frozenset(i for i in other_gpus if torch.cuda.can_device_access_peer(device, i))
+    access: list[Any] = [None] * world
+    dist.all_gather_object(access, PeerAccess(socket.gethostname(), device.index, peers), group=cpu_group)
+    return access
 
 
 def have_peer_access(group: Sequence[PeerAccess]) -> bool:
     """Whether each of these ranks can write into the memory of all others."""
-    indices = {own.index for own in group}
-    apart = len(indices) == len(group)  # indices are equal where each rank sees only its own GPU
-    return apart and len({own.host for own in group}) == 1 and all(indices - {own.index} <= own.peers for own in group)
+    indices = {access.index for access in group}
+    distinct = len(indices) == len(group)  # indices are equal where each rank sees only its own GPU
+    return (
+        distinct
+        and len({access.host for access in group}) == 1
+        and all(indices - {access.index} <= access.peers for access in group)
+    )

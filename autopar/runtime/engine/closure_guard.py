@@ -38,8 +38,8 @@ def plain_values(
     if isinstance(thing, PLAIN_TYPES):
         yield place, thing
         return
-    known = isinstance(thing, OPAQUE_TYPES) or (isinstance(thing, FunctionType) and is_torch(thing))
-    if known or (id(thing), names) in seen:
+    is_opaque = isinstance(thing, OPAQUE_TYPES) or (isinstance(thing, FunctionType) and is_torch(thing))
+    if is_opaque or (id(thing), names) in seen:
         return
     seen[id(thing), names] = thing  # keeps it alive, so that no other object gets its id
     inside: dict[str, Any] = {}
@@ -91,5 +91,5 @@ def is_plain(value: Any) -> bool:
 
 def named_attributes(thing: Any, names: Set[str]) -> dict[str, Any]:
     """Attributes of an object whose names occur in the code; properties are not evaluated."""
-    own = {**getattr(thing, "__dict__", {}), **getattr(thing, "_modules", {})}
-    return {name: value for name, value in own.items() if name in names}
+    values = {**getattr(thing, "__dict__", {}), **getattr(thing, "_modules", {})}
+    return {name: value for name, value in values.items() if name in names}

@@ -84,7 +84,7 @@ class CapturableRank(Protocol):
         """Whether this rank computes losses."""
         ...
 
-    def compute(self, work: StepRequest) -> DeviceStepResult:
+    def compute(self, request: StepRequest) -> DeviceStepResult:
         """A training step up to the update."""
         ...
 
@@ -115,25 +115,25 @@ class CudaGraphCache:
         self.cached_steps.clear()
         self.learning_rates, self.pool = [], None
 
-    def run(self, work: StepRequest) -> DeviceStepResult:
+    def run(self, request: StepRequest) -> DeviceStepResult:
         """Run a training step up to the update; a graph may include the update."""
         if self.rank.has_pending_grads:
-            return self.rank.compute(work)  # a graph begins without gradients
-        cached = self.cached_step(work)
+            return self.rank.compute(request)  # a graph begins without gradients
+        cached = self.cached_step(request)
         if cached.capture_error:
-            return self.rank.compute(work)
+            return self.rank.compute(request)
         if cached.graph is not None and cached.with_optimizer and cached.options != self.fixed_options():
             # A scheduler changes more than the learning rate: keep the optimizer outside of the graph.
             cached.graph, cached.with_optimizer = None, False
         if cached.graph is None and cached.eager_steps < WARM_UP_STEPS:
-            return self.run_eager(cached, work)
+            return self.run_eager(cached, request)
         if cached.graph is None and self.make_room():
-            self.capture(cached, work)
-        return self.replay(cached, work) if cached.graph is not None else self.rank.compute(work)
+            self.capture(cached, request)
+        return self.replay(cached, request) if cached.graph is not None else self.rank.compute(request)
 
-    def cached_step(self, work: StepRequest) -> CachedStep:
+    def cached_step(self, request: StepRequest) -> CachedStep:
         """Cached state of a step's signature; a new signature evicts the least recently used one."""
-        key = (work.schedule, work.programs, work.signature)
+        key = (request.schedule, request.programs, request.signature)
         if key not in self.cached_steps and len(self.cached_steps) == MAX_CACHED_STEPS:
             self.cached_steps.popitem(last=False)
         cached = self.cached_steps.setdefault(key, CachedStep())
@@ -152,27 +152,27 @@ class CudaGraphCache:
         del self.cached_steps[captured[0]]
         return True
 
-    def run_eager(self, cached: CachedStep, work: StepRequest) -> DeviceStepResult:
+    def run_eager(self, cached: CachedStep, request: StepRequest) -> DeviceStepResult:
         """Run an eager step, and record the flags between hosts."""
         make_capturable(self.rank.updater.optimizer)
         self.rank.flag_recorder.record()
         try:
-            computed = self.rank.compute(work)
+            computed = self.rank.compute(request)
         finally:
-            noted = self.rank.flag_recorder.stop()
-        read = self.read_closure()
-        if cached.eager_steps and noted != cached.recorded_flags:
+            flags = self.rank.flag_recorder.stop()
+        closure = self.read_closure()
+        if cached.eager_steps and flags != cached.recorded_flags:
             cached.unstable_reason = "which gradients there are differs from step to step"
-        elif cached.eager_steps and read != cached.closure:
-            cached.unstable_reason = f"loss_fn changes {first_change(cached.closure, read)} from step to step"
-        cached.eager_steps, cached.recorded_flags, cached.closure = cached.eager_steps + 1, noted, read
+        elif cached.eager_steps and closure != cached.closure:
+            cached.unstable_reason = f"loss_fn changes {first_change(cached.closure, closure)} from step to step"
+        cached.eager_steps, cached.recorded_flags, cached.closure = cached.eager_steps + 1, flags, closure
         return computed
 
     def read_closure(self) -> Mapping[str, str]:
         """Fingerprint of the Python values that this rank's loss function reads; empty without one."""
         return closure_fingerprint(self.rank.spec.loss_fn) if self.rank.is_last_stage else {}
 
-    def capture(self, cached: CachedStep, work: StepRequest) -> None:
+    def capture(self, cached: CachedStep, request: StepRequest) -> None:
         """Capture the graph, on all ranks or none; weights and state do not change."""
         rank = self.rank
         optimizer = rank.updater.optimizer
@@ -181,7 +181,7 @@ class CudaGraphCache:
         reason = cached.unstable_reason
         try:
             if not reason:
-                self.capture_step(cached, work)
+                self.capture_step(cached, request)
         except Exception as error:  # raised by the user's loss, an optimizer or an operation under capture
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         all_ranks = range(rank.spec.mesh.devices)
@@ -199,15 +199,15 @@ class CudaGraphCache:
                 stacklevel=1,
             )
 
-    def capture_step(self, cached: CachedStep, work: StepRequest) -> None:
+    def capture_step(self, cached: CachedStep, request: StepRequest) -> None:
         """Capture a step on static copies of its tensors."""
         rank, graph = self.rank, torch.cuda.CUDAGraph()
         if all(other.graph is None for other in self.cached_steps.values()):
             self.pool = None  # a memory pool ends with its last graph
         cached.data = StepData(
-            [[static_like(t, rank.device) for t in ts] for ts in work.data.inputs],
-            [tree_map(lambda leaf: static_like(leaf, rank.device), target) for target in work.data.targets],
-            work.data.shares,
+            [[static_like(t, rank.device) for t in ts] for ts in request.data.inputs],
+            [tree_map(lambda leaf: static_like(leaf, rank.device), target) for target in request.data.targets],
+            request.data.shares,
         )
         optimizer = rank.updater.optimizer if cached.with_optimizer else None
         if optimizer is not None and not self.learning_rates:
@@ -216,7 +216,7 @@ class CudaGraphCache:
         cached.closure = self.read_closure()
         try:
             with torch.cuda.graph(graph, self.pool, rank.stream, capture_error_mode="thread_local"):
-                computed = rank.compute(replace(work, data=cached.data))
+                computed = rank.compute(replace(request, data=cached.data))
                 if optimizer is not None:
                     with tensor_learning_rates(optimizer, self.learning_rates):
                         rank.updater.update(computed.norm)
@@ -230,16 +230,16 @@ class CudaGraphCache:
         cached.step = rank.current_step
         cached.marks = rank.current_step.marks if rank.current_step is not None else []
 
-    def replay(self, cached: CachedStep, work: StepRequest) -> DeviceStepResult:
+    def replay(self, cached: CachedStep, request: StepRequest) -> DeviceStepResult:
         """Replay the graph on a step's tensors."""
         rank, optimizer = self.rank, self.rank.updater.optimizer
         assert cached.graph is not None and cached.data is not None and cached.result is not None
-        if (read := self.read_closure()) != cached.closure:
+        if (closure := self.read_closure()) != cached.closure:
             raise UsageError(
-                f"loss_fn reads {first_change(cached.closure, read)}, and the CUDA graph of this step has the earlier "
-                "value. Let it come with the target, or pass cuda_graph=False."
+                f"loss_fn reads {first_change(cached.closure, closure)}, and the CUDA graph of this step has the "
+                "earlier value. Let it come with the target, or pass cuda_graph=False."
             )
-        copy_step_data(cached.data, work.data)
+        copy_step_data(cached.data, request.data)
         if cached.with_optimizer and optimizer is not None:
             for rate, group in zip(self.learning_rates, optimizer.param_groups, strict=True):
                 rate.fill_(float(group["lr"]))
@@ -249,9 +249,9 @@ class CudaGraphCache:
         rank.current_step = cached.step
         if cached.step is not None:
             cached.step.marks = cached.marks
-        made = cached.result  # the next replay overwrites this memory
-        outputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, made.outputs)
-        return DeviceStepResult(made.losses.clone(), made.norm.clone(), outputs, made.updated)
+        result = cached.result  # the next replay overwrites this memory
+        outputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, result.outputs)
+        return DeviceStepResult(result.losses.clone(), result.norm.clone(), outputs, result.updated)
 
     def fixed_options(self) -> str:
         """Options of the optimizer's groups that a graph fixes: all but parameters and learning rates."""
@@ -275,12 +275,12 @@ def static_like(leaf: Any, device: torch.device) -> Any:
     return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
 
 
-def copy_step_data(static: StepData, given: StepData) -> None:
+def copy_step_data(static: StepData, source: StepData) -> None:
     """Copy a step's tensors into those that its graph reads."""
-    there, here = (leaves((data.inputs, data.targets)) for data in (static, given))
-    for mine, new in zip(there, here, strict=True):
-        if isinstance(mine, Tensor):
-            mine.copy_(new, non_blocking=True)
+    static_leaves, source_leaves = (leaves((data.inputs, data.targets)) for data in (static, source))
+    for target, leaf in zip(static_leaves, source_leaves, strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(leaf, non_blocking=True)
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------
@@ -288,8 +288,8 @@ def copy_step_data(static: StepData, given: StepData) -> None:
 
 def is_capturable(optimizer: Optimizer) -> bool:
     """Whether every group has torch's ``capturable``: the optimizer keeps no changing number on the host."""
-    alone = list(nested(optimizer)) == [optimizer]
-    return alone and all(group.get("capturable") for group in optimizer.param_groups)
+    is_single = list(nested(optimizer)) == [optimizer]
+    return is_single and all(group.get("capturable") for group in optimizer.param_groups)
 
 
 def make_capturable(optimizer: Optimizer | None) -> None:

@@ -133,18 +133,10 @@ class BoundStep:
         self.sent: dict[SendKey, list[SendHandle]] = {}
         self.local_tensors: dict[tuple[int, int, int], torch.Tensor] = {}  # between own chunks: by (src, dst, tag)
         self.chunks = chunks
-        self.input_indices = [input_indices([chunk.program for chunk in own]) for own in chunks]
-        actions = schedule[position]
-        self.channel = transport.open_channel(*self.messages(actions)) if training and len(ranks) > 1 else transport
-        lifetimes = send_lifetimes(position, schedule, self.producers, self.consumers)
-        last_backward = {weight.name: a for a in actions if a.kind == "B" for weight in self.program_of(a).weights}
-        completes: dict[Action, tuple[str, ...]] = {}
-        for name, action in last_backward.items():
-            completes[action] = (*completes.get(action, ()), name)
-        self.bound_actions = [
-            self.bind(action, completes.get(action, ()), releases)
-            for action, releases in zip(actions, lifetimes, strict=True)
-        ]
+        self.input_indices = [input_indices([chunk.program for chunk in row]) for row in chunks]
+        has_peers = training and len(ranks) > 1
+        self.channel = transport.open_channel(*self.messages(schedule[position])) if has_peers else transport
+        self.bound_actions = self.bind_actions(schedule)
 
     @property
     def trained_weights(self) -> list[str]:
@@ -162,15 +154,15 @@ class BoundStep:
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
-        for left in (self.sent, self.saved, self.local_tensors):  # of a step that raised
-            left.clear()
+        for state in (self.sent, self.saved, self.local_tensors):  # of a step that raised
+            state.clear()
         early, last = self.channel.posts_early, len(self.bound_actions) - 1
         posted = self.bound_actions[0].post_receives() if self.bound_actions else []
         with torch.set_grad_enabled(self.training):
             for k, bound in enumerate(self.bound_actions):
                 self.current_action = bound.action
                 following = self.bound_actions[k + 1].post_receives() if early and k < last else None
-                received = [receipt() for receipt in posted]
+                received = [receive() for receive in posted]
                 self.release_sends(bound.releases)
                 if before_last is not None and bound.completes:
                     before_last(bound.completes)
@@ -189,14 +181,14 @@ class BoundStep:
         outgoing: dict[tuple[int, int], int] = {}
         for action in actions:
             program, forward = self.program_of(action), action.kind == "F"
-            takes, gives = (program.receives, program.sends) if forward else (program.sends, program.receives)
-            for edges, found, comes in ((takes, incoming, True), (gives, outgoing, False)):
-                wanted = edges if forward else [e for e in edges if e.value.requires_grad]
-                for k, e in self.numbered_edges(wanted):
+            received, sent = (program.receives, program.sends) if forward else (program.sends, program.receives)
+            for edges, sizes, is_incoming in ((received, incoming, True), (sent, outgoing, False)):
+                traveling = edges if forward else [e for e in edges if e.value.requires_grad]
+                for k, e in self.numbered_edges(traveling):
                     src, dst = (e.src, e.dst) if forward else (e.dst, e.src)
-                    peer = src if comes else dst
+                    peer = src if is_incoming else dst
                     if not self.is_local(peer):
-                        found[self.rank_of(peer), self.tag(k, action.microbatch, src, dst)] = e.value.num_bytes
+                        sizes[self.rank_of(peer), self.tag(k, action.microbatch, src, dst)] = e.value.num_bytes
         return incoming, outgoing
 
     def rank_of(self, chunk: int) -> int:
@@ -240,11 +232,11 @@ class BoundStep:
         """Posts a receive. A tensor from a chunk of this rank needs no post: its handle looks the tensor up."""
         return (lambda: lambda: self.local_tensors.pop((src, dst, tag))) if self.is_local(src) else receive
 
-    def release_sends(self, messages: Sequence[SendKey]) -> None:
+    def release_sends(self, keys: Sequence[SendKey]) -> None:
         """Wait for sends, and free their tensors."""
-        for message in messages:
-            for delivery in self.sent.pop(message, ()):
-                delivery()
+        for key in keys:
+            for handle in self.sent.pop(key, ()):
+                handle()
 
     def timings(self) -> tuple[ActionTiming, ...]:
         """Timing of each action of the last run, in order."""
@@ -278,6 +270,19 @@ class BoundStep:
         program = self.program_of(action)
         chunks = {e.dst for e in program.sends} if action.kind == "F" else {e.src for e in program.receives}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
+
+    def bind_actions(self, schedule: Schedule) -> list[BoundAction]:
+        """This rank's actions, in order."""
+        actions = schedule[self.position]
+        lifetimes = send_lifetimes(self.position, schedule, self.producers, self.consumers)
+        last_backward = {weight.name: a for a in actions if a.kind == "B" for weight in self.program_of(a).weights}
+        completes: dict[Action, tuple[str, ...]] = {}
+        for name, action in last_backward.items():
+            completes[action] = (*completes.get(action, ()), name)
+        return [
+            self.bind(action, completes.get(action, ()), releases)
+            for action, releases in zip(actions, lifetimes, strict=True)
+        ]
 
     def bind(self, action: Action, completes: tuple[str, ...], releases: list[SendKey]) -> BoundAction:
         chunk = self.chunk_for(action)
@@ -337,8 +342,8 @@ class BoundStep:
         def forward(received: list[torch.Tensor]) -> None:
             received = [tensor.permute(order) for tensor, order in zip(received, orders, strict=True)]
             if self.training:
-                for tensor, wanted in zip(received, tracked, strict=True):
-                    tensor.requires_grad_(wanted)
+                for tensor, needs_grad in zip(received, tracked, strict=True):
+                    tensor.requires_grad_(needs_grad)
             results = module(*(self.to_device(self.data.inputs[i][k]) for k in inputs), *received)
             for k, order, src, dst, tag in sends:
                 self.send(results[k].detach().permute(order), src, dst, tag)
@@ -347,7 +352,7 @@ class BoundStep:
             if program.out_spec is not None:
                 self.finish_microbatch(program, results, place, edges, i)
             if self.training:
-                self.saved[action] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
+                self.saved[action] = ([t for t, needs_grad in zip(received, tracked, strict=True) if needs_grad], edges)
 
         return forward
 
@@ -374,8 +379,8 @@ class BoundStep:
             edges.append(gradient_edge(loss))
         if self.keep_outputs:
             # While training, an output of an earlier stage may lie in memory that the next step overwrites.
-            own = torch.Tensor.clone if self.training else torch.Tensor.detach
-            self.outputs[i] = [own(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            copy = torch.Tensor.clone if self.training else torch.Tensor.detach
+            self.outputs[i] = [copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
         i, stage, forward = action.microbatch, program.stage, replace(action, kind="F")
@@ -409,8 +414,8 @@ class BoundStep:
                 flags.setdefault(dst, []).append(tensor.grad is not None)
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self.send(gradient.permute(order), stage, dst, tag)
-            for dst, own in flags.items():
-                self.send_flags(own, stage, dst, self.tag(FLAGS_INDEX, i, stage, dst))
+            for dst, exists_for_dst in flags.items():
+                self.send_flags(exists_for_dst, stage, dst, self.tag(FLAGS_INDEX, i, stage, dst))
 
         return backward
 

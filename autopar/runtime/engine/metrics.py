@@ -30,16 +30,16 @@ def step_numbers(
     count = len(losses)
     numbers = torch.cat([losses, update.to(losses.dtype).reshape(1)]) if isinstance(update, torch.Tensor) else losses
 
-    def told(values: list[float], seconds: float | None) -> StepNumbers:
-        own, norm = values[:count], values[count:]
+    def make_numbers(values: list[float], seconds: float | None) -> StepNumbers:
+        step_losses, norm = values[:count], values[count:]
         if isinstance(update, UpdateResult):
-            return StepNumbers(own, update.grad_norm, update.skipped, seconds)
-        return StepNumbers(own, norm[0] if norm else None, False, seconds)
+            return StepNumbers(step_losses, update.grad_norm, update.skipped, seconds)
+        return StepNumbers(step_losses, norm[0] if norm else None, False, seconds)
 
     if losses.device.type == "cpu":
-        return told(numbers.tolist(), None)
+        return make_numbers(numbers.tolist(), None)
     values, end = start_readback(numbers), stopwatch.mark()
-    return lambda: told(values(), stopwatch.seconds(start, end))
+    return lambda: make_numbers(values(), stopwatch.seconds(start, end))
 
 
 def start_readback(numbers: torch.Tensor) -> Callable[[], list[Any]]:
@@ -48,11 +48,11 @@ def start_readback(numbers: torch.Tensor) -> Callable[[], list[Any]]:
         return numbers.tolist
     copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
     copy.copy_(numbers, non_blocking=True)
-    there = torch.cuda.Event()
-    there.record(torch.cuda.current_stream(numbers.device))
+    copied = torch.cuda.Event()
+    copied.record(torch.cuda.current_stream(numbers.device))
 
     def read() -> list[Any]:
-        there.synchronize()
+        copied.synchronize()
         return copy.tolist()
 
     return read

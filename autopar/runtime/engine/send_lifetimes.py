@@ -31,36 +31,36 @@ def send_lifetimes(
         consumers: actions of other chunks that read the tensors of an action of this rank.
     """
     position = {action: (other, index) for other, row in enumerate(schedule) for index, action in enumerate(row)}
-    takers = {own: [a for a in consumers(own) if position[a][0] != rank] for own in schedule[rank]}
-    if all(own.kind == "F" for own in schedule[rank]):
-        return _forward_lifetimes(schedule[rank], schedule, takers)
+    readers = {action: [a for a in consumers(action) if position[a][0] != rank] for action in schedule[rank]}
+    if all(action.kind == "F" for action in schedule[rank]):
+        return _forward_lifetimes(schedule[rank], schedule, readers)
     sources: dict[Action, list[Action]] = {}
-    for action, actions in takers.items():
-        for taker in actions:
-            sources.setdefault(taker, []).append(action)
+    for action, actions in readers.items():
+        for reader in actions:
+            sources.setdefault(reader, []).append(action)
     completed = [0] * len(schedule)  # number of actions of each rank that are known to have run
     waits: list[list[SendKey]] = []
     for action in schedule[rank]:
         waits.append([])
         for other, index in (position[source] for source in producers(action)):
             if other != rank:
-                for taker in schedule[other][completed[other] : index]:
-                    waits[-1] += [(taker.chunk, source) for source in sources.get(taker, ())]
+                for reader in schedule[other][completed[other] : index]:
+                    waits[-1] += [(reader.chunk, source) for source in sources.get(reader, ())]
                 completed[other] = max(completed[other], index)
     return waits
 
 
 def _forward_lifetimes(
-    row: tuple[Action, ...], schedule: Schedule, takers: dict[Action, list[Action]]
+    row: tuple[Action, ...], schedule: Schedule, readers: dict[Action, list[Action]]
 ) -> list[list[SendKey]]:
     """For each action of a row, the sends that are received at least one action earlier, if all take equally long."""
     chunks = 1 + max((action.chunk for other in schedule for action in other), default=0)
     spans = simulate(schedule, [1.0] * chunks, [1.0] * chunks).spans
     start = {span.action: span.start_seconds for span in spans}
-    under_way: list[tuple[float, SendKey]] = []
+    pending: list[tuple[float, SendKey]] = []
     waits: list[list[SendKey]] = []
-    for own in row:
-        waits.append([message for taken, message in under_way if taken <= start[own] - 1])
-        under_way = [(taken, message) for taken, message in under_way if taken > start[own] - 1]
-        under_way += [(start[taker], (taker.chunk, own)) for taker in takers[own]]
+    for action in row:
+        waits.append([key for received, key in pending if received <= start[action] - 1])
+        pending = [(received, key) for received, key in pending if received > start[action] - 1]
+        pending += [(start[reader], (reader.chunk, action)) for reader in readers[action]]
     return waits

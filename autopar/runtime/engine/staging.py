@@ -37,7 +37,7 @@ class Staging:
         consumer = torch.cuda.current_stream(self.device)
         moved: dict[int, torch.Tensor] = {}  # a tensor of several microbatches is copied once
 
-        def there(leaf: Any) -> Any:
+        def to_device(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.device == self.device or leaf.is_meta:
                 return leaf
             if id(leaf) not in moved:
@@ -46,7 +46,7 @@ class Staging:
             return moved[id(leaf)]
 
         with torch.cuda.stream(self.stream):
-            inputs, targets = tree_map(there, (data.inputs, data.targets))
+            inputs, targets = tree_map(to_device, (data.inputs, data.targets))
         consumer.wait_stream(self.stream)
         yield replace(data, inputs=inputs, targets=targets)
         if moved:

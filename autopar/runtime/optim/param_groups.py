@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-RANK_LOCAL_KEYS = frozenset({"params", "param_names"})  # in a parameter group; everything else is an option
+RANK_LOCAL_KEYS = frozenset({"params", "param_names"})  # of a parameter group; all other keys are options
 
 
 def names_in_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The names of the parameters in each group."""
+    """Names of the parameters in each group."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
@@ -20,18 +20,18 @@ def names_in_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, t
 def options_by_name(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
 ) -> dict[str, dict[str, Any]]:
-    """The options of each parameter's group."""
+    """Options of each parameter's group, by the parameter's name."""
     groups = zip(optimizer.param_groups, names_in_groups(optimizer, parameters), strict=True)
     return {name: options_of(group) for group, names in groups for name in names}
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, as plain data."""
+    """Options of a parameter group, as plain data."""
     return plain_data({name: value for name, value in group.items() if name not in RANK_LOCAL_KEYS})
 
 
 def plain_data(value: Any) -> Any:
-    """The same without what a file of plain data cannot hold: numpy's numbers, and tensors on devices."""
+    """``value`` as plain data: numpy's numbers become Python's, and tensors become copies on the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu().clone()
     if isinstance(value, np.generic):

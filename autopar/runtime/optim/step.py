@@ -47,10 +47,10 @@ class Updater:
         if replicated:
             largest = max(bucket.longest_segment * bucket.num_segments * bucket.dtype.itemsize for bucket in buckets)
             ranks, replica = spec.replica_ranks, spec.place.replica
-            exchange = make_replica_collectives(transport, ranks, torch.device(spec.device), largest)
-            self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, exchange)
+            collectives = make_replica_collectives(transport, ranks, torch.device(spec.device), largest)
+            self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, collectives)
             if spec.owners:
-                self.zero_gather = ZeroParamGather(trainable, buckets, replica, exchange)
+                self.zero_gather = ZeroParamGather(trainable, buckets, replica, collectives)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
         made = rank_optimizer(spec, spec.optimizer, own, transport) if spec.optimizer else None
         # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.

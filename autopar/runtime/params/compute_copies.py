@@ -39,22 +39,22 @@ class ComputeParams:
 
     def copies_for(self, program: Program) -> Mapping[str, nn.Parameter]:
         """Copies that a program reads, by name of the weight."""
-        wanted = [weight for weight in program.weights if weight.master]
-        for weight in wanted:
+        mastered = [weight for weight in program.weights if weight.master]
+        for weight in mastered:
             if weight.name not in self.copies:
                 self.add(weight.name, getattr(torch, weight.dtype))
         if self.zero_gather is not None:
             self.masters_read |= any(not w.master and w.name in self.zero_gather.copies for w in program.weights)
-        return {weight.name: self.copies[weight.name] for weight in wanted}
+        return {weight.name: self.copies[weight.name] for weight in mastered}
 
     def add(self, name: str, dtype: torch.dtype) -> None:
         master = self.weights[name]
-        given = self.zero_gather.copies.get(name) if self.zero_gather is not None else None
-        if given is not None:
-            assert given.dtype == dtype, f"{name}: copies in {given.dtype} and {dtype}"
+        gathered = self.zero_gather.copies.get(name) if self.zero_gather is not None else None
+        if gathered is not None:
+            assert gathered.dtype == dtype, f"{name}: copies in {gathered.dtype} and {dtype}"
         else:
             self.local_copies.append(name)
-        tensor = given if given is not None else master.detach().to(dtype)
+        tensor = gathered if gathered is not None else master.detach().to(dtype)
         copy = self.copies[name] = nn.Parameter(tensor, master.requires_grad)
         if master.requires_grad:
             self.watch(name, copy)

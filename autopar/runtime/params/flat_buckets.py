@@ -90,12 +90,12 @@ def replica_owners(
         stages: weights of each stage, in the model's order.
         holders: stages that hold each weight.
     """
-    trained = [[weight for weight in own if weight.requires_grad] for own in stages]
-    tied = {w.name: aligned(w.numel) for own in trained for w in own if len(holders.get(w.name, ())) > 1}
+    trained = [[weight for weight in stage if weight.requires_grad] for stage in stages]
+    tied = {w.name: aligned(w.numel) for stage in trained for w in stage if len(holders.get(w.name, ())) > 1}
     owners = balanced(tied, num_owners, {})
-    for own in trained:
+    for stage in trained:
         total = [0] * num_owners
-        for group in grouped(own, num_owners):
+        for group in grouped(stage, num_owners):
             numel = {weight.name: aligned(weight.numel) for weight in group}
             owners |= balanced(numel, num_owners, owners, total)
             total = [a + b for a, b in zip(total, loads(numel, owners, num_owners), strict=True)]

@@ -33,9 +33,9 @@ class FullParams:
         self.owners = balanced({weight.name: weight.numel for weight in self.weights}, spec.mesh.tp, {})
         # Full parameters that this shard owns.
         self.full: dict[str, nn.Parameter] = {}
-        for name, own in self.parts.items():
+        for name, local in self.parts.items():
             if self.owners[name] == self.shard:
-                self.full[name] = nn.Parameter(own.new_zeros(whole_shape(own.shape, spec.layout(name), self.sizes)))
+                self.full[name] = nn.Parameter(local.new_zeros(whole_shape(local.shape, spec.layout(name), self.sizes)))
 
     def buckets(self) -> Iterator[tuple[int, list[str]]]:
         """Each owner with weights that travel together in this step. A gradient exists on all shards or on none."""
@@ -46,18 +46,18 @@ class FullParams:
 
     def gather(self) -> None:
         """Fill the full weights that this shard owns, and their gradients, where these exist."""
-        for own in self.full.values():
-            own.grad = None
+        for full in self.full.values():
+            full.grad = None
         for owner, names in self.buckets():
             tensors = [t for name in names for t in (self.parts[name].detach(), self.parts[name].grad)]
             flat = torch.cat([t.reshape(-1) for t in tensors if t is not None])
-            given = self.transport.start_gather(flat, self.spec.shard_ranks, self.spec.shard_ranks[owner])()
+            rows = self.transport.start_gather(flat, self.spec.shard_ranks, self.spec.shard_ranks[owner])()
             if owner == self.shard:
                 sizes = [self.parts[name].numel() for name in names for _ in range(2)]
-                by_shard = [own.split(sizes) for own in given]
+                by_shard = [row.split(sizes) for row in rows]
                 for i, name in enumerate(names):
-                    self.full[name].data.copy_(self.unshard(name, [own[2 * i] for own in by_shard]))
-                    self.full[name].grad = self.unshard(name, [own[2 * i + 1] for own in by_shard])
+                    self.full[name].data.copy_(self.unshard(name, [pieces[2 * i] for pieces in by_shard]))
+                    self.full[name].grad = self.unshard(name, [pieces[2 * i + 1] for pieces in by_shard])
 
     def unshard(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
         """Full tensor of all shards' flat parts, [numel] each."""
@@ -74,10 +74,10 @@ class FullParams:
                            for shard in range(self.spec.mesh.tp)]  # fmt: skip
             flat = self.parts[names[0]].new_empty(sum(sizes))
             self.transport.start_scatter(flat, updated, self.spec.shard_ranks, self.spec.shard_ranks[owner])()
-            for name, own in zip(names, flat.split(sizes), strict=True):
-                self.parts[name].data.copy_(own.view(self.parts[name].shape))
-        for own in self.full.values():
-            own.grad = None
+            for name, local in zip(names, flat.split(sizes), strict=True):
+                self.parts[name].data.copy_(local.view(self.parts[name].shape))
+        for full in self.full.values():
+            full.grad = None
 
     def local_part(self, name: str, shard: int) -> torch.Tensor:
         """Part of a shard of a full weight, flat."""

@@ -60,11 +60,11 @@ class GradBuffer:
         """Add the gradients of another leaf to a parameter's main grad too."""
         watching = ref(self)  # a strong reference would be a cycle: buffer, leaf, hook
 
-        def came(own: torch.Tensor) -> None:
+        def on_grad(param: torch.Tensor) -> None:
             if (gradients := watching()) is not None:
-                gradients.mark_ready(name, own)
+                gradients.mark_ready(name, param)
 
-        self.hooks.append(leaf.register_post_accumulate_grad_hook(came))
+        self.hooks.append(leaf.register_post_accumulate_grad_hook(on_grad))
 
     def main_grad_of(self, name: str) -> torch.Tensor | None:
         """Main grad of a weight, for a linear layer that adds to it.
@@ -80,8 +80,8 @@ class GradBuffer:
 
     def close(self) -> None:
         """Unregister the main grads, and stop watching."""
-        for lent in self.main_grads.values():
-            wgrad_accumulation.unregister(lent.tensor)
+        for main_grad in self.main_grads.values():
+            wgrad_accumulation.unregister(main_grad.tensor)
         for hook in self.hooks:
             hook.remove()
         self.main_grads.clear()
@@ -104,11 +104,11 @@ class GradBuffer:
 
     def flush(self) -> None:
         """After a backward: add the gradients of buckets that it did not fill, and deferred ones."""
-        came = [index for index, noted in enumerate(self.ready) if noted]
-        for index in came:
+        ready = [index for index, entries in enumerate(self.ready) if entries]
+        for index in ready:
             if self.flush_eagerly or not self.is_small(index):
                 self.flush_buckets([index])
-        if later := [index for index in came if self.ready[index]]:
+        if later := [index for index in ready if self.ready[index]]:
             self.flush_buckets(later)
 
     def flat(self, index: int) -> torch.Tensor:
@@ -123,13 +123,13 @@ class GradBuffer:
 
     def flush_buckets(self, indices: Sequence[int]) -> None:
         """Add the ready gradients of buckets to their main grads, in a few calls for any number of gradients."""
-        came = [noted for index in indices for noted in self.ready[index]]
+        ready = [entry for index in indices for entry in self.ready[index]]
         for index in indices:
             self.ready[index] = []
             self.flat(index)
-        moving = [(name, leaf) for name, leaf in came if leaf is not None]
-        gradients = {name: leaf.grad for name, leaf in moving if leaf.grad is not None}
-        assert len(gradients) == len(moving), "a gradient came twice in one backward"
+        unsummed = [(name, leaf) for name, leaf in ready if leaf is not None]
+        gradients = {name: leaf.grad for name, leaf in unsummed if leaf.grad is not None}
+        assert len(gradients) == len(unsummed), "a gradient came twice in one backward"
         alike: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
         for name, gradient in gradients.items():
             alike[self.views[name].dtype, gradient.dtype].append(name)
@@ -139,10 +139,10 @@ class GradBuffer:
                 torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
             if len(first) < len(names):
                 self.add(dtype, {name: gradients[name] for name in names if name in self.accumulated})
-        for _, leaf in moving:
+        for _, leaf in unsummed:
             leaf.grad = None
         self.accumulated |= gradients.keys()
-        self.on_accumulated(tuple(name for name, _ in came))
+        self.on_accumulated(tuple(name for name, _ in ready))
 
     def add(self, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
         """Add gradients of one dtype to their main grads.
@@ -151,13 +151,13 @@ class GradBuffer:
         between dtypes in one kernel. So low-precision gradients are widened together and then added. On GPUs a kernel
         of ours adds large ones directly.
         """
-        together = dict(gradients)
+        batched = dict(gradients)
         if dtype != torch.float32:
             for name in [name for name, gradient in gradients.items() if has_kernel(self.views[name], gradient)]:
-                add_by_kernel(self.views[name], together.pop(name))
-        if not together:
+                add_by_kernel(self.views[name], batched.pop(name))
+        if not batched:
             return
-        sums, added = [self.views[name] for name in together], list(together.values())
+        sums, added = [self.views[name] for name in batched], list(batched.values())
         if dtype != sums[0].dtype:
             wide = [torch.empty_like(view) for view in sums]
             torch._foreach_copy_(wide, added)
@@ -193,11 +193,11 @@ class GradBuffer:
     def clear(self) -> None:
         """Drop all main grads; their memory stays."""
         self.accumulated.clear()
-        for came in self.ready:
-            for _, leaf in came:
+        for entries in self.ready:
+            for _, leaf in entries:
                 if leaf is not None:
                     leaf.grad = None
-            came.clear()
+            entries.clear()
 
     @property
     def num_bytes(self) -> int:

@@ -26,21 +26,21 @@ class GradReducer:
 
     def __init__(
         self,
-        gradients: GradBuffer,
+        grad_buffer: GradBuffer,
         ranks: Sequence[int],
         replica: int,
         flags: FlagChannel,
-        exchange: ReplicaCollectives,
+        collectives: ReplicaCollectives,
     ) -> None:
         """Reduce main grads over ``ranks``, the replicas in order; this one is number ``replica``."""
-        self.gradients, self.ranks, self.replica = gradients, tuple(ranks), replica
-        self.flags, self.exchange = flags, exchange
+        self.grad_buffer, self.ranks, self.replica = grad_buffer, tuple(ranks), replica
+        self.flags, self.collectives = flags, collectives
         self.reset()
-        gradients.on_accumulated = self.start_ready_buckets
+        grad_buffer.on_accumulated = self.start_ready_buckets
 
     def reset(self) -> None:
-        self.gradients.flush_eagerly = False
-        self.missing = [set(bucket.names) for bucket in self.gradients.buckets]
+        self.grad_buffer.flush_eagerly = False
+        self.missing = [set(bucket.names) for bucket in self.grad_buffer.buckets]
         self.complete: set[str] = set()
         self.started: list[SendHandle] = []
 
@@ -51,48 +51,50 @@ class GradReducer:
 
     def enable_sync(self, names: Collection[str]) -> None:
         """The next gradients of these weights are their last before the update: they complete their buckets."""
-        self.gradients.flush_eagerly = True
+        self.grad_buffer.flush_eagerly = True
         self.complete |= {*names}
 
     def start_ready_buckets(self, names: Sequence[str]) -> None:
         """Note complete gradients, and start every complete bucket, in order."""
         for name in names:
             if name in self.complete:
-                self.missing[self.gradients.bucket_of[name]].discard(name)
+                self.missing[self.grad_buffer.bucket_of[name]].discard(name)
         while len(self.started) < len(self.missing) and not self.missing[len(self.started)]:
             self.start(len(self.started))
 
     def start(self, index: int) -> None:
         """Start the reduction of a bucket, in place."""
-        bucket, flat = self.gradients.buckets[index], self.gradients.with_zeros_for_missing(index)
-        alone = bucket.num_segments == 1
-        self.started.append(self.exchange.sum(flat) if alone else self.exchange.reduce_scatter(flat, bucket))
+        bucket, flat = self.grad_buffer.buckets[index], self.grad_buffer.with_zeros_for_missing(index)
+        is_replicated = bucket.num_segments == 1
+        self.started.append(
+            self.collectives.sum(flat) if is_replicated else self.collectives.reduce_scatter(flat, bucket)
+        )
 
     def flush_remaining(self) -> None:
         """After the last backward: start the buckets that wait for missing gradients.
 
         This precedes all other collectives, so that all replicas call in one order.
         """
-        self.gradients.absorb_param_grads()
+        self.grad_buffer.absorb_param_grads()
         while len(self.started) < len(self.missing):
             self.start(len(self.started))
 
     def finish(self) -> None:
         """Finish, and attach the summed gradients to the parameters; under ZeRO-1 to those that this replica owns."""
-        gradients = self.gradients
+        grads = self.grad_buffer
         self.flush_remaining()
-        present = [name in gradients.accumulated for name in gradients.bucket_of]
+        present = [name in grads.accumulated for name in grads.bucket_of]
         counts = self.flags.sum_flags(present, self.ranks)
-        exists = dict(zip(gradients.bucket_of, counts, strict=True))
-        for delivery in self.started:
-            delivery()
-        gradients.accumulated = {
+        exists = dict(zip(grads.bucket_of, counts, strict=True))
+        for wait in self.started:
+            wait()
+        grads.accumulated = {
             name
-            for bucket in gradients.buckets
+            for bucket in grads.buckets
             for name in (bucket.names if bucket.num_segments == 1 else bucket.names_of(self.replica))
             if exists[name]
         }
-        gradients.attach_to_params()
+        grads.attach_to_params()
         self.reset()
 
 
@@ -114,7 +116,7 @@ def sum_gradients(
 
 
 def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor with all elements, each tensor's in the memory order of its counterpart in ``like``.
+    """Flat tensor of all elements, each tensor in the memory order of its counterpart in ``like``.
 
     A single tensor that is in that order already is not copied.
     """

@@ -27,9 +27,9 @@ class ZeroParamGather:
     """All-gathers a rank's trainable weights into flat memory that programs read.
 
     An update changes a weight on its owner only. The next step all-gathers the weights that its programs read, bucket
-    by bucket in the order of a forward. Where programs read low-precision copies, owners make the copies, and only these
-    are gathered. Float32 masters of other owners are stale from then on, and without memory during training, until
-    `gather_masters` brings them. All replicas make the same calls.
+    by bucket in the order of a forward. Where programs read low-precision copies, owners make the copies, and only
+    these are gathered. Float32 masters of other owners are stale from then on, and without memory during training,
+    until `gather_masters` brings them. All replicas make the same calls.
     """
 
     def __init__(
@@ -37,11 +37,11 @@ class ZeroParamGather:
         parameters: Mapping[str, nn.Parameter],
         buckets: Sequence[FlatBucket],
         replica: int,
-        exchange: ReplicaCollectives,
+        collectives: ReplicaCollectives,
     ) -> None:
         """Move parameters that programs read into their bucket's memory; all replicas hold equal weights."""
         self.parameters, self.buckets = parameters, tuple(buckets)
-        self.replica, self.exchange = replica, exchange
+        self.replica, self.collectives = replica, collectives
         self.flats: list[torch.Tensor] = []
         self.copies: dict[str, torch.Tensor] = {}
         self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
@@ -97,9 +97,9 @@ class ZeroParamGather:
         if self.gathered and not always:
             return
         self.num_started = 0
-        for number, own in enumerate(reversed(self.owned_params), start=1):
-            if own:
-                torch._foreach_copy_([self.copies[n] for n in own], [self.parameters[n].detach() for n in own])
+        for number, owned in enumerate(reversed(self.owned_params), start=1):
+            if owned:
+                torch._foreach_copy_([self.copies[n] for n in owned], [self.parameters[n].detach() for n in owned])
             self.prefetch(min(number, PREFETCH_BUCKETS))  # the first buckets travel while the others are copied
         self.gathered = True
 
@@ -107,7 +107,7 @@ class ZeroParamGather:
         """Start the all-gather of the first ``count`` buckets in the order of a forward, if it is due."""
         for number in range(self.num_started, min(count, len(self.buckets))):
             index = len(self.buckets) - 1 - number
-            self.pending[index] = self.exchange.all_gather(self.flats[index], self.buckets[index])
+            self.pending[index] = self.collectives.all_gather(self.flats[index], self.buckets[index])
             self.num_started = number + 1
 
     def wait_for(self, index: int) -> None:
@@ -147,7 +147,7 @@ class ZeroParamGather:
                 views = bucket.views(flat, self.like)
                 if owned:
                     torch._foreach_copy_([views[n] for n in owned], [self.parameters[n].detach() for n in owned])
-            self.exchange.all_gather(flat, bucket)()
+            self.collectives.all_gather(flat, bucket)()
             if bucket.copy_dtype is not None and remote:
                 torch._foreach_copy_([self.parameters[n].detach() for n in remote], [views[n] for n in remote])
         self.masters_gathered = True
@@ -155,5 +155,5 @@ class ZeroParamGather:
     @property
     def num_bytes(self) -> int:
         """Bytes in addition to the weights: copies and padding."""
-        own = sum(self.parameters[n].nbytes for n in self.bucket_of if n not in self.copies)
-        return sum(flat.nbytes for flat in self.flats) - own
+        weights = sum(self.parameters[n].nbytes for n in self.bucket_of if n not in self.copies)
+        return sum(flat.nbytes for flat in self.flats) - weights
