@@ -268,7 +268,7 @@ class RankStats:
     on a GPU it is late by some 10 µs.
     """
 
-    timings: tuple[ActionTiming, ...]
+    spans: tuple[ActionTiming, ...]
     peak_bytes: int
     optimizer_bytes: int
     started_ns: int = 0

@@ -33,7 +33,7 @@ class StepSpans:
 
     @staticmethod
     def of(stats: Mapping[int, RankStats]) -> StepSpans:
-        return StepSpans({r: s.timings for r, s in stats.items()}, {r: s.started_ns for r, s in stats.items()})
+        return StepSpans({r: s.spans for r, s in stats.items()}, {r: s.started_ns for r, s in stats.items()})
 
 
 @dataclass(frozen=True)
