@@ -273,7 +273,8 @@ class Dispatcher:
         kinds, all_shapes = (kind,), (shapes,)
         if self.agreement is not None:
             kinds, all_shapes = self.agreement.kinds, self.agreement.shapes
-        arguments = {r: (replace(own, kind=kinds, shapes=all_shapes),) for r, own in rank_requests.items()}
+        agreed = {"signature": kinds, "shape_signature": all_shapes}
+        arguments = {rank: (replace(own, **agreed),) for rank, own in rank_requests.items()}
         results = self.call(request.command, arguments)
         if partition.has_random_ops:
             self.num_drawn += request.call.batch * self.data_size

@@ -29,7 +29,7 @@ from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.devices import Machine
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
-from autopar.runtime.spec import LazyMetrics, RankSpec, RankStats, StepNumbers, StepOutcome, UpdateResult
+from autopar.runtime.spec import LazyMetrics, RankSpec, RankStats, RankStepResult, StepNumbers, UpdateResult
 from autopar.sharding.tensors import assembled, summed_gradients
 from autopar.trace.call import as_call
 from autopar.trace.passes.counter_rng import RNG_COUNTERS
@@ -183,7 +183,7 @@ class ParallelModel:
         while len(self._unread) >= MAX_STEPS_IN_FLIGHT:
             _ = self._unread.popleft().figures
         request = self._training_request(command, x, y, return_outputs, share)
-        results: dict[int, StepOutcome]
+        results: dict[int, RankStepResult]
         results, outputs = self._dispatcher.carry_out(request)
         seconds, step = self._ranks.call_seconds, self.num_updates
         if command == "train_step":

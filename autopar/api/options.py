@@ -10,7 +10,7 @@ from typing import Any, Protocol, get_args, runtime_checkable
 from autopar.errors import UsageError, suggest
 from autopar.ir.hardware import ExecutionMode
 from autopar.ir.plan_constraints import PlanConstraints, check_choice, check_positive, check_switch
-from autopar.runtime.comm.transport import TransportName
+from autopar.runtime.comm.protocols import TransportName
 
 BYTE_UNITS: Mapping[str, int] = {
     "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,

@@ -1,4 +1,4 @@
-"""What runs on a rank: weights, programs, steps, the optimizer."""
+"""One rank of a mesh: its weights, programs, steps, optimizer and state."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from autopar.ir.layout import REPLICATED
 from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
 from autopar.ops.collectives import on
+from autopar.runtime.checkpoint.deferred import CheckpointModule, import_checkpoint
 from autopar.runtime.checkpoint.rank_state import OptionChange
+from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.comm.symmetric_p2p import reserved_bytes
-from autopar.runtime.comm.transport import Transport
 from autopar.runtime.engine.cuda_graph import CudaGraphCache
-from autopar.runtime.engine.executor import BoundStep, Chunk
+from autopar.runtime.engine.executor import BoundStep, ChunkModule
 from autopar.runtime.engine.loss import in_autocast
-from autopar.runtime.engine.metrics import numbers_of
+from autopar.runtime.engine.metrics import step_numbers
 from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.engine.staging import Staging
 from autopar.runtime.engine.timer import Stopwatch
@@ -33,7 +34,7 @@ from autopar.runtime.memory.peaks import TensorPeak, peak_resident_bytes, reside
 from autopar.runtime.optim.ema import Average
 from autopar.runtime.optim.step import Updater
 from autopar.runtime.params.compute_copies import ComputeParams
-from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, StepOutcome, StepRequest, UpdateResult
+from autopar.runtime.spec import DeviceStepResult, RankSpec, RankStats, RankStepResult, StepRequest, UpdateResult
 from autopar.schedule.generate import generate
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 
@@ -41,11 +42,7 @@ NO_AXES: Mapping[str, str] = MappingProxyType({})
 
 
 class Rank:
-    """Holds one rank's part of the model and runs its part of every step.
-
-    Checkpoints are imported where they are needed: torch.distributed.checkpoint took 0.7 of the 2.8 s of a worker's
-    imports.
-    """
+    """Holds one rank's part of the model and runs its part of every step."""
 
     def __init__(
         self,
@@ -53,19 +50,21 @@ class Rank:
         tensors: Mapping[str, torch.Tensor],
         transport: Transport,
         axes: Mapping[str, str] = NO_AXES,
+        checkpoint: Callable[[], CheckpointModule] = import_checkpoint,
     ) -> None:
-        """Take ``tensors``, this rank's parts of its weights by name: the caller gives them away.
+        """Take ownership of ``tensors``, this rank's parts of its weights by name.
 
         Args:
-            axes: for each mesh axis the key of its communicator in `autopar.ops.collectives`.
+            axes: key in `autopar.ops.collectives` of each mesh axis's communicator.
+            checkpoint: imports the module that saves and loads checkpoints.
         """
         if torch.device(spec.device).type == "cuda":
             let_segments_grow()
-        self.spec, self.axes = spec, axes
-        self.transport = self.flag_recorder = FlagRecorder(transport)
+        self.spec, self.axes, self.checkpoint = spec, axes, checkpoint
+        self.transport, self.flag_recorder = transport, FlagRecorder(transport)
         self.place, self.mesh = spec.place, spec.mesh
         self.device = torch.device(spec.device)
-        # A stream of its own, because a graph cannot be captured on the default one.
+        # Not the default stream, on which a CUDA graph cannot be captured.
         self.stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self.weights: dict[str, torch.Tensor] = {}
         for weight in spec.weights:
@@ -74,22 +73,21 @@ class Rank:
             is_parameter = weight.kind == "parameter"
             self.weights[weight.name] = nn.Parameter(tensor, weight.requires_grad) if is_parameter else tensor
         self.trainable = {w.name: self.parameter(w.name) for w in spec.weights if w.requires_grad}
-        self.updater = Updater(spec, self.trainable, self.transport)
+        self.updater = Updater(spec, self.trainable, transport, self.flag_recorder)
         ema = spec.recipe.ema
         self.ema = Average(ema, self.weights, {w.name: w for w in spec.weights}) if ema else None
-        self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages stand in for them
+        self.saved_weights: dict[str, torch.Tensor] | None = None  # weights, while averages are in their place
         self.compute_params = ComputeParams(self.weights, self.updater.grad_buffer.watch, self.updater.zero_gather)
-        self.chunks: dict[int, tuple[Chunk, ...]] = {}
-        self.bound: dict[tuple, BoundStep] = {}
+        self.chunks: dict[int, tuple[ChunkModule, ...]] = {}
+        self.bound_steps: dict[tuple, BoundStep] = {}
         self.current_step: BoundStep | None = None
         self.stopwatch, self.staging = Stopwatch(self.device), Staging(self.device)
         self.graphs = CudaGraphCache(self) if self.stream is not None and spec.cuda_graph else None
-        self.has_pending_grads = (
-            False  # whether a call has left gradients for the next update, on this rank or another one
-        )
+        # Whether a call has left gradients for the next update, on this rank or another one.
+        self.has_pending_grads = False
         self.buffers_diverged = False  # whether training has changed buffers, differently on each replica
         self.data_bytes = 0
-        # Libraries are not the model's: torch.optim alone imports over 100 MB.
+        # Memory of libraries is not the model's: torch.optim alone imports over 100 MB.
         self.base_bytes = resident_bytes() - sum(t.nbytes for t in self.weights.values())
 
     def parameter(self, name: str) -> nn.Parameter:
@@ -104,7 +102,7 @@ class Rank:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Around every command: on a GPU it runs in the rank's stream, after and before what the caller runs."""
+        """Context of every command: on a GPU the rank's stream, ordered after and before the caller's stream."""
         if self.stream is None:
             yield
             return
@@ -117,46 +115,52 @@ class Rank:
             outside.wait_stream(self.stream)
 
     def is_busy(self) -> bool:
-        """Whether the GPU has still to do what it was told."""
+        """Whether the rank's stream has unfinished work."""
         return self.stream is not None and not self.stream.query()
 
     # -- programs ----------------------------------------------------------------------------------------------
 
     def add_programs(self, key: int, programs: Sequence[Program], constants: Mapping[str, torch.Tensor]) -> None:
-        """Build a program for each chunk of this rank, under a number that steps will name; ``constants`` are those
-        they read.
+        """Build the module of each chunk's program; steps refer to them by ``key``.
 
-        The ranks of an axis add equal programs in one order, and their collectives get memory here: the hosts meet.
+        Allocates the symmetric memory of their collectives, for which the hosts of an axis meet. So the ranks of an
+        axis add equal programs in the same order.
+
+        Args:
+            constants: tensors that the programs read, by name.
         """
         for axis, name in self.axes.items():
             communicator = on(name)
             ops = [op for program in programs for op in program.ops]
-            asked = [num for op in ops for num in symmetric_buffer_bytes(op, axis, communicator.ranks)]
-            if asked:
-                communicator.reserve(max(asked))
-        held = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
-        copies, sums = self.compute_params, self.updater.grad_buffer.main_grad_of
+            buffer_bytes = [num for op in ops for num in symmetric_buffer_bytes(op, axis, communicator.ranks)]
+            if buffer_bytes:
+                communicator.reserve(max(buffer_bytes))
+        tensors = self.weights | {name: tensor.to(self.device) for name, tensor in constants.items()}
+        copies, main_grad_of = self.compute_params, self.updater.grad_buffer.main_grad_of
 
-        def chunk(program: Program) -> Chunk:
-            weights = {**held, **copies.read_by(program)}
-            return Chunk(program, self.spec.build(program, weights, self.device, self.axes, copies.waits, sums))
+        def chunk(program: Program) -> ChunkModule:
+            weights = {**tensors, **copies.copies_for(program)}
+            return ChunkModule(
+                program, self.spec.build(program, weights, self.device, self.axes, copies.waits, main_grad_of)
+            )
 
         self.chunks[key] = tuple(map(chunk, programs))
 
-    def step(self, work: StepRequest) -> BoundStep:
-        """The bound schedule for a step, made at its first use."""
-        # Ranks bind together, and so by what all of them know: one that has no new program may have a peer that has.
-        key = (work.schedule, work.programs, work.training and work.shapes)
-        if key not in self.bound:
-            schedule = generate(work.schedule, self.mesh.pp, len(work.programs), self.spec.chunks)
-            loss_fn = self.loss_fn() if self.is_last_stage and work.training else None
-            chunks = [self.chunks[k] for k in work.programs]
-            step = self.bound[key] = BoundStep(
-                schedule, self.place.stage, self.spec.pipeline, chunks, self.transport, self.device, loss_fn,
-                work.training,
+    def bound_step(self, request: StepRequest) -> BoundStep:
+        """Bound schedule of a step; bound at its first use."""
+        # Ranks bind together, so the key holds only what all ranks know: a rank without a new program may have a peer
+        # with one.
+        key = (request.schedule, request.programs, request.training and request.shape_signature)
+        if key not in self.bound_steps:
+            schedule = generate(request.schedule, self.mesh.pp, len(request.programs), self.spec.chunks)
+            loss_fn = self.loss_fn() if self.is_last_stage and request.training else None
+            chunks = [self.chunks[k] for k in request.programs]
+            step = self.bound_steps[key] = BoundStep(
+                schedule, self.place.stage, self.spec.pipeline_ranks, chunks, self.transport, self.flag_recorder,
+                self.device, loss_fn, request.training,
             )  # fmt: skip
             step.after_backward = self.updater.grad_buffer.flush
-        return self.bound[key]
+        return self.bound_steps[key]
 
     def loss_fn(self) -> Callable[[Any, Any], torch.Tensor]:
         if self.spec.autocast is None:
@@ -165,100 +169,100 @@ class Rank:
 
     # -- steps -------------------------------------------------------------------------------------------------
 
-    def forward(self, work: StepRequest) -> list[list[Any]]:
+    def forward(self, request: StepRequest) -> list[list[Any]]:
         """Flattened outputs per microbatch; empty lists except where they are kept."""
-        self.share_buffers(work.mode)
-        if not work.programs:  # fewer samples than replicas, which gather weights together nevertheless
+        self.broadcast_buffers(request.mode)
+        if not request.programs:  # fewer samples than replicas: this one only takes part in gathering weights
             self.compute_params.refresh()
             self.compute_params.wait()
             return []
-        with self.staging.staged(work.data) as data:
-            return self.execute(replace(work, data=data), update_follows=False).outputs
+        with self.staging.staged(request.data) as data:
+            return self.execute(replace(request, data=data), update_follows=False).outputs
 
     def release_masters(self) -> None:
-        """Before a training step, give up the memory of masters that it does not read; averages read all after each."""
+        """Before a training step, free masters that it does not read; with averages, which read all, keep them."""
         if self.ema is None:
             self.compute_params.free_remote_masters()
 
-    def forward_backward(self, work: StepRequest) -> StepOutcome:
+    def forward_backward(self, request: StepRequest) -> RankStepResult:
         """Accumulate gradients."""
         self.release_masters()
         self.has_pending_grads = True
         start = self.stopwatch.mark()
-        self.share_buffers(work.mode)
-        with self.staging.staged(work.data) as data:
-            step = self.execute(replace(work, data=data), update_follows=False)
-        losses = self.summed_losses(step, len(work.programs))
-        return StepOutcome(numbers_of(losses, None, start, self.stopwatch), step.outputs)
+        self.broadcast_buffers(request.mode)
+        with self.staging.staged(request.data) as data:
+            step = self.execute(replace(request, data=data), update_follows=False)
+        losses = self.sum_losses(step, len(request.programs))
+        return RankStepResult(step_numbers(losses, None, start, self.stopwatch), step.outputs)
 
-    def train_step(self, work: StepRequest) -> StepOutcome:
-        """Gradients and an update: what earlier calls accumulated is part of it."""
+    def train_step(self, request: StepRequest) -> RankStepResult:
+        """Gradients and an update, which includes gradients that earlier calls accumulated."""
         self.release_masters()
         start = self.stopwatch.mark()
-        self.share_buffers(work.mode)
-        with self.staging.staged(work.data) as data:
-            computed, update = self.updated_by(replace(work, data=data))
-        return StepOutcome(numbers_of(computed.losses, update, start, self.stopwatch), computed.outputs)
+        self.broadcast_buffers(request.mode)
+        with self.staging.staged(request.data) as data:
+            computed, update = self.compute_and_update(replace(request, data=data))
+        return RankStepResult(step_numbers(computed.losses, update, start, self.stopwatch), computed.outputs)
 
-    def updated_by(self, work: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
-        """A training step; what became of the update where the host knows it already, else the norm on the device."""
+    def compute_and_update(self, request: StepRequest) -> tuple[DeviceStepResult, UpdateResult | torch.Tensor]:
+        """Run a training step and its update; returns the update's result where the host knows it, else the norm."""
         if self.updater.scaler is not None:
-            step = self.execute(work, update_follows=True)
-            losses = self.summed_losses(step, len(work.programs))
-            result = self.optimizer_step(work.num_updates)
+            step = self.execute(request, update_follows=True)
+            losses = self.sum_losses(step, len(request.programs))
+            result = self.optimizer_step(request.num_updates)
             return DeviceStepResult(losses, losses.new_tensor(result.grad_norm), step.outputs, updated=True), result
-        computed = self.graphs.run(work) if self.graphs is not None else self.compute(work)
+        computed = self.graphs.run(request) if self.graphs is not None else self.compute(request)
         if not computed.updated:
             self.updater.update(computed.norm)
-        self.updated(work.num_updates)
+        self.after_update(request.num_updates)
         return computed, computed.norm
 
-    def compute(self, work: StepRequest) -> DeviceStepResult:
-        """A training step up to the update, without a wait of the host for the device."""
-        step = self.execute(work, update_follows=True)
+    def compute(self, request: StepRequest) -> DeviceStepResult:
+        """A training step up to the update; the host does not wait for the device."""
+        step = self.execute(request, update_follows=True)
         return DeviceStepResult(
-            self.summed_losses(step, len(work.programs)), self.updater.finish_gradients(), step.outputs
+            self.sum_losses(step, len(request.programs)), self.updater.finish_gradients(), step.outputs
         )
 
-    def summed_losses(self, step: BoundStep, count: int) -> torch.Tensor:
-        """The losses of all microbatches of all replicas, on every rank; ``count`` are a replica's."""
+    def sum_losses(self, step: BoundStep, count: int) -> torch.Tensor:
+        """Losses of all microbatches of all replicas, [dp * count], on every rank; ``count`` per replica."""
         replica = self.place.replica
         losses = torch.zeros(self.mesh.dp * count, dtype=torch.float64, device=self.device)
         if self.is_last_stage and self.place.shard == 0:
-            own = torch.stack([loss for loss in step.losses if loss is not None]).flatten()
-            losses[replica * count : (replica + 1) * count] += own
+            local = torch.stack([loss for loss in step.losses if loss is not None]).flatten()
+            losses[replica * count : (replica + 1) * count] += local
         if self.mesh.devices > 1:
             self.transport.start_sum(losses, range(self.mesh.devices))()
         return losses
 
     def abandon_step(self) -> None:
-        """Leave nothing of a step that raised."""
-        self.bound.clear()
-        self.compute_params.forget()
+        """Drop everything of a step that raised."""
+        self.bound_steps.clear()
+        self.compute_params.invalidate()
         self.updater.abandon()
 
-    def execute(self, work: StepRequest, update_follows: bool) -> BoundStep:
-        self.current_step = self.step(work)
+    def execute(self, request: StepRequest, update_follows: bool) -> BoundStep:
+        self.current_step = self.bound_step(request)
         self.current_step.loss_scale = self.updater.loss_scale
         self.compute_params.refresh(always=update_follows)
-        if work.training:
+        if request.training:
             self.updater.grad_buffer.detach_from_params()
         if update_follows:
-            self.updater.set_used_params([name for names in self.current_step.completed.values() for name in names])
-        given = leaves((work.data.inputs, work.data.targets))
-        self.data_bytes = sum(t.nbytes for t in given if isinstance(t, torch.Tensor))
-        self.current_step.run(work.data, work.keep_outputs, self.updater.enable_sync if update_follows else None)
+            self.updater.set_used_params(self.current_step.trained_weights)
+        batch = leaves((request.data.inputs, request.data.targets))
+        self.data_bytes = sum(t.nbytes for t in batch if isinstance(t, torch.Tensor))
+        self.current_step.run(request.data, request.keep_outputs, self.updater.enable_sync if update_follows else None)
         if update_follows:
             self.updater.flush_remaining()
         self.compute_params.wait()
-        if work.training and not update_follows:
+        if request.training and not update_follows:
             self.updater.grad_buffer.attach_to_params()
         return self.current_step
 
-    def share_buffers(self, mode: Mode) -> None:
-        """Before an evaluation, take over the first replica's buffers if training has changed any.
+    def broadcast_buffers(self, mode: Mode) -> None:
+        """Before an evaluation, broadcast the first replica's buffers if training has changed any.
 
-        Each replica trains with the statistics of its own samples; what is evaluated is the model that `state` shows.
+        In training, each replica's buffers follow its own samples. An evaluation runs the model that `state` returns.
         """
         if mode == "eval" and self.buffers_diverged and self.mesh.dp > 1:
             programs = [c.program for chunks in self.chunks.values() for c in chunks if c.program.mode == "train"]
@@ -266,24 +270,24 @@ class Rank:
             for name in sorted(changed & self.weights.keys()):
                 tensor = self.weights[name].detach()
                 raw = tensor.reshape(-1).view(torch.uint8)  # Gloo moves no booleans
-                self.transport.start_broadcast(raw, self.spec.replicas, self.spec.replicas[0])()
+                self.transport.start_broadcast(raw, self.spec.replica_ranks, self.spec.replica_ranks[0])()
                 tensor.copy_(raw.view(tensor.dtype).view(tensor.shape))
         self.buffers_diverged = mode == "train"
 
     def optimizer_step(self, num_updates: int) -> UpdateResult:
-        """As `Updater.step`; averages follow. ``num_updates`` is how many updates there were before."""
+        """As `Updater.step`, and update averages; ``num_updates`` is the number of updates before this one."""
         self.has_pending_grads = False
         result = self.updater.step()
         if not result.skipped:
-            self.updated(num_updates)
+            self.after_update(num_updates)
         return result
 
-    def updated(self, num_updates: int) -> None:
-        """The weights have changed, each on the replica that updates it; averages follow."""
+    def after_update(self, num_updates: int) -> None:
+        """After weights have changed, each on the replica that updates it: invalidate copies, update averages."""
         self.has_pending_grads = False
         if self.updater.zero_gather is not None:
-            self.updater.zero_gather.updated()
-        self.compute_params.forget()
+            self.updater.zero_gather.mark_updated()
+        self.compute_params.invalidate()
         if self.ema is not None:
             self.gather_weights()
             self.ema.update(num_updates + 1)
@@ -305,26 +309,26 @@ class Rank:
     # -- state -------------------------------------------------------------------------------------------------
 
     def gather_weights(self) -> None:
-        """Bring all weights as they are stored up to date; every replica makes the call."""
+        """All-gather the stored weights under ZeRO-1; all replicas call."""
         if self.updater.zero_gather is not None:
             self.updater.zero_gather.gather_masters()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Copies on CPU of this rank's parts of the weights, each part from one rank of the mesh only."""
+        """CPU copies of this rank's parts of the weights; each part comes from one rank of the mesh."""
         self.gather_weights()
         if self.place.replica != 0:
             return {}
-        return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.first_copy(n)}
+        return {n: t.detach().cpu().clone() for n, t in self.weights.items() if self.spec.has_first_copy(n)}
 
     def ema_state(self) -> dict[str, torch.Tensor]:
-        """Copies on CPU of the averages of what `state` gives."""
+        """CPU copies of the averages of the weights that `state` returns."""
         assert self.ema is not None
         if self.place.replica != 0:
             return {}
-        return {n: t.cpu().clone() for n, t in self.ema.tensors().items() if self.spec.first_copy(n)}
+        return {n: t.cpu().clone() for n, t in self.ema.tensors().items() if self.spec.has_first_copy(n)}
 
     def swap_ema(self, averages: bool) -> None:
-        """Put the averages in the place of the weights, or the weights back."""
+        """Put the averages in the place of the weights, or restore the weights."""
         assert self.ema is not None and averages == (self.saved_weights is None)
         if self.saved_weights is None:
             tensors = self.ema.tensors()
@@ -334,44 +338,41 @@ class Rank:
         else:
             self.load(self.saved_weights)
             self.saved_weights = None
-        self.buffers_diverged = True  # replicas average, and have, buffers of their own
+        self.buffers_diverged = True  # each replica has its own buffers and averages of them
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Overwrite the weights named with this rank's parts of them; all replicas do so alike."""
+        """Overwrite the named weights with this rank's parts of them; all replicas load equal parts."""
         self.gather_weights()
         with torch.no_grad():
             for name, tensor in tensors.items():
                 self.weights[name].copy_(tensor)
-        self.compute_params.forget()
+        self.compute_params.invalidate()
 
     def save_checkpoint(self, folder: str, header: Header) -> CheckpointError | None:
-        """Write this rank's share of a checkpoint; why there is none, on any rank."""
-        from autopar.runtime.checkpoint import save_load as checkpoint
-
+        """Write this rank's share of a checkpoint; returns the error if it failed on any rank."""
         self.gather_weights()
-        return checkpoint.save(self, folder, header)
+        return self.checkpoint().save(self, folder, header)
 
     def inspect_checkpoint(self, folder: str) -> Header | CheckpointError:
-        """The header of a checkpoint that this rank can read."""
-        from autopar.runtime.checkpoint import save_load as checkpoint
-
-        return checkpoint.inspect(folder)
+        """Header of a checkpoint that this rank can read, or the error."""
+        return self.checkpoint().inspect(folder)
 
     def load_checkpoint(self, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
-        """Take over a checkpoint, and what it changed of the optimizer's options; or why it was not, on any rank."""
-        from autopar.runtime.checkpoint import save_load as checkpoint
-
+        """Load a checkpoint; returns the changed optimizer options, or the error if it failed on any rank."""
         if self.graphs is not None:
-            self.graphs.forget()  # the optimizer gets other tensors
+            self.graphs.forget()  # the optimizer's tensors are replaced
         self.has_pending_grads = False
-        self.gather_weights()  # into whose memory it is read
-        return checkpoint.load(self, folder, header)
+        self.gather_weights()  # allocates the memory that the checkpoint is read into
+        result = self.checkpoint().load(self, folder, header)
+        if not isinstance(result, CheckpointError):
+            self.buffers_diverged = False  # all replicas have the first one's buffers now
+        return result
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Copies on CPU of this rank's own gradients.
+        """CPU copies of this rank's local gradients.
 
-        The whole ones are their sums over replicas, tied stages and, where each shard's is a summand, shards. Of equal
-        gradients of several shards only the first is given.
+        The whole gradients are their sums over replicas, tied stages and, where the gradient is partial, shards. If
+        several shards have equal gradients, only the first shard returns them.
         """
         return {
             name: p.grad.detach().cpu() / self.updater.loss_scale
@@ -380,8 +381,8 @@ class Rank:
         }
 
     def close(self) -> None:
-        """Give up graphs: a communicator is not given up while one holds it."""
-        self.bound.clear()
+        """Release CUDA graphs. NCCL communicators cannot be destroyed while a graph references them."""
+        self.bound_steps.clear()
         self.current_step = None
         self.updater.grad_buffer.close()
         if self.graphs is not None:
@@ -389,22 +390,21 @@ class Rank:
 
     # -- measurements ------------------------------------------------------------------------------------------
 
-    def tensor_peak(self, work: StepRequest) -> int:
-        """Most bytes in tensors at once during a training step, the batch itself not counted on CPU; on a GPU with what
-        peers reach."""
+    def tensor_peak(self, request: StepRequest) -> int:
+        """Peak bytes of tensors during a training step; on CPU without the batch, on a GPU with symmetric memory."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-            self.train_step(work)
+            self.train_step(request)
             return self.peak_bytes()
         self.release_masters()
         standing = self.standing_bytes()
         with TensorPeak() as peak:
-            self.train_step(work)
+            self.train_step(request)
         return standing + peak.bytes
 
     def standing_bytes(self) -> int:
-        """Bytes of tensors that stay between steps."""
-        # Masters without memory are expanded from one number; other weights may share their memory.
+        """Bytes of tensors that are allocated between steps."""
+        # Freed masters are expanded from one number; several weights may share memory.
         weights = sum(min(t.nbytes, t.untyped_storage().nbytes()) for t in self.weights.values())
         averages = self.ema.num_bytes if self.ema is not None else 0
         updater = self.updater.state_bytes() + self.updater.grad_buffer.num_bytes
@@ -413,15 +413,15 @@ class Rank:
     def stats(self) -> RankStats:
         """Measurements of the last step."""
         return RankStats(
-            self.current_step.spans() if self.current_step else (),
+            self.current_step.timings() if self.current_step else (),
             self.peak_bytes(),
             self.updater.state_bytes(),
             self.current_step.started_ns() if self.current_step else 0,
         )
 
     def peak_bytes(self) -> int:
-        """Most bytes in use so far, beyond the base and the batch that was handed over; on a GPU in torch's allocator,
-        and what peers reach."""
+        """Peak bytes so far. On CPU: resident memory less the base and the batch. On a GPU: of torch's allocator, plus
+        the symmetric memory that is allocated now."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) + reserved_bytes(self.device)
         return peak_resident_bytes() - self.base_bytes - self.data_bytes

@@ -1,4 +1,4 @@
-"""What a rank is told, and what it tells: plain data."""
+"""Plain data that goes to a rank and comes back from it: its specification, step requests, step results."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from autopar.ir.graph import Mode, Weight
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.mesh import Mesh, Place
 from autopar.ir.program import Program
-from autopar.runtime.comm.transport import TransportName
-from autopar.runtime.engine.executor import Span, StepData, lane_of
+from autopar.runtime.comm.protocols import TransportName
+from autopar.runtime.engine.executor import ActionTiming, StepData, channel_index
 from autopar.sharding.tensors import local_part
 
-Waits = Mapping[str, Callable[[], None]]
-Sums = Callable[[str], torch.Tensor | None]
-Build = Callable[[Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str], Waits, Sums], nn.Module]
+WeightWaits = Mapping[str, Callable[[], None]]
+MainGradOf = Callable[[str], torch.Tensor | None]
+BuildModule = Callable[
+    [Program, Mapping[str, torch.Tensor], torch.device, Mapping[str, str], WeightWaits, MainGradOf], nn.Module
+]
 
 
 class Parameters(list[nn.Parameter]):
-    """What an optimizer is made from: a list of parameters that knows their original names.
+    """A list of parameters with their original names: the argument of the user's ``optimizer`` callable.
 
-    `named_parameters` is that of a module, so that code which groups a model's parameters by name takes this instead.
+    `named_parameters` is a module's method too, so code that groups a model's parameters by name takes this list.
     """
 
     def __init__(self, named: Mapping[str, nn.Parameter]) -> None:
@@ -58,33 +60,34 @@ class TrainingRecipe:
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What a rank needs to know before it is given weights; the same for all ranks of a stage but for ``rank`` and
-    ``device``.
+    """Everything that a rank needs before it gets its weights.
+
+    Ranks of one stage differ in ``rank`` and ``device`` alone.
 
     Args:
-        build: turns a program, its weights, a device, the keys of mesh axes, what waits for weights that are under way
-            and what gives the sums of their gradients into a module.
-        weights: the weights this rank holds, in the model's order, with the shapes of its parts.
-        storage: the layout of every weight that is not simply replicated over the tensor axis.
-        holders: for every weight held at several positions of the pipeline, those in order; the first one owns it.
+        build: makes a module of a program, its weights, a device, the communicator keys of mesh axes, the waits for
+            weights that are being gathered, and the access to main grads.
+        weights: weights that this rank holds, in the model's order, with the shapes of its parts.
+        storage: layout of each weight that is not simply replicated over the tensor axis.
+        holders: for each weight on several pipeline positions, these positions in order. The first one owns it.
         owners: under ZeRO-1, the replica that updates each trainable weight of the model; else empty.
-        edges: every directed pair of stages that exchanges tensors.
-        chunks: how many stages each rank has.
-        trainable: every trainable weight of the model, in its order, with its whole shape; by default those held here.
-        autocast: the low dtype of mixed precision, or None.
-        transport: what carries tensors between the GPUs of a pipeline in training steps.
-        region: the part of the model that this rank runs, for messages.
-        predicted_bytes: the peak that the plan expects of this rank.
-        cuda_graph: replay training steps as CUDA graphs, where the device is one that has them.
+        stage_edges: directed pairs of stages that exchange tensors.
+        chunks: number of stages of each rank.
+        trainable: all trainable weights of the model in its order, with their whole shapes. Default: this rank's.
+        autocast: low dtype of mixed precision, or None.
+        transport: moves tensors between the GPUs of a pipeline in training steps.
+        region: part of the model that this rank runs, for messages.
+        predicted_bytes: this rank's peak by the plan.
+        cuda_graph: replay training steps as CUDA graphs, on devices that have them.
     """
 
     rank: int
     mesh: Mesh
     device: str
-    build: Build
+    build: BuildModule
     weights: tuple[Weight, ...]
     holders: Mapping[str, tuple[int, ...]]
-    edges: tuple[tuple[int, int], ...]
+    stage_edges: tuple[tuple[int, int], ...]
     recipe: TrainingRecipe
     trainable: tuple[Weight, ...] = ()
     storage: Mapping[str, Layout] = field(default_factory=dict)
@@ -102,83 +105,83 @@ class RankSpec:
 
     @property
     def rank_seed(self) -> int:
-        """Seed of what this rank draws without counters; one for a tensor-parallel group, whose ranks draw alike."""
+        """Seed of the generator for random operations without counters; equal within a tensor-parallel group."""
         return self.recipe.seed + self.place.stage * self.mesh.dp + self.place.replica
 
     @property
-    def pipeline(self) -> tuple[int, ...]:
-        """The rank at each position that this rank exchanges tensors with: those of its replica and shard."""
-        return pipeline(self.mesh, self.place)
+    def pipeline_ranks(self) -> tuple[int, ...]:
+        """Ranks of this rank's pipeline, by stage position."""
+        return pipeline_ranks(self.mesh, self.place)
 
     @property
-    def replicas(self) -> tuple[int, ...]:
-        """The ranks that hold the same part of the same stage, by replica."""
-        return replicas(self.mesh, self.place)
+    def replica_ranks(self) -> tuple[int, ...]:
+        """Ranks that hold the same part of the same stage, by replica."""
+        return replica_ranks(self.mesh, self.place)
 
     @property
-    def shards(self) -> tuple[int, ...]:
-        """The ranks of this tensor-parallel group."""
-        return shards(self.mesh, self.place)
+    def shard_ranks(self) -> tuple[int, ...]:
+        """Ranks of this tensor-parallel group, by shard."""
+        return shard_ranks(self.mesh, self.place)
 
     @property
     def channels(self) -> tuple[tuple[int, int, int], ...]:
-        """Every directed pair of ranks that exchanges tensors, once for each of its lanes; equal on all ranks."""
-        lines = {pipeline(self.mesh, self.mesh.place(rank)) for rank in self.mesh.ranks(0)}
+        """(src, dst, channel index) of all rank pairs that exchange tensors; equal on all ranks."""
+        lines = {pipeline_ranks(self.mesh, self.mesh.place(rank)) for rank in self.mesh.ranks(0)}
         pp = self.mesh.pp
         return tuple(
             sorted(
-                (line[src % pp], line[dst % pp], lane_of(src, dst, pp, self.chunks))
+                (line[src % pp], line[dst % pp], channel_index(src, dst, pp, self.chunks))
                 for line in lines
-                for src, dst in self.edges
+                for src, dst in self.stage_edges
                 if src % pp != dst % pp
             )
         )
 
     @property
-    def shared(self) -> tuple[tuple[int, ...], ...]:
-        """Rank sets of at least two that sum or broadcast; equal on all ranks.
+    def collective_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Rank sets of at least two that run collectives; equal on all ranks.
 
-        They are everybody, the replicas of one part, the shards of one group, and the holders of a tied weight.
+        They are all ranks, the replicas of one part, the shards of one group, and the holders of a tied weight.
         """
         sets = {tuple(range(self.mesh.devices))}
         for place in map(self.mesh.place, range(self.mesh.devices)):
-            line = pipeline(self.mesh, place)
-            sets |= {replicas(self.mesh, place), shards(self.mesh, place)}
+            line = pipeline_ranks(self.mesh, place)
+            sets |= {replica_ranks(self.mesh, place), shard_ranks(self.mesh, place)}
             sets |= {tuple(line[position] for position in positions) for positions in self.holders.values()}
         return tuple(sorted(ranks for ranks in sets if len(ranks) > 1))
 
     def layout(self, name: str) -> Layout:
-        """How a weight is stored."""
+        """Layout in which a weight is stored."""
         return self.storage.get(name, REPLICATED)
 
     def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's part of a weight's whole tensor."""
         return local_part(tensor, self.layout(name), {TP: self.mesh.tp}, {TP: self.place.shard})
 
-    def first_copy(self, name: str) -> bool:
-        """Whether, within its replica, this rank holds the copy that counts of its part of a weight."""
+    def has_first_copy(self, name: str) -> bool:
+        """Whether this rank holds the first copy, within its replica, of its part of a weight."""
         split = any(s.axis == TP for s in self.layout(name).splits)
         positions = self.holders.get(name, (self.place.stage,))
         return positions[0] == self.place.stage and (split or self.place.shard == 0)
 
 
-def pipeline(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """The ranks at one replica and shard, by position."""
+def pipeline_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
+    """Ranks of one replica and shard, by pipeline position."""
     return tuple(mesh.rank(Place(stage, place.replica, place.shard)) for stage in range(mesh.pp))
 
 
-def replicas(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """The ranks at one stage and shard, by replica."""
+def replica_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
+    """Ranks of one stage and shard, by replica."""
     return tuple(mesh.rank(Place(place.stage, replica, place.shard)) for replica in range(mesh.dp))
 
 
-def shards(mesh: Mesh, place: Place) -> tuple[int, ...]:
-    """The ranks at one stage and replica, by shard."""
+def shard_ranks(mesh: Mesh, place: Place) -> tuple[int, ...]:
+    """Ranks of one stage and replica, by shard."""
     return tuple(mesh.rank(Place(place.stage, place.replica, shard)) for shard in range(mesh.tp))
 
 
 def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
-    """``rank 3 (stage 1)``: all its stages, and replica and shard where the mesh has such axes."""
+    """``rank 3 (stage 1)``: the rank's stages, and its replica and shard where the mesh has these axes."""
     place = mesh.place(rank)
     stages = " and ".join(map(str, mesh.stages(rank, chunks)))
     words = [f"stage{'s' * (chunks > 1)} {stages}"] if mesh.pp > 1 or mesh.dp == mesh.tp == 1 else []
@@ -189,10 +192,14 @@ def rank_text(mesh: Mesh, rank: int, chunks: int = 1) -> str:
 
 @dataclass(frozen=True)
 class StepRequest:
-    """One call of a step: the model's mode, which schedule, which programs for each microbatch, and this rank's data.
+    """One call of a step: the model's mode, the schedule, the programs of each microbatch, and this rank's data.
 
-    ``num_updates`` is how many updates there were before it. ``kind`` is the same on all ranks, and in all calls that
-    differ in the content of tensors alone; so is ``shapes``, for which targets do not count.
+    Args:
+        programs: key of the programs of each microbatch, as `Rank.add_programs` got it.
+        num_updates: updates before this step.
+        signature: identifies shapes, dtypes and everything else of the batch but the content of tensors. Equal on all
+            ranks; selects the CUDA graph.
+        shape_signature: as ``signature``, without the targets; selects the bound schedule.
     """
 
     mode: Mode
@@ -202,16 +209,16 @@ class StepRequest:
     training: bool
     keep_outputs: bool
     num_updates: int
-    kind: tuple[int, ...] = ()
-    shapes: tuple[int, ...] = ()
+    signature: tuple[int, ...] = ()
+    shape_signature: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """What an update of the weights did.
+    """Result of an update of the weights.
 
     ``grad_norm`` is the global 2-norm of the gradients before clipping. ``skipped``: float16 gradients overflowed
-    (``grad_norm`` is infinite), so that the weights stay as they were and the loss scale is halved.
+    (``grad_norm`` is infinite), the weights did not change, and the loss scale was halved.
     """
 
     grad_norm: float
@@ -220,8 +227,13 @@ class UpdateResult:
 
 @dataclass(frozen=True)
 class DeviceStepResult:
-    """A training step up to the update, on its rank's device: losses as in `StepNumbers`, the global norm of the
-    gradients, kept outputs, and whether the weights have been updated already.
+    """Result of a training step on its rank's device.
+
+    Args:
+        losses: as in `StepNumbers`, [microbatches of all replicas].
+        norm: global norm of the gradients, a scalar.
+        outputs: flattened outputs of each microbatch, where they are kept.
+        updated: whether the weights have been updated too.
     """
 
     losses: torch.Tensor
@@ -232,12 +244,11 @@ class DeviceStepResult:
 
 @dataclass(frozen=True)
 class StepNumbers:
-    """What a training step came to.
+    """Metrics of a training step.
 
-    ``losses`` are those of all microbatches of all replicas, in the order of the global batch, each as its part of the
-    mean; all ranks have them. ``grad_norm`` and ``skipped`` are as in `UpdateResult`; None and False where the weights
-    were not to be updated. ``device_seconds`` is the time from the step's first work on this rank's GPU to its last;
-    None on CPU.
+    ``losses`` holds the losses of all microbatches of all replicas, in the order of the global batch, each as its part
+    of the mean; equal on all ranks. ``grad_norm`` and ``skipped`` are as in `UpdateResult`, None and False without an
+    update. ``device_seconds`` is the time from the step's first work on this rank's GPU to its last; None on CPU.
     """
 
     losses: list[float]
@@ -246,15 +257,15 @@ class StepNumbers:
     device_seconds: float | None = None
 
 
-LazyMetrics = Callable[[], StepNumbers]  # waits until the numbers are there; may be called again
+LazyMetrics = Callable[[], StepNumbers]  # waits for the metrics; may be called several times
 
 
 @dataclass(frozen=True)
-class StepOutcome:
-    """What a training step leaves on a rank.
+class RankStepResult:
+    """Result of a training step on one rank.
 
-    Its numbers, which on a GPU are still to be read; and the flattened outputs of this rank's microbatches where it was
-    to keep them.
+    ``numbers`` are metrics, on a GPU lazy ones. ``outputs`` are the flattened outputs of this rank's microbatches,
+    where the step keeps them.
     """
 
     numbers: StepNumbers | LazyMetrics
@@ -263,15 +274,15 @@ class StepOutcome:
 
 @dataclass(frozen=True)
 class RankStats:
-    """What a rank measured: seconds of compute per action of the last step, and the most bytes ever in use.
+    """Measurements of a rank: compute time of each action of the last step, and the peak memory so far.
 
     ``peak_bytes`` is the process's resident memory on CPU, less libraries and the batch itself, and the allocator's on
-    a GPU. ``optimizer_bytes`` is the optimizer's state on this rank. ``started_ns`` is when the first action started,
-    on the host's clock (`time.perf_counter_ns`, one for all processes of a host): by it spans of several ranks come
-    together. On a GPU it is late by some 10 µs.
+    a GPU. ``optimizer_bytes`` is the optimizer's state on this rank. ``started_ns`` is the start of the first action on
+    the host's clock (`time.perf_counter_ns`, one for all processes of a host). It aligns the timings of several ranks;
+    on a GPU it is late by some 10 µs.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[ActionTiming, ...]
     peak_bytes: int
     optimizer_bytes: int
     started_ns: int = 0

@@ -31,7 +31,7 @@ class ThreadBoards:
         assert num_bytes <= self.boards.shape[1]
         self.num_bytes = max(self.num_bytes, num_bytes)
 
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         self.taken = max(self.taken, size)
         return self.boards[rank, :size].view(dtype).view(tuple(shape))

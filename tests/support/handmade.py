@@ -22,7 +22,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import HardwareInfo, InputInfo, ModelInfo, Precision, Prediction, SolverInfo, Stage
 from autopar.ir.program import Program
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.launch.devices import this_machine
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, TrainingRecipe

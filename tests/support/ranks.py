@@ -15,7 +15,7 @@ import torch.distributed as dist
 from support.forks import forked
 
 from autopar.ir.mesh import Mesh
-from autopar.runtime.comm.mesh_groups import Axes, connect
+from autopar.runtime.comm.mesh_groups import MeshGroups, connect_mesh_groups
 
 WORLD = 4
 TIMEOUT_SECONDS = 60
@@ -58,9 +58,9 @@ def main(cases: Mapping[str, Callable[[], None]]) -> None:
 
 
 @cache
-def tensor_axis(tp: int) -> Axes:
+def tensor_axis(tp: int) -> MeshGroups:
     """The axes of a mesh whose tensor axis has so many ranks, made when all ranks first ask for it."""
-    axes = connect(Mesh(1, tp, WORLD // tp), dist.get_rank(), "cpu", TIMEOUT_SECONDS)
+    axes = connect_mesh_groups(Mesh(1, tp, WORLD // tp), dist.get_rank(), TIMEOUT_SECONDS)
     assert axes.register(f"test{tp}", torch.device("cpu"))["tp"] == axis_key(tp)
     return axes
 
@@ -70,13 +70,13 @@ def axis_key(tp: int) -> str:
     return f"test{tp}.tp"
 
 
-def summed(tensor: torch.Tensor, axes: Axes) -> torch.Tensor:
+def summed(tensor: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
     """The sum over the tensor axis."""
     total = tensor.detach().clone()
     dist.all_reduce(total, group=axes.communicators["tp"].group)
     return total
 
 
-def index(axes: Axes) -> Mapping[str, int]:
+def index(axes: MeshGroups) -> Mapping[str, int]:
     """This rank's number on the tensor axis, as `autopar.sharding.tensors` takes it."""
     return {"tp": axes.communicators["tp"].rank}

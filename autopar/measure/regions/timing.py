@@ -68,7 +68,7 @@ class RegionRun:
         buckets = flat_buckets([w for w in program.weights if w.requires_grad], {}, 1)
         self.gradients = GradBuffer(trained, buckets)  # type: ignore[arg-type]
         copies = ComputeParams(weights, self.gradients.watch)
-        read_params = weights | dict(copies.read_by(program))
+        read_params = weights | dict(copies.copies_for(program))
         self.module = graph_module(
             program, read_params, device, {TP: AXIS}, copies.waits, self.gradients.main_grad_of, compiled=compiled
         )

@@ -8,20 +8,32 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from io import BytesIO
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from autopar.errors import CheckpointError
 from autopar.ir.layout import REPLICATED, TP, Layout
+from autopar.runtime.optim.ema import Average
+from autopar.runtime.optim.param_groups import names_in_groups, options_of, plain_data
+from autopar.runtime.optim.step import Updater
+from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import Box, boxes, whole_shape
 
-if TYPE_CHECKING:
-    from autopar.runtime.rank import Rank
-
 MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # what the keys of tensors begin with
-RANK_LOCAL_KEYS = frozenset({"params", "param_names"})  # in a parameter group; everything else is an option
+
+
+class CheckpointedRank(Protocol):
+    """The state of a rank that checkpoints hold."""
+
+    spec: RankSpec
+    weights: dict[str, torch.Tensor]
+    updater: Updater
+    ema: Average | None
+
+    def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Overwrite the weights named with this rank's parts of them."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ class RankState:
     training: Training
 
 
-def rank_state(rank: Rank) -> RankState:
+def rank_state(rank: CheckpointedRank) -> RankState:
     """What a rank has.
 
     Raises:
@@ -104,11 +116,11 @@ def rank_state(rank: Rank) -> RankState:
     averages = rank.ema.tensors() if rank.ema is not None else {}
     for weight in spec.weights:
         name, layout = weight.name, spec.layout(weight.name)
-        if weight.kind != "parameter" and not (rank.place.replica == 0 and spec.first_copy(name)):
+        if weight.kind != "parameter" and not (spec.place.replica == 0 and spec.has_first_copy(name)):
             continue  # each replica has buffers of its own, and the first one's count
-        pieces.append(sharded_tensor(rank, f"{MODEL}.{name}", layout, rank.weights[name]))
+        pieces.append(sharded_tensor(spec, f"{MODEL}.{name}", layout, rank.weights[name]))
         if name in averages:
-            pieces.append(sharded_tensor(rank, f"{EMA}.{name}", layout, averages[name]))
+            pieces.append(sharded_tensor(spec, f"{EMA}.{name}", layout, averages[name]))
     states, groups = optimizer_states(rank, pieces)
     optimizer, scheduler, scaler = updater.optimizer, updater.scheduler, updater.scaler
     training = Training(
@@ -125,35 +137,21 @@ def rank_state(rank: Rank) -> RankState:
     return RankState(pieces, training)
 
 
-def sharded_tensor(rank: Rank, key: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
+def sharded_tensor(spec: RankSpec, key: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
     """A rank's part of a tensor that lies so."""
-    ranks = {TP: rank.mesh.tp}
+    ranks = {TP: spec.mesh.tp}
     shape = whole_shape(tensor.shape, layout, ranks)
-    return ShardedTensor(key, shape, boxes(shape, layout, ranks, {TP: rank.place.shard}), tensor)
+    return ShardedTensor(key, shape, boxes(shape, layout, ranks, {TP: spec.place.shard}), tensor)
 
 
-def named_groups(rank: Rank) -> list[list[str]]:
+def named_groups(rank: CheckpointedRank) -> list[list[str]]:
     """The names of the parameters in each group of a rank's optimizer."""
     updater = rank.updater
     return names_in_groups(updater.optimizer, updater.optimized) if updater.optimizer is not None else []
 
 
-def names_in_groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]) -> list[list[str]]:
-    """The names of the parameters in each group."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
-
-
-def options_by_name(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
-) -> dict[str, dict[str, Any]]:
-    """The options of each parameter's group."""
-    groups = zip(optimizer.param_groups, names_in_groups(optimizer, parameters), strict=True)
-    return {name: options_of(group) for group, names in groups for name in names}
-
-
 def optimizer_states(
-    rank: Rank, pieces: list[ShardedTensor]
+    rank: CheckpointedRank, pieces: list[ShardedTensor]
 ) -> tuple[dict[str, ParameterState], tuple[dict[str, Any], ...]]:
     """The optimizer's state of each parameter, and the options of each group; tensors are added to ``pieces``."""
     updater = rank.updater
@@ -177,7 +175,7 @@ def optimizer_states(
                         "tp=1, or with an optimizer whose state is shaped like its parameters."
                     )
                 (split if alike else whole).append(key)
-                pieces.append(sharded_tensor(rank, state_key(name, key), layout if alike else REPLICATED, value))
+                pieces.append(sharded_tensor(rank.spec, state_key(name, key), layout if alike else REPLICATED, value))
             states[name] = ParameterState(number, values, tuple(split), tuple(whole), updater.made_options[name])
     return states, tuple(options_of(group) for group in saved["param_groups"])
 
@@ -185,24 +183,6 @@ def optimizer_states(
 def state_key(name: str, key: Any) -> str:
     """What a tensor of an optimizer's state is called in a checkpoint."""
     return f"{OPTIMIZER}.{name}.{key}"
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a parameter group, as plain data."""
-    return plain_data({name: value for name, value in group.items() if name not in RANK_LOCAL_KEYS})
-
-
-def plain_data(value: Any) -> Any:
-    """The same without what a file of plain data cannot hold: numpy's numbers, and tensors on devices."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().clone()
-    if isinstance(value, np.generic):
-        return value.item()
-    if type(value) in (dict, list, tuple):
-        return type(value)(
-            {key: plain_data(item) for key, item in value.items()} if type(value) is dict else map(plain_data, value)
-        )
-    return value
 
 
 def merged(parts: Sequence[Training]) -> Training:

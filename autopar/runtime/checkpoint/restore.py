@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,6 +16,7 @@ from autopar.runtime.checkpoint.folder import TRAINING
 from autopar.runtime.checkpoint.rank_state import (
     EMA,
     MODEL,
+    CheckpointedRank,
     OptionChange,
     ShardedTensor,
     Training,
@@ -27,9 +28,6 @@ from autopar.runtime.checkpoint.rank_state import (
     state_key,
 )
 
-if TYPE_CHECKING:
-    from autopar.runtime.rank import Rank
-
 # Of an optimizer: how it computes, not what.
 KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
@@ -37,7 +35,7 @@ KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 class Restore:
     """What one rank reads, and where it goes."""
 
-    def __init__(self, rank: Rank, data: Path) -> None:
+    def __init__(self, rank: CheckpointedRank, data: Path) -> None:
         """``data`` is the folder with the tensors."""
         self.rank, self.data = rank, data
         self.training = Training()
@@ -62,7 +60,7 @@ class Restore:
 
         def read(key: str, layout: Layout, shape: Any) -> torch.Tensor:
             tensor = torch.empty(shape, dtype=saved_tensor(metadata, key).properties.dtype)
-            pieces.append(sharded_tensor(rank, key, layout, tensor))
+            pieces.append(sharded_tensor(rank.spec, key, layout, tensor))
             return tensor
 
         for weight in rank.spec.weights:
@@ -149,7 +147,6 @@ class Restore:
         if updater.scaler is not None and saved.scaler_state is not None:
             updater.scaler.load_state_dict(copied(saved.scaler_state))
         updater.zero_grad()
-        rank.buffers_diverged = False  # all replicas have the first one's buffers now
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """What the optimizer's own ``load_state_dict`` takes: it knows where each value has to lie."""

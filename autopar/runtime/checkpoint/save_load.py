@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,17 +32,22 @@ from autopar.runtime.checkpoint.dcp_planners import (
     saved_tensor,
 )
 from autopar.runtime.checkpoint.folder import check_files, is_checkpoint, on_all_nodes, read_header
-from autopar.runtime.checkpoint.rank_state import EMA, MODEL, OptionChange, ShardedTensor, described, rank_state
+from autopar.runtime.checkpoint.rank_state import (
+    EMA,
+    MODEL,
+    CheckpointedRank,
+    OptionChange,
+    ShardedTensor,
+    described,
+    rank_state,
+)
 from autopar.runtime.checkpoint.restore import Restore
-from autopar.runtime.comm.transport import TransportError
-from autopar.runtime.spec import rank_text
+from autopar.runtime.comm.protocols import TransportError
+from autopar.runtime.spec import RankSpec, rank_text
 from autopar.sharding.tensors import boxes
 
-if TYPE_CHECKING:
-    from autopar.runtime.rank import Rank
 
-
-def save(rank: Rank, folder: str, header: Header) -> CheckpointError | None:
+def save(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError | None:
     """Write a checkpoint; every rank writes what it has.
 
     Args:
@@ -52,10 +57,10 @@ def save(rank: Rank, folder: str, header: Header) -> CheckpointError | None:
     planner = PartsSavePlanner(partial(rank_state, rank))
     writer = FolderWriter(target, header, planner)
     try:
-        with collective(rank):
-            dcp.save({}, storage_writer=writer, planner=planner, no_dist=rank.mesh.devices == 1)
+        with collective(rank.spec):
+            dcp.save({}, storage_writer=writer, planner=planner, no_dist=rank.spec.mesh.devices == 1)
     except CheckpointException as exception:
-        return not_saved(rank, target, writer.needed_bytes, exception)
+        return not_saved(rank.spec, target, writer.needed_bytes, exception)
     finally:
         writer.close()
     return None
@@ -72,21 +77,21 @@ def inspect(folder: str) -> Header | CheckpointError:
     return header
 
 
-def load(rank: Rank, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
+def load(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
     """Take over a checkpoint that `inspect` found whole on all ranks; which options were others when it began."""
     data = Path(folder) / header.data
     restore = Restore(rank, data)
     planner = PartsLoadPlanner(restore.wanted)
     try:
-        with collective(rank):
-            dcp.load({}, storage_reader=DataReader(data), planner=planner, no_dist=rank.mesh.devices == 1)
+        with collective(rank.spec):
+            dcp.load({}, storage_reader=DataReader(data), planner=planner, no_dist=rank.spec.mesh.devices == 1)
     except CheckpointException as exception:
         number, error = cause(exception)
         if isinstance(error, CheckpointError):
             return error
         return CheckpointError(
-            f"Cannot load the checkpoint in {folder}: {described(error)} on {rank_text(rank.mesh, number)}. The model "
-            "is as it was. If a run is saving there at this moment, try again; else use another checkpoint."
+            f"Cannot load the checkpoint in {folder}: {described(error)} on {rank_text(rank.spec.mesh, number)}. The "
+            "model is as it was. If a run is saving there at this moment, try again; else use another checkpoint."
         )
     changes = restore.option_changes()
     restore.apply()
@@ -126,10 +131,11 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
 
 
 @contextmanager
-def collective(rank: Rank) -> Iterator[None]:
+def collective(spec: RankSpec) -> Iterator[None]:
     """Around calls in which all ranks exchange objects: on their own GPU, and with a lost peer told as such."""
+    device = torch.device(spec.device)
     try:
-        with quiet(), torch.cuda.device(rank.device) if rank.device.type == "cuda" else nullcontext():
+        with quiet(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             yield
     except RuntimeError as error:
         raise TransportError(f"a checkpoint's plan: {error}") from error
@@ -161,7 +167,7 @@ def cause(exception: CheckpointException) -> tuple[int, Exception]:
     return number, error
 
 
-def not_saved(rank: Rank, folder: Path, needed_bytes: int, exception: CheckpointException) -> CheckpointError:
+def not_saved(spec: RankSpec, folder: Path, needed_bytes: int, exception: CheckpointException) -> CheckpointError:
     """The one error for a checkpoint that could not be saved."""
     number, error = cause(exception)
     if isinstance(error, CheckpointError):
@@ -172,6 +178,6 @@ def not_saved(rank: Rank, folder: Path, needed_bytes: int, exception: Checkpoint
     before = "The one that was there is as it was. " if is_checkpoint(folder) else ""
     nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""
     return CheckpointError(
-        f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(rank.mesh, number)}. {needed}{before}"
+        f"Cannot save a checkpoint to {folder}: {described(error)} on {rank_text(spec.mesh, number)}. {needed}{before}"
         f"Make room, or choose another folder{nodes}, and save again."
     )

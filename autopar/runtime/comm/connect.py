@@ -1,4 +1,4 @@
-"""The process groups of a rank: those of the mesh axes, and those that only the runtime uses."""
+"""Connects a rank: the groups of the mesh axes, the transport between ranks, and the rank on top of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm.mesh_groups import axis_ranks, connect, unregister
-from autopar.runtime.comm.transport import ProcessGroupTransport
+from autopar.runtime.comm.mesh_groups import axis_ranks, connect_mesh_groups, unregister
+from autopar.runtime.comm.process_group import ProcessGroupTransport
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec
 
-MODELS = itertools.count()  # keeps the axes of models that share a process apart
+MODEL_NUMBERS = itertools.count()  # numbers of the models of this process, which separate their axes
 
 
 def init_process_group(
     backend: str, rank: int, world: int, device: torch.device, timeout_seconds: float, store: dist.Store
 ) -> None:
-    """Join the default process group; the ranks find each other in ``store``."""
-    # Each directed pair has a communicator of its own here, so what NCCL warns about cannot happen.
+    """Join the default process group; ranks meet in ``store``."""
+    # Each directed pair has its own communicator, so the serialization that NCCL warns about cannot happen.
     os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     dist.init_process_group(
         backend,
@@ -36,28 +36,28 @@ def init_process_group(
     )
 
 
-def connected_rank(
+def connect_rank(
     spec: RankSpec, tensors: Mapping[str, torch.Tensor], timeout_seconds: float, opened: ExitStack
 ) -> Rank:
-    """A rank with all its process groups in the default one; every process makes its own at the same point.
+    """A rank with all its process groups; all processes of the default group call at the same point.
 
     Args:
-        tensors: its weights, as `Rank` takes them.
-        opened: closes what was opened here, also after an error.
+        tensors: weights of the rank, as `Rank` takes them.
+        opened: closes groups and rank at its exit, also after an error here.
     """
     device = torch.device(spec.device)
     if device.type == "cpu":
         disable_malloc_trim()
-    axes = connect(spec.mesh, spec.rank, device.type, timeout_seconds)
+    axes = connect_mesh_groups(spec.mesh, spec.rank, timeout_seconds)
     opened.callback(axes.close)
-    on_axes = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
-    own = {c.members: c.group for c in axes.communicators.values()}
-    made = {ranks: own.get(ranks) for ranks in on_axes}
+    axis_rank_sets = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
+    axis_groups = {c.members: c.group for c in axes.communicators.values()}
+    existing = {ranks: axis_groups.get(ranks) for ranks in axis_rank_sets}
     transport = ProcessGroupTransport(
-        spec.rank, device, spec.channels, spec.shared, made, timeout_seconds, spec.transport
+        spec.rank, device, spec.channels, spec.collective_groups, existing, timeout_seconds, spec.transport
     )
     opened.callback(transport.close)
-    keys = axes.register(f"model {next(MODELS)}", device, transport.neighbours)
+    keys = axes.register(f"model {next(MODEL_NUMBERS)}", device, transport.peer_access)
     opened.callback(unregister, keys)
     rank = Rank(spec, tensors, transport, keys)
     opened.callback(rank.close)

@@ -1,4 +1,4 @@
-"""The process groups of the mesh axes, and the communicators that `autopar.ops.collectives` finds in them."""
+"""Process groups of the mesh axes, and their communicators, which `autopar.ops.collectives` calls."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
+from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
 from autopar.runtime.comm.symmetric_p2p import PeerAccess, have_peer_access
-from autopar.runtime.comm.transport import TransportError
 
 
 @dataclass(frozen=True)
 class GroupCommunicator:
-    """The ranks ``members`` of one axis over torch.distributed; this process is the one at position ``rank``."""
+    """Communicator of one axis over torch.distributed; this process is number ``rank`` of ``members``."""
 
     axis: str
     members: tuple[int, ...]
@@ -34,32 +33,32 @@ class GroupCommunicator:
         return len(self.members)
 
     def symmetric(self, device: torch.device) -> SymmetricCommunicator:
-        """The same ranks over the symmetric memory of their GPUs; ``device`` is this one's."""
+        """Communicator of the same ranks over the symmetric memory of their GPUs; ``device`` is this rank's."""
         return SymmetricCommunicator(self.rank, self.ranks, SymmetricBufferPool(self.rank, device, self.group))
 
     def reserve(self, num_bytes: int) -> None:
-        """torch.distributed has memory of its own."""
+        """Nothing: torch.distributed allocates its own memory."""
 
     def all_reduce(self, tensor: Tensor, overlapped: bool = False) -> None:
-        with self.named("all-reduce"):
+        with self.error_context("all-reduce"):
             dist.all_reduce(tensor, group=self.group)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         stacked = tensor.new_empty([self.ranks, *tensor.shape])
-        with self.named("all-gather"):
-            dist.all_gather_into_tensor(plain(stacked), plain(tensor[None]), group=self.group)
+        with self.error_context("all-gather"):
+            dist.all_gather_into_tensor(without_bool(stacked), without_bool(tensor[None]), group=self.group)
         return stacked
 
     def reduce_scatter(self, stacked: Tensor, overlapped: bool = False) -> Tensor:
         part = stacked.new_empty(stacked.shape[1:])
-        with self.named("reduce-scatter"):
+        with self.error_context("reduce-scatter"):
             dist.reduce_scatter_tensor(part[None], stacked, group=self.group)
         return part
 
     def all_to_all(self, stacked: Tensor) -> Tensor:
         received = torch.empty_like(stacked)
-        with self.named("all-to-all"):
-            dist.all_to_all_single(plain(received), plain(stacked), group=self.group)
+        with self.error_context("all-to-all"):
+            dist.all_to_all_single(without_bool(received), without_bool(stacked), group=self.group)
         return received
 
     def peer_order(self) -> list[int]:
@@ -69,17 +68,17 @@ class GroupCommunicator:
         return self.all_gather(tensor)
 
     def unpublish(self) -> None:
-        """What was given is the receiver's."""
+        """Nothing: a gathered tensor belongs to its receiver."""
 
     def push_shard(self, rank: int, stacked: Tensor) -> None:
-        """All parts travel at once, in `reduce_pushed`."""
+        """Nothing: all shards travel in `reduce_pushed`."""
 
     def reduce_pushed(self, stacked: Tensor) -> Tensor:
         return self.reduce_scatter(stacked)
 
     @contextmanager
-    def named(self, what: str) -> Iterator[None]:
-        """Whatever torch.distributed raises inside becomes an error that says between whom it happened."""
+    def error_context(self, what: str) -> Iterator[None]:
+        """Context in which errors of torch.distributed name the collective, its axis and its ranks."""
         try:
             yield
         except RuntimeError as error:
@@ -88,61 +87,57 @@ class GroupCommunicator:
 
 
 @dataclass(frozen=True)
-class Axes:
-    """This process's place on the mesh axes with more than one rank; the others need no process group.
+class MeshGroups:
+    """This process's communicator on each mesh axis with more than one rank; other axes need no process group."""
 
-    ``mesh`` has those axes as dims, and is None where there are none.
-    """
-
-    mesh: DeviceMesh | None
     communicators: Mapping[str, GroupCommunicator]
 
-    def register(self, model: str, device: torch.device, neighbours: Sequence[PeerAccess] = ()) -> Mapping[str, str]:
-        """Make all axes known to the collectives; the key of each, which holds ``model`` so that models differ.
+    def register(self, model: str, device: torch.device, peer_access: Sequence[PeerAccess] = ()) -> Mapping[str, str]:
+        """Register all axes with `autopar.ops.collectives`; returns the key of each axis.
 
         Args:
-            device: this rank's.
-            neighbours: of all ranks, where GPUs that reach each other use symmetric memory.
+            model: part of the keys, which separates models of one process.
+            device: of this rank.
+            peer_access: of all ranks; axes whose GPUs have peer access use symmetric memory. Empty: no axis does.
         """
         keys = {axis: f"{model}.{axis}" for axis in self.communicators}
         for axis, key in keys.items():
-            found = self.communicators[axis]
-            near = bool(neighbours) and have_peer_access([neighbours[rank] for rank in found.members])
-            collectives.register(key, found.symmetric(device) if near else found)
+            communicator = self.communicators[axis]
+            reachable = bool(peer_access) and have_peer_access([peer_access[rank] for rank in communicator.members])
+            collectives.register(key, communicator.symmetric(device) if reachable else communicator)
         return keys
 
     def close(self) -> None:
-        """Give up the process groups; the default one stays."""
+        """Destroy the process groups; the default one stays."""
         for communicator in self.communicators.values():
             dist.destroy_process_group(communicator.group)
 
 
 def unregister(keys: Mapping[str, str]) -> None:
-    """Forget the axes of a model; ``keys`` as `Axes.register` returned them."""
+    """Remove the axes of a model; ``keys`` as `MeshGroups.register` returned them."""
     for key in keys.values():
         collectives.unregister(key)
 
 
-def plain(tensor: Tensor) -> Tensor:
-    """The same memory as a type that Gloo can move."""
+def without_bool(tensor: Tensor) -> Tensor:
+    """A view in a dtype that Gloo can move."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
 def axis_ranks(mesh: Mesh) -> Mapping[str, Tensor]:
-    """For each axis with more than one rank, outermost first, its rank sets: [sets, size]."""
+    """Rank sets of each axis with more than one rank, outermost axis first: [sets, ranks]."""
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
     grid = torch.arange(mesh.devices).view(*sizes.values())
     return {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
 
 
-def connect(mesh: Mesh, rank: int, device_type: str, timeout_seconds: float) -> Axes:
-    """The axes around a rank of the default process group; every rank calls this at the same point.
+def connect_mesh_groups(mesh: Mesh, rank: int, timeout_seconds: float) -> MeshGroups:
+    """Groups of a rank's mesh axes; all ranks of the default process group call at the same point.
 
-    The groups are made one by one, in one order on all ranks, because init_device_mesh (torch 2.11 to 2.15) would give
+    The groups are created one by one, in the same order on all ranks: init_device_mesh (torch 2.11 to 2.15) would give
     them torch's timeout of half an hour instead of the run's.
 
     Args:
-        device_type: ``cpu`` or ``cuda``.
         timeout_seconds: longest wait for a peer in one collective.
     """
     assert dist.get_world_size() == mesh.devices
@@ -152,8 +147,4 @@ def connect(mesh: Mesh, rank: int, device_type: str, timeout_seconds: float) -> 
             group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_seconds))
             if rank in members:
                 communicators[axis] = GroupCommunicator(axis, members, members.index(rank), group)
-    if not communicators:
-        return Axes(None, {})
-    grid = torch.arange(mesh.devices).view([c.ranks for c in communicators.values()])
-    groups = [c.group for c in communicators.values()]
-    return Axes(DeviceMesh.from_group(groups, device_type, grid, mesh_dim_names=tuple(communicators)), communicators)
+    return MeshGroups(communicators)

@@ -1,4 +1,8 @@
-"""Flat buckets summed over replicas and shared out among them: by collectives, or by the GPUs' copy engines."""
+"""Collectives of data-parallel replicas on flat buckets: by NCCL or Gloo, or by the GPUs' copy engines.
+
+Copy engines take no multiprocessors from matrix products, so gradient and weight collectives run on a side stream while
+the model computes. Prices count the exposed rest (`autopar.cost.ops.overlap`).
+"""
 
 from __future__ import annotations
 
@@ -8,48 +12,51 @@ from typing import Any, Protocol
 import torch
 
 from autopar.ir.comm_sizes import MAX_SYMMETRIC_BUFFER_BYTES, replica_buffer_bytes
+from autopar.runtime.comm.protocols import SendHandle, Transport
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
-from autopar.runtime.comm.transport import SendHandle, Transport
 from autopar.runtime.params.flat_buckets import FlatBucket
 
 
 class ReplicaCollectives(Protocol):
-    """Replicas of the same weights, in whose order the segments of a bucket are. All of them make the same calls in the
-    same order; ``flat`` is a bucket's buffer."""
+    """Collectives of the replicas of one part of the weights.
+
+    The segments of a bucket are in the replicas' order. All replicas make the same calls in the same order. ``flat`` is
+    a bucket's buffer, [bucket.numel].
+    """
 
     def sum(self, flat: torch.Tensor) -> SendHandle:
-        """Start summing a buffer in place, on all replicas; calling the delivery waits for it."""
+        """Start an all-reduce in place; calling the handle waits for it."""
         ...
 
     def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        """Start giving each replica the sum of its segment, in place; the others are left with anything."""
+        """Start a reduce-scatter in place: each replica gets the sum of its segment; the others are undefined then."""
         ...
 
     def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        """Start filling the buffer on all replicas with the segment that each of them has in it; the inverse."""
+        """Start an all-gather in place: each replica's segment goes to all replicas."""
         ...
 
 
 def make_replica_collectives(
     transport: Transport, ranks: Sequence[int], device: torch.device, largest_bytes: int
 ) -> ReplicaCollectives:
-    """The fastest one there is among some ranks, all of which call.
+    """The fastest collectives among some ranks: by copy engines with peer access, else by the transport. All call.
 
     Args:
-        device: this rank's.
-        largest_bytes: of a bucket, all segments counted as long as its longest.
+        device: of this rank.
+        largest_bytes: size of the largest bucket, with all its segments as long as the longest.
     """
-    boards = transport.symmetric_buffer(ranks)
-    if boards is None:
+    buffer = transport.symmetric_buffer(ranks)
+    if buffer is None:
         return TransportReplicaCollectives(transport, ranks)
-    boards.reserve(replica_buffer_bytes(largest_bytes, len(ranks)))
+    buffer.reserve(replica_buffer_bytes(largest_bytes, len(ranks)))
     return SymmetricReplicaCollectives(
-        SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), boards), device
+        SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), buffer), device
     )
 
 
 class TransportReplicaCollectives:
-    """By the transport's collectives: one for a bucket, or where segments differ in length one for each."""
+    """Collectives of the transport: one per bucket, or one per segment where segments differ in length."""
 
     def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
         self.transport, self.ranks = transport, tuple(ranks)
@@ -70,21 +77,21 @@ class TransportReplicaCollectives:
         )
 
     def parts(self, flat: torch.Tensor, bucket: FlatBucket) -> list[tuple[torch.Tensor, int]]:
-        """Segments that are not empty, and their ranks."""
+        """Non-empty segments with their ranks."""
         parts = [(bucket.segment(flat, owner), rank) for owner, rank in enumerate(self.ranks)]
         return [(part, rank) for part, rank in parts if part.numel()]
 
 
 class SymmetricReplicaCollectives:
-    """By copy engines that write into the other GPUs' memory, beside whatever the multiprocessors compute.
+    """Collectives by copy engines that write into peers' memory, overlapped with compute on a side stream.
 
-    NCCL's kernels take multiprocessors away from matrix products, which then last longer by almost as much as the
-    exchange does.
+    NCCL's kernels take multiprocessors away from matrix products, which then take longer by almost the time of the
+    collective.
     """
 
     def __init__(self, communicator: SymmetricCommunicator, device: torch.device) -> None:
         self.communicator, self.device = communicator, device
-        # First in line for multiprocessors: barriers and sums are little work, and others wait for them.
+        # High priority: barriers and sums are little work, and other ranks wait for them.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def sum(self, flat: torch.Tensor) -> SendHandle:
@@ -99,33 +106,33 @@ class SymmetricReplicaCollectives:
         return self.on_side_stream(self.communicator.gather_segments, self.pieces(flat, bucket))
 
     def pieces(self, flat: torch.Tensor, bucket: FlatBucket) -> list[list[torch.Tensor]]:
-        """The segments, as much of each at a time as fits the boards."""
+        """The segments in pieces that fit into the symmetric buffer."""
         ranks = self.communicator.ranks
         whole, row = (
             [bucket.segment(flat, k) for k in range(ranks)],
             MAX_SYMMETRIC_BUFFER_BYTES // ranks // flat.itemsize,
         )
-        return [[segment[start : start + row] for segment in whole] for start in range(0, bucket.longest, row)]
+        return [[segment[start : start + row] for segment in whole] for start in range(0, bucket.longest_segment, row)]
 
-    def on_side_stream(self, exchange: Callable[[Any], None], pieces: Sequence[Any]) -> SendHandle:
-        """Start exchanging pieces, one after the other."""
+    def on_side_stream(self, run: Callable[[Any], None], pieces: Sequence[Any]) -> SendHandle:
+        """Start a collective of each piece on the side stream, one after the other."""
         if self.stream is None:
             for piece in pieces:
-                exchange(piece)
+                run(piece)
             return lambda: None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             for piece in pieces:
-                exchange(piece)
+                run(piece)
             done = self.stream.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
 
 
-def wait_all(deliveries: Sequence[SendHandle]) -> SendHandle:
-    """Waits for all."""
+def wait_all(handles: Sequence[SendHandle]) -> SendHandle:
+    """Handle that waits for all handles."""
 
-    def delivery() -> None:
-        for one in deliveries:
-            one()
+    def handle() -> None:
+        for wait in handles:
+            wait()
 
-    return delivery
+    return handle

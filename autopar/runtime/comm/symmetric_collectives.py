@@ -1,75 +1,58 @@
-"""Collectives of a mesh axis whose ranks read each other's memory over NVLink."""
+"""Collectives of a mesh axis whose ranks read and write each other's memory over NVLink.
+
+The symmetric buffers are reserved between steps, for the largest collective (`autopar.sharding.buffer_sizes`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.comm.symmetric_p2p import allocated
+from autopar.runtime.comm.protocols import SymmetricBuffer
+from autopar.runtime.comm.symmetric_p2p import allocate
 
-# Sums up to this size are read whole from every rank: below, another barrier costs more than the bytes that it saves.
+# Up to this size every rank reads all summands whole (one-shot): a second barrier would cost more than it saves.
 ONE_SHOT_BYTES = 2**19
 
 
-class SymmetricBuffer(Protocol):
-    """Memory of each rank of an axis that all of them can read."""
-
-    @property
-    def num_bytes(self) -> int:
-        """How much there is on each."""
-        ...
-
-    def reserve(self, num_bytes: int) -> None:
-        """Have at least so much on each; all ranks call with the same size, between steps."""
-        ...
-
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """A tensor at the start of a rank's."""
-        ...
-
-    def barrier(self) -> None:
-        """What ranks wrote before is there for all, and what they read has been read."""
-        ...
-
-
 class SymmetricBufferPool:
-    """Boards of GPUs, in the current stream's order.
+    """Symmetric buffers of a group's GPUs, used in the current stream's order.
 
-    Larger ones take their place where programs that are added later need more. Those that were outgrown stay until the
-    end, because captured steps go on using them: a board for each size, of which there are few.
+    Programs that are added later may need a larger buffer. Smaller buffers stay allocated, because captured steps use
+    them; there are few sizes.
     """
 
     def __init__(self, rank: int, device: torch.device, group: Any) -> None:
         """Nothing is allocated yet.
 
         Args:
-            rank: of this process on the axis.
-            group: the axis's process group.
+            rank: number of this process in the group.
+            group: process group of the axis.
         """
         self.rank, self.device, self.group = rank, device, group
-        self.kept: list[tuple[Tensor, Any]] = []
+        self.allocations: list[tuple[Tensor, Any]] = []
 
     @property
     def num_bytes(self) -> int:
-        return self.kept[-1][0].numel() if self.kept else 0
+        return self.allocations[-1][0].numel() if self.allocations else 0
 
     def reserve(self, num_bytes: int) -> None:
-        if self.kept and num_bytes <= self.num_bytes:
+        if self.allocations and num_bytes <= self.num_bytes:
             return
-        # Hosts meet to allocate: no GPU may be left in an earlier collective, where it waits for another one.
+        # Allocation blocks the hosts until all meet, so no GPU may still wait inside an earlier collective.
         torch.cuda.synchronize(self.device)
-        self.kept.append(allocated(num_bytes, self.device, self.group))
+        self.allocations.append(allocate(num_bytes, self.device, self.group))
 
     @property
     def handle(self) -> Any:
-        """To the boards of all ranks, and to their signals."""
-        return self.kept[-1][1]
+        """Handle to the buffers of all ranks, and to their signals."""
+        return self.allocations[-1][1]
 
-    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def view(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self.handle.get_buffer(rank, tuple(shape), dtype)
 
     def barrier(self) -> None:
@@ -78,13 +61,13 @@ class SymmetricBufferPool:
 
 @dataclass(frozen=True)
 class SymmetricCommunicator:
-    """The ranks of one axis; this process is number ``rank`` of ``ranks``.
+    """Communicator of one axis; this process is number ``rank`` of ``ranks``.
 
-    Ranks copy to their boards what others need, who read it there with the multiprocessors: the fastest way. Beside
-    other work they write into the others' boards with the copy engines instead. The barrier that ends a collective
-    leaves the boards free for the next one. Sums add up in the ranks' order, so all ranks get the same bits.
+    Each rank copies its tensor into its own buffer, and peers read it there with multiprocessors: the fastest way.
+    Overlapped collectives write into the peers' buffers with the copy engines instead. The barrier that ends a
+    collective frees the buffers for the next one. Sums are in the ranks' order, so all ranks get the same bits.
 
-    Boards do not grow inside of collectives: `autopar.sharding.buffer_sizes` says what these take.
+    Buffers do not grow inside collectives: `autopar.sharding.buffer_sizes` computes what collectives need.
     """
 
     rank: int
@@ -98,43 +81,43 @@ class SymmetricCommunicator:
         if overlapped or (self.ranks > 2 and tensor.nbytes > ONE_SHOT_BYTES):
             self.sum_segments(tensor.view(-1))
             return
-        self.check("an all-reduce", tensor.nbytes)
+        self.check_size("an all-reduce", tensor.nbytes)
         self.buffer_view(self.rank, tensor).copy_(tensor)
         self.buffer.barrier()
         sum_into(tensor, [self.buffer_view(k, tensor) for k in range(self.ranks)])
         self.buffer.barrier()
 
     def sum_segments(self, flat: Tensor) -> None:
-        """Each rank sums one segment and the others read it: every element crosses each link twice."""
+        """Two-shot all-reduce of ``flat`` in place: each rank sums one segment, the others read the sum."""
         segments = flat.tensor_split(self.ranks)
-        boards = self.spread("an all-reduce", segments, len(segments[0]))
+        buffers = self.push_rows("an all-reduce", segments, len(segments[0]))
         own = segments[self.rank]
         total = torch.empty_like(own)
-        sum_into(total, self.summands(own, boards[self.rank]))
+        sum_into(total, self.summands(own, buffers[self.rank]))
         own.copy_(total)
-        boards[self.rank][self.rank, : len(own)].copy_(total)
+        buffers[self.rank][self.rank, : len(own)].copy_(total)
         self.buffer.barrier()
         for k in self.peer_order():
-            segments[k].copy_(boards[k][k, : len(segments[k])])
+            segments[k].copy_(buffers[k][k, : len(segments[k])])
         self.buffer.barrier()
 
     def reduce_segments(self, segments: Sequence[Tensor]) -> None:
-        """Each rank sums one flat segment of possibly several lengths, in place."""
+        """Reduce-scatter in place: each rank sums its flat segment; segments may differ in length."""
         own = segments[self.rank]
-        board = self.spread("a reduce-scatter", segments, max(map(len, segments)), itself=True)[self.rank]
-        torch.sum(board[:, : len(own)], 0, out=own)  # one kernel: each waits until multiprocessors are free
+        buffer = self.push_rows("a reduce-scatter", segments, max(map(len, segments)), itself=True)[self.rank]
+        torch.sum(buffer[:, : len(own)], 0, out=own)  # one kernel, because each waits for free multiprocessors
         self.buffer.barrier()
 
     def gather_segments(self, segments: Sequence[Tensor]) -> None:
-        """Fill each flat segment with what its rank has in it; the inverse."""
+        """All-gather in place: fill each flat segment from its rank; the inverse."""
         own = segments[self.rank]
-        board = self.spread("an all-gather", [own] * self.ranks, max(map(len, segments)))[self.rank]
+        buffer = self.push_rows("an all-gather", [own] * self.ranks, max(map(len, segments)))[self.rank]
         for k in self.peer_order():
-            segments[k].copy_(board[k, : len(segments[k])])
+            segments[k].copy_(buffer[k, : len(segments[k])])
         self.buffer.barrier()
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        self.check("an all-gather", tensor.nbytes)
+        self.check_size("an all-gather", tensor.nbytes)
         stacked = tensor.new_empty([self.ranks, *tensor.shape])
         self.buffer_view(self.rank, tensor).copy_(tensor)
         self.buffer.barrier()
@@ -146,79 +129,84 @@ class SymmetricCommunicator:
         part = stacked.new_empty(stacked.shape[1:])
         if overlapped:
             flat = stacked.flatten(1)
-            board = self.spread("a reduce-scatter", flat.unbind(), flat.shape[1])[self.rank]
-            sum_into(part.view(-1), self.summands(flat[self.rank], board))
+            buffer = self.push_rows("a reduce-scatter", flat.unbind(), flat.shape[1])[self.rank]
+            sum_into(part.view(-1), self.summands(flat[self.rank], buffer))
         else:
-            sum_into(part, self.exchanged("a reduce-scatter", stacked))
+            sum_into(part, self.exchange_parts("a reduce-scatter", stacked))
         self.buffer.barrier()
         return part
 
     def all_to_all(self, stacked: Tensor) -> Tensor:
         received = torch.empty_like(stacked)
-        torch.stack(self.exchanged("an all-to-all", stacked), out=received)
+        torch.stack(self.exchange_parts("an all-to-all", stacked), out=received)
         self.buffer.barrier()
         return received
 
     def publish(self, tensor: Tensor) -> Tensor:
-        board = self.spread("a linear layer's all-gather", [tensor.view(-1)] * self.ranks, tensor.numel())[self.rank]
-        return board.view(self.ranks, *tensor.shape)
+        buffer = self.push_rows("a linear layer's all-gather", [tensor.view(-1)] * self.ranks, tensor.numel())[
+            self.rank
+        ]
+        return buffer.view(self.ranks, *tensor.shape)
 
     def unpublish(self) -> None:
         self.buffer.barrier()
 
     def push_shard(self, rank: int, stacked: Tensor) -> None:
-        self.check("a linear layer's reduce-scatter", stacked.nbytes)
+        self.check_size("a linear layer's reduce-scatter", stacked.nbytes)
         self.buffer_view(rank, stacked)[self.rank].copy_(stacked[rank])
 
     def reduce_pushed(self, stacked: Tensor) -> Tensor:
         self.buffer.barrier()
-        board, part = self.buffer_view(self.rank, stacked), torch.empty_like(stacked[self.rank])
-        sum_into(part, [stacked[k] if k == self.rank else board[k] for k in range(self.ranks)])
+        buffer, part = self.buffer_view(self.rank, stacked), torch.empty_like(stacked[self.rank])
+        sum_into(part, [stacked[k] if k == self.rank else buffer[k] for k in range(self.ranks)])
         self.buffer.barrier()
         return part
 
-    def check(self, what: str, num_bytes: int) -> None:
-        """So much of each board is about to be used."""
-        there = self.buffer.num_bytes
-        assert num_bytes <= there, (
-            f"{what} of {self.ranks} ranks takes {num_bytes:,} bytes of each board, {there:,} were reserved"
+    def check_size(self, what: str, num_bytes: int) -> None:
+        """Assert that a collective fits into the reserved buffer."""
+        reserved = self.buffer.num_bytes
+        assert num_bytes <= reserved, (
+            f"{what} of {self.ranks} ranks takes {num_bytes:,} bytes of each rank's buffer, {reserved:,} were reserved"
         )
 
-    def exchanged(self, what: str, stacked: Tensor) -> list[Tensor]:
-        """From each rank its part for this rank, on the board where it lies once all have put theirs there."""
-        self.check(what, stacked.nbytes)
-        board = self.buffer_view(self.rank, stacked)
+    def exchange_parts(self, what: str, stacked: Tensor) -> list[Tensor]:
+        """Parts for this rank, one from each rank, read from the buffers in which ``stacked`` [ranks, *local] lies."""
+        self.check_size(what, stacked.nbytes)
+        buffer = self.buffer_view(self.rank, stacked)
         for some in (slice(self.rank), slice(self.rank + 1, self.ranks)):
             if len(stacked[some]):
-                board[some].copy_(stacked[some])
+                buffer[some].copy_(stacked[some])
         self.buffer.barrier()
         return [stacked[k] if k == self.rank else self.buffer_view(k, stacked)[self.rank] for k in range(self.ranks)]
 
-    def spread(self, what: str, given: Sequence[Tensor], longest: int, itself: bool = False) -> list[Tensor]:
-        """All ranks' boards [ranks, longest], once each has in its rows what the others have given it, and ``itself``;
-        here one flat tensor for each rank."""
-        dtype = given[0].dtype
-        self.check(what, self.ranks * longest * dtype.itemsize)
-        boards = [self.buffer.of(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
-        for k in (*self.peer_order(), self.rank) if itself else self.peer_order():
-            boards[k][self.rank, : len(given[k])].copy_(given[k])
-        self.buffer.barrier()
-        return boards
+    def push_rows(self, what: str, rows: Sequence[Tensor], longest: int, itself: bool = False) -> list[Tensor]:
+        """Push one flat tensor to each peer's buffer, and with ``itself`` to this rank's own; then wait for all ranks.
 
-    def summands(self, own: Tensor, board: Tensor) -> list[Tensor]:
-        """Of a segment, in the ranks' order: this rank's own, and what is on its board."""
-        return [own if k == self.rank else board[k, : len(own)] for k in range(self.ranks)]
+        Returns:
+            Buffer of each rank, [ranks, longest]: row k came from rank k.
+        """
+        dtype = rows[0].dtype
+        self.check_size(what, self.ranks * longest * dtype.itemsize)
+        buffers = [self.buffer.view(k, [self.ranks, longest], dtype) for k in range(self.ranks)]
+        for k in (*self.peer_order(), self.rank) if itself else self.peer_order():
+            buffers[k][self.rank, : len(rows[k])].copy_(rows[k])
+        self.buffer.barrier()
+        return buffers
+
+    def summands(self, own: Tensor, buffer: Tensor) -> list[Tensor]:
+        """Summands of a segment in the ranks' order: this rank's own one, and the rows of its buffer."""
+        return [own if k == self.rank else buffer[k, : len(own)] for k in range(self.ranks)]
 
     def buffer_view(self, rank: int, like: Tensor) -> Tensor:
-        return self.buffer.of(rank, like.shape, like.dtype)
+        return self.buffer.view(rank, like.shape, like.dtype)
 
     def peer_order(self) -> list[int]:
-        """The other ranks, those after this one first, so that no two ranks begin with the same."""
+        """The other ranks, beginning after this one, so that no two ranks begin with the same peer."""
         return [(self.rank + k) % self.ranks for k in range(1, self.ranks)]
 
 
 def sum_into(total: Tensor, summands: Sequence[Tensor]) -> None:
-    """The sum, in this order; ``total`` is none of the summands."""
+    """Write the sum into ``total``, added in this order; ``total`` is none of the summands."""
     torch.add(summands[0], summands[1], out=total)
     for summand in summands[2:]:
         total.add_(summand)

@@ -1,11 +1,15 @@
-"""Tensors of a training step written straight into the peer's memory over NVLink, which the peer reads in place."""
+"""Point-to-point over NVLink: a copy engine writes into the peer's symmetric memory, which the peer reads in place.
+
+Each message has a slot and a signal in the receiver's buffer. A slot is free again in the next step, because all ranks
+sum their losses in between.
+"""
 
 from __future__ import annotations
 
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,67 +20,63 @@ import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric_memory
 
 from autopar.ir.comm_sizes import MESSAGE_ALIGNMENT, message_bytes
-
-Messages = Mapping[tuple[int, int], int]  # (peer, tag) -> bytes
-SendHandle = Callable[[], None]
-RecvHandle = Callable[[], torch.Tensor]
+from autopar.runtime.comm.protocols import MessageBytes, RecvHandle, SendHandle
 
 SIGNAL_BYTES = 4
-IN_USE = Counter[torch.device]()
+BYTES_IN_USE = Counter[torch.device]()  # of symmetric memory, which torch's allocator does not count
 
 
 class SymmetricMemory:
-    """What this rank's peers write into, made when a step first needs so much; equal sizes on all ranks."""
+    """Buffer that this rank's peers write into; grows when a step needs more. Equal sizes on all ranks."""
 
-    def __init__(self, rank: int, world: int, device: torch.device, hosts: Any) -> None:
+    def __init__(self, rank: int, world: int, device: torch.device, cpu_group: Any) -> None:
         """Nothing is allocated yet.
 
         Args:
-            hosts: a Gloo group of all ranks.
+            cpu_group: a Gloo group of all ranks.
         """
-        self.rank, self.world, self.device, self.cpu_group = rank, world, device, hosts
+        self.rank, self.world, self.device, self.cpu_group = rank, world, device, cpu_group
         self.streams: dict[int, torch.cuda.Stream] = {}
         self.buffer: torch.Tensor | None = None
-        self.handle: Any = None
+        self.handle: Any = None  # to the buffers of all ranks, and to their signals
 
-    def open(self, incoming: Messages, outgoing: Messages) -> SymmetricChannel:
-        """Room for the messages of one kind of step; all ranks call.
+    def open(self, incoming: MessageBytes, outgoing: MessageBytes) -> SymmetricChannel:
+        """Channel with room for the messages of one bound schedule; all ranks call.
 
-        Every message has a place and a signal of its own, so that none is written over before it was read in the same
-        step. In the next step it may be: between two steps all ranks sum their losses, which each does after
-        it has read all that it was sent.
+        Every message has its own slot and signal, so none is overwritten within its step. The next step may overwrite
+        it: between two steps all ranks sum their losses, and each rank has read all its messages by then.
         """
         sizes = torch.zeros(self.world + 1, dtype=torch.int64)
         for (src, _), num_bytes in incoming.items():
             sizes[src] += message_bytes(num_bytes)
         sizes[self.world] = max((sum(peer == p for peer, _ in incoming) for p in range(self.world)), default=0)
-        everybody = [torch.empty_like(sizes) for _ in range(self.world)]
-        dist.all_gather(everybody, sizes, group=self.cpu_group)
-        table = torch.stack(everybody)
+        rows = [torch.empty_like(sizes) for _ in range(self.world)]
+        dist.all_gather(rows, sizes, group=self.cpu_group)
+        table = torch.stack(rows)
         self.reserve(int(table[:, :-1].sum(1).max()), int(table[:, -1].max()))
         starts = table[:, :-1].cumsum(1) - table[:, :-1]  # [dst, src]
-        received = places(incoming, {src: int(starts[self.rank, src]) for src in range(self.world)})
-        sent = places(outgoing, {dst: int(starts[dst, self.rank]) for dst in range(self.world)})
+        received = message_slots(incoming, {src: int(starts[self.rank, src]) for src in range(self.world)})
+        sent = message_slots(outgoing, {dst: int(starts[dst, self.rank]) for dst in range(self.world)})
         return SymmetricChannel(self, received, sent)
 
     def reserve(self, num_bytes: int, num_signals: int) -> None:
-        """Have a buffer of at least that size, with so many signals from each peer."""
+        """Have a buffer of at least so many bytes, with so many signals from each peer."""
         pad_bytes = num_signals * self.world * SIGNAL_BYTES
         enough = self.handle is not None and self.handle.signal_pad_size >= pad_bytes
         if enough and self.buffer is not None and self.buffer.numel() >= num_bytes:
             return
         symmetric_memory.set_signal_pad_size(max(pad_bytes, symmetric_memory.get_signal_pad_size()))
-        self.buffer, self.handle = allocated(num_bytes, self.device, dist.group.WORLD)
+        self.buffer, self.handle = allocate(num_bytes, self.device, dist.group.WORLD)
 
     def stream(self, dst: int) -> torch.cuda.Stream:
-        """Where tensors are copied to a peer."""
+        """Side stream for copies to a peer."""
         if dst not in self.streams:
             self.streams[dst] = torch.cuda.Stream(self.device)
         return self.streams[dst]
 
 
 class SymmetricChannel:
-    """The messages of one kind of step, by peer and tag: at which byte of the receiver's buffer, and which signal."""
+    """Channel of one bound schedule: (byte in the receiver's buffer, signal) of each message, by (peer, tag)."""
 
     posts_early = False
 
@@ -87,92 +87,96 @@ class SymmetricChannel:
         sent: Mapping[tuple[int, int], tuple[int, int]],
     ) -> None:
         self.memory, self.received, self.sent = memory, received, sent
-        # Later kinds of steps may have a larger buffer.
+        # Channels that are opened later may have a larger buffer.
         self.buffer, self.handle = memory.buffer, memory.handle
 
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
-        place, signal = self.sent[dst, tag]
-        there = self.handle.get_buffer(dst, tensor.shape, tensor.dtype, place // tensor.itemsize)
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
+        offset, signal = self.sent[dst, tag]
+        remote = self.handle.get_buffer(dst, tensor.shape, tensor.dtype, offset // tensor.itemsize)
         current, stream = torch.cuda.current_stream(self.memory.device), self.memory.stream(dst)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            there.copy_(tensor)
+            remote.copy_(tensor)
             self.handle.put_signal(dst, signal)
             done = stream.record_event()
 
-        def delivery(_kept: torch.Tensor = tensor) -> None:
+        def handle(_kept: torch.Tensor = tensor) -> None:
             torch.cuda.current_stream(self.memory.device).wait_event(done)
 
-        return delivery
+        return handle
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
-        place, signal = self.received[src, tag]
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
+        offset, signal = self.received[src, tag]
 
-        def receipt() -> torch.Tensor:
+        def handle() -> torch.Tensor:
             self.handle.wait_signal(src, signal)
-            return self.handle.get_buffer(self.memory.rank, tuple(shape), dtype, place // dtype.itemsize)
+            return self.handle.get_buffer(self.memory.rank, tuple(shape), dtype, offset // dtype.itemsize)
 
-        return receipt
+        return handle
 
 
-def allocated(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
-    """Bytes of this rank that the group's others reach, and the handle to theirs; all of its ranks call."""
+def allocate(num_bytes: int, device: torch.device, group: Any) -> tuple[torch.Tensor, Any]:
+    """Memory of this rank that the group's ranks can reach, [num_bytes] uint8, and the handle to theirs; all call."""
     buffer = symmetric_memory.empty(max(num_bytes, MESSAGE_ALIGNMENT), dtype=torch.uint8, device=device)
-    count(buffer)
+    count_until_freed(buffer)
     return buffer, symmetric_memory.rendezvous(buffer, group)
 
 
-def count(buffer: torch.Tensor) -> None:
-    """Count a buffer until its memory is freed: torch's allocator does not know it."""
+def count_until_freed(buffer: torch.Tensor) -> None:
+    """Count a buffer's bytes until its memory is freed."""
     storage = buffer.untyped_storage()
-    IN_USE[buffer.device] += storage.nbytes()
-    weakref.finalize(storage, IN_USE.subtract, {buffer.device: storage.nbytes()})
+    BYTES_IN_USE[buffer.device] += storage.nbytes()
+    weakref.finalize(storage, BYTES_IN_USE.subtract, {buffer.device: storage.nbytes()})
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Memory of a device that its peers reach now, beside that of torch's allocator."""
-    return IN_USE[device]
+    """Bytes of symmetric memory on a device now; torch's allocator does not count them."""
+    return BYTES_IN_USE[device]
 
 
-def places(messages: Messages, starts: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each message its byte in the receiver's buffer and its signal, in the order of tags: alike on both ends.
+def message_slots(messages: MessageBytes, starts: Mapping[int, int]) -> dict[tuple[int, int], tuple[int, int]]:
+    """(byte in the receiver's buffer, signal) of each message, in the order of tags; equal on both ends.
 
     Args:
-        starts: by peer, where the messages between it and this rank begin.
+        starts: byte at which the messages between a peer and this rank begin, by peer.
     """
-    found: dict[tuple[int, int], tuple[int, int]] = {}
+    slots: dict[tuple[int, int], tuple[int, int]] = {}
     ends, counts = dict(starts), dict.fromkeys(starts, 0)
     for peer, tag in sorted(messages):
-        found[peer, tag] = ends[peer], counts[peer]
+        slots[peer, tag] = ends[peer], counts[peer]
         ends[peer] += message_bytes(messages[peer, tag])
         counts[peer] += 1
-    return found
+    return slots
 
 
 @dataclass(frozen=True)
 class PeerAccess:
-    """Where a rank's GPU is, and which others of its host it can read and write."""
+    """Host and index of a rank's GPU, and the GPUs of this host that it can read and write."""
 
     host: str
     index: int
     peers: frozenset[int]
 
 
-def gather_peer_access(device: torch.device, world: int, hosts: Any) -> list[PeerAccess]:
-    """Every rank's; all ranks call.
+def gather_peer_access(device: torch.device, world: int, cpu_group: Any) -> list[PeerAccess]:
+    """Peer access of every rank; all ranks call.
 
     Args:
-        hosts: a Gloo group of all ranks.
+        cpu_group: a Gloo group of all ranks.
     """
-    others = [i for i in range(torch.cuda.device_count()) if i != device.index]
-    peers = frozenset(i for i in others if torch.cuda.can_device_access_peer(device, i))
-    everybody: list[Any] = [None] * world
-    dist.all_gather_object(everybody, PeerAccess(socket.gethostname(), device.index, peers), group=hosts)
-    return everybody
+    other_gpus = [i for i in range(torch.cuda.device_count()) if i != device.index]
+    peers = frozenset(i for i in other_gpus if torch.cuda.can_device_access_peer(device, i))
+    access: list[Any] = [None] * world
+    dist.all_gather_object(access, PeerAccess(socket.gethostname(), device.index, peers), group=cpu_group)
+    return access
 
 
 def have_peer_access(group: Sequence[PeerAccess]) -> bool:
-    """Whether each of these ranks can write into the memory of every other one."""
-    indices = {own.index for own in group}
-    apart = len(indices) == len(group)  # equal where each rank sees nothing but its own GPU
-    return apart and len({own.host for own in group}) == 1 and all(indices - {own.index} <= own.peers for own in group)
+    """Whether each of these ranks can write into the memory of all others."""
+    indices = {access.index for access in group}
+    distinct = len(indices) == len(group)  # indices are equal where each rank sees only its own GPU
+    return (
+        distinct
+        and len({access.host for access in group}) == 1
+        and all(indices - {access.index} <= access.peers for access in group)
+    )

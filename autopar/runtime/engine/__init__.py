@@ -1,1 +1,17 @@
-"""The hot loop: executor, CUDA graphs, staging of inputs, metrics of steps."""
+"""Engine: the hot loop of a rank's step.
+
+Question: in which order does a rank receive, compute and send, at the least cost in Python?
+Input: a `Schedule`, the rank's `executor.ChunkModule`s and a `StepData`. Output: losses and outputs on the device, and
+`metrics` that the host reads later.
+
+Reading order:
+    executor.py        BoundStep: a schedule bound to modules, peers and tags, then run
+    send_lifetimes.py  at which action each send buffer may be freed
+    staging.py         inputs copied to the GPU on a side stream
+    loss.py            the loss function under autocast
+    timer.py           time marks on the host or in a stream
+    metrics.py         losses and norm, read from the GPU without stalling it
+    cuda_graph.py      whole training steps as CUDA graphs
+    recorded_flags.py  flags between hosts, recorded and replayed for CUDA graphs
+    closure_guard.py   fingerprint of the Python values that loss_fn reads
+"""

@@ -1,4 +1,8 @@
-"""What a function reads of Python besides its arguments: a captured step goes on with what that was."""
+"""Fingerprint of the Python values that a function reads besides its arguments.
+
+A CUDA graph keeps the values that ``loss_fn`` read at its capture. A replay compares fingerprints, so that a value that
+has changed since (an annealed coefficient, say) is an error instead of a silently stale number.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +16,52 @@ from typing import Any
 import torch
 from torch import nn
 
-PLAIN = (bool, int, float, complex, str, type(None))
-OPAQUE = (torch.Tensor, type, ModuleType)
+PLAIN_TYPES = (bool, int, float, complex, str, type(None))
+OPAQUE_TYPES = (torch.Tensor, type, ModuleType)
 
 
 def closure_fingerprint(function: Any) -> dict[str, str]:
-    """``repr`` of the numbers and texts that a call may read, by where they are: in the function's closure, defaults
-    and globals, and in attributes and entries of what it finds there, as far as its code names them.
+    """``repr`` of the numbers and texts that a call may read, by their place.
 
-    Error: what functions read that it calls by a global name is not among them.
+    Places are the function's closure, defaults and globals, and attributes and entries of the objects there, if the
+    function's code names them.
+
+    Error: values are missed that are read by functions which this function calls by a global name.
     """
-    return {place: repr(value) for place, value in found(function, "", frozenset(), {})}
+    return {place: repr(value) for place, value in plain_values(function, "", frozenset(), {})}
 
 
-def found(
+def plain_values(
     thing: Any, place: str, names: frozenset[str], seen: dict[tuple[int, frozenset[str]], Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Plain values in something that code reaches; ``names`` are those of the code, ``seen`` where it was already."""
-    if isinstance(thing, PLAIN):
+    """Plain values inside an object that code reaches, with their places; ``names`` occur in the code."""
+    if isinstance(thing, PLAIN_TYPES):
         yield place, thing
         return
-    known = isinstance(thing, OPAQUE) or (isinstance(thing, FunctionType) and is_torch(thing))
-    if known or (id(thing), names) in seen:
+    is_opaque = isinstance(thing, OPAQUE_TYPES) or (isinstance(thing, FunctionType) and is_torch(thing))
+    if is_opaque or (id(thing), names) in seen:
         return
-    seen[id(thing), names] = thing  # alive as long as its number counts
+    seen[id(thing), names] = thing  # keeps it alive, so that no other object gets its id
     inside: dict[str, Any] = {}
     if isinstance(thing, functools.partial):
         inside = {"": thing.func, **{str(k): v for k, v in enumerate(thing.args)}, **thing.keywords}
     elif isinstance(thing, MethodType):
         names = names_in(thing.__func__.__code__) if isinstance(thing.__func__, FunctionType) else names
-        inside = {"": thing.__func__, **attributes(thing.__self__, names)}
+        inside = {"": thing.__func__, **named_attributes(thing.__self__, names)}
     elif isinstance(thing, FunctionType):
         names = names_in(thing.__code__)
-        inside = surroundings(thing, names)
+        inside = visible_names(thing, names)
     elif isinstance(thing, Mapping):
         inside = {key: value for key, value in thing.items() if isinstance(key, str) and key in names}
     elif isinstance(thing, list | tuple):
         inside = {str(k): value for k, value in enumerate(thing)}
     else:
         run = type(thing).forward if isinstance(thing, nn.Module) else getattr_static(type(thing), "__call__", None)
-        inside = attributes(thing, names) | ({"": MethodType(run, thing)} if isinstance(run, FunctionType) else {})
+        inside = named_attributes(thing, names) | (
+            {"": MethodType(run, thing)} if isinstance(run, FunctionType) else {}
+        )
     for name, value in inside.items():
-        yield from found(value, f"{place}.{name}".strip("."), names, seen)
+        yield from plain_values(value, f"{place}.{name}".strip("."), names, seen)
 
 
 def is_torch(function: FunctionType) -> bool:
@@ -61,16 +69,16 @@ def is_torch(function: FunctionType) -> bool:
 
 
 def names_in(code: CodeType) -> frozenset[str]:
-    """Names and texts in a function's code, also in that of functions in it."""
+    """Names and texts in a function's code, nested functions included."""
     inner = [names_in(c) for c in code.co_consts if isinstance(c, CodeType)]
     return frozenset({*code.co_names, *(c for c in code.co_consts if isinstance(c, str))}.union(*inner))
 
 
-def surroundings(function: FunctionType, names: Set[str]) -> dict[str, Any]:
-    """What a function has by a name that is not its argument's: of globals only plain values."""
+def visible_names(function: FunctionType, names: Set[str]) -> dict[str, Any]:
+    """Values that a function's code can read by name: plain globals, closure variables and defaults."""
     code, around = function.__code__, {k: v for k, v in function.__globals__.items() if k in names and is_plain(v)}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # nothing has been put there yet
+        with suppress(ValueError):  # an empty cell
             around[name] = cell.cell_contents
     positional = code.co_varnames[: code.co_argcount]
     defaults = function.__defaults__ or ()
@@ -78,10 +86,10 @@ def surroundings(function: FunctionType, names: Set[str]) -> dict[str, Any]:
 
 
 def is_plain(value: Any) -> bool:
-    return isinstance(value, PLAIN)
+    return isinstance(value, PLAIN_TYPES)
 
 
-def attributes(thing: Any, names: Set[str]) -> dict[str, Any]:
-    """Those of an object that code names, but none that is computed."""
-    own = {**getattr(thing, "__dict__", {}), **getattr(thing, "_modules", {})}
-    return {name: value for name, value in own.items() if name in names}
+def named_attributes(thing: Any, names: Set[str]) -> dict[str, Any]:
+    """Attributes of an object whose names occur in the code; properties are not evaluated."""
+    values = {**getattr(thing, "__dict__", {}), **getattr(thing, "_modules", {})}
+    return {name: value for name, value in values.items() if name in names}

@@ -1,4 +1,9 @@
-"""A rank's whole training step as one CUDA graph: captured once for each kind of batch, then replayed."""
+"""A rank's whole training step as one CUDA graph: captured once for each batch signature, then replayed.
+
+After `WARM_UP_STEPS` eager steps of a signature (shapes, shares, programs) the same Python code runs once more under
+capture. From then on the graph is replayed, on all ranks or on none. Flags between hosts are recorded in eager steps
+and replayed (`recorded_flags`); the Python values that ``loss_fn`` reads are checked (`closure_guard`).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,35 +22,37 @@ from autopar.errors import CaptureWarning, UsageError
 from autopar.ir.pytree import leaves, tree_map
 from autopar.runtime.engine.closure_guard import closure_fingerprint
 from autopar.runtime.engine.executor import BoundStep, StepData
+from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.optim.probe import nested
-from autopar.runtime.spec import DeviceStepResult, StepRequest
+from autopar.runtime.optim.step import Updater
+from autopar.runtime.spec import DeviceStepResult, RankSpec, StepRequest
 
-if TYPE_CHECKING:
-    from autopar.runtime.rank import Rank
-
-WARM_UP_STEPS = 2  # of a kind, before its capture: they compile and load kernels and connect communicators
-MAX_GRAPHS = 4  # kinds of batch that stay captured
-EVICT_AFTER_STEPS = 100  # without use, after which a graph gives way to that of another kind
-MAX_CACHED_STEPS = 64  # that are remembered
+WARM_UP_STEPS = 2  # eager steps before a capture: they compile and load kernels and connect communicators
+MAX_GRAPHS = 4  # graphs that are kept
+EVICT_AFTER_STEPS = 100  # steps without use after which a graph gives way to another one
+MAX_CACHED_STEPS = 64  # signatures that are remembered
 
 
 @dataclass
 class CachedStep:
-    """Steps that differ in the content of tensors alone, and the graph of one, once there is one.
+    """State of one step signature: its eager steps so far, and its graph once it is captured.
 
     Args:
-        used: number of the last step that was of this kind.
-        answers: what peers' hosts answered in the last plain step.
-        read: what the loss function read of Python in the last step that was not a replay.
-        unsteady: what was otherwise than in the step before, if anything.
-        with_optimizer: whether the graph is to update the weights.
-        refused: why such steps are not captured.
-        options: those of the optimizer that the graph holds.
-        gradients: what the graph leaves for an optimizer outside of it, by name.
+        eager_steps: number of eager steps so far.
+        last_used: number of the last step with this signature.
+        recorded_flags: flags that peers' hosts sent in the last eager step.
+        closure: fingerprint of the Python values that ``loss_fn`` read in the last step that was not a replay.
+        unstable_reason: difference between two eager steps that forbids a capture, or empty.
+        with_optimizer: whether the graph updates the weights.
+        capture_error: why the step is not captured, or empty.
+        options: optimizer options that the graph has fixed, as text.
+        data: tensors that the graph reads; each replay overwrites them.
+        result: tensors that the graph writes; each replay overwrites them.
+        gradients: gradients that the graph leaves for an optimizer outside of it, by name.
     """
 
     eager_steps: int = 0
-    used: int = 0
+    last_used: int = 0
     recorded_flags: list[list[int]] = field(default_factory=list)
     closure: Mapping[str, str] = field(default_factory=dict)
     unstable_reason: str = ""
@@ -54,108 +61,136 @@ class CachedStep:
     options: str = ""
     graph: torch.cuda.CUDAGraph | None = None
     data: StepData | None = None
-    computed: DeviceStepResult | None = None
+    result: DeviceStepResult | None = None
     step: BoundStep | None = None
     marks: list[Any] = field(default_factory=list)
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
-class CudaGraphCache:
-    """Runs a rank's training steps: plainly at first, then as graphs.
+class CapturableRank(Protocol):
+    """Attributes of a `Rank` that capturing its training steps needs."""
 
-    Nothing is run twice: the first steps of a kind are plain ones, the next one is captured, which computes nothing,
-    and then replayed. All ranks come to the same decision at the same step. What cannot be captured goes on plainly,
-    and a `CaptureWarning` says why.
+    spec: RankSpec
+    device: torch.device
+    stream: torch.cuda.Stream | None
+    updater: Updater
+    flag_recorder: FlagRecorder
+    trainable: dict[str, torch.nn.Parameter]
+    current_step: BoundStep | None
+    has_pending_grads: bool
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes losses."""
+        ...
+
+    def compute(self, request: StepRequest) -> DeviceStepResult:
+        """A training step up to the update."""
+        ...
+
+    def abandon_step(self) -> None:
+        """Leave nothing of a step that raised."""
+        ...
+
+
+class CudaGraphCache:
+    """Runs a rank's training steps: eager at first, then as CUDA graphs.
+
+    No step runs twice: the first steps of a signature are eager, the next one is captured, which computes nothing, and
+    then replayed. All ranks take the same decision at the same step. A step that cannot be captured stays eager, and a
+    `CaptureWarning` says why.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: CapturableRank) -> None:
         self.rank = rank
-        self.cached: OrderedDict[tuple, CachedStep] = OrderedDict()
-        self.steps = 0
-        self.rates: list[Tensor] = []  # learning rate of each parameter group, where graphs read it
+        self.cached_steps: OrderedDict[tuple, CachedStep] = OrderedDict()
+        self.num_steps = 0
+        self.learning_rates: list[
+            Tensor
+        ] = []  # learning rate of each parameter group, a device scalar that graphs read
         self.pool: Any = None
 
     def forget(self) -> None:
-        """Drop all graphs, as is needed before tensors that they use are replaced."""
-        self.cached.clear()
-        self.rates, self.pool = [], None
+        """Drop all graphs; needed before the tensors that they use are replaced."""
+        self.cached_steps.clear()
+        self.learning_rates, self.pool = [], None
 
-    def run(self, work: StepRequest) -> DeviceStepResult:
-        """A training step up to the update, which a graph may include."""
+    def run(self, request: StepRequest) -> DeviceStepResult:
+        """Run a training step up to the update; a graph may include the update."""
         if self.rank.has_pending_grads:
-            return self.rank.compute(work)  # a graph begins without gradients
-        kind = self.cached_step(work)
-        if kind.capture_error:
-            return self.rank.compute(work)
-        if kind.graph is not None and kind.with_optimizer and kind.options != self.fixed_options():
-            # A scheduler changes more than the learning rate: leave the optimizer outside.
-            kind.graph, kind.with_optimizer = None, False
-        if kind.graph is None and kind.eager_steps < WARM_UP_STEPS:
-            return self.run_eager(kind, work)
-        if kind.graph is None and self.has_room():
-            self.capture(kind, work)
-        return self.replay(kind, work) if kind.graph is not None else self.rank.compute(work)
+            return self.rank.compute(request)  # a graph begins without gradients
+        cached = self.cached_step(request)
+        if cached.capture_error:
+            return self.rank.compute(request)
+        if cached.graph is not None and cached.with_optimizer and cached.options != self.fixed_options():
+            # A scheduler changes more than the learning rate: keep the optimizer outside of the graph.
+            cached.graph, cached.with_optimizer = None, False
+        if cached.graph is None and cached.eager_steps < WARM_UP_STEPS:
+            return self.run_eager(cached, request)
+        if cached.graph is None and self.make_room():
+            self.capture(cached, request)
+        return self.replay(cached, request) if cached.graph is not None else self.rank.compute(request)
 
-    def cached_step(self, work: StepRequest) -> CachedStep:
-        """The kind that a step is of; the one that was used longest ago gives way to a new one."""
-        key = (work.schedule, work.programs, work.kind)
-        if key not in self.cached and len(self.cached) == MAX_CACHED_STEPS:
-            self.cached.popitem(last=False)
-        kind = self.cached.setdefault(key, CachedStep())
-        self.cached.move_to_end(key)
-        self.steps += 1
-        kind.used = self.steps
-        return kind
+    def cached_step(self, request: StepRequest) -> CachedStep:
+        """Cached state of a step's signature; a new signature evicts the least recently used one."""
+        key = (request.schedule, request.programs, request.signature)
+        if key not in self.cached_steps and len(self.cached_steps) == MAX_CACHED_STEPS:
+            self.cached_steps.popitem(last=False)
+        cached = self.cached_steps.setdefault(key, CachedStep())
+        self.cached_steps.move_to_end(key)
+        self.num_steps += 1
+        cached.last_used = self.num_steps
+        return cached
 
-    def has_room(self) -> bool:
-        """Whether another kind may be captured, for which one that has been idle for long gives up its graph."""
-        captured = [key for key, kind in self.cached.items() if kind.graph is not None]
+    def make_room(self) -> bool:
+        """Whether another graph may be captured; evicts a graph that has been idle for long."""
+        captured = [key for key, kind in self.cached_steps.items() if kind.graph is not None]
         if len(captured) < MAX_GRAPHS:
             return True
-        if self.steps - self.cached[captured[0]].used <= EVICT_AFTER_STEPS:
+        if self.num_steps - self.cached_steps[captured[0]].last_used <= EVICT_AFTER_STEPS:
             return False
-        del self.cached[captured[0]]
+        del self.cached_steps[captured[0]]
         return True
 
-    def run_eager(self, kind: CachedStep, work: StepRequest) -> DeviceStepResult:
-        """A step as it is run without graphs; what hosts ask each other is noted."""
-        prepare(self.rank.updater.optimizer)
+    def run_eager(self, cached: CachedStep, request: StepRequest) -> DeviceStepResult:
+        """Run an eager step, and record the flags between hosts."""
+        make_capturable(self.rank.updater.optimizer)
         self.rank.flag_recorder.record()
         try:
-            computed = self.rank.compute(work)
+            computed = self.rank.compute(request)
         finally:
-            noted = self.rank.flag_recorder.stop()
-        read = self.loss_closure()
-        if kind.eager_steps and noted != kind.recorded_flags:
-            kind.unstable_reason = "which gradients there are differs from step to step"
-        elif kind.eager_steps and read != kind.closure:
-            kind.unstable_reason = f"loss_fn changes {changes(kind.closure, read)} from step to step"
-        kind.eager_steps, kind.recorded_flags, kind.closure = kind.eager_steps + 1, noted, read
+            flags = self.rank.flag_recorder.stop()
+        closure = self.read_closure()
+        if cached.eager_steps and flags != cached.recorded_flags:
+            cached.unstable_reason = "which gradients there are differs from step to step"
+        elif cached.eager_steps and closure != cached.closure:
+            cached.unstable_reason = f"loss_fn changes {first_change(cached.closure, closure)} from step to step"
+        cached.eager_steps, cached.recorded_flags, cached.closure = cached.eager_steps + 1, flags, closure
         return computed
 
-    def loss_closure(self) -> Mapping[str, str]:
-        """What this rank's loss function reads of Python, if there is one."""
+    def read_closure(self) -> Mapping[str, str]:
+        """Fingerprint of the Python values that this rank's loss function reads; empty without one."""
         return closure_fingerprint(self.rank.spec.recipe.loss_fn) if self.rank.is_last_stage else {}
 
-    def capture(self, kind: CachedStep, work: StepRequest) -> None:
-        """Make the graph, on all ranks or none; weights and state stay as they are."""
+    def capture(self, cached: CachedStep, request: StepRequest) -> None:
+        """Capture the graph, on all ranks or none; weights and state do not change."""
         rank = self.rank
         optimizer = rank.updater.optimizer
-        kind.with_optimizer &= optimizer is not None and is_capturable(optimizer)
-        kind.options = self.fixed_options()
-        reason = kind.unstable_reason
+        cached.with_optimizer &= optimizer is not None and is_capturable(optimizer)
+        cached.options = self.fixed_options()
+        reason = cached.unstable_reason
         try:
             if not reason:
-                self.record(kind, work)
-        except Exception as error:  # whatever the user's loss, an optimizer or an operation raises while captured
+                self.capture_step(cached, request)
+        except Exception as error:  # raised by the user's loss, an optimizer or an operation under capture
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        everybody = range(rank.mesh.devices)
-        failed = rank.transport.sum_flags([bool(reason)], everybody)[0] if len(everybody) > 1 else bool(reason)
+        all_ranks = range(rank.spec.mesh.devices)
+        failed = rank.flag_recorder.sum_flags([bool(reason)], all_ranks)[0] if len(all_ranks) > 1 else bool(reason)
         if failed:
-            kind.graph = kind.data = kind.computed = kind.step = None
-            kind.marks, kind.gradients = [], {}
-            kind.capture_error = reason or "another rank cannot capture it"
-            rank.abandon_step()  # on all ranks: they bind their schedules together
+            cached.graph = cached.data = cached.result = cached.step = None
+            cached.marks, cached.gradients = [], {}
+            cached.capture_error = reason or "another rank cannot capture it"
+            rank.abandon_step()  # on all ranks, which bind their schedules together
         if reason:
             warnings.warn(
                 f"Steps are run without CUDA graphs, which is slower: {reason}. Pass cuda_graph=False to do without "
@@ -164,69 +199,69 @@ class CudaGraphCache:
                 stacklevel=1,
             )
 
-    def record(self, kind: CachedStep, work: StepRequest) -> None:
-        """Capture a step on tensors of its own."""
+    def capture_step(self, cached: CachedStep, request: StepRequest) -> None:
+        """Capture a step on static copies of its tensors."""
         rank, graph = self.rank, torch.cuda.CUDAGraph()
-        if all(other.graph is None for other in self.cached.values()):
-            self.pool = None  # a pool ends with its last graph
-        kind.data = StepData(
-            [[own(t, rank.device) for t in ts] for ts in work.data.inputs],
-            [tree_map(lambda leaf: own(leaf, rank.device), target) for target in work.data.targets],
-            work.data.shares,
+        if all(other.graph is None for other in self.cached_steps.values()):
+            self.pool = None  # a memory pool ends with its last graph
+        cached.data = StepData(
+            [[static_like(t, rank.device) for t in ts] for ts in request.data.inputs],
+            [tree_map(lambda leaf: static_like(leaf, rank.device), target) for target in request.data.targets],
+            request.data.shares,
         )
-        optimizer = rank.updater.optimizer if kind.with_optimizer else None
-        if optimizer is not None and not self.rates:
-            self.rates = [torch.zeros((), device=rank.device) for _ in optimizer.param_groups]
-        rank.flag_recorder.replay(kind.recorded_flags)
-        kind.closure = self.loss_closure()
+        optimizer = rank.updater.optimizer if cached.with_optimizer else None
+        if optimizer is not None and not self.learning_rates:
+            self.learning_rates = [torch.zeros((), device=rank.device) for _ in optimizer.param_groups]
+        rank.flag_recorder.replay(cached.recorded_flags)
+        cached.closure = self.read_closure()
         try:
             with torch.cuda.graph(graph, self.pool, rank.stream, capture_error_mode="thread_local"):
-                computed = rank.compute(replace(work, data=kind.data))
+                computed = rank.compute(replace(request, data=cached.data))
                 if optimizer is not None:
-                    with given_rates(optimizer, self.rates):
+                    with tensor_learning_rates(optimizer, self.learning_rates):
                         rank.updater.update(computed.norm)
                 else:
-                    kind.gradients = {n: p.grad for n, p in rank.trainable.items() if p.grad is not None}
+                    cached.gradients = {n: p.grad for n, p in rank.trainable.items() if p.grad is not None}
                     rank.updater.zero_grad()
         finally:
             rank.flag_recorder.stop()
-        kind.computed = DeviceStepResult(computed.losses, computed.norm, computed.outputs, optimizer is not None)
-        kind.graph, self.pool = graph, graph.pool()
-        kind.step = rank.current_step
-        kind.marks = rank.current_step.marks if rank.current_step is not None else []
+        cached.result = DeviceStepResult(computed.losses, computed.norm, computed.outputs, optimizer is not None)
+        cached.graph, self.pool = graph, graph.pool()
+        cached.step = rank.current_step
+        cached.marks = rank.current_step.marks if rank.current_step is not None else []
 
-    def replay(self, kind: CachedStep, work: StepRequest) -> DeviceStepResult:
-        """Run the graph on a step's tensors."""
+    def replay(self, cached: CachedStep, request: StepRequest) -> DeviceStepResult:
+        """Replay the graph on a step's tensors."""
         rank, optimizer = self.rank, self.rank.updater.optimizer
-        assert kind.graph is not None and kind.data is not None and kind.computed is not None
-        if (read := self.loss_closure()) != kind.closure:
+        assert cached.graph is not None and cached.data is not None and cached.result is not None
+        if (closure := self.read_closure()) != cached.closure:
             raise UsageError(
-                f"loss_fn reads {changes(kind.closure, read)}, and the CUDA graph of this step has the earlier value. "
-                "Let it come with the target, or pass cuda_graph=False."
+                f"loss_fn reads {first_change(cached.closure, closure)}, and the CUDA graph of this step has the "
+                "earlier value. Let it come with the target, or pass cuda_graph=False."
             )
-        fill(kind.data, work.data)
-        if kind.with_optimizer and optimizer is not None:
-            for rate, group in zip(self.rates, optimizer.param_groups, strict=True):
+        copy_step_data(cached.data, request.data)
+        if cached.with_optimizer and optimizer is not None:
+            for rate, group in zip(self.learning_rates, optimizer.param_groups, strict=True):
                 rate.fill_(float(group["lr"]))
-        kind.graph.replay()
-        for name, gradient in kind.gradients.items():
+        cached.graph.replay()
+        for name, gradient in cached.gradients.items():
             rank.trainable[name].grad = gradient
-        rank.current_step = kind.step
-        if kind.step is not None:
-            kind.step.marks = kind.marks
-        made = kind.computed  # in memory that the next replay uses again
-        outputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, made.outputs)
-        return DeviceStepResult(made.losses.clone(), made.norm.clone(), outputs, made.updated)
+        rank.current_step = cached.step
+        if cached.step is not None:
+            cached.step.marks = cached.marks
+        result = cached.result  # the next replay overwrites this memory
+        outputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, result.outputs)
+        return DeviceStepResult(result.losses.clone(), result.norm.clone(), outputs, result.updated)
 
     def fixed_options(self) -> str:
-        """What a captured optimizer takes from its groups besides parameters and learning rates."""
+        """Options of the optimizer's groups that a graph fixes: all but parameters and learning rates."""
         optimizer = self.rank.updater.optimizer
         groups = optimizer.param_groups if optimizer is not None else []
         return repr([{k: v for k, v in g.items() if k not in ("params", "lr")} for g in groups])
 
 
-def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
-    """The first value of two readings that is not the same, for people."""
+def first_change(before: Mapping[str, str], after: Mapping[str, str]) -> str:
+    """Text on the first difference between two fingerprints."""
     places = (place for place in {**before, **after} if before.get(place) != after.get(place))
     place = next(places)
     return f"`{place}` (was {before.get(place, 'not there')}, is {after.get(place, 'not there')})"
@@ -235,30 +270,30 @@ def changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
 # -- data ----------------------------------------------------------------------------------------------------------
 
 
-def own(leaf: Any, device: torch.device) -> Any:
-    """Memory for such a tensor; anything else as it is."""
+def static_like(leaf: Any, device: torch.device) -> Any:
+    """An empty tensor like ``leaf`` on a device; other values unchanged."""
     return torch.empty_like(leaf, device=device) if isinstance(leaf, Tensor) else leaf
 
 
-def fill(static: StepData, given: StepData) -> None:
-    """Copy a step's tensors to where its graph reads them."""
-    there, here = (leaves((data.inputs, data.targets)) for data in (static, given))
-    for mine, new in zip(there, here, strict=True):
-        if isinstance(mine, Tensor):
-            mine.copy_(new, non_blocking=True)
+def copy_step_data(static: StepData, source: StepData) -> None:
+    """Copy a step's tensors into those that its graph reads."""
+    static_leaves, source_leaves = (leaves((data.inputs, data.targets)) for data in (static, source))
+    for target, leaf in zip(static_leaves, source_leaves, strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(leaf, non_blocking=True)
 
 
 # -- optimizers ----------------------------------------------------------------------------------------------------
 
 
 def is_capturable(optimizer: Optimizer) -> bool:
-    """Whether it promises to keep nothing that changes on the host: torch's ``capturable``, in every group."""
-    alone = list(nested(optimizer)) == [optimizer]
-    return alone and all(group.get("capturable") for group in optimizer.param_groups)
+    """Whether every group has torch's ``capturable``: the optimizer keeps no changing number on the host."""
+    is_single = list(nested(optimizer)) == [optimizer]
+    return is_single and all(group.get("capturable") for group in optimizer.param_groups)
 
 
-def prepare(optimizer: Optimizer | None) -> None:
-    """Make an optimizer of torch keep its steps, and other numbers of a parameter, on the device, where it can."""
+def make_capturable(optimizer: Optimizer | None) -> None:
+    """Have a torch optimizer keep step counts and other scalars on the device, if it has ``capturable``."""
     if optimizer is None or any("capturable" not in group for group in optimizer.param_groups):
         return
     for group in optimizer.param_groups:
@@ -270,8 +305,8 @@ def prepare(optimizer: Optimizer | None) -> None:
 
 
 @contextmanager
-def given_rates(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
-    """Within, the groups' learning rates are these tensors."""
+def tensor_learning_rates(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
+    """Context in which the groups' learning rates are these tensors."""
     before = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

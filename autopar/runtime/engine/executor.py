@@ -1,4 +1,11 @@
-"""One rank's step: a schedule bound to modules, peers and slots, then run."""
+"""One rank's step: a schedule bound to modules, peers and tags, then run.
+
+Names, shapes and peers are looked up when a schedule is bound; `BoundStep.run` calls closures over integers. Sends are
+asynchronous. Gloo receives are posted one action ahead. NCCL receives are posted only when needed, because a waiting
+NCCL kernel occupies multiprocessors. A backward keeps gradient edges instead of outputs. A sent tensor is freed once
+the schedule proves that its peer has received it (`send_lifetimes`). A value that the loss does not depend on has no
+gradient; a flag next to each gradient preserves that across a cut.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +22,26 @@ from autopar.errors import UsageError
 from autopar.ir.graph import Ref, Value
 from autopar.ir.program import Edge, Program, input_names
 from autopar.ir.pytree import tree_map, unflatten
-from autopar.runtime.comm.symmetric_p2p import Messages
-from autopar.runtime.comm.transport import RecvHandle, SendHandle, Transport
-from autopar.runtime.engine.send_lifetimes import Message, send_lifetimes
+from autopar.runtime.comm.protocols import FlagChannel, MessageBytes, RecvHandle, SendHandle, Transport
+from autopar.runtime.engine.send_lifetimes import SendKey, send_lifetimes
 from autopar.runtime.engine.timer import Stopwatch
 from autopar.schedule.actions import Action, Schedule
 
-NUMBERS = 1 << 11  # of tensors that a microbatch sends from one chunk to another
-FLAGS_NUMBER = NUMBERS - 1  # in tags, past every edge of a pair
+MAX_TENSORS_PER_PAIR = 1 << 11  # tensors of a microbatch from one chunk to another
+FLAGS_INDEX = MAX_TENSORS_PER_PAIR - 1  # index of the flags in tags, after all tensors of the pair
 
 
 @dataclass(frozen=True)
-class Chunk:
-    """A program with its module: what runs for one microbatch shape."""
+class ChunkModule:
+    """A program and its module, for microbatches of one shape."""
 
     program: Program
     module: nn.Module
 
 
 @dataclass(frozen=True)
-class Span:
-    """Measured compute of one action, without waiting for its inputs; seconds since the rank's first action."""
+class ActionTiming:
+    """Measured compute of one action, without the wait for its inputs; seconds since the rank's first action."""
 
     action: Action
     start_seconds: float
@@ -44,10 +50,12 @@ class Span:
 
 @dataclass(frozen=True)
 class StepData:
-    """What one rank is given for a step, a list entry per microbatch.
+    """One rank's data for a step, one list entry per microbatch.
 
-    ``inputs`` are the tensors that `input_names` lists of the rank's programs; ``targets`` and ``shares`` (the
-    microbatch's part of the mean over the batch) matter on the last stage.
+    Args:
+        inputs: tensors in the order of `input_names` of the rank's programs.
+        targets: second argument of ``loss_fn``; read on the last stage.
+        shares: weight of the microbatch's loss in the mean over the batch; read on the last stage.
     """
 
     inputs: list[list[torch.Tensor]]
@@ -58,10 +66,28 @@ class StepData:
 NO_DATA = StepData([], [], [])
 
 
+@dataclass(frozen=True)
+class BoundAction:
+    """An action of this rank with everything that its run needs.
+
+    Args:
+        post_receives: posts the receives of its inputs; returns a handle for each.
+        compute: computes it from the received tensors, and starts its sends.
+        completes: weights whose last backward this is: after it their gradients are complete.
+        releases: sends that are known to be taken before it, so that their memory can be freed.
+    """
+
+    action: Action
+    post_receives: Callable[[], list[RecvHandle]]
+    compute: Callable[[list[torch.Tensor]], None]
+    completes: tuple[str, ...]
+    releases: list[SendKey]
+
+
 class BoundStep:
     """A schedule bound to one rank.
 
-    Everything that can be looked up is looked up here, once; `run` only waits, computes and sends.
+    The constructor looks up everything once; `run` only waits, computes and sends.
     """
 
     def __init__(
@@ -69,8 +95,9 @@ class BoundStep:
         schedule: Schedule,
         position: int,
         ranks: Sequence[int],
-        chunks: Sequence[Sequence[Chunk]],
+        chunks: Sequence[Sequence[ChunkModule]],
         transport: Transport,
+        flags: FlagChannel,
         device: torch.device,
         loss_fn: Callable[[Any, Any], torch.Tensor] | None,
         training: bool,
@@ -78,199 +105,218 @@ class BoundStep:
         """Bind.
 
         Args:
-            schedule: the actions of all positions in the pipeline; those of ``position`` are run.
-            ranks: the rank at each position to exchange tensors with.
-            chunks: for each microbatch this rank's chunks to use (those of two microbatches differ in shape only).
-            device: where a microbatch's inputs and targets are taken when their turn comes.
+            schedule: actions of all pipeline positions; this rank runs those of ``position``.
+            ranks: rank at each pipeline position.
+            chunks: for each microbatch, this rank's chunks. Chunks of two microbatches differ in shapes only.
+            transport: moves tensors to and from the other positions.
+            flags: tells the host of another position which gradients exist.
+            device: inputs and targets that are elsewhere are copied there when their microbatch runs.
             loss_fn: on the last stage of a training step.
             training: keep what backward needs; otherwise run without gradients.
         """
-        self.position, self.ranks, self.transport = position, ranks, transport
+        self.position, self.ranks, self.flags = position, ranks, flags
         self.num_chunks = 1 + max((action.chunk for row in schedule for action in row), default=0) // len(ranks)
         self.device = device
         self.loss_fn = loss_fn
         self.training = training
         self.data = NO_DATA
-        self.saved: dict[Action, Any] = {}  # by forward
+        self.saved: dict[Action, Any] = {}  # inputs and gradient edges, by forward action
         self.losses: list[torch.Tensor | None] = [None] * len(chunks)
         self.outputs: list[list[Any]] = [[] for _ in chunks]
-        self.current: Action | None = None
+        self.current_action: Action | None = None
         self.computing = False
         self.stopwatch = Stopwatch(device)
         self.marks: list[tuple[Action, Any, Any]] = []
         self.keep_outputs = False
         self.loss_scale = 1.0
-        self.after_backward: Callable[[], None] = lambda: None  # set by whoever has gradients to move then
-        self.sent: dict[Message, list[SendHandle]] = {}
-        self.passed: dict[tuple[int, int, int], torch.Tensor] = {}  # from chunk to chunk of this rank, by these and tag
+        self.after_backward: Callable[[], None] = lambda: None  # flushes gradients; set by the rank
+        self.sent: dict[SendKey, list[SendHandle]] = {}
+        self.local_tensors: dict[tuple[int, int, int], torch.Tensor] = {}  # between own chunks: by (src, dst, tag)
         self.chunks = chunks
-        self.input_places = [input_places([chunk.program for chunk in own]) for own in chunks]
-        actions = schedule[position]
-        self.channel = transport.open_channel(*self.messages(actions)) if training and len(ranks) > 1 else transport
-        # Which weights have their last backward in which action: their gradients are complete after it.
-        backwards = [(k, self.chunk_of(a).program) for k, a in enumerate(actions) if a.kind == "B"]
-        last = {weight.name: k for k, program in backwards for weight in program.weights}
-        self.completed = {k: [name for name, own in last.items() if own == k] for k in {*last.values()}}
-        self.bound_actions = [self.bind(action) for action in actions]
-        self.send_lifetimes = send_lifetimes(position, schedule, self.before, self.after)
+        self.input_indices = [input_indices([chunk.program for chunk in row]) for row in chunks]
+        has_peers = training and len(ranks) > 1
+        self.channel = transport.open_channel(*self.messages(schedule[position])) if has_peers else transport
+        self.bound_actions = self.bind_actions(schedule)
+
+    @property
+    def trained_weights(self) -> list[str]:
+        """Names of the weights that backwards of this step reach, in the order in which their gradients complete."""
+        return [name for bound in self.bound_actions for name in bound.completes]
 
     def run(
         self, data: StepData, keep_outputs: bool, before_last: Callable[[Sequence[str]], None] | None = None
     ) -> None:
-        """Run all actions; losses and outputs are left in ``losses`` and ``outputs``.
+        """Run all actions; the results are in ``losses`` and ``outputs``.
 
         Args:
-            before_last: is told the names of weights right before the last backward that reaches them.
+            before_last: called with the names of weights right before the last backward that reaches them.
         """
         self.data, self.keep_outputs = data, keep_outputs
         self.outputs = [[] for _ in self.outputs]
         self.marks = []
-        for left in (self.sent, self.saved, self.passed):  # by a step that raised
-            left.clear()
+        for state in (self.sent, self.saved, self.local_tensors):  # of a step that raised
+            state.clear()
         early, last = self.channel.posts_early, len(self.bound_actions) - 1
-        posted = self.bound_actions[0][1]() if self.bound_actions else []
+        posted = self.bound_actions[0].post_receives() if self.bound_actions else []
         with torch.set_grad_enabled(self.training):
-            for k, (action, _, compute) in enumerate(self.bound_actions):
-                self.current = action
-                following = self.bound_actions[k + 1][1]() if early and k < last else None
-                received = [receipt() for receipt in posted]
-                self.release_sends(self.send_lifetimes[k])
-                if before_last is not None and k in self.completed:
-                    before_last(self.completed[k])
+            for k, bound in enumerate(self.bound_actions):
+                self.current_action = bound.action
+                following = self.bound_actions[k + 1].post_receives() if early and k < last else None
+                received = [receive() for receive in posted]
+                self.release_sends(bound.releases)
+                if before_last is not None and bound.completes:
+                    before_last(bound.completes)
                 self.computing, start = True, self.stopwatch.mark()
-                compute(received)
+                bound.compute(received)
                 self.computing = False
-                self.marks.append((action, start, self.stopwatch.mark()))
+                self.marks.append((bound.action, start, self.stopwatch.mark()))
                 if k < last:
-                    posted = following if following is not None else self.bound_actions[k + 1][1]()
+                    posted = following if following is not None else self.bound_actions[k + 1].post_receives()
             self.release_sends(list(self.sent))
-        self.data, self.current = NO_DATA, None
+        self.data, self.current_action = NO_DATA, None
 
-    def messages(self, actions: Sequence[Action]) -> tuple[Messages, Messages]:
-        """The bytes of every tensor that comes from another rank in a step, and of every one that goes to another."""
+    def messages(self, actions: Sequence[Action]) -> tuple[MessageBytes, MessageBytes]:
+        """Bytes of the tensors that a step receives from other ranks, and of those that it sends to other ranks."""
         incoming: dict[tuple[int, int], int] = {}
         outgoing: dict[tuple[int, int], int] = {}
         for action in actions:
-            program, forward = self.chunk_of(action).program, action.kind == "F"
-            takes, gives = (program.receives, program.sends) if forward else (program.sends, program.receives)
-            for edges, found, comes in ((takes, incoming, True), (gives, outgoing, False)):
-                wanted = edges if forward else [e for e in edges if e.value.requires_grad]
-                for k, e in self.numbered(wanted):
+            program, forward = self.program_of(action), action.kind == "F"
+            received, sent = (program.receives, program.sends) if forward else (program.sends, program.receives)
+            for edges, sizes, is_incoming in ((received, incoming, True), (sent, outgoing, False)):
+                traveling = edges if forward else [e for e in edges if e.value.requires_grad]
+                for k, e in self.numbered_edges(traveling):
                     src, dst = (e.src, e.dst) if forward else (e.dst, e.src)
-                    peer = src if comes else dst
-                    if not self.is_here(peer):
-                        found[self.rank_of(peer), self.tag(k, action.microbatch, src, dst)] = e.value.num_bytes
+                    peer = src if is_incoming else dst
+                    if not self.is_local(peer):
+                        sizes[self.rank_of(peer), self.tag(k, action.microbatch, src, dst)] = e.value.num_bytes
         return incoming, outgoing
 
     def rank_of(self, chunk: int) -> int:
-        """The rank that runs a chunk."""
+        """Rank that runs a chunk."""
         return self.ranks[chunk % len(self.ranks)]
 
-    def is_here(self, chunk: int) -> bool:
+    def is_local(self, chunk: int) -> bool:
         """Whether this rank runs a chunk."""
         return chunk % len(self.ranks) == self.position
 
     def channel_index(self, src: int, dst: int) -> int:
-        """What keeps the messages of two chunks apart from others between their ranks."""
-        return lane_of(src, dst, len(self.ranks), self.num_chunks)
+        """Index that separates the messages of two chunks from other messages between their ranks."""
+        return channel_index(src, dst, len(self.ranks), self.num_chunks)
 
     def tag(self, number: int, microbatch: int, src: int, dst: int) -> int:
-        """A tag that is unique among the tensors of one directed pair of ranks in one step."""
-        return (microbatch * self.num_chunks**2 + self.channel_index(src, dst)) * NUMBERS + number
+        """Tag that is unique among the tensors of one directed pair of ranks in one step."""
+        return (microbatch * self.num_chunks**2 + self.channel_index(src, dst)) * MAX_TENSORS_PER_PAIR + number
 
     def send(self, tensor: torch.Tensor, src: int, dst: int, tag: int) -> None:
-        """Send to a chunk during an action; the tensor is freed once `settle` was told of that action and chunk.
+        """Send to a chunk during an action; `release_sends` frees the tensor.
 
-        To a chunk of this rank it goes as it is: a view, without a copy.
+        A chunk of this rank gets the tensor itself, without a copy.
         """
-        if self.is_here(dst):
-            self.passed[src, dst, tag] = tensor
+        if self.is_local(dst):
+            self.local_tensors[src, dst, tag] = tensor
         else:
-            rank, lane = self.rank_of(dst), self.channel_index(src, dst)
-            self.keep(dst, self.channel.send(tensor.contiguous(), rank, tag, lane))
+            rank, index = self.rank_of(dst), self.channel_index(src, dst)
+            self.track_send(dst, self.channel.send(tensor.contiguous(), rank, tag, index))
 
     def send_flags(self, flags: list[bool], src: int, dst: int, tag: int) -> None:
-        if self.is_here(dst):
-            self.passed[src, dst, tag] = torch.tensor(flags)
+        if self.is_local(dst):
+            self.local_tensors[src, dst, tag] = torch.tensor(flags)
         else:
-            self.keep(dst, self.transport.send_flags(flags, self.rank_of(dst), tag))
+            self.track_send(dst, self.flags.send_flags(flags, self.rank_of(dst), tag))
 
-    def keep(self, dst: int, delivery: SendHandle) -> None:
-        assert self.current is not None
-        self.sent.setdefault((dst, self.current), []).append(delivery)
+    def track_send(self, dst: int, handle: SendHandle) -> None:
+        assert self.current_action is not None
+        self.sent.setdefault((dst, self.current_action), []).append(handle)
 
-    def receipt(self, src: int, dst: int, tag: int, receive: Callable[[], RecvHandle]) -> Callable[[], RecvHandle]:
-        """What posts a receive; from a chunk of this rank there is nothing to post, and the tensor is taken in time."""
-        return (lambda: lambda: self.passed.pop((src, dst, tag))) if self.is_here(src) else receive
+    def receive_call(self, src: int, dst: int, tag: int, receive: Callable[[], RecvHandle]) -> Callable[[], RecvHandle]:
+        """Posts a receive. A tensor from a chunk of this rank needs no post: its handle looks the tensor up."""
+        return (lambda: lambda: self.local_tensors.pop((src, dst, tag))) if self.is_local(src) else receive
 
-    def release_sends(self, messages: Sequence[Message]) -> None:
-        """Wait for what was sent to each (chunk, in an action), and let go of it."""
-        for message in messages:
-            for delivery in self.sent.pop(message, ()):
-                delivery()
+    def release_sends(self, keys: Sequence[SendKey]) -> None:
+        """Wait for sends, and free their tensors."""
+        for key in keys:
+            for handle in self.sent.pop(key, ()):
+                handle()
 
-    def spans(self) -> tuple[Span, ...]:
-        """What each action of the last run took, in order; times count from the first action's start."""
-        seconds = self.stopwatch.seconds
-        return tuple(
-            Span(a, seconds(self.marks[0][1], start), seconds(self.marks[0][1], end)) for a, start, end in self.marks
-        )
+    def timings(self) -> tuple[ActionTiming, ...]:
+        """Timing of each action of the last run, in order."""
+        seconds, first = self.stopwatch.seconds, self.marks[0][1] if self.marks else None
+        return tuple(ActionTiming(a, seconds(first, start), seconds(first, end)) for a, start, end in self.marks)
 
     def started_ns(self) -> int:
-        """When on the host's clock the first action of the last run started; error as `Stopwatch.host_ns`."""
+        """Start of the last run's first action on the host's clock; error as `Stopwatch.host_ns`."""
         return self.stopwatch.host_ns(self.marks[0][1]) if self.marks else 0
 
-    def here(self, leaf: Any) -> Any:
-        """A tensor on this rank's device; anything else as it is."""
+    def to_device(self, leaf: Any) -> Any:
+        """A tensor on this rank's device; other values unchanged."""
         return leaf.to(self.device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf
 
-    def chunk_of(self, action: Action) -> Chunk:
-        """What an action of this rank runs."""
+    def chunk_for(self, action: Action) -> ChunkModule:
+        """Chunk that an action of this rank runs."""
         return self.chunks[action.microbatch][action.chunk // len(self.ranks)]
 
-    def before(self, action: Action) -> tuple[Action, ...]:
-        """The actions of other chunks whose tensors an action of this rank takes."""
-        program = self.chunk_of(action).program
+    def program_of(self, action: Action) -> Program:
+        """Program that an action of this rank runs."""
+        return self.chunk_for(action).program
+
+    def producers(self, action: Action) -> tuple[Action, ...]:
+        """Actions of other chunks whose tensors an action of this rank reads."""
+        program = self.program_of(action)
         chunks = {e.src for e in program.receives} if action.kind == "F" else {e.dst for e in program.sends}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
 
-    def after(self, action: Action) -> tuple[Action, ...]:
-        """The actions of other chunks that take the tensors of an action of this rank."""
-        program = self.chunk_of(action).program
+    def consumers(self, action: Action) -> tuple[Action, ...]:
+        """Actions of other chunks that read the tensors of an action of this rank."""
+        program = self.program_of(action)
         chunks = {e.dst for e in program.sends} if action.kind == "F" else {e.src for e in program.receives}
         return tuple(Action(action.kind, chunk, action.microbatch) for chunk in sorted(chunks))
 
-    def bind(self, action: Action) -> tuple[Action, Callable[[], list[RecvHandle]], Callable[..., None]]:
-        """The action, what posts its receives, and what computes it once they are there."""
-        chunk = self.chunk_of(action)
+    def bind_actions(self, schedule: Schedule) -> list[BoundAction]:
+        """This rank's actions, in order."""
+        actions = schedule[self.position]
+        lifetimes = send_lifetimes(self.position, schedule, self.producers, self.consumers)
+        last_backward = {weight.name: a for a in actions if a.kind == "B" for weight in self.program_of(a).weights}
+        completes: dict[Action, tuple[str, ...]] = {}
+        for name, action in last_backward.items():
+            completes[action] = (*completes.get(action, ()), name)
+        return [
+            self.bind(action, completes.get(action, ()), releases)
+            for action, releases in zip(actions, lifetimes, strict=True)
+        ]
+
+    def bind(self, action: Action, completes: tuple[str, ...], releases: list[SendKey]) -> BoundAction:
+        chunk = self.chunk_for(action)
         if action.kind == "F":
-            return action, self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
-        return action, self.bind_gradients(chunk.program, action), self.bind_backward(chunk.program, action)
+            receives, compute = self.bind_receives(chunk.program.receives, action), self.bind_forward(chunk, action)
+        else:
+            receives = self.bind_gradients(chunk.program, action)
+            compute = self.bind_backward(chunk.program, action)
+        return BoundAction(action, receives, compute, completes, releases)
 
     def bind_receives(self, edges: Sequence[Edge], action: Action) -> Callable[[], list[RecvHandle]]:
-        """What posts the receives of values, or of their gradients, one per edge."""
+        """Posts the receives of values, or of their gradients, one per edge."""
         calls: list[Callable[[], RecvHandle]] = []
-        for k, e in self.numbered(edges):
+        for k, e in self.numbered_edges(edges):
             shape, dtype = [e.value.shape[d] for d in e.value.memory_order], getattr(torch, e.value.dtype)
             src, dst = (e.src, e.dst) if action.kind == "F" else (e.dst, e.src)
             tag = self.tag(k, action.microbatch, src, dst)
             receive = partial(self.channel.receive, shape, dtype, self.rank_of(src), tag, self.channel_index(src, dst))
-            calls.append(self.receipt(src, dst, tag, receive))
+            calls.append(self.receive_call(src, dst, tag, receive))
         return lambda: [call() for call in calls]
 
     def bind_gradients(self, program: Program, action: Action) -> Callable[[], list[RecvHandle]]:
-        """What posts the receives of gradients, one per edge, then of their flags, one per peer."""
+        """Posts the receives of gradients, one per edge, then of their flags, one per peer."""
         edges = [e for e in program.sends if e.value.requires_grad]
         gradients = self.bind_receives(edges, action)
         flags: list[Callable[[], RecvHandle]] = []
         for src, n in Counter(e.dst for e in edges).items():
-            tag = self.tag(FLAGS_NUMBER, action.microbatch, src, program.stage)
-            receive = partial(self.transport.receive_flags, n, self.rank_of(src), tag)
-            flags.append(self.receipt(src, program.stage, tag, receive))
+            tag = self.tag(FLAGS_INDEX, action.microbatch, src, program.stage)
+            receive = partial(self.flags.receive_flags, n, self.rank_of(src), tag)
+            flags.append(self.receive_call(src, program.stage, tag, receive))
         return lambda: [*gradients(), *(call() for call in flags)]
 
-    def numbered(self, edges: Sequence[Edge]) -> list[tuple[int, Edge]]:
-        """Edges with their place among those of their directed pair: the same number at both ends."""
+    def numbered_edges(self, edges: Sequence[Edge]) -> list[tuple[int, Edge]]:
+        """Edges with their index among the edges of their directed pair: equal at both ends."""
         counts: dict[tuple[int, int], int] = {}
         numbered = []
         for edge in edges:
@@ -279,44 +325,44 @@ class BoundStep:
             counts[pair] += 1
         return numbered
 
-    def bind_forward(self, chunk: Chunk, action: Action) -> Callable[[list[torch.Tensor]], None]:
+    def bind_forward(self, chunk: ChunkModule, action: Action) -> Callable[[list[torch.Tensor]], None]:
         program, module, i = chunk.program, chunk.module, action.microbatch
-        inputs = self.input_places[i][action.chunk // len(self.ranks)]
+        inputs = self.input_indices[i][action.chunk // len(self.ranks)]
         place = {name: k for k, name in enumerate(program.results)}
-        # Without gaps and in their order in memory: a cut changes neither the memory format (channels_last stays fast)
-        # nor the kernels chosen after it, and with them the last bits of the result.
+        # Tensors travel without gaps and in their memory order. So a cut changes neither the memory format
+        # (channels_last stays fast) nor the kernels chosen after it, which would change the last bits of the result.
         sends = [
             (place[e.value.name], e.value.memory_order, e.src, e.dst, self.tag(k, i, e.src, e.dst))
-            for k, e in self.numbered(program.sends)
+            for k, e in self.numbered_edges(program.sends)
         ]
-        orders = [inverse(e.value.memory_order) for e in program.receives]
+        orders = [inverse_permutation(e.value.memory_order) for e in program.receives]
         tracked = [e.value.requires_grad for e in program.receives]
-        roots = [place[v.name] for v in unique_values(program.sends) if v.requires_grad]
+        roots = [place[v.name] for v in distinct_values(program.sends) if v.requires_grad]
 
         def forward(received: list[torch.Tensor]) -> None:
             received = [tensor.permute(order) for tensor, order in zip(received, orders, strict=True)]
             if self.training:
-                for tensor, wanted in zip(received, tracked, strict=True):
-                    tensor.requires_grad_(wanted)
-            results = module(*(self.here(self.data.inputs[i][k]) for k in inputs), *received)
+                for tensor, needs_grad in zip(received, tracked, strict=True):
+                    tensor.requires_grad_(needs_grad)
+            results = module(*(self.to_device(self.data.inputs[i][k]) for k in inputs), *received)
             for k, order, src, dst, tag in sends:
                 self.send(results[k].detach().permute(order), src, dst, tag)
-            # Gradient edges, not tensors: once sent, an output's memory is not needed for backward.
+            # Gradient edges, not tensors: backward does not need an output's memory once it is sent.
             edges = [gradient_edge(results[k]) for k in roots] if self.training else []
             if program.out_spec is not None:
-                self.finish(program, results, place, edges, i)
+                self.finish_microbatch(program, results, place, edges, i)
             if self.training:
-                self.saved[action] = ([t for t, wanted in zip(received, tracked, strict=True) if wanted], edges)
+                self.saved[action] = ([t for t, needs_grad in zip(received, tracked, strict=True) if needs_grad], edges)
 
         return forward
 
-    def finish(
+    def finish_microbatch(
         self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int
     ) -> None:
-        """On the last stage: the loss of one microbatch, and its outputs if they are wanted."""
+        """On the last stage: compute the loss of one microbatch, and keep its outputs where asked to."""
         leaves = [results[place[leaf.name]] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
         if self.loss_fn is not None:
-            loss = self.loss_fn(unflatten(leaves, program.out_spec), tree_map(self.here, self.data.targets[i]))
+            loss = self.loss_fn(unflatten(leaves, program.out_spec), tree_map(self.to_device, self.data.targets[i]))
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
                 raise UsageError(
@@ -332,19 +378,19 @@ class BoundStep:
                 )
             edges.append(gradient_edge(loss))
         if self.keep_outputs:
-            # While training, what an earlier stage made may lie where the next step's comes.
-            own = torch.Tensor.clone if self.training else torch.Tensor.detach
-            self.outputs[i] = [own(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            # While training, an output of an earlier stage may lie in memory that the next step overwrites.
+            copy = torch.Tensor.clone if self.training else torch.Tensor.detach
+            self.outputs[i] = [copy(leaf.detach()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
 
     def bind_backward(self, program: Program, action: Action) -> Callable[[list[torch.Tensor]], None]:
         i, stage, forward = action.microbatch, program.stage, replace(action, kind="F")
-        values = [v for v in unique_values(program.sends) if v.requires_grad]
+        values = [v for v in distinct_values(program.sends) if v.requires_grad]
         position = {v.name: k for k, v in enumerate(values)}
         edges_out = [e for e in program.sends if e.value.requires_grad]
-        readers = [(position[e.value.name], inverse(e.value.memory_order), e.dst) for e in edges_out]
+        readers = [(position[e.value.name], inverse_permutation(e.value.memory_order), e.dst) for e in edges_out]
         peers = list(Counter(e.dst for e in edges_out))
         tracked = [e for e in program.receives if e.value.requires_grad]
-        back = [(e.value.memory_order, e.src, self.tag(k, i, stage, e.src)) for k, e in self.numbered(tracked)]
+        back = [(e.value.memory_order, e.src, self.tag(k, i, stage, e.src)) for k, e in self.numbered_edges(tracked)]
 
         def backward(received: list[torch.Tensor]) -> None:
             inputs, edges = self.saved.pop(forward)
@@ -361,40 +407,40 @@ class BoundStep:
             if roots:
                 torch.autograd.backward([e for e, _ in roots], [g for _, g in roots])
                 self.after_backward()
-            # Zeros fill the place of a gradient that there is none of; the flags keep them from counting as one, which
-            # would have weight decay change parameters that the loss does not depend on.
+            # A missing gradient travels as zeros. Its flag keeps the receiver from using them: with a gradient of zeros
+            # weight decay would change parameters that the loss does not depend on.
             flags: dict[int, list[bool]] = {}
             for tensor, (order, dst, tag) in zip(inputs, back, strict=True):
                 flags.setdefault(dst, []).append(tensor.grad is not None)
                 gradient = tensor.grad if tensor.grad is not None else torch.zeros_like(tensor)
                 self.send(gradient.permute(order), stage, dst, tag)
-            for dst, own in flags.items():
-                self.send_flags(own, stage, dst, self.tag(FLAGS_NUMBER, i, stage, dst))
+            for dst, exists_for_dst in flags.items():
+                self.send_flags(exists_for_dst, stage, dst, self.tag(FLAGS_INDEX, i, stage, dst))
 
         return backward
 
 
-def lane_of(src: int, dst: int, pp: int, chunks: int) -> int:
-    """The number of two chunks among those of their ranks. Messages are in order between chunks, not between ranks."""
+def channel_index(src: int, dst: int, pp: int, chunks: int) -> int:
+    """Index of two chunks among the chunk pairs of their ranks; messages are in order per chunk pair only."""
     return src // pp * chunks + dst // pp
 
 
-def input_places(programs: Sequence[Program]) -> list[list[int]]:
-    """Where each program's inputs are among those that a rank is given for a microbatch."""
+def input_indices(programs: Sequence[Program]) -> list[list[int]]:
+    """Indices of each program's inputs among a rank's inputs for a microbatch."""
     names = input_names(programs)
     return [[names.index(value.name) for value in program.inputs] for program in programs]
 
 
 def gradient_edge(tensor: torch.Tensor) -> Any:
-    """Where a tensor's gradient enters its graph; None for one that has no graph after all."""
+    """Gradient edge of a tensor; None for a tensor without a graph."""
     return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
 
 
-def inverse(order: Sequence[int]) -> list[int]:
-    """The permutation that undoes ``order``."""
+def inverse_permutation(order: Sequence[int]) -> list[int]:
+    """Permutation that undoes ``order``."""
     return [order.index(d) for d in range(len(order))]
 
 
-def unique_values(edges: Sequence[Edge]) -> list[Value]:
-    """The values that travel over the edges, each once, in order."""
+def distinct_values(edges: Sequence[Edge]) -> list[Value]:
+    """Values that travel over the edges, each once, in order."""
     return list({e.value.name: e.value for e in edges}.values())

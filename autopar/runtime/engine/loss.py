@@ -1,4 +1,4 @@
-"""The user's loss as it would be computed under torch.autocast."""
+"""The user's loss function under torch.autocast."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 
 def in_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype) -> LossFunction:
-    """``loss_fn`` in an autocast region; the loss itself is at least float32, so that its scale is finite."""
+    """``loss_fn`` in an autocast region. The loss is at least float32, so that multiplying it by a scale is finite."""
 
     def loss_in_autocast(output: Any, target: Any) -> torch.Tensor:
         with torch.autocast(device.type, dtype):

@@ -1,4 +1,4 @@
-"""What hosts ask each other during a step, remembered: a step that is captured for replay cannot ask."""
+"""Flags that hosts exchange during a step, recorded so that a captured step need not exchange them again."""
 
 from __future__ import annotations
 
@@ -7,97 +7,59 @@ from typing import Literal
 
 import torch
 
-from autopar.runtime.comm.symmetric_collectives import SymmetricBuffer
-from autopar.runtime.comm.symmetric_p2p import Messages
-from autopar.runtime.comm.transport import Gathering, P2PChannel, RecvHandle, SendHandle, Transport
+from autopar.runtime.comm.protocols import FlagChannel, RecvHandle, SendHandle
 
-Mode = Literal["asking", "noting", "recalling"]
+RecorderMode = Literal["live", "record", "replay"]
 
 
 class FlagRecorder:
-    """A transport in front of another one, to which it passes everything on.
+    """A flag channel that records and replays the flags of another one.
 
-    Flags (which gradients there are) are the only messages that steer a rank's host. They follow from the programs and
-    from what ``loss_fn`` reads, so they are the same in every step of a kind. While the mood is "noting", answers are
-    written down in the order in which they come; while it is "recalling" they are read from there and nothing is sent.
+    Flags (which gradients exist) are the only messages that steer a rank's host. They follow from the programs and
+    from what ``loss_fn`` reads, so all steps of one signature exchange equal flags. Mode "record" keeps a copy of the
+    received flags in their order. Mode "replay" returns these copies and sends nothing.
     """
 
-    def __init__(self, transport: Transport) -> None:
-        self.transport = transport
-        self.rank, self.posts_early = transport.rank, transport.posts_early
-        self.mode: Mode = "asking"
+    def __init__(self, channel: FlagChannel) -> None:
+        self.channel = channel
+        self.mode: RecorderMode = "live"
         self.flags: list[list[int]] = []
         self.position = 0
 
     def record(self) -> None:
-        """Write down the answers from here on."""
-        self.mode, self.flags = "noting", []
+        """Record the flags that are received from now on."""
+        self.mode, self.flags = "record", []
 
-    def replay(self, noted: list[list[int]]) -> None:
-        """Answer from what was noted."""
-        self.mode, self.flags, self.position = "recalling", noted, 0
+    def replay(self, flags: list[list[int]]) -> None:
+        """Return recorded flags from now on."""
+        self.mode, self.flags, self.position = "replay", flags, 0
 
     def stop(self) -> list[list[int]]:
-        """Ask again from here on; what was noted."""
-        self.mode = "asking"
+        """The recorded flags; from now on flags are exchanged live."""
+        self.mode = "live"
         return self.flags
 
     def replayed(self) -> torch.Tensor:
-        """The next of the noted answers."""
+        """The next recorded flags."""
         self.position += 1
         return torch.tensor(self.flags[self.position - 1])
 
     def recorded(self, flags: torch.Tensor) -> torch.Tensor:
-        """An answer that has come, noted if it is to be."""
-        if self.mode == "noting":
+        """Received flags, of which mode "record" keeps a copy."""
+        if self.mode == "record":
             self.flags.append(flags.tolist())
         return flags
 
     def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
-        return (lambda: None) if self.mode == "recalling" else self.transport.send_flags(flags, dst, tag)
+        return (lambda: None) if self.mode == "replay" else self.channel.send_flags(flags, dst, tag)
 
     def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
-        if self.mode == "recalling":
+        if self.mode == "replay":
             return self.replayed
-        receipt = self.transport.receive_flags(count, src, tag)
-        return lambda: self.recorded(receipt())
+        receive = self.channel.receive_flags(count, src, tag)
+        return lambda: self.recorded(receive())
 
     def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
-        if self.mode == "recalling":
+        if self.mode == "replay":
             return self.replayed().tolist()
-        return self.recorded(torch.tensor(self.transport.sum_flags(flags, ranks))).tolist()
-
-    def open_channel(self, incoming: Messages, outgoing: Messages) -> P2PChannel:
-        return self.transport.open_channel(incoming, outgoing)
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int, lane: int = 0) -> SendHandle:
-        return self.transport.send(tensor, dst, tag, lane)
-
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
-        return self.transport.receive(shape, dtype, src, tag, lane)
-
-    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
-        return self.transport.start_sum(tensor, ranks, root)
-
-    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        return self.transport.start_reduce_scatter(flat, ranks)
-
-    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
-        return self.transport.start_all_gather(flat, ranks)
-
-    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
-        return self.transport.start_broadcast(tensor, ranks, root)
-
-    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> Gathering:
-        return self.transport.start_gather(flat, ranks, root)
-
-    def start_scatter(
-        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
-    ) -> SendHandle:
-        return self.transport.start_scatter(flat, rows, ranks, root)
-
-    def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
-        return self.transport.symmetric_buffer(ranks)
-
-    def close(self) -> None:
-        self.transport.close()
+        return self.recorded(torch.tensor(self.channel.sum_flags(flags, ranks))).tolist()

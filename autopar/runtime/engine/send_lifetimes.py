@@ -1,4 +1,4 @@
-"""Which sends a rank may wait for, and so free, before each of its actions."""
+"""Lifetimes of send buffers: which sends a rank may wait for, and so free, before each of its actions."""
 
 from __future__ import annotations
 
@@ -7,55 +7,60 @@ from collections.abc import Callable
 from autopar.schedule.actions import Action, Schedule
 from autopar.schedule.simulate import simulate
 
-Message = tuple[int, Action]  # a chunk, and the action of another one whose tensors it takes
-Neighbours = Callable[[Action], tuple[Action, ...]]
+SendKey = tuple[int, Action]  # the receiving chunk, and the action that sends to it
+AdjacentActions = Callable[[Action], tuple[Action, ...]]
 
 
-def send_lifetimes(rank: int, schedule: Schedule, before: Neighbours, after: Neighbours) -> list[list[Message]]:
-    """What a rank waits for before each of its actions: sends to other ranks that have been taken by then.
+def send_lifetimes(
+    rank: int, schedule: Schedule, producers: AdjacentActions, consumers: AdjacentActions
+) -> list[list[SendKey]]:
+    """For each action of a rank, the sends to other ranks that have been received by then.
 
-    With backwards: when an action follows one of another rank, it follows all that this rank ran before, so that rank
-    has posted the receives of those. The wait adds no order that the schedule did not have, be it that of hosts or of
-    GPU streams; a schedule that can run, which is proved before its launch, still can. What the last actions send is
-    waited for at the end of the step.
+    With backwards: an action that reads from another rank's action follows everything that the other rank ran before
+    it, so the other rank has posted the receives of those actions. The wait adds no order to the schedule, neither of
+    hosts nor of GPU streams. A schedule that can run, which is proved before its launch, still can. The end of the step
+    waits for the sends of the last actions.
 
-    Without backwards nothing comes back, or late. The wait is for what is taken at least one action earlier where all
-    actions take equally long and transfers no time: there each order between actions (rows, transfers, these waits)
-    goes up in time. So there is no circle.
+    Without backwards, little or nothing comes back. The wait is then for tensors that are received at least one action
+    earlier, in a simulation where all actions take equally long and transfers take no time. In that simulation every
+    order between actions (rows, transfers, these waits) goes forward in time, so there is no deadlock.
 
     Args:
-        before: the actions of other chunks whose tensors an action of this rank takes.
-        after: those that take the tensors of an action of this rank.
+        rank: pipeline position.
+        producers: actions of other chunks whose tensors an action of this rank reads.
+        consumers: actions of other chunks that read the tensors of an action of this rank.
     """
-    place = {action: (other, index) for other, row in enumerate(schedule) for index, action in enumerate(row)}
-    takers = {own: [a for a in after(own) if place[a][0] != rank] for own in schedule[rank]}
-    if all(own.kind == "F" for own in schedule[rank]):
-        return _in_time(schedule[rank], schedule, takers)
+    position = {action: (other, index) for other, row in enumerate(schedule) for index, action in enumerate(row)}
+    readers = {action: [a for a in consumers(action) if position[a][0] != rank] for action in schedule[rank]}
+    if all(action.kind == "F" for action in schedule[rank]):
+        return _forward_lifetimes(schedule[rank], schedule, readers)
     sources: dict[Action, list[Action]] = {}
-    for own, actions in takers.items():
-        for taker in actions:
-            sources.setdefault(taker, []).append(own)
-    passed = [0] * len(schedule)  # of each rank's row, how many actions this rank knows to have run
-    waits: list[list[Message]] = []
-    for own in schedule[rank]:
+    for action, actions in readers.items():
+        for reader in actions:
+            sources.setdefault(reader, []).append(action)
+    completed = [0] * len(schedule)  # number of actions of each rank that are known to have run
+    waits: list[list[SendKey]] = []
+    for action in schedule[rank]:
         waits.append([])
-        for other, index in (place[source] for source in before(own)):
+        for other, index in (position[source] for source in producers(action)):
             if other != rank:
-                for taker in schedule[other][passed[other] : index]:
-                    waits[-1] += [(taker.chunk, source) for source in sources.get(taker, ())]
-                passed[other] = max(passed[other], index)
+                for reader in schedule[other][completed[other] : index]:
+                    waits[-1] += [(reader.chunk, source) for source in sources.get(reader, ())]
+                completed[other] = max(completed[other], index)
     return waits
 
 
-def _in_time(row: tuple[Action, ...], schedule: Schedule, takers: dict[Action, list[Action]]) -> list[list[Message]]:
-    """For each action of a row, what was taken at least one action before it, where all take equally long."""
+def _forward_lifetimes(
+    row: tuple[Action, ...], schedule: Schedule, readers: dict[Action, list[Action]]
+) -> list[list[SendKey]]:
+    """For each action of a row, the sends that are received at least one action earlier, if all take equally long."""
     chunks = 1 + max((action.chunk for other in schedule for action in other), default=0)
     spans = simulate(schedule, [1.0] * chunks, [1.0] * chunks).spans
     start = {span.action: span.start_seconds for span in spans}
-    under_way: list[tuple[float, Message]] = []
-    waits: list[list[Message]] = []
-    for own in row:
-        waits.append([message for taken, message in under_way if taken <= start[own] - 1])
-        under_way = [(taken, message) for taken, message in under_way if taken > start[own] - 1]
-        under_way += [(start[taker], (taker.chunk, own)) for taker in takers[own]]
+    pending: list[tuple[float, SendKey]] = []
+    waits: list[list[SendKey]] = []
+    for action in row:
+        waits.append([key for received, key in pending if received <= start[action] - 1])
+        pending = [(received, key) for received, key in pending if received > start[action] - 1]
+        pending += [(start[reader], (reader.chunk, action)) for reader in readers[action]]
     return waits

@@ -1,4 +1,4 @@
-"""A step's inputs on their way to the device, while earlier steps still compute there."""
+"""Staging: a step's inputs are copied to the device on a side stream, while earlier steps still compute there."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from autopar.runtime.engine.executor import StepData
 
 
 class Staging:
-    """Copies inputs and targets to a GPU on a stream of their own.
+    """Copies inputs and targets to a GPU on a side stream.
 
-    A copy from pageable memory in the stream that computes would have the host wait for all that was launched before,
-    and launch nothing meanwhile. All microbatches are copied before the first one runs: for that the device needs room
-    for the whole batch, and for the next one's while this one computes.
+    A copy from pageable memory in the compute stream would block the host until all earlier work is done. All
+    microbatches are copied before the first one runs. So the device needs memory for the whole batch, and for the next
+    batch while this one computes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,26 +27,26 @@ class Staging:
 
     @contextmanager
     def staged(self, data: StepData) -> Iterator[StepData]:
-        """The same data on the device: what runs on the current stream from now on finds it there.
+        """Context with the data on the device, ready for work that is launched on the current stream.
 
-        When ``with`` ends nothing reads the sources any more; what was launched inside may still go on.
+        At its end nothing reads the host's tensors any more; work that was launched inside may still run.
         """
         if self.stream is None:
             yield data
             return
         consumer = torch.cuda.current_stream(self.device)
-        moved: dict[int, torch.Tensor] = {}  # what several microbatches read travels once
+        moved: dict[int, torch.Tensor] = {}  # a tensor of several microbatches is copied once
 
-        def there(leaf: Any) -> Any:
+        def to_device(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.device == self.device or leaf.is_meta:
                 return leaf
             if id(leaf) not in moved:
                 moved[id(leaf)] = leaf.to(self.device, non_blocking=True)
-                moved[id(leaf)].record_stream(consumer)  # keeps its memory from the next batch until it was read
+                moved[id(leaf)].record_stream(consumer)  # its memory is not reused before the consumer has read it
             return moved[id(leaf)]
 
         with torch.cuda.stream(self.stream):
-            inputs, targets = tree_map(there, (data.inputs, data.targets))
+            inputs, targets = tree_map(to_device, (data.inputs, data.targets))
         consumer.wait_stream(self.stream)
         yield replace(data, inputs=inputs, targets=targets)
         if moved:

@@ -19,7 +19,7 @@ from weakref import ref
 
 import torch.distributed as dist
 
-from autopar.runtime.comm.transport import TransportError
+from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.spec import rank_text
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable,
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
 from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start, main
-from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
+from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
 GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
 EXIT_SECONDS = 3.0  # for a worker to leave by itself when its connection closes
@@ -112,7 +112,7 @@ class WorkerPool:
         self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()})
         self.begun[step] = f"{name} of step {arguments[0][0].num_updates}"
         read = functools.cache(lambda: self.read(step))
-        return {rank: StepOutcome(read, []) for rank in self.numbers}
+        return {rank: RankStepResult(read, []) for rank in self.numbers}
 
     def read(self, step: int) -> StepNumbers:
         """The numbers of a step that was launched; waits for it. The time is that of the slowest rank.

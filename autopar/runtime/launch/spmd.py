@@ -18,13 +18,15 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 from autopar.ir.pytree import tree_map
-from autopar.runtime.comm.connect import connected_rank, init_process_group
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport, TransportError, launch_async
+from autopar.runtime.comm.connect import connect_rank, init_process_group
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.process_group import launch_async
+from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.rank import Rank
-from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
+from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
 # Commands whose result every rank already has, or, of a step, what its caller needs of it: nothing is gathered after
 # them. Outputs that are kept are fetched from the rank that has them, see `SpmdBackend.outputs`.
@@ -132,7 +134,7 @@ class SpmdBackend:
                 self.opened.callback(dist.destroy_process_group, self.control)
                 check_agreement(self.all_of(decision), spec.rank)
                 own = self.received(spec, tensors)
-                self.rank = connected_rank(spec, own, timeout_seconds, self.opened)
+                self.rank = connect_rank(spec, own, timeout_seconds, self.opened)
         except BaseException:
             self.close()
             raise
@@ -225,7 +227,7 @@ class SpmdBackend:
             if name not in REPLICATED:
                 return dict(enumerate(self.all_of(result)))
         result = read_under(result, lambda: self.reading(name))
-        self.unread += isinstance(result, StepOutcome) and not isinstance(result.numbers, StepNumbers)
+        self.unread += isinstance(result, RankStepResult) and not isinstance(result.numbers, StepNumbers)
         return {number: result}
 
     @contextmanager
@@ -320,14 +322,14 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
     except Exception as error:
         if (lack := lack_of_memory(error)) is not None:
             raise out_of_memory(rank, name, lack) from error
-        action = rank.current_step.current if rank.current_step else None
+        action = rank.current_step.current_action if rank.current_step else None
         error.add_note(f"autopar: {rank_text(rank.mesh, rank.spec.rank)}" + (f", in action {action}" if action else ""))
         raise
 
 
 def read_under(result: Any, guard: Callable[[], AbstractContextManager[None]]) -> Any:
     """A command's result; numbers of a step that are still to be read are waited for inside of ``guard()``."""
-    if not isinstance(result, StepOutcome) or isinstance(result.numbers, StepNumbers):
+    if not isinstance(result, RankStepResult) or isinstance(result.numbers, StepNumbers):
         return result
     read = result.numbers
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import AutoparError
-from autopar.runtime.comm.connect import connected_rank, init_process_group
-from autopar.runtime.comm.transport import TransportError
+from autopar.runtime.comm.connect import connect_rank, init_process_group
+from autopar.runtime.comm.protocols import TransportError
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory
@@ -30,7 +30,7 @@ from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.memory.peaks import restart_peak
 from autopar.runtime.rank import Rank
-from autopar.runtime.spec import LazyMetrics, RankSpec, StepNumbers, StepOutcome
+from autopar.runtime.spec import LazyMetrics, RankSpec, RankStepResult, StepNumbers
 
 START_SECONDS = 300.0  # for all workers to import what they need
 WHERE = "where"  # the message that asks a worker for its position
@@ -131,7 +131,7 @@ class Worker:
                 self.begun[step] = getattr(self.rank, command)(*own).numbers
                 return None
             result = getattr(self.rank, name)(*arguments)
-            return replace(result, numbers=resolve(result.numbers)) if isinstance(result, StepOutcome) else result
+            return replace(result, numbers=resolve(result.numbers)) if isinstance(result, RankStepResult) else result
 
     def listen(self, main_thread: int) -> None:
         """Queue commands as they come; end the process at once when the caller is gone, whatever it is doing."""
@@ -153,7 +153,7 @@ class Worker:
     def position(self, main_thread: int) -> Failure:
         """What this rank is doing, as the reason why it has not replied."""
         step = self.rank.current_step if self.rank is not None else None
-        waiting = step is not None and step.current is not None and not step.computing
+        waiting = step is not None and step.current_action is not None and not step.computing
         return Failure(
             self.number,
             action_of(self.rank),
@@ -184,7 +184,7 @@ def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
     store.wait([f"started/{rank}" for rank in range(world)], timedelta(seconds=START_SECONDS))
     init_process_group(start.backend, number, world, device, start.timeout_seconds, store)
     torch.manual_seed(spec.rank_seed)
-    rank = connected_rank(spec, tensors, start.timeout_seconds, ExitStack())  # the process's end closes all
+    rank = connect_rank(spec, tensors, start.timeout_seconds, ExitStack())  # the process's end closes all
     restart_peak()
     return rank
 
@@ -203,5 +203,5 @@ def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
 
 def action_of(rank: Rank | None) -> str:
     """The action a rank is in; empty outside steps."""
-    action = rank.current_step.current if rank is not None and rank.current_step is not None else None
+    action = rank.current_step.current_action if rank is not None and rank.current_step is not None else None
     return str(action) if action is not None else ""

@@ -34,7 +34,7 @@ def out_of_memory(rank: Rank, command: str, error: torch.OutOfMemoryError) -> De
     The peak is that of the process so far: on a GPU what the allocator had handed out before the request that failed.
     """
     spec, device = rank.spec, rank.device
-    action = rank.current_step.current if rank.current_step is not None else None
+    action = rank.current_step.current_action if rank.current_step is not None else None
     on_gpu = device.type == "cuda"
     capacity = torch.cuda.get_device_properties(device).total_memory if on_gpu else psutil.virtual_memory().total
     remedies = ["more microbatches", 'recompute="all"', "more devices"]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.units import of_type
-from autopar.runtime.comm.transport import Transport
+from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.optim.probe import (
     ParamKind,
     mixes_parameters,
@@ -69,7 +69,7 @@ def rank_optimizer(
     if not needed:
         return RankOptimizer(optimizer, held)
     wholes = FullParams(needed, held, spec, transport)
-    own = {n: wholes.owned.get(n, p) for n, p in held.items() if n in wholes.owned or n not in needed}
+    own = {n: wholes.full.get(n, p) for n, p in held.items() if n in wholes.full or n not in needed}
     return RankOptimizer(with_all_groups(spec, make, own), own, wholes)
 
 

@@ -11,12 +11,12 @@ from torch import nn
 
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
-from autopar.runtime.checkpoint.rank_state import options_by_name
+from autopar.runtime.comm.protocols import FlagChannel, Transport
 from autopar.runtime.comm.replica_collectives import make_replica_collectives
-from autopar.runtime.comm.transport import Transport
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler
+from autopar.runtime.optim.param_groups import options_by_name
 from autopar.runtime.params.flat_buckets import flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
 from autopar.runtime.params.grad_reduce import GradReducer, sum_gradients
@@ -32,8 +32,10 @@ class Updater:
     earlier phase, so that there is no circle.
     """
 
-    def __init__(self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport) -> None:
-        self.spec, self.trainable, self.transport = spec, trainable, transport
+    def __init__(
+        self, spec: RankSpec, trainable: Mapping[str, nn.Parameter], transport: Transport, flags: FlagChannel
+    ) -> None:
+        self.spec, self.trainable, self.transport, self.flags = spec, trainable, transport, flags
         recipe = spec.recipe
         replicated = spec.mesh.dp > 1 and bool(trainable)
         weights = [weight for weight in spec.weights if weight.name in trainable]
@@ -44,11 +46,12 @@ class Updater:
         self.grad_reducer: GradReducer | None = None
         self.zero_gather: ZeroParamGather | None = None
         if replicated:
-            largest = max(bucket.longest * bucket.segments * bucket.dtype.itemsize for bucket in buckets)
-            exchange = make_replica_collectives(transport, spec.replicas, torch.device(spec.device), largest)
-            self.grad_reducer = GradReducer(self.grad_buffer, spec.replicas, spec.place.replica, transport, exchange)
+            largest = max(bucket.longest_segment * bucket.num_segments * bucket.dtype.itemsize for bucket in buckets)
+            ranks, replica = spec.replica_ranks, spec.place.replica
+            collectives = make_replica_collectives(transport, ranks, torch.device(spec.device), largest)
+            self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, collectives)
             if spec.owners:
-                self.zero_gather = ZeroParamGather(trainable, buckets, spec.place.replica, exchange)
+                self.zero_gather = ZeroParamGather(trainable, buckets, replica, collectives)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
         made = rank_optimizer(spec, recipe.optimizer, own, transport) if recipe.optimizer else None
         # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.
@@ -133,27 +136,27 @@ class Updater:
 
         The shards run one program on one loss, so a gradient exists on all of them or on none.
         """
-        present = {n: p for n, p in self.trainable.items() if p.grad is not None}
-        partial = {n: p for n, p in present.items() if TP in self.spec.layout(n).partial_gradient}
-        if partial:
-            sum_gradients(partial, self.spec.shards, self.transport)
+        present = [w for w in self.spec.weights if w.name in self.trainable and self.trainable[w.name].grad is not None]
+        partial = [w for w in present if TP in self.spec.layout(w.name).partial_gradient]
+        sum_gradients(partial, self.trainable, self.spec.shard_ranks, self.transport)
 
     def sum_over_stages(self) -> None:
         """Give every holder of a tied parameter the sum of all holders' gradients, or None where nobody has one."""
+        weights = {weight.name: weight for weight in self.spec.weights}
         for name, positions in sorted(self.spec.holders.items()):
             if len(positions) < 2 or name not in self.trainable or not self.updates(name):
                 continue
-            ranks = [self.spec.pipeline[position] for position in positions]
+            ranks = [self.spec.pipeline_ranks[position] for position in positions]
             parameter = self.trainable[name]
-            if not any(self.transport.sum_flags([parameter.grad is not None], ranks)):
+            if not any(self.flags.sum_flags([parameter.grad is not None], ranks)):
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            sum_gradients({name: parameter}, ranks, self.transport)
+            sum_gradients([weights[name]], self.trainable, ranks, self.transport)
 
     def owns_for_norm(self, name: str) -> bool:
         """Whether the global norm takes a parameter's gradient from this rank."""
-        return self.spec.owners.get(name, 0) == self.spec.place.replica and self.spec.first_copy(name)
+        return self.spec.owners.get(name, 0) == self.spec.place.replica and self.spec.has_first_copy(name)
 
     def global_norm(self) -> torch.Tensor:
         """2-norm of all gradients of all ranks, each element of the model counted once."""

@@ -1,1 +1,14 @@
-"""Parameters and gradients on a rank: flat buffers, reduction over replicas, ZeRO-1, compute copies."""
+"""Parameters of a rank: main-grad buffers, their reduction, ZeRO-1 all-gather, low-precision copies.
+
+Question: where do a rank's weights and gradients lie, and how do replicas and shards agree on them?
+Input: the rank's parameters by name, and `Weight`s with their owners. Output: summed gradients in ``param.grad`` before
+an update, and up-to-date compute parameters before a forward.
+
+Reading order:
+    flat_buckets.py     which parameters share a flat buffer, who owns them, where they lie
+    grad_buffer.py      main grads: sums over microbatches in flat memory
+    grad_reduce.py      their all-reduce or reduce-scatter over replicas
+    compute_copies.py   low-precision copies that programs read
+    zero1_gather.py     ZeRO-1 all-gather of updated weights, with prefetch
+    full_params.py      unsharded parameters, for optimizers that need them
+"""

@@ -1,4 +1,4 @@
-"""Flat buckets: which parameters travel together, which replica updates each, and where it lies in a bucket."""
+"""Flat buckets: which parameters share a flat buffer, which replica updates each, and where each lies."""
 
 from __future__ import annotations
 
@@ -11,16 +11,20 @@ import torch
 from autopar.ir.grad_buckets import MAX_PADDING_SHARE, assign_owners, group_weights, owner_loads, padded_numel
 from autopar.ir.graph import DTYPE_BYTES, Weight
 
-SPARE_BYTES = 8 * 2**20  # of padding: moving it takes as long as starting one more collective (25 µs over NVLink)
+# Moving so much padding takes as long as starting one more collective: 25 µs over NVLink.
+MAX_FREE_PADDING_BYTES = 8 * 2**20
 
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """Parameters of one dtype in one flat buffer, the segments of all owners one after the other.
+    """Parameters of one dtype in one flat buffer, with one segment per owner.
 
-    ``names`` are in the order of their place, which ``offsets`` tells; segment i is from ``bounds[i]`` to
-    ``bounds[i + 1]``. Without owners there is one segment. ``copy_dtype`` is that of the copies which programs read, or
-    empty where they read the parameters themselves.
+    Args:
+        names: parameters in their order in the buffer.
+        offsets: first element of each parameter.
+        bounds: segment i is elements ``bounds[i]`` to ``bounds[i + 1]``. Without owners there is one segment.
+        dtype: of the parameters and their main grads.
+        copy_dtype: of the copies that programs read, or None where they read the parameters themselves.
     """
 
     names: tuple[str, ...]
@@ -34,63 +38,64 @@ class FlatBucket:
         return self.bounds[-1]
 
     @property
-    def segments(self) -> int:
-        """One for each owner, or one for all."""
+    def num_segments(self) -> int:
+        """Number of segments: one per owner, or 1."""
         return len(self.bounds) - 1
 
     @property
     def even(self) -> bool:
-        """Whether all segments are of one length, so that one collective serves all owners."""
+        """Whether all segments have one length, so that one collective serves all owners."""
         return len({high - low for low, high in pairwise(self.bounds)}) == 1
 
     @property
-    def longest(self) -> int:
+    def longest_segment(self) -> int:
         """Elements of the longest segment."""
         return max(high - low for low, high in pairwise(self.bounds))
 
     def segment(self, flat: torch.Tensor, owner: int) -> torch.Tensor:
-        """An owner's part of a buffer."""
+        """Segment of an owner in a buffer, a view."""
         return flat[self.bounds[owner] : self.bounds[owner + 1]]
 
-    def owned(self, owner: int) -> tuple[str, ...]:
-        """The parameters of an owner."""
+    def names_of(self, owner: int) -> tuple[str, ...]:
+        """Names of an owner's parameters."""
         low, high = self.bounds[owner : owner + 2]
         return tuple(name for name, offset in zip(self.names, self.offsets, strict=True) if low <= offset < high)
 
     def views(self, flat: torch.Tensor, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Each parameter's part of a buffer, with the shape and the memory order of its counterpart in ``like``."""
+        """View of each parameter in a buffer, with the shape and memory order of its counterpart in ``like``."""
         places = zip(self.names, self.offsets, strict=True)
-        return {name: laid_out(flat[k : k + like[name].numel()], like[name]) for name, k in places}
+        return {name: view_like(flat[k : k + like[name].numel()], like[name]) for name, k in places}
 
 
-def order_of(tensor: torch.Tensor) -> list[int]:
-    """A tensor's dims from the outermost in memory to the innermost."""
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Dims of a tensor, from the outermost in memory to the innermost."""
     return sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
 
 
-def laid_out(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A view of a flat tensor with the shape and memory order of another one."""
-    order = order_of(like)
+def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """View of a flat tensor with the shape and memory order of ``like``."""
+    order = memory_order(like)
     return flat.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.ndim)])
 
 
 def replica_owners(
     stages: Sequence[Sequence[Weight]], holders: Mapping[str, Sequence[int]], num_owners: int
 ) -> dict[str, int]:
-    """Which replica updates each trainable weight: whole weights, balanced within every bucket of every stage.
+    """Replica that updates each trainable weight, balanced within every bucket of every stage.
 
-    A weight that several stages hold has one owner on all of them.
+    A replica owns whole weights, so optimizers that need a parameter's norm stay right. A weight that several stages
+    hold has one owner on all of them.
 
     Args:
-        stages: the weights that each stage holds, in the model's order.
-        holders: the stages that hold each weight.
+        stages: weights of each stage, in the model's order.
+        holders: stages that hold each weight.
     """
-    trained = [[weight for weight in own if weight.requires_grad] for own in stages]
-    tied = {w.name: padded_numel(w.numel) for own in trained for w in own if len(holders.get(w.name, ())) > 1}
+    trained = [[weight for weight in stage if weight.requires_grad] for stage in stages]
+    tied = {w.name: padded_numel(w.numel) for stage in trained for w in stage if len(holders.get(w.name, ())) > 1}
     owners = assign_owners(tied, num_owners, {})
-    for own in trained:
+    for stage in trained:
         total = [0] * num_owners
-        for group in group_weights(own, num_owners):
+        for group in group_weights(stage, num_owners):
             numel = {weight.name: padded_numel(weight.numel) for weight in group}
             owners |= assign_owners(numel, num_owners, owners, total)
             total = [a + b for a, b in zip(total, owner_loads(numel, owners, num_owners), strict=True)]
@@ -98,23 +103,23 @@ def replica_owners(
 
 
 def flat_buckets(weights: Sequence[Weight], owners: Mapping[str, int], num_replicas: int) -> tuple[FlatBucket, ...]:
-    """The buckets of a rank's trainable weights.
+    """Buckets of a rank's trainable weights.
 
     Args:
-        owners: of all of them, or empty where each replica updates every weight.
+        owners: owner of each weight; empty where every replica updates all weights.
     """
     num_owners = num_replicas if owners else 1
-    return tuple(placed(group, owners, num_owners) for group in group_weights(weights, num_owners))
+    return tuple(make_bucket(group, owners, num_owners) for group in group_weights(weights, num_owners))
 
 
-def placed(group: Sequence[Weight], owners: Mapping[str, int], num_owners: int) -> FlatBucket:
-    """A group's bucket: padded to equal segments unless that would add too much."""
+def make_bucket(group: Sequence[Weight], owners: Mapping[str, int], num_owners: int) -> FlatBucket:
+    """Bucket of a group of weights, padded to equal segments unless the padding would be too large."""
     numel = {weight.name: padded_numel(weight.numel) for weight in group}
     owner = {name: owners.get(name, 0) for name in numel}
     sizes = owner_loads(numel, owner, num_owners)
     element = DTYPE_BYTES[group[0].stored_dtype]
     padding = num_owners * max(sizes) - sum(sizes)
-    if padding <= MAX_PADDING_SHARE * sum(sizes) or padding * element <= SPARE_BYTES:
+    if padding <= MAX_PADDING_SHARE * sum(sizes) or padding * element <= MAX_FREE_PADDING_BYTES:
         sizes = [max(sizes)] * num_owners
     bounds = [0, *accumulate(sizes)]
     names = sorted(numel, key=owner.__getitem__)  # stable: within a segment the order of a backward

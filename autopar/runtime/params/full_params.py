@@ -1,83 +1,84 @@
-"""Whole copies of tensor-parallel weights, for optimizers that must see a parameter whole."""
+"""Full (unsharded) tensor-parallel weights, for optimizers that need full parameters, such as LAMB or Muon."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import nn
 
+from autopar.ir.grad_buckets import assign_owners, group_weights
 from autopar.ir.layout import TP
-from autopar.runtime.comm.transport import Transport
-from autopar.runtime.params.grad_reduce import Bucket, balanced_owners, buckets_of
+from autopar.runtime.comm.protocols import Transport
 from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import local_part, whole_shape, whole_tensor
 
 
 class FullParams:
-    """Brings the parts of some weights together on the one shard that updates each, and the result back.
+    """Gathers the parts of some weights on the one shard that updates each, and scatters the updated weights.
 
-    Between steps the parts are what counts; a whole copy is made from them before every update, so that nothing that
-    changes a part (loading a state) needs to know of it. A step sends weights and gradients to the owners and the
-    weights back: three times what the other shards hold of the weights.
+    Between steps only the parts are valid. Every update gathers the full copies again, so code that changes a part
+    (loading a state) need not know of them. A step sends weights and gradients to the owners and the weights back:
+    three times the size of the other shards' parts. Only the owner has the optimizer state of a weight.
     """
 
     def __init__(
         self, names: Iterable[str], parts: Mapping[str, nn.Parameter], spec: RankSpec, transport: Transport
     ) -> None:
-        """``names`` are those of split weights that this replica updates; equal on all shards."""
+        """Take the split weights ``names`` that this replica updates; equal on all shards."""
         self.parts = {name: parts[name] for name in names}
         self.spec, self.transport = spec, transport
         self.shard, self.sizes = spec.place.shard, {TP: spec.mesh.tp}
-        here = dict.fromkeys(self.parts, (spec.place.stage,))
-        self.owners = balanced_owners({name: p.numel() for name, p in self.parts.items()}, here, spec.mesh.tp)
-        # Those that this shard owns.
-        self.owned: dict[str, nn.Parameter] = {}
-        for name, own in self.parts.items():
+        self.weights = [weight for weight in spec.weights if weight.name in self.parts]
+        self.owners = assign_owners({weight.name: weight.numel for weight in self.weights}, spec.mesh.tp, {})
+        # Full parameters that this shard owns.
+        self.full: dict[str, nn.Parameter] = {}
+        for name, local in self.parts.items():
             if self.owners[name] == self.shard:
-                self.owned[name] = nn.Parameter(own.new_zeros(whole_shape(own.shape, spec.layout(name), self.sizes)))
+                self.full[name] = nn.Parameter(local.new_zeros(whole_shape(local.shape, spec.layout(name), self.sizes)))
 
-    def buckets(self) -> tuple[Bucket, ...]:
-        """What travels together this step. A gradient exists on all shards or on none."""
-        return buckets_of({n: p for n, p in self.parts.items() if p.grad is not None}, self.owners)
+    def buckets(self) -> Iterator[tuple[int, list[str]]]:
+        """Each owner with weights that travel together in this step. A gradient exists on all shards or on none."""
+        for owner in range(self.spec.mesh.tp):
+            owned = [w for w in self.weights if self.owners[w.name] == owner and self.parts[w.name].grad is not None]
+            for group in group_weights(owned, 1):
+                yield owner, [weight.name for weight in group]
 
     def gather(self) -> None:
-        """Give every whole weight that this shard owns its value, and its gradient where there is one."""
-        for own in self.owned.values():
-            own.grad = None
-        for bucket in self.buckets():
-            assert bucket.owner is not None
-            tensors = [t for name in bucket.names for t in (self.parts[name].detach(), self.parts[name].grad)]
+        """Fill the full weights that this shard owns, and their gradients, where these exist."""
+        for full in self.full.values():
+            full.grad = None
+        for owner, names in self.buckets():
+            tensors = [t for name in names for t in (self.parts[name].detach(), self.parts[name].grad)]
             flat = torch.cat([t.reshape(-1) for t in tensors if t is not None])
-            given = self.transport.start_gather(flat, self.spec.shards, self.spec.shards[bucket.owner])()
-            if bucket.owner == self.shard:
-                sizes = [self.parts[name].numel() for name in bucket.names for _ in range(2)]
-                by_shard = [own.split(sizes) for own in given]
-                for i, name in enumerate(bucket.names):
-                    self.owned[name].data.copy_(self.unshard(name, [own[2 * i] for own in by_shard]))
-                    self.owned[name].grad = self.unshard(name, [own[2 * i + 1] for own in by_shard])
+            rows = self.transport.start_gather(flat, self.spec.shard_ranks, self.spec.shard_ranks[owner])()
+            if owner == self.shard:
+                sizes = [self.parts[name].numel() for name in names for _ in range(2)]
+                by_shard = [row.split(sizes) for row in rows]
+                for i, name in enumerate(names):
+                    self.full[name].data.copy_(self.unshard(name, [pieces[2 * i] for pieces in by_shard]))
+                    self.full[name].grad = self.unshard(name, [pieces[2 * i + 1] for pieces in by_shard])
 
     def unshard(self, name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor, from every shard's part in one row."""
+        """Full tensor of all shards' flat parts, [numel] each."""
         shape = self.parts[name].shape
         return whole_tensor([({TP: i}, p.view(shape)) for i, p in enumerate(parts)], self.spec.layout(name), self.sizes)
 
     def scatter(self) -> None:
-        """Give every shard its part of the weights that were updated."""
-        for bucket in self.buckets():
-            assert bucket.owner is not None
-            sizes = [self.parts[name].numel() for name in bucket.names]
+        """Send every shard its part of the updated weights."""
+        for owner, names in self.buckets():
+            sizes = [self.parts[name].numel() for name in names]
             updated: list[torch.Tensor] = []
-            if bucket.owner == self.shard:
-                updated = [torch.cat([self.shard_of(name, shard) for name in bucket.names])
+            if owner == self.shard:
+                updated = [torch.cat([self.local_part(name, shard) for name in names])
                            for shard in range(self.spec.mesh.tp)]  # fmt: skip
-            flat = self.parts[bucket.names[0]].new_empty(sum(sizes))
-            self.transport.start_scatter(flat, updated, self.spec.shards, self.spec.shards[bucket.owner])()
-            for name, own in zip(bucket.names, flat.split(sizes), strict=True):
-                self.parts[name].data.copy_(own.view(self.parts[name].shape))
-        for own in self.owned.values():
-            own.grad = None
+            flat = self.parts[names[0]].new_empty(sum(sizes))
+            self.transport.start_scatter(flat, updated, self.spec.shard_ranks, self.spec.shard_ranks[owner])()
+            for name, local in zip(names, flat.split(sizes), strict=True):
+                self.parts[name].data.copy_(local.view(self.parts[name].shape))
+        for full in self.full.values():
+            full.grad = None
 
-    def shard_of(self, name: str, shard: int) -> torch.Tensor:
-        """A shard's part of a whole weight, in one row."""
-        return local_part(self.owned[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)
+    def local_part(self, name: str, shard: int) -> torch.Tensor:
+        """Part of a shard of a full weight, flat."""
+        return local_part(self.full[name].detach(), self.spec.layout(name), self.sizes, {TP: shard}).reshape(-1)

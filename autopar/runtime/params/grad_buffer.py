@@ -1,4 +1,4 @@
-"""Gradients of a rank, summed over microbatches in flat memory: one buffer, and a call or two, for each bucket."""
+"""Main grads of a rank: gradients summed over microbatches in flat memory, with few kernel launches per bucket."""
 
 from __future__ import annotations
 
@@ -15,37 +15,41 @@ from torch.utils.hooks import RemovableHandle
 from autopar.ops import wgrad_accumulation
 from autopar.runtime.params.flat_buckets import FlatBucket
 
-MIN_KERNEL_ELEMENTS = 2**16  # elements, from which a kernel takes longer than its launch
-MAX_DEFERRED_BYTES = 2**20  # gradients of a bucket that take up less can wait until a backward is over
+MIN_KERNEL_ELEMENTS = 2**16  # elements from which a kernel takes longer than its launch
+MAX_DEFERRED_BYTES = 2**20  # smaller gradients of a bucket are added after the backward
 HAS_TRITON = find_spec("triton") is not None
 
 
 class GradBuffer:
-    """The sums of what backwards leave.
+    """Main grads: flat sums of the gradients that backwards produce.
 
-    Programs read leaves of autograd: the parameters, or low-precision copies of them. What a backward leaves in a
-    leaf's gradient is moved on: added to the parameter's sum in the parameter's dtype, as autocast does for every
-    microbatch. The gradients of a bucket move together, as soon as the last of them came or when the backward is over.
-    Compiled linear layers add to the sums themselves, which `lend` gives them; the little that other layers leave then
-    moves when the backward is over, for all buckets at once, unless somebody waits (``prompt``).
+    Programs read leaves of autograd: the parameters, or low-precision copies of them. A backward writes a gradient into
+    each leaf. The buffer adds it to the parameter's main grad in the parameter's dtype, as autocast does for every
+    microbatch, and frees it. The gradients of a bucket are added together: when the last of them is ready, or after the
+    backward.
 
-    Sums become the parameters' ``grad`` in `show`, and are taken away again by `hide`, because autograd would add to
-    them parameter by parameter. A step begins without any: `clear` ends each.
+    Compiled linear layers add to the main grads themselves (wgrad accumulation fusion), which they get from
+    `main_grad_of`. The small gradients of other layers are then added after the backward, for all buckets together,
+    unless ``flush_eagerly`` is set because a reduction waits for them.
+
+    `attach_to_params` makes the main grads the parameters' ``grad``. `detach_from_params` undoes it, because autograd
+    would otherwise add to them parameter by parameter. A step begins without main grads: `clear` ends each step.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], buckets: Sequence[FlatBucket]) -> None:
-        """Watch the parameters; memory is taken when a first gradient comes."""
+        """Watch the parameters; a bucket's memory is allocated at its first gradient."""
         self.parameters, self.buckets = parameters, tuple(buckets)
         self.bucket_of = {name: i for i, bucket in enumerate(self.buckets) for name in bucket.names}
-        self.like = {name: parameters[name].detach().to("meta") for name in self.bucket_of}  # with memory or without
-        self.on_accumulated: Callable[[Sequence[str]], None] = lambda names: (
-            None
-        )  # is told the names whose sums have grown
+        self.like = {
+            name: parameters[name].detach().to("meta") for name in self.bucket_of
+        }  # shapes and strides; the parameters themselves may be without memory
+        # Called with the names whose main grads have grown.
+        self.on_accumulated: Callable[[Sequence[str]], None] = lambda names: None
         self.flats: list[torch.Tensor | None] = [None] * len(self.buckets)
         self.views: dict[str, torch.Tensor] = {}
-        # Weights whose gradients came, with the leaf that has what is still to be moved.
+        # By bucket: weights whose gradients are ready, with the leaf that holds a gradient that is still to be added.
         self.ready: list[list[tuple[str, torch.Tensor | None]]] = [[] for _ in self.buckets]
-        self.exported: dict[str, MainGrad] = {}
+        self.main_grads: dict[str, MainGrad] = {}
         self.hooks: list[RemovableHandle] = []
         self.accumulated: set[str] = set()
         self.flush_eagerly = False
@@ -53,60 +57,62 @@ class GradBuffer:
             self.watch(name, parameters[name])
 
     def watch(self, name: str, leaf: nn.Parameter) -> None:
-        """Also move what comes to another leaf of a parameter."""
-        watching = ref(self)  # else the hook would keep alive what keeps the leaf
+        """Add the gradients of another leaf to a parameter's main grad too."""
+        watching = ref(self)  # a strong reference would be a cycle: buffer, leaf, hook
 
-        def came(own: torch.Tensor) -> None:
+        def on_grad(param: torch.Tensor) -> None:
             if (gradients := watching()) is not None:
-                gradients.mark_ready(name, own)
+                gradients.mark_ready(name, param)
 
-        self.hooks.append(leaf.register_post_accumulate_grad_hook(came))
+        self.hooks.append(leaf.register_post_accumulate_grad_hook(on_grad))
 
     def main_grad_of(self, name: str) -> torch.Tensor | None:
-        """The sum of a weight, for a linear layer that adds to it; None of one that is not in a bucket, or is empty and
-        so without an address."""
-        if name not in self.exported and name in self.bucket_of and self.parameters[name].numel() > 0:
+        """Main grad of a weight, for a linear layer that adds to it.
+
+        None for a weight that is not in a bucket, or that is empty and has no address.
+        """
+        if name not in self.main_grads and name in self.bucket_of and self.parameters[name].numel() > 0:
             self.flat(self.bucket_of[name])
-            # With a version of its own, which autograd keeps an eye on.
-            self.exported[name] = MainGrad(self, name, self.views[name].data)
-            wgrad_accumulation.register(self.exported[name].tensor, self.exported[name])
-        return self.exported[name].tensor if name in self.exported else None
+            # ``.data`` has its own version counter, which autograd checks.
+            self.main_grads[name] = MainGrad(self, name, self.views[name].data)
+            wgrad_accumulation.register(self.main_grads[name].tensor, self.main_grads[name])
+        return self.main_grads[name].tensor if name in self.main_grads else None
 
     def close(self) -> None:
-        """Take back what was lent, and watch no more."""
-        for lent in self.exported.values():
-            wgrad_accumulation.unregister(lent.tensor)
+        """Unregister the main grads, and stop watching."""
+        for main_grad in self.main_grads.values():
+            wgrad_accumulation.unregister(main_grad.tensor)
         for hook in self.hooks:
             hook.remove()
-        self.exported.clear()
+        self.main_grads.clear()
         self.hooks.clear()
 
     def mark_ready(self, name: str, leaf: torch.Tensor | None) -> None:
-        """A leaf's gradient has come, or was added to its sum."""
-        if leaf is not None and leaf.grad is None:  # autograd has passed by a leaf for which it has none
+        """Note that a leaf's gradient is ready, or (None) that a layer has added it to the main grad."""
+        if leaf is not None and leaf.grad is None:  # the hook ran, but there is no gradient
             return
         index = self.bucket_of[name]
         self.ready[index].append((name, leaf))
         full = len(self.ready[index]) == len(self.buckets[index].names)
-        if full and (self.flush_eagerly or not self.can_wait(index)):
+        if full and (self.flush_eagerly or not self.is_small(index)):
             self.flush_buckets([index])
 
-    def can_wait(self, index: int) -> bool:
-        """Whether what came to a bucket takes up little memory."""
+    def is_small(self, index: int) -> bool:
+        """Whether the ready gradients of a bucket take up little memory."""
         gradients = [leaf.grad for _, leaf in self.ready[index] if leaf is not None]
         return sum(gradient.nbytes for gradient in gradients if gradient is not None) < MAX_DEFERRED_BYTES
 
     def flush(self) -> None:
-        """A backward is over: move what came to buckets that it did not fill, and what could wait."""
-        came = [index for index, noted in enumerate(self.ready) if noted]
-        for index in came:
-            if self.flush_eagerly or not self.can_wait(index):
+        """After a backward: add the gradients of buckets that it did not fill, and deferred ones."""
+        ready = [index for index, entries in enumerate(self.ready) if entries]
+        for index in ready:
+            if self.flush_eagerly or not self.is_small(index):
                 self.flush_buckets([index])
-        if later := [index for index in came if self.ready[index]]:
+        if later := [index for index in ready if self.ready[index]]:
             self.flush_buckets(later)
 
     def flat(self, index: int) -> torch.Tensor:
-        """A bucket's memory."""
+        """Main grads of a bucket, [bucket.numel]; allocated at the first call."""
         flat = self.flats[index]
         if flat is None:
             bucket = self.buckets[index]
@@ -116,14 +122,14 @@ class GradBuffer:
         return flat
 
     def flush_buckets(self, indices: Sequence[int]) -> None:
-        """Move what came to buckets into its sums, with a number of calls that does not depend on how much that is."""
-        came = [noted for index in indices for noted in self.ready[index]]
+        """Add the ready gradients of buckets to their main grads, in a few calls for any number of gradients."""
+        ready = [entry for index in indices for entry in self.ready[index]]
         for index in indices:
             self.ready[index] = []
             self.flat(index)
-        moving = [(name, leaf) for name, leaf in came if leaf is not None]
-        gradients = {name: leaf.grad for name, leaf in moving if leaf.grad is not None}
-        assert len(gradients) == len(moving), "a gradient came twice in one backward"
+        unsummed = [(name, leaf) for name, leaf in ready if leaf is not None]
+        gradients = {name: leaf.grad for name, leaf in unsummed if leaf.grad is not None}
+        assert len(gradients) == len(unsummed), "a gradient came twice in one backward"
         alike: defaultdict[tuple[torch.dtype, torch.dtype], list[str]] = defaultdict(list)
         for name, gradient in gradients.items():
             alike[self.views[name].dtype, gradient.dtype].append(name)
@@ -133,25 +139,25 @@ class GradBuffer:
                 torch._foreach_copy_([self.views[n] for n in first], [gradients[n] for n in first])
             if len(first) < len(names):
                 self.add(dtype, {name: gradients[name] for name in names if name in self.accumulated})
-        for _, leaf in moving:
+        for _, leaf in unsummed:
             leaf.grad = None
         self.accumulated |= gradients.keys()
-        self.on_accumulated(tuple(name for name, _ in came))
+        self.on_accumulated(tuple(name for name, _ in ready))
 
     def add(self, dtype: torch.dtype, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Add gradients of one dtype to their sums.
+        """Add gradients of one dtype to their main grads.
 
         torch adds a list of tensors in one kernel only if all dtypes are equal (``can_use_fast_route``), but copies
-        between dtypes in one. So low-precision gradients are widened together and then added; on GPUs large ones go
-        straight into their sums instead.
+        between dtypes in one kernel. So low-precision gradients are widened together and then added. On GPUs a kernel
+        of ours adds large ones directly.
         """
-        together = dict(gradients)
+        batched = dict(gradients)
         if dtype != torch.float32:
-            for name in [name for name, gradient in gradients.items() if adds_alone(self.views[name], gradient)]:
-                add_to(self.views[name], together.pop(name))
-        if not together:
+            for name in [name for name, gradient in gradients.items() if has_kernel(self.views[name], gradient)]:
+                add_by_kernel(self.views[name], batched.pop(name))
+        if not batched:
             return
-        sums, added = [self.views[name] for name in together], list(together.values())
+        sums, added = [self.views[name] for name in batched], list(batched.values())
         if dtype != sums[0].dtype:
             wide = [torch.empty_like(view) for view in sums]
             torch._foreach_copy_(wide, added)
@@ -159,7 +165,7 @@ class GradBuffer:
         torch._foreach_add_(sums, added)
 
     def with_zeros_for_missing(self, index: int) -> torch.Tensor:
-        """A bucket's memory with zeros for what has no gradient."""
+        """Main grads of a bucket, with zeros where there is no gradient."""
         flat = self.flat(index)
         missing = [self.views[name] for name in self.buckets[index].names if name not in self.accumulated]
         if missing:
@@ -167,7 +173,7 @@ class GradBuffer:
         return flat
 
     def absorb_param_grads(self) -> None:
-        """Take over gradients that were set by hand."""
+        """Add gradients that the user has set by hand."""
         for name in self.bucket_of:
             gradient = self.parameters[name].grad
             if gradient is not None and gradient is not self.views.get(name):
@@ -175,33 +181,33 @@ class GradBuffer:
         self.flush()
 
     def attach_to_params(self) -> None:
-        """Let all parameters have their sums as gradients; None where there is none."""
+        """Make the main grads the parameters' gradients; None where there is none."""
         for name in self.bucket_of:
             self.parameters[name].grad = self.views[name] if name in self.accumulated else None
 
     def detach_from_params(self) -> None:
-        """A backward will follow: keep the sums, but not as the parameters' gradients."""
+        """Before a backward: unset the parameters' gradients, and keep the main grads."""
         for name in self.accumulated:
             self.parameters[name].grad = None
 
     def clear(self) -> None:
-        """Forget all sums; the memory stays."""
+        """Drop all main grads; their memory stays."""
         self.accumulated.clear()
-        for came in self.ready:
-            for _, leaf in came:
+        for entries in self.ready:
+            for _, leaf in entries:
                 if leaf is not None:
                     leaf.grad = None
-            came.clear()
+            entries.clear()
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory that stays between steps."""
+        """Bytes that stay allocated between steps."""
         return sum(flat.nbytes for flat in self.flats if flat is not None)
 
 
 @dataclass(frozen=True, eq=False)
 class MainGrad:
-    """A weight's sum to the linear layer that adds to it."""
+    """Main grad of a weight, as the linear layer that adds to it sees it."""
 
     gradients: GradBuffer
     name: str
@@ -215,13 +221,13 @@ class MainGrad:
         self.gradients.mark_ready(self.name, None)
 
 
-def adds_alone(total: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether a kernel of its own is worth it, and there is one: for large dense tensors of one memory order."""
+def has_kernel(total: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the accumulation kernel fits: for large dense CUDA tensors of one memory order."""
     alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
     return alike and gradient.numel() >= MIN_KERNEL_ELEMENTS and HAS_TRITON
 
 
-def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
+def add_by_kernel(total: torch.Tensor, gradient: torch.Tensor) -> None:
     from autopar.ops.kernels.accumulate import add
 
     add(total, gradient)

@@ -1,169 +1,130 @@
-"""Gradients summed over ranks in flat buckets."""
+"""Reduction of gradients over ranks in flat buckets."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from autopar.ir.cost_graph import BUCKET_BYTES
+from autopar.ir.grad_buckets import group_weights
+from autopar.ir.graph import Weight
+from autopar.runtime.comm.protocols import FlagChannel, SendHandle, Transport
 from autopar.runtime.comm.replica_collectives import ReplicaCollectives
-from autopar.runtime.comm.transport import SendHandle, Transport
-from autopar.runtime.params.flat_buckets import laid_out, order_of
+from autopar.runtime.params.flat_buckets import memory_order, view_like
 from autopar.runtime.params.grad_buffer import GradBuffer
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Tensors of one dtype that travel together; ``owner`` is the rank of a group that has them, None for each one."""
-
-    names: tuple[str, ...]
-    owner: int | None = None
-
-
-def buckets_of(
-    parameters: Mapping[str, torch.Tensor], owners: Mapping[str, int], limit_bytes: int = BUCKET_BYTES
-) -> tuple[Bucket, ...]:
-    """All parameters in buckets of at most ``limit_bytes`` (or one parameter), in the order in which a backward fills
-    them, which is about the reverse of the model's.
-    """
-    filled: list[list[str]] = []
-    latest: dict[tuple[torch.dtype, int | None], list[str]] = {}
-    for name in reversed(list(parameters)):
-        key = (parameters[name].dtype, owners.get(name))
-        used = sum(parameters[n].nbytes for n in latest.get(key, ()))
-        if key not in latest or used + parameters[name].nbytes > limit_bytes:
-            latest[key] = []
-            filled.append(latest[key])
-        latest[key].append(name)
-    place = {name: i for i, name in enumerate(reversed(list(parameters)))}
-    return tuple(Bucket(tuple(names), owners.get(names[0])) for names in sorted(filled, key=lambda n: place[n[-1]]))
-
-
-def balanced_owners(numel: Mapping[str, int], holders: Mapping[str, Sequence[int]], num_owners: int) -> dict[str, int]:
-    """Who updates each weight: whole weights, balanced by elements on every stage.
-
-    The largest come first, each to the owner with the least so far; a tied weight has one owner on all its stages.
-
-    Args:
-        holders: the stages that hold each weight.
-    """
-    load: defaultdict[tuple[int, int], int] = defaultdict(int)
-    owners: dict[str, int] = {}
-    for name in sorted(numel, key=lambda n: -numel[n]):
-        owners[name] = min(range(num_owners), key=lambda owner: max(load[stage, owner] for stage in holders[name]))
-        for stage in holders[name]:
-            load[stage, owners[name]] += numel[name]
-    return owners
-
-
-def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """One flat tensor with all elements, each tensor's in the memory order of its counterpart in ``like``.
-
-    A single tensor that is in that order already is not copied.
-    """
-    flat = [t.permute(order_of(model)).reshape(-1) for t, model in zip(tensors, like, strict=True)]
-    return flat[0] if len(flat) == 1 else torch.cat(flat)
-
-
-def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat tensor with the shapes and memory orders of ``like``; inverse of `packed`."""
-    pieces = flat.split([t.numel() for t in like])
-    return [laid_out(piece, model) for piece, model in zip(pieces, like, strict=True)]
 
 
 class GradReducer:
     """Sums a rank's gradients over the replicas once a step: on all of them, or each on the replica that owns it.
 
-    In the last backwards, which `arm` announces, a bucket starts as soon as its gradients are there; the others start
-    in `finish`. All ranks start the same buckets in the same order, whichever gradients each has: one that is missing
-    counts as zeros, and stays missing where it is on every replica.
+    In the last backwards, which `enable_sync` announces, the reduction of a bucket starts as soon as its gradients are
+    complete, and overlaps with the rest of the backward. The other buckets start in `flush_remaining`. All ranks start
+    the same buckets in the same order, even if a rank lacks some gradients. A missing gradient counts as zeros, and
+    stays missing if it is missing on every replica.
     """
 
     def __init__(
         self,
-        gradients: GradBuffer,
+        grad_buffer: GradBuffer,
         ranks: Sequence[int],
         replica: int,
-        transport: Transport,
-        exchange: ReplicaCollectives,
+        flags: FlagChannel,
+        collectives: ReplicaCollectives,
     ) -> None:
-        """Sum what ``gradients`` collects; ``ranks`` are the replicas', in order, this one is at ``replica``."""
-        self.gradients, self.ranks, self.replica = gradients, tuple(ranks), replica
-        self.transport, self.exchange = transport, exchange
+        """Reduce main grads over ``ranks``, the replicas in order; this one is number ``replica``."""
+        self.grad_buffer, self.ranks, self.replica = grad_buffer, tuple(ranks), replica
+        self.flags, self.collectives = flags, collectives
         self.reset()
-        gradients.on_accumulated = self.start_ready_buckets
+        grad_buffer.on_accumulated = self.start_ready_buckets
 
     def reset(self) -> None:
-        self.gradients.flush_eagerly = False
-        self.missing = [set(bucket.names) for bucket in self.gradients.buckets]
+        self.grad_buffer.flush_eagerly = False
+        self.missing = [set(bucket.names) for bucket in self.grad_buffer.buckets]
         self.complete: set[str] = set()
         self.started: list[SendHandle] = []
 
     def set_used_params(self, names: Collection[str]) -> None:
-        """Only these weights will be reached by backwards before the update: no bucket waits for others."""
+        """Before the update, backwards reach only these weights: no bucket waits for others."""
         for missing in self.missing:
             missing &= {*names}
 
     def enable_sync(self, names: Collection[str]) -> None:
-        """From now on the gradients of some weights are complete when they come: theirs is the last backward before
-        the update."""
-        self.gradients.flush_eagerly = True
+        """The next gradients of these weights are their last before the update: they complete their buckets."""
+        self.grad_buffer.flush_eagerly = True
         self.complete |= {*names}
 
     def start_ready_buckets(self, names: Sequence[str]) -> None:
-        """Note gradients, and start every bucket whose turn has come."""
+        """Note complete gradients, and start every complete bucket, in order."""
         for name in names:
             if name in self.complete:
-                self.missing[self.gradients.bucket_of[name]].discard(name)
+                self.missing[self.grad_buffer.bucket_of[name]].discard(name)
         while len(self.started) < len(self.missing) and not self.missing[len(self.started)]:
             self.start(len(self.started))
 
     def start(self, index: int) -> None:
-        """Start summing a bucket in its own memory."""
-        bucket, flat = self.gradients.buckets[index], self.gradients.with_zeros_for_missing(index)
-        alone = bucket.segments == 1
-        self.started.append(self.exchange.sum(flat) if alone else self.exchange.reduce_scatter(flat, bucket))
+        """Start the reduction of a bucket, in place."""
+        bucket, flat = self.grad_buffer.buckets[index], self.grad_buffer.with_zeros_for_missing(index)
+        is_replicated = bucket.num_segments == 1
+        self.started.append(
+            self.collectives.sum(flat) if is_replicated else self.collectives.reduce_scatter(flat, bucket)
+        )
 
     def flush_remaining(self) -> None:
-        """The last backward is over: start what waits for gradients that will not come, before any other call, so that
-        all replicas call in one order."""
-        self.gradients.absorb_param_grads()
+        """After the last backward: start the buckets that wait for missing gradients.
+
+        This precedes all other collectives, so that all replicas call in one order.
+        """
+        self.grad_buffer.absorb_param_grads()
         while len(self.started) < len(self.missing):
             self.start(len(self.started))
 
     def finish(self) -> None:
-        """Leave the summed gradients in the parameters, under ZeRO-1 in those that this replica owns."""
-        gradients = self.gradients
+        """Finish, and attach the summed gradients to the parameters; under ZeRO-1 to those that this replica owns."""
+        grads = self.grad_buffer
         self.flush_remaining()
-        present = [name in gradients.accumulated for name in gradients.bucket_of]
-        counts = self.transport.sum_flags(present, self.ranks)
-        exists = dict(zip(gradients.bucket_of, counts, strict=True))
-        for delivery in self.started:
-            delivery()
-        gradients.accumulated = {
+        present = [name in grads.accumulated for name in grads.bucket_of]
+        counts = self.flags.sum_flags(present, self.ranks)
+        exists = dict(zip(grads.bucket_of, counts, strict=True))
+        for wait in self.started:
+            wait()
+        grads.accumulated = {
             name
-            for bucket in gradients.buckets
-            for name in (bucket.names if bucket.segments == 1 else bucket.owned(self.replica))
+            for bucket in grads.buckets
+            for name in (bucket.names if bucket.num_segments == 1 else bucket.names_of(self.replica))
             if exists[name]
         }
-        gradients.attach_to_params()
+        grads.attach_to_params()
         self.reset()
 
 
-def sum_gradients(parameters: Mapping[str, nn.Parameter], ranks: Sequence[int], transport: Transport) -> None:
-    """Give each of the parameters, all of which have a gradient, the sum of it over the ranks."""
+def sum_gradients(
+    weights: Sequence[Weight], parameters: Mapping[str, nn.Parameter], ranks: Sequence[int], transport: Transport
+) -> None:
+    """Replace the gradient of each weight by its sum over the ranks; all weights have a gradient on all ranks."""
     started = []
-    for bucket in buckets_of(parameters, {}):
-        members = [parameters[name] for name in bucket.names]
+    for group in group_weights(weights, 1):
+        members = [parameters[weight.name] for weight in group]
         gradients = [p.grad for p in members if p.grad is not None]
-        assert len(gradients) == len(members), f"no gradient: {bucket.names}"
+        assert len(gradients) == len(members), f"no gradient: {[weight.name for weight in group]}"
         flat = packed(gradients, members)
         started.append((members, flat, transport.start_sum(flat, ranks)))
-    for members, flat, delivery in started:
-        delivery()
+    for members, flat, wait in started:
+        wait()
         for parameter, gradient in zip(members, unpacked(flat, members), strict=True):
             parameter.grad = gradient
+
+
+def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Flat tensor of all elements, each tensor in the memory order of its counterpart in ``like``.
+
+    A single tensor that is in that order already is not copied.
+    """
+    flat = [t.permute(memory_order(model)).reshape(-1) for t, model in zip(tensors, like, strict=True)]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
+
+
+def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of a flat tensor with the shapes and memory orders of ``like``; the inverse of `packed`."""
+    pieces = flat.split([t.numel() for t in like])
+    return [view_like(piece, model) for piece, model in zip(pieces, like, strict=True)]

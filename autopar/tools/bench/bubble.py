@@ -7,11 +7,11 @@ from statistics import mean
 
 from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.plan import Plan
-from autopar.runtime.engine.executor import Span
+from autopar.runtime.engine.executor import ActionTiming
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 
-SpansByRank = Mapping[int, tuple[Span, ...]]
+SpansByRank = Mapping[int, tuple[ActionTiming, ...]]
 
 
 def bubble_bound_seconds(plan: Plan, spans: SpansByRank) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.runtime.engine.executor import Span
+from autopar.runtime.engine.executor import ActionTiming
 from autopar.runtime.spec import RankStats
 
 
@@ -27,7 +27,7 @@ class RankFailure:
 class StepSpans:
     """The actions of all ranks in one step, and the host clock at each rank's first action."""
 
-    spans: Mapping[int, tuple[Span, ...]]
+    spans: Mapping[int, tuple[ActionTiming, ...]]
     started_ns: Mapping[int, int]
 
     @staticmethod

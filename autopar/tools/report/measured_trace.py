@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.ir.mesh import Place
 from autopar.ir.plan import Plan
-from autopar.runtime.engine.executor import Span
+from autopar.runtime.engine.executor import ActionTiming
 from autopar.runtime.spec import rank_text
 from autopar.schedule.actions import Action
 from autopar.tools.report.chrome_trace import Slice, arrow_events, colour, row_names, slice_event, title
@@ -29,7 +29,7 @@ class MeasuredStep:
         step_ns: host clock at each rank's call of the step, and when its device was idle again.
     """
 
-    spans: Mapping[int, tuple[Span, ...]]
+    spans: Mapping[int, tuple[ActionTiming, ...]]
     started_ns: Mapping[int, int]
     step_ns: Mapping[int, tuple[int, int]]
 

@@ -29,7 +29,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.plan_parts import Precision
 from autopar.ir.text import rendered
-from autopar.runtime.engine.executor import Span
+from autopar.runtime.engine.executor import ActionTiming
 from autopar.schedule.actions import Action
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
@@ -316,7 +316,7 @@ def simulated(plan: Plan, offset_ns: int = 0) -> MeasuredStep:
     for rank in range(plan.mesh.devices):
         own = [s for s in line.spans if s.rank == plan.mesh.place(rank).stage]
         first = own[0].start_seconds
-        spans[rank] = tuple(Span(s.action, s.start_seconds - first, s.end_seconds - first) for s in own)
+        spans[rank] = tuple(ActionTiming(s.action, s.start_seconds - first, s.end_seconds - first) for s in own)
         started[rank] = 10**12 + round(first * 1e9) + (offset_ns if rank == 0 else 0)
     end = 10**12 + round(line.step_seconds * 1e9)
     return MeasuredStep(spans, started, dict.fromkeys(spans, (10**12 - 1000, end + 500_000)))
@@ -346,7 +346,7 @@ def test_a_rank_is_named_with_all_its_stages() -> None:
     from autopar import plan
 
     found = plan(TINY, 2, batch_size=16, pp=2, schedule="interleaved", chunks=2, microbatches=4, hardware="cpu-generic")
-    own = (Span(Action("F", 0, 0), 0.0, 1.0),)
+    own = (ActionTiming(Action("F", 0, 0), 0.0, 1.0),)
     trace = trace_events(found, MeasuredStep({0: own, 1: own}, {0: 0, 1: 0}, {0: (0, 9), 1: (0, 9)}))
     assert process_names(trace) == {"rank 0 (stages 0 and 2)", "rank 1 (stages 1 and 3)"}
 
@@ -370,8 +370,8 @@ def test_one_rank_that_has_neighbouring_stages_sends_nothing() -> None:
 
 def test_the_bubble_is_the_time_without_actions() -> None:
     spans = {
-        0: (Span(Action("F", 0, 0), 0.0, 1.0), Span(Action("B", 0, 0), 3.0, 5.0)),
-        1: (Span(Action("F", 1, 0), 0.0, 1.0), Span(Action("B", 1, 0), 1.0, 2.0)),
+        0: (ActionTiming(Action("F", 0, 0), 0.0, 1.0), ActionTiming(Action("B", 0, 0), 3.0, 5.0)),
+        1: (ActionTiming(Action("F", 1, 0), 0.0, 1.0), ActionTiming(Action("B", 1, 0), 1.0, 2.0)),
     }
     assert bubble_share(spans, 5.0) == pytest.approx(1 - 5 / 10)
 

@@ -242,7 +242,8 @@ def test_averages_and_loss_scale_go_to_another_mesh(tmp_path: Path) -> None:
 
 def test_precision_and_averages_that_come_or_go(saved: Path) -> None:
     came = [
-        r"was saved in fp32, here it is fp16: training goes on with other rounding, and the loss scale is initialized again\.",
+        r"was saved in fp32, here it is fp16: training goes on with other rounding, and the loss scale is "
+        r"initialized again\.",
         r"has no averages of weights: the averages of this run start at its weights\.",
     ]
     with small(precision="fp16", ema=EMA) as pm:

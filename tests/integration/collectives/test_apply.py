@@ -21,7 +21,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Mode, Ref
 from autopar.ir.layout import REPLICATED, look_up, split_layout
 from autopar.ir.program import Program
-from autopar.runtime.comm.mesh_groups import Axes
+from autopar.runtime.comm.mesh_groups import MeshGroups
 from autopar.sharding.propagate import ops_without_rule
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.sharding.tensors import local_part
@@ -192,7 +192,9 @@ def close(found: torch.Tensor | None, expected: torch.Tensor | None, what: str) 
         assert torch.allclose(found, expected, rtol=1e-9, atol=1e-10), f"{what}: {found}, not {expected}"
 
 
-def hold(whole: Mapping[str, torch.Tensor], graph: Graph, stored: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+def hold(
+    whole: Mapping[str, torch.Tensor], graph: Graph, stored: Mapping[str, Any], axes: MeshGroups
+) -> dict[str, Any]:
     """This rank's part of each weight, as leaves."""
     tp = {"tp": axes.communicators["tp"].ranks}
     parts = {name: local_part(tensor, stored[name], tp, index(axes)).detach().clone() for name, tensor in whole.items()}

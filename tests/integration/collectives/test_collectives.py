@@ -18,9 +18,9 @@ from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
 from autopar.ops.collectives import join_parts, stack_parts
 from autopar.ops.registry import operator
-from autopar.runtime.comm.connect import connected_rank
-from autopar.runtime.comm.mesh_groups import axis_ranks, connect
-from autopar.runtime.comm.transport import TransportError
+from autopar.runtime.comm.connect import connect_rank
+from autopar.runtime.comm.mesh_groups import axis_ranks, connect_mesh_groups
+from autopar.runtime.comm.protocols import TransportError
 
 ops = torch.ops.autopar
 
@@ -136,18 +136,19 @@ def program_for_other_ranks() -> None:
 
 def mesh_has_the_axes_with_several_ranks() -> None:
     rank = dist.get_rank()
-    axes = connect(Mesh(2, 2, 1), rank, "cpu", TIMEOUT_SECONDS)
-    assert axes.mesh is not None and axes.mesh.mesh_dim_names == ("pp", "tp")
+    axes = connect_mesh_groups(Mesh(2, 2, 1), rank, TIMEOUT_SECONDS)
+    assert tuple(axes.communicators) == ("pp", "tp")
     place = Mesh(2, 2, 1).place(rank)
     for axis, number in (("pp", place.stage), ("tp", place.shard)):
-        assert axes.communicators[axis].rank == axes.mesh.get_local_rank(axis) == number
-        assert axes.communicators[axis].members == tuple(dist.get_process_group_ranks(axes.mesh.get_group(axis)))
+        communicator = axes.communicators[axis]
+        assert communicator.rank == dist.get_group_rank(communicator.group, rank) == number
+        assert communicator.members == tuple(dist.get_process_group_ranks(communicator.group))
     dist.barrier()
     axes.close()
 
 
 def a_silent_peer_is_named() -> None:
-    axes = connect(Mesh(1, 2, 2), dist.get_rank(), "cpu", 1.0)
+    axes = connect_mesh_groups(Mesh(1, 2, 2), dist.get_rank(), 1.0)
     keys = axes.register("silent", torch.device("cpu"))
     if dist.get_rank() == 2:
         with pytest.raises(TransportError, match=r"all-reduce over axis tp \(ranks 2, 3\): "):
@@ -158,10 +159,10 @@ def a_silent_peer_is_named() -> None:
 
 def symmetric_memory_needs_gpus() -> None:
     spec: Any = SimpleNamespace(
-        rank=dist.get_rank(), mesh=Mesh(2, 2, 1), device="cpu", channels=(), shared=(), transport="symmetric"
+        rank=dist.get_rank(), mesh=Mesh(2, 2, 1), device="cpu", channels=(), collective_groups=(), transport="symmetric"
     )
     with pytest.raises(UsageError, match=r'^transport="symmetric" needs GPUs of one host .* Leave it out'):
-        connected_rank(spec, {}, TIMEOUT_SECONDS, ExitStack())
+        connect_rank(spec, {}, TIMEOUT_SECONDS, ExitStack())
 
 
 CASES = {

@@ -12,7 +12,7 @@ from support.ranks import axis_key, index, main, run_on_ranks, summed, tensor_ax
 
 from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, partial_layout, split_layout
 from autopar.ops.registry import operator
-from autopar.runtime.comm.mesh_groups import Axes
+from autopar.runtime.comm.mesh_groups import MeshGroups
 from autopar.sharding.reshard import reshard_steps
 from autopar.sharding.tensors import local_part
 
@@ -53,7 +53,7 @@ B → P: share_gradient(4,) – | –, first_rank(tp,) – | –
 B → B: nothing"""
 
 
-def laid_out(whole: torch.Tensor, layout: Layout, axes: Axes) -> torch.Tensor:
+def laid_out(whole: torch.Tensor, layout: Layout, axes: MeshGroups) -> torch.Tensor:
     """This rank's part, copy or summand of a whole tensor."""
     communicator = axes.communicators["tp"]
     if layout.partial:
@@ -62,7 +62,7 @@ def laid_out(whole: torch.Tensor, layout: Layout, axes: Axes) -> torch.Tensor:
     return local_part(whole, layout, {"tp": communicator.ranks}, index(axes)).clone()
 
 
-def assert_is(local: torch.Tensor, whole: torch.Tensor, layout: Layout, axes: Axes) -> None:
+def assert_is(local: torch.Tensor, whole: torch.Tensor, layout: Layout, axes: MeshGroups) -> None:
     """Check that all ranks' local tensors together are the whole one."""
     local = summed(local, axes) if layout.partial else local
     expected = laid_out(whole, Layout(layout.splits), axes)

@@ -21,13 +21,16 @@ from torch import nn
 
 import autopar
 from autopar.api.batch import partition
+from autopar.ir.grad_buckets import group_weights
 from autopar.ir.graph import Weight
 from autopar.ir.layout import broadcast_layout, split_layout
 from autopar.ir.mesh import Mesh
 from autopar.ir.pytree import leaves
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
-from autopar.runtime.engine.executor import Span
-from autopar.runtime.params.grad_reduce import balanced_owners, buckets_of, packed, unpacked
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
+from autopar.runtime.engine.executor import ActionTiming
+from autopar.runtime.params.flat_buckets import replica_owners
+from autopar.runtime.params.full_params import FullParams
+from autopar.runtime.params.grad_reduce import packed, unpacked
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, TrainingRecipe, rank_text
 from autopar.schedule.actions import Action
@@ -131,7 +134,7 @@ def test_groups_by_original_names(pp: int, dp: int, zero1: bool) -> None:
     model = Tied()
     x, y = data("tied", 8)
 
-    def grouped(parameters: Any) -> torch.optim.Optimizer:
+    def group_weights(parameters: Any) -> torch.optim.Optimizer:
         groups = timm.optim.param_groups_weight_decay(parameters, 0.5, no_weight_decay_list=["embed.weight"])
         return torch.optim.AdamW(groups, lr=1e-2)
 
@@ -141,7 +144,7 @@ def test_groups_by_original_names(pp: int, dp: int, zero1: bool) -> None:
         expected[parameter.ndim > 1 and name != "embed.weight"]["params"].append(parameter)
     reference.optimizer = torch.optim.AdamW(expected, lr=1e-2)
     plan = plan_by_hand(model, x, 2, even_firsts(model, x, pp), dp=dp, zero1=zero1)
-    pm = in_threads(model, plan, x, F.cross_entropy, optimizer=grouped)
+    pm = in_threads(model, plan, x, F.cross_entropy, optimizer=group_weights)
     for _ in range(3):
         updated_alike(pm, reference, x, y)
     assert_all_close(pm.state_dict(), reference.model.state_dict(), "state")
@@ -164,9 +167,9 @@ def test_gradients_are_summed_once_a_step_and_while_the_last_backward_runs(monke
             notes: list[str] = notes,
             start: Any = rank.transport.start_sum,
         ) -> Any:
-            if tuple(over) == rank.spec.replicas and tensor.is_floating_point():
+            if tuple(over) == rank.spec.replica_ranks and tensor.is_floating_point():
                 assert rank.current_step is not None
-                notes.append(str(rank.current_step.current))
+                notes.append(str(rank.current_step.current_action))
             return start(tensor, over, root)
 
         monkeypatch.setattr(rank.transport, "start_sum", start_sum)
@@ -206,18 +209,43 @@ def test_a_replica_that_owns_nothing() -> None:
     assert sorted(pm.stats()[rank].optimizer_bytes for rank in range(4)) == [0, 0, 0, 8 * 4 * 4 * 2 + 4]
 
 
+def sized(**numel: int) -> list[Weight]:
+    """Flat weights of so many times 128 elements, to which buckets align."""
+    return [Weight(name, "parameter", (128 * n,), "float32", True, (name,)) for name, n in numel.items()]
+
+
 def test_owners_are_balanced_on_every_stage() -> None:
-    holders = {"a": (0,), "b": (0,), "c": (0,), "d": (1,), "tied": (0, 1)}
-    owners = balanced_owners({"a": 8, "b": 5, "c": 3, "d": 4, "tied": 6}, holders, 2)
-    assert owners == {"a": 0, "tied": 1, "b": 1, "d": 0, "c": 0}
+    stages = [sized(a=8, b=5, c=3, tied=6), sized(d=4, tied=6)]
+    owners = replica_owners(stages, {"tied": (0, 1)}, 2)
+    assert owners == {"tied": 0, "a": 1, "b": 0, "c": 1, "d": 1}
 
 
 def test_buckets_fill_in_the_order_of_a_backward() -> None:
-    tensors = {name: torch.zeros(size) for name, size in (("a", 2), ("b", 2), ("c", 9), ("d", 1))}
-    tensors["half"] = torch.zeros(2, dtype=torch.float16)
-    assert [b.names for b in buckets_of(tensors, {}, 16)] == [("half",), ("d",), ("c",), ("b", "a")]
-    owned = buckets_of(tensors, {"a": 1, "b": 0, "c": 1, "d": 0, "half": 0})
-    assert [(b.names, b.owner) for b in owned] == [(("half",), 0), (("d", "b"), 0), (("c", "a"), 1)]
+    weights = [*sized(a=2, b=2, c=9, d=1), Weight("half", "parameter", (256,), "float16", True, ("half",))]
+    groups = group_weights(weights, 1, 128 * 16)
+    assert [[w.name for w in group] for group in groups] == [["half"], ["d"], ["c"], ["b", "a"]]
+
+
+def test_full_params_travel_in_buckets_of_one_owner_and_dtype() -> None:
+    weights = [*sized(a=2, b=3, c=9, d=1, e=2), Weight("half", "parameter", (1,), "float16", True, ("half",))]
+    parts = {w.name: nn.Parameter(torch.zeros(w.shape, dtype=getattr(torch, w.dtype))) for w in weights}
+    spec = RankSpec(
+        rank=0,
+        mesh=Mesh(1, 2, 1),
+        device="cpu",
+        build=lambda *_: nn.Identity(),
+        weights=tuple(weights),
+        holders={},
+        stage_edges=(),
+        recipe=TrainingRecipe(F.cross_entropy),
+        storage={w.name: split_layout(0) for w in weights},
+    )
+    full = FullParams(parts, parts, spec, LocalTransport(0, InProcessMailboxes()))
+    assert full.owners == {"c": 0, "b": 1, "a": 1, "e": 1, "d": 1, "half": 1}
+    assert full.full["c"].shape == (2 * 9 * 128,) and full.full.keys() == {"c"}
+    for name, part in parts.items():
+        part.grad = torch.zeros_like(part) if name != "e" else None
+    assert [*full.buckets()] == [(0, ["c"]), (1, ["half"]), (1, ["d", "b", "a"])]
 
 
 def test_packing_keeps_shapes_values_and_memory_formats() -> None:
@@ -272,7 +300,10 @@ def test_the_bubble_bound_takes_the_slowest_rank_of_each_stage() -> None:
     plan = plan_by_hand(model, x, 2, ["1.linear"], dp=2)
     seconds = {0: (1.0, 2.0), 1: (3.0, 1.0), 2: (2.0, 2.0), 3: (1.0, 4.0)}  # forward and backward
     spans = {
-        rank: (Span(Action("F", rank // 2, 0), 0.0, forward), Span(Action("B", rank // 2, 0), 5.0, 5.0 + backward))
+        rank: (
+            ActionTiming(Action("F", rank // 2, 0), 0.0, forward),
+            ActionTiming(Action("B", rank // 2, 0), 5.0, 5.0 + backward),
+        )
         for rank, (forward, backward) in seconds.items()
     }
     expected = simulate(generate("1f1b", 2, 2), [3.0, 2.0], [2.0, 4.0]).step_seconds
@@ -292,7 +323,7 @@ def sharded(rank: int, mesh: Mesh, owners: Mapping[str, int] | None = None) -> R
         build=lambda *_: nn.Identity(),
         weights=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in shapes.items()),
         holders={},
-        edges=(),
+        stage_edges=(),
         recipe=TrainingRecipe(F.cross_entropy, functools.partial(torch.optim.SGD, lr=1.0)),
         storage={"split": split_layout(0), "shared": broadcast_layout()},
         owners=owners or {},

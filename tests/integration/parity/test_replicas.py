@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.params import flat_buckets as buckets
 from autopar.runtime.params.flat_buckets import flat_buckets
 from autopar.runtime.params.grad_buffer import GradBuffer
@@ -68,7 +68,7 @@ def counted(pm: Any, monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[str, torc
 @pytest.fixture
 def unpadded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bucket is padded: segments of unequal length (or of equal ones), summed and handed on one by one."""
-    monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
+    monkeypatch.setattr(buckets, "MAX_FREE_PADDING_BYTES", 0)
     monkeypatch.setattr(buckets, "MAX_PADDING_SHARE", -1.0)
     monkeypatch.setattr(buckets.FlatBucket, "even", False)
 
@@ -369,14 +369,14 @@ def test_no_bucket_waits_for_what_is_never_read(zero1: bool, monkeypatch: pytest
     pm = in_threads(model, plan_by_hand(model, x, 2, [], dp=2, zero1=zero1), x, F.cross_entropy, optimizer=ADAMW)
     rank = ranks_of(pm)[0]
     name = "start_reduce_scatter" if zero1 else "start_sum"
-    call, noted = getattr(rank.transport.transport, name), []
+    call, noted = getattr(rank.transport, name), []
 
     def note(tensor: torch.Tensor, *args: Any) -> Any:
         if tensor.dtype == torch.float32:
-            noted.append(str(rank.current_step.current if rank.current_step else None))
+            noted.append(str(rank.current_step.current_action if rank.current_step else None))
         return call(tensor, *args)
 
-    monkeypatch.setattr(rank.transport.transport, name, note)
+    monkeypatch.setattr(rank.transport, name, note)
     for _ in range(2):
         pm.train_step(x, y)
     assert noted == ["0B1", "0B1"]

@@ -88,7 +88,7 @@ def test_ranks_bind_a_step_whenever_any_of_them_has_new_shapes() -> None:
     pm._dispatcher.agreement = agreement
 
     def bound() -> set[int]:
-        return {len(rank.bound) for rank in ranks.ranks}
+        return {len(rank.bound_steps) for rank in ranks.ranks}
 
     pm.train_step(x, y)
     pm.train_step(x + 1, y.flip(0))

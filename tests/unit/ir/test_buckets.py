@@ -13,7 +13,7 @@ from support.effort import examples
 
 from autopar.ir.grad_buckets import MAX_PADDING_SHARE, PARAM_ALIGNMENT, group_weights, padded_numel
 from autopar.ir.graph import Weight
-from autopar.runtime.params.flat_buckets import FlatBucket, flat_buckets, laid_out, replica_owners
+from autopar.runtime.params.flat_buckets import FlatBucket, flat_buckets, replica_owners, view_like
 
 CLASSES = (("float32", ""), ("bfloat16", "float32"), ("float64", ""))  # what programs read, and the master's dtype
 
@@ -57,7 +57,7 @@ def test_every_parameter_has_one_place(weights: list[Weight], dp: int, zero1: bo
         assert len(bucket.bounds) == (dp if zero1 else 1) + 1
         for owner, (low, high) in enumerate(pairwise(bucket.bounds)):
             inside = {name for name, (start, end) in zip(bucket.names, ends) if low <= start and end <= high}
-            assert set(bucket.owned(owner)) == inside
+            assert set(bucket.names_of(owner)) == inside
             if zero1:
                 assert inside == {name for name in bucket.names if owners[name] == owner}
         flat = torch.full((bucket.numel,), 7.0, dtype=bucket.dtype)
@@ -86,7 +86,7 @@ def test_a_tied_weight_has_one_owner_on_all_stages(first: list[Weight], second: 
     assert owners.keys() == holders.keys()
     for own in stages:
         for bucket in flat_buckets(own, owners, dp):  # each stage finds the same buckets from the owners alone
-            assert all(set(bucket.owned(owner)) <= {n for n in owners if owners[n] == owner} for owner in range(dp))
+            assert all(set(bucket.names_of(owner)) <= {n for n in owners if owners[n] == owner} for owner in range(dp))
 
 
 @pytest.mark.parametrize("name", ["vit_large_patch16_224", "vit_base_patch16_224", "resnet50", "vit_giant_patch14_224"])
@@ -114,7 +114,7 @@ def test_a_bucket_that_would_be_mostly_padding_is_not_padded() -> None:
     weights = [weight("small", (128,)), weight("large", (3000, 1024))]
     (bucket,) = flat_buckets(weights, {"small": 1, "large": 0}, 2)
     assert bucket.bounds == (0, 3000 * 1024, 3000 * 1024 + 128) and not bucket.even
-    assert bucket.names == ("large", "small") and bucket.owned(1) == ("small",)
+    assert bucket.names == ("large", "small") and bucket.names_of(1) == ("small",)
     few = [weight("small", (128,)), weight("large", (256,))]
     (padded,) = flat_buckets(few, {"small": 1, "large": 0}, 2)
     assert padded.bounds == (0, 256, 512) and padded.even and MAX_PADDING_SHARE < 128 / 384
@@ -129,7 +129,7 @@ def test_views_keep_memory_formats() -> None:
     assert {n: t.stride() for n, t in views.items()} == {n: t.stride() for n, t in like.items()}
     assert bucket.dtype == torch.float32 and bucket.copy_dtype is None
     transposed = torch.randn(4, 6).t()
-    assert laid_out(torch.arange(24.0), transposed).stride() == transposed.stride()
+    assert view_like(torch.arange(24.0), transposed).stride() == transposed.stride()
 
 
 def test_without_owners_buckets_end_at_the_limit() -> None:

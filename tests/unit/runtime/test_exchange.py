@@ -16,13 +16,13 @@ from support.handmade import in_threads, plan_by_hand
 from support.models import tiny_vit
 
 from autopar.runtime.comm import replica_collectives as exchange
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.comm.replica_collectives import (
     SymmetricReplicaCollectives,
     TransportReplicaCollectives,
     make_replica_collectives,
 )
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
 from autopar.runtime.params import flat_buckets as buckets
 from autopar.runtime.params import zero1_gather as replica_weights
 from autopar.runtime.params.flat_buckets import FlatBucket
@@ -122,7 +122,7 @@ def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of unequal length, in several pieces; many buckets, each of which a forward asks for before it comes."""
     monkeypatch.setattr(buckets.group_weights, "__defaults__", (2**16,))
     monkeypatch.setattr(replica_weights, "PREFETCH_BUCKETS", 0)
-    monkeypatch.setattr(buckets, "SPARE_BYTES", 0)
+    monkeypatch.setattr(buckets, "MAX_FREE_PADDING_BYTES", 0)
     monkeypatch.setattr(buckets, "MAX_PADDING_SHARE", -1.0)
     monkeypatch.setattr(exchange, "MAX_SYMMETRIC_BUFFER_BYTES", 2**16)
 

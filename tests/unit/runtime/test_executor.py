@@ -25,8 +25,9 @@ from autopar.codegen.emit import graph_module
 from autopar.ir.graph import Value
 from autopar.ir.program import Program
 from autopar.ir.pytree import leaves
-from autopar.runtime.comm.transport import LocalTransport, RecvHandle
-from autopar.runtime.engine.executor import inverse
+from autopar.runtime.comm.in_process import LocalTransport
+from autopar.runtime.comm.protocols import RecvHandle
+from autopar.runtime.engine.executor import inverse_permutation
 from autopar.runtime.engine.send_lifetimes import send_lifetimes
 from autopar.runtime.memory import peaks as memory
 from autopar.schedule.actions import Action
@@ -232,7 +233,7 @@ def test_inference_keeps_nothing() -> None:
     pm = in_threads(model, plan_by_hand(model, x, 3, ["1.linear"]), x, F.mse_loss)
     pm(x)
     ranks: Any = pm._ranks.ranks  # type: ignore[union-attr]
-    assert not any(step.saved or step.passed for rank in ranks for step in rank.bound.values())
+    assert not any(step.saved or step.local_tensors for rank in ranks for step in rank.bound_steps.values())
 
 
 class LastingMail:
@@ -244,8 +245,8 @@ class LastingMail:
         self.send, self.transport = transport.send, transport
         self.places: dict[tuple[int, int], torch.Tensor] = {}
 
-    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, lane: int = 0) -> RecvHandle:
-        receipt = self.transport.receive(shape, dtype, src, tag, lane)
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
+        receipt = self.transport.receive(shape, dtype, src, tag, channel)
         place = self.places.setdefault((src, tag), torch.empty(tuple(shape), dtype=dtype))
         return lambda: place.copy_(receipt()).view(tuple(shape))
 
@@ -331,7 +332,7 @@ def test_a_cut_keeps_the_memory_format() -> None:
     assert value(2, 4, 32, 784, stride=(301056, 32, 1, 384)).memory_order == (0, 3, 1, 2)  # a slice of a fused qkv
     assert value(2, 3, stride=(0, 1)).memory_order == (0, 1)  # expanded
     assert value(stride=()).memory_order == ()
-    assert inverse([0, 2, 3, 1]) == [0, 3, 1, 2]
+    assert inverse_permutation([0, 2, 3, 1]) == [0, 3, 1, 2]
 
     seen: list[tuple[int, ...]] = []
 

@@ -21,11 +21,11 @@ from autopar.api.options import Options
 from autopar.errors import CaptureWarning
 from autopar.ir.comm_sizes import MESSAGE_ALIGNMENT, message_bytes
 from autopar.ir.plan_parts import Precision
-from autopar.runtime.comm.symmetric_p2p import places
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.symmetric_p2p import message_slots
 from autopar.runtime.engine import cuda_graph as graphed
 from autopar.runtime.engine.closure_guard import closure_fingerprint
-from autopar.runtime.engine.cuda_graph import given_rates, is_capturable, prepare
+from autopar.runtime.engine.cuda_graph import is_capturable, make_capturable, tensor_learning_rates
 from autopar.runtime.engine.recorded_flags import FlagRecorder
 from autopar.runtime.spec import DeviceStepResult, StepRequest
 
@@ -60,7 +60,7 @@ def test_only_optimizers_that_count_on_the_device_are_captured() -> None:
     adamw, sgd = optimizer_of(torch.optim.AdamW), optimizer_of(torch.optim.SGD)
     assert not is_capturable(adamw)
     for optimizer in (adamw, sgd):
-        prepare(optimizer)
+        make_capturable(optimizer)
     assert is_capturable(adamw)
     assert not is_capturable(sgd)
 
@@ -76,14 +76,14 @@ def test_all_numbers_of_a_parameter_are_kept_where_it_is() -> None:
     assert numbers == {"step", "mu_product"}
     optimizer.param_groups[0]["params"] = [on_meta := parameter.to("meta")]
     optimizer.state[on_meta] = state
-    prepare(optimizer)
+    make_capturable(optimizer)
     assert {key for key, tensor in optimizer.state[on_meta].items() if tensor.is_meta} == numbers
 
 
 def test_rates_are_given_for_a_while() -> None:
     optimizer = optimizer_of(torch.optim.AdamW)
     rate = torch.tensor(0.5)
-    with pytest.raises(RuntimeError), given_rates(optimizer, [rate]):
+    with pytest.raises(RuntimeError), tensor_learning_rates(optimizer, [rate]):
         assert optimizer.param_groups[0]["lr"] is rate
         raise RuntimeError
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -97,7 +97,7 @@ def test_the_kind_of_a_step_is_all_but_its_content() -> None:
     with autopar.parallelize(model, 1, x, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), microbatches=2) as pm:
         rank = pm._ranks.rank  # type: ignore[union-attr]
         run = rank.compute
-        rank.compute = lambda work: (kinds.append(work.kind), run(work))[1]
+        rank.compute = lambda request: (kinds.append(request.signature), run(request))[1]
         cases: list[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = [
             (x, y, {}), (x + 1, y.flip(0), {}), (x, F.one_hot(y, 4).float(), {}), (x[:4], y[:4], {}),
             (x, y, {"return_outputs": True}), (x, y, {"share": 0.5}),
@@ -151,7 +151,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> Pools:
     made = Pools()
     monkeypatch.setattr(torch.cuda, "CUDAGraph", PooledGraph)
     monkeypatch.setattr(torch.cuda, "graph", made.capture)
-    monkeypatch.setattr(graphed, "own", lambda leaf, device: leaf)  # what is captured here is also computed
+    monkeypatch.setattr(graphed, "static_like", lambda leaf, device: leaf)  # what is captured here is also computed
     return made
 
 
@@ -171,7 +171,7 @@ class Captured:
 
     def sizes(self) -> list[int]:
         """Batch sizes of which there is a graph, the one used longest ago first."""
-        return [len(kind.data.inputs[0][0]) for kind in self.graphs.cached.values() if kind.graph and kind.data]
+        return [len(kind.data.inputs[0][0]) for kind in self.graphs.cached_steps.values() if kind.graph and kind.data]
 
 
 def test_a_kind_gives_up_its_graph_once_it_is_idle(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +184,13 @@ def test_a_kind_gives_up_its_graph_once_it_is_idle(pools: Pools, monkeypatch: py
     here.train(16, 12)
     assert here.sizes() == [16, 12] and pools.users == {0: 2}  # graphs share a pool
     here.train(1, 2, 3, 12)  # as many others as are remembered
-    assert here.sizes() == [16, 12] and len(here.graphs.cached) == 5
+    assert here.sizes() == [16, 12] and len(here.graphs.cached_steps) == 5
     here.train(3, 3, 3)  # after 5, step 13: that of 16 was used in step 5
     assert here.sizes() == [16, 12]
     here.train(3)
     assert here.sizes() == [12, 3] and pools.users == {0: 2}
     here.train(4, 5)  # more than are remembered
-    assert len(here.graphs.cached) == 5 and here.sizes() == [12, 3]
+    assert len(here.graphs.cached_steps) == 5 and here.sizes() == [12, 3]
 
 
 def test_a_graph_behind_the_last_one_has_a_pool_of_its_own(pools: Pools, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,9 +217,9 @@ def test_a_kind_that_is_refused_keeps_nothing_and_goes_on(pools: Pools) -> None:
     sizes = (16, 12, 16, 12, 16, 12)
     with pytest.warns(CaptureWarning, match="without CUDA graphs, which is slower: operation not permitted when"):
         losses = here.train(*sizes)
-    refused, captured = here.graphs.cached.values()
+    refused, captured = here.graphs.cached_steps.values()
     assert (refused.capture_error, captured.capture_error) == ("operation not permitted when stream is capturing", "")
-    assert (refused.graph, refused.data, refused.computed, refused.step) == (None,) * 4
+    assert (refused.graph, refused.data, refused.result, refused.step) == (None,) * 4
     assert not refused.marks and not refused.gradients
     assert here.sizes() == [12] and captured.step is not None
     assert losses + here.train(16, 16) == plain.train(*sizes, 16, 16)
@@ -313,17 +313,17 @@ def test_an_abandoned_step_leaves_no_gradient(precision: Precision) -> None:
             rank = pm._ranks.rank  # type: ignore[union-attr]
             run = rank.compute
 
-            def compute(work: StepRequest) -> DeviceStepResult:
+            def compute(request: StepRequest) -> DeviceStepResult:
                 for _ in range(attempts):
                     leaf = rank.compute_params.copies.get(
                         "0.weight", rank.weights["0.weight"]
                     )  # what the program reads
                     hook = leaf.register_hook(fails)
                     with pytest.raises(RuntimeError, match="not permitted"):
-                        run(work)
+                        run(request)
                     hook.remove()
                     rank.abandon_step()
-                return run(work)
+                return run(request)
 
             first = pm.train_step(x, y).grad_norm
             rank.compute = compute
@@ -349,13 +349,13 @@ def test_messages_lie_apart_and_both_ends_agree(messages: dict[tuple[int, int], 
     """The receiver lays out what each peer sends; a sender knows its own messages alone, and where they begin."""
     sizes = [sum(message_bytes(n) for (peer, _), n in messages.items() if peer == p) for p in range(4)]
     starts = {peer: sum(sizes[:peer]) for peer in range(4)}
-    found = places(messages, starts)
+    found = message_slots(messages, starts)
     taken = sorted((place, place + messages[key]) for key, (place, _) in found.items())
     assert all(end <= begin for (_, end), (begin, _) in pairwise(taken))
     assert all(place % MESSAGE_ALIGNMENT == 0 for place, _ in found.values())
     for peer in range(4):
         own = {(9, tag): n for (p, tag), n in messages.items() if p == peer}
-        sent = places(own, {9: starts[peer]})
+        sent = message_slots(own, {9: starts[peer]})
         assert {tag: at for (_, tag), at in sent.items()} == {tag: at for (p, tag), at in found.items() if p == peer}
         signals = [signal for (p, _), (_, signal) in found.items() if p == peer]
         assert sorted(signals) == list(range(len(own)))

@@ -25,7 +25,7 @@ from autopar.api.options import Options
 from autopar.ir.graph import Weight
 from autopar.ir.layout import split_layout
 from autopar.ir.mesh import Mesh
-from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport
+from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.optim.build import use_fused_kernels
 from autopar.runtime.optim.probe import mixes_parameters, needs_full_params, param_kind
 from autopar.runtime.rank import Rank
@@ -160,7 +160,7 @@ def test_parts_meet_on_one_shard_and_return(zero1: bool) -> None:
         spec = RankSpec(
             rank=number, mesh=mesh, device="cpu", build=lambda *_: nn.Identity(),
             weights=tuple(Weight(n, "parameter", tuple(t.shape), "float32", True) for n, t in own.items()),
-            holders={}, edges=(), recipe=TrainingRecipe(F.cross_entropy, make), storage=layouts, owners=owners,
+            holders={}, stage_edges=(), recipe=TrainingRecipe(F.cross_entropy, make), storage=layouts, owners=owners,
             trainable=tuple(Weight(n, "parameter", shape, "float32", True) for n, shape in sizes.items()),
         )  # fmt: skip
         ranks.append(Rank(spec, own, LocalTransport(number, hub)))

@@ -187,7 +187,7 @@ def test_what_is_not_reserved_is_told(registered: Any) -> None:
         ("reduce_scatter", (0, 1, 2, AXIS), "a reduce-scatter", 96),
         ("all_to_all", (0, 1, 1, 1, 2, AXIS), "an all-to-all", 96),
     ]:
-        message = f"^{what} of 2 ranks takes {num} bytes of each board, 80 were reserved"
+        message = f"^{what} of 2 ranks takes {num} bytes of each rank's buffer, 80 were reserved"
         with pytest.raises(AssertionError, match=message):
             run_everywhere(boards, operator(f"autopar.{name}.default"), [(4, 6)], args, torch.float32, [False])
     layer = operator("autopar.gathered_rows_linear.default")
@@ -209,7 +209,7 @@ def test_boards_grow_between_steps_only_and_outgrown_ones_stay(monkeypatch: pyte
         return torch.empty(max(num_bytes, 256), dtype=torch.uint8), None
 
     idle: list[torch.device] = []
-    monkeypatch.setattr(symmetric_axis, "allocated", allocated)
+    monkeypatch.setattr(symmetric_axis, "allocate", allocated)
     monkeypatch.setattr(torch.cuda, "synchronize", idle.append)
     boards = SymmetricBufferPool(0, torch.device("cuda", 0), None)
     assert boards.num_bytes == 0
@@ -217,7 +217,7 @@ def test_boards_grow_between_steps_only_and_outgrown_ones_stay(monkeypatch: pyte
         boards.reserve(num_bytes)
         assert boards.num_bytes >= num_bytes
     assert made == [0, 1024, 4096] and len(idle) == len(made)
-    assert [buffer.numel() for buffer, _ in boards.kept] == [256, 1024, 4096]
+    assert [buffer.numel() for buffer, _ in boards.allocations] == [256, 1024, 4096]
 
 
 # -- models --------------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from autopar.ir.cost_graph import BUCKET_BYTES, CostGraph, Group, ResidentTensor
 from autopar.ir.grad_buckets import largest_bucket_bytes
 from autopar.ir.graph import Graph
 from autopar.ir.hardware import Link
-from autopar.runtime.comm.symmetric_p2p import count, reserved_bytes
+from autopar.runtime.comm.symmetric_p2p import count_until_freed, reserved_bytes
 from autopar.runtime.params.flat_buckets import flat_buckets, replica_owners
 from autopar.sharding.buffer_sizes import symmetric_buffer_bytes
 from autopar.solve.cuts.evaluate import stage_costs
@@ -158,7 +158,7 @@ def test_boards_of_a_pipeline_have_a_place_for_each_message(asked: dict[str, Any
     received = []
     for rank in pm._ranks.ranks:  # type: ignore[attr-defined]
         step = rank.current_step
-        incoming, _ = step.messages([action for action, *_ in step.bound_actions])
+        incoming, _ = step.messages([bound.action for bound in step.bound_actions])
         received.append(sum(map(message_bytes, incoming.values())))
     assert max(received) > 0
     assert [buffers(plan, position, x.nbytes) for position in range(2)] == [max(received)] * 2
@@ -189,7 +189,8 @@ def test_boards_of_replicas_take_their_largest_bucket(name: str, num_owners: int
     weights = [weight for weight in graph_of(name, "bf16").weights if weight.requires_grad]
     owners = replica_owners([weights], {}, num_owners) if num_owners > 1 else {}
     made = flat_buckets(weights, owners, num_owners)
-    assert largest_bucket_bytes(weights, num_owners) == max(b.longest * b.segments * b.dtype.itemsize for b in made)
+    sizes = [b.longest_segment * b.num_segments * b.dtype.itemsize for b in made]
+    assert largest_bucket_bytes(weights, num_owners) == max(sizes)
 
 
 def test_replicas_boards_and_inputs_are_planned_for() -> None:
@@ -211,8 +212,8 @@ def test_reserved_memory_is_counted_until_it_is_freed() -> None:
     device = torch.device("cpu")
     assert reserved_bytes(device) == 0
     first, second = torch.empty(300, dtype=torch.uint8), torch.empty(20)
-    count(first)
-    count(second)
+    count_until_freed(first)
+    count_until_freed(second)
     view = first[:1]
     del first
     assert reserved_bytes(device) == 380

@@ -1,0 +1,243 @@
+"""Transport between processes: Gloo on CPU, NCCL or symmetric memory on GPUs.
+
+In training steps on one host, tensors are copied into the peer's memory and signalled (`symmetric_p2p`). Elsewhere NCCL
+carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.errors import UsageError
+from autopar.runtime.comm.protocols import (
+    GatherHandle,
+    MessageBytes,
+    P2PChannel,
+    RecvHandle,
+    SendHandle,
+    SymmetricBuffer,
+    TransportError,
+    TransportName,
+)
+from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool
+from autopar.runtime.comm.symmetric_p2p import PeerAccess, SymmetricMemory, gather_peer_access, have_peer_access
+
+NO_SYMMETRIC_MEMORY = (
+    'transport="symmetric" needs GPUs of one host that can write into each other\'s memory (over NVLink, say), all '
+    "visible to every rank. Leave it out: NCCL carries the tensors then."
+)
+
+
+class ProcessGroupTransport:
+    """torch.distributed: Gloo with tags, or NCCL with a process group per directed pair and channel index.
+
+    NCCL connects two peers inside their first transfer and blocks the host until both are there. So the constructor
+    connects every pair before any schedule runs, in the same order on all ranks.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        device: torch.device,
+        pairs: Collection[tuple[int, int, int]],
+        rank_sets: Collection[tuple[int, ...]],
+        existing: Mapping[tuple[int, ...], Any],
+        timeout_seconds: float,
+        transport: TransportName = "auto",
+    ) -> None:
+        """Connect all pairs and groups.
+
+        Args:
+            pairs: (src, dst, channel index) of all rank pairs that will ever exchange tensors; equal on all ranks.
+            rank_sets: rank sets that run collectives; equal on all ranks.
+            existing: rank sets that have a process group already, and this group on ranks that are in it; equal sets in
+                equal order on all ranks.
+            timeout_seconds: longest wait for a peer.
+            transport: carries the tensors of training steps between stages on GPUs.
+
+        Raises:
+            UsageError: ``transport`` is "symmetric", and a rank lacks peer access to another one.
+        """
+        timeout = timedelta(seconds=timeout_seconds)
+        self.rank, self.device = rank, device
+        self.posts_early = dist.get_backend() == "gloo"
+        missing = sorted(set(rank_sets) - set(existing))
+        self.created_groups: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in missing}
+        self.groups: dict[tuple[int, ...], Any] = {**existing, **self.created_groups}
+        self.pair_groups: dict[tuple[int, int, int], Any] = {}
+        # Flags travel between hosts over Gloo. A Gloo group of some ranks only would hang if the default NCCL group is
+        # bound to a device: the other ranks wait for a split of its communicator that members of a Gloo group never
+        # join (torch 2.11).
+        self.cpu_group: Any = None
+        if dist.get_backend() == "nccl":
+            self.cpu_group = dist.new_group(backend="gloo", timeout=timeout)
+            self.pair_groups = {edge: dist.new_group(list(edge[:2]), timeout=timeout) for edge in sorted(pairs)}
+            self.connect()
+        world = dist.get_world_size()
+        self.peer_access: Sequence[PeerAccess] = ()  # by rank; empty where symmetric memory is not to be used
+        if self.cpu_group is not None and world > 1 and transport != "nccl":
+            self.peer_access = gather_peer_access(device, world, self.cpu_group)
+        near = bool(self.peer_access) and have_peer_access(self.peer_access)
+        if transport == "symmetric" and world > 1 and not near:
+            raise UsageError(NO_SYMMETRIC_MEMORY)
+        self.symmetric_memory = SymmetricMemory(rank, world, device, self.cpu_group) if near and pairs else None
+
+    def open_channel(self, incoming: MessageBytes, outgoing: MessageBytes) -> P2PChannel:
+        return self.symmetric_memory.open(incoming, outgoing) if self.symmetric_memory is not None else self
+
+    def connect(self) -> None:
+        """Exchange one number in every group and over every pair."""
+        token = torch.zeros(1, device=self.device)
+        for ranks, group in self.groups.items():
+            if self.rank in ranks:
+                dist.all_reduce(token, group=group)
+        for (src, dst, _), group in self.pair_groups.items():
+            if self.rank == src:
+                dist.send(token, dst, group=group)
+            elif self.rank == dst:
+                dist.recv(token, src, group=group)
+        torch.cuda.synchronize(self.device)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, channel: int = 0) -> SendHandle:
+        return start_send(tensor, dst, tag, self.pair_groups.get((self.rank, dst, channel)))
+
+    def receive(self, shape: Sequence[int], dtype: torch.dtype, src: int, tag: int, channel: int = 0) -> RecvHandle:
+        buffer = torch.empty(shape, dtype=dtype, device=self.device)
+        return start_receive(buffer, src, tag, self.pair_groups.get((src, self.rank, channel)))
+
+    def send_flags(self, flags: Sequence[bool], dst: int, tag: int) -> SendHandle:
+        return start_send(torch.tensor(flags, dtype=torch.uint8), dst, tag, self.cpu_group)
+
+    def receive_flags(self, count: int, src: int, tag: int) -> RecvHandle:
+        return start_receive(torch.empty(count, dtype=torch.uint8), src, tag, self.cpu_group)
+
+    def start_sum(self, tensor: torch.Tensor, ranks: Sequence[int], root: int | None = None) -> SendHandle:
+        group = self.groups[tuple(ranks)]
+        over = f"over ranks {list(ranks)}"
+        if root is None:
+            return launch_async(lambda: dist.all_reduce(tensor, group=group, async_op=True), f"a sum {over}")
+        return launch_async(
+            lambda: dist.reduce(tensor, root, group=group, async_op=True), f"a sum {over} on rank {root}"
+        )
+
+    def start_broadcast(self, tensor: torch.Tensor, ranks: Sequence[int], root: int) -> SendHandle:
+        group = self.groups[tuple(ranks)]
+        return launch_async(
+            lambda: dist.broadcast(tensor, root, group=group, async_op=True), f"a broadcast over ranks {list(ranks)}"
+        )
+
+    def start_reduce_scatter(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
+        group, segment = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        return launch_async(
+            lambda: dist.reduce_scatter_tensor(segment, flat, group=group, async_op=True),
+            f"a reduce-scatter over ranks {list(ranks)}",
+        )
+
+    def start_all_gather(self, flat: torch.Tensor, ranks: Sequence[int]) -> SendHandle:
+        group, segment = self.groups[tuple(ranks)], segment_of(flat, ranks, self.rank)
+        return launch_async(
+            lambda: dist.all_gather_into_tensor(flat, segment, group=group, async_op=True),
+            f"an all-gather over ranks {list(ranks)}",
+        )
+
+    def start_gather(self, flat: torch.Tensor, ranks: Sequence[int], root: int) -> GatherHandle:
+        group = self.groups[tuple(ranks)]
+        rows = [torch.empty_like(flat) for _ in ranks] if self.rank == root else []
+        handle = launch_async(
+            lambda: dist.gather(as_bytes(flat), [as_bytes(r) for r in rows] or None, root, group, async_op=True),
+            f"a gather over ranks {list(ranks)} on rank {root}",
+        )
+
+        def wait_rows() -> list[torch.Tensor]:
+            handle()
+            return rows
+
+        return wait_rows
+
+    def start_scatter(
+        self, flat: torch.Tensor, rows: Sequence[torch.Tensor], ranks: Sequence[int], root: int
+    ) -> SendHandle:
+        group = self.groups[tuple(ranks)]
+        parts = [as_bytes(row) for row in rows] if self.rank == root else None
+        return launch_async(
+            lambda: dist.scatter(as_bytes(flat), parts, root, group, async_op=True),
+            f"a scatter over ranks {list(ranks)} from rank {root}",
+            rows,
+        )
+
+    def symmetric_buffer(self, ranks: Sequence[int]) -> SymmetricBuffer | None:
+        if not self.peer_access or not have_peer_access([self.peer_access[rank] for rank in ranks]):
+            return None
+        return SymmetricBufferPool(list(ranks).index(self.rank), self.device, self.groups[tuple(ranks)])
+
+    def sum_flags(self, flags: Sequence[bool], ranks: Sequence[int]) -> list[int]:
+        counts = torch.tensor(flags, dtype=torch.int32, device=self.device)
+        group = self.groups[tuple(ranks)]
+        launch_async(
+            lambda: dist.all_reduce(counts, group=group, async_op=True), f"a sum of flags over ranks {list(ranks)}"
+        )()
+        return counts.tolist()
+
+    def close(self) -> None:
+        self.symmetric_memory = None
+        groups = [*self.created_groups.values(), *self.pair_groups.values()]
+        if self.cpu_group is not None:
+            groups.append(self.cpu_group)
+        for group in groups:
+            dist.destroy_process_group(group)
+
+
+def segment_of(flat: torch.Tensor, ranks: Sequence[int], rank: int) -> torch.Tensor:
+    """A rank's segment of a row [ranks * segment]."""
+    assert flat.numel() % len(ranks) == 0, f"{flat.numel()} elements for {len(ranks)} ranks"
+    return flat.view(len(ranks), -1)[list(ranks).index(rank)]
+
+
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """A view in a dtype that every backend moves."""
+    return flat.view(torch.uint8)
+
+
+def launch_async(call: Callable[[], Any], what: str, kept: Any = None) -> SendHandle:
+    """Launch an asynchronous call of torch.distributed; calling the handle waits for it.
+
+    Args:
+        what: name of the call, for errors.
+        kept: tensors to keep alive until the handle is gone: Gloo does not hold references to tensors that it sends.
+
+    Raises:
+        TransportError: the call does not start; raised by the handle, it does not finish.
+    """
+    try:
+        work = call()
+    except RuntimeError as error:
+        raise TransportError(f"{what} did not start: {error}") from error
+
+    def handle(_kept: Any = kept) -> None:
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise TransportError(f"{what} did not finish: {error}") from error
+
+    return handle
+
+
+def start_send(tensor: torch.Tensor, dst: int, tag: int, group: Any) -> SendHandle:
+    """Start a send; calling the handle waits for it."""
+    return launch_async(lambda: dist.isend(tensor, dst, group=group, tag=tag), f"a send to rank {dst}", tensor)
+
+
+def start_receive(buffer: torch.Tensor, src: int, tag: int, group: Any) -> RecvHandle:
+    """Start a receive; calling the handle waits for it and returns the buffer."""
+    handle = launch_async(lambda: dist.irecv(buffer, src, group=group, tag=tag), f"a receive from rank {src}")
+
+    def receive() -> torch.Tensor:
+        handle()
+        return buffer
+
+    return receive
