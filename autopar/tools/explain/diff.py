@@ -1,4 +1,4 @@
-"""What is different between two plans of one model and batch."""
+"""Differences between two plans of one model and batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Change:
-    """Something that two plans do not share, and what each has there."""
+    """One entry in which two plans differ, and its value in each."""
 
     name: str
     before: str
@@ -25,9 +25,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """What two plans decide otherwise: settings, where stages begin and which operations lie outside of them, and how
-    weights and operations are split (as the files write them); and where the step of each goes. ``notes`` say why their
-    steps may not compare."""
+    """All differences between two plans, and the breakdown of each plan's step.
+
+    ``cuts`` are first operations of stages and operations outside of their stage's range. ``shardings`` are layouts of
+    weights and strategies of operations, as the files write them. ``notes`` explain why the steps may not compare.
+    """
 
     settings: tuple[Change, ...]
     cuts: tuple[Change, ...]
@@ -38,10 +40,10 @@ class Difference:
 
 
 def difference(before: Plan, after: Plan) -> Difference:
-    """The difference of two plans.
+    """Difference of two plans.
 
     Raises:
-        PlanError: they are of other models, inputs or batches; names the field.
+        PlanError: the plans have different models, inputs or batches; names the field.
     """
     check_alike(before, after)
     notes = []
@@ -61,7 +63,10 @@ def difference(before: Plan, after: Plan) -> Difference:
 
 
 def check_alike(before: Plan, after: Plan) -> None:
-    """Refuse plans that have nothing to compare. The precision is part of a fingerprint: it may be another one."""
+    """Reject plans of different models or batches.
+
+    Fingerprints include the precision, so they are compared only if the precisions agree.
+    """
     one, other = before.model, after.model
     fields = {
         "model.name": (one.name, other.name),
@@ -82,12 +87,12 @@ def check_alike(before: Plan, after: Plan) -> None:
 
 
 def machine(plan: Plan) -> str:
-    """The machine of a plan."""
+    """Name and memory of a plan's machine."""
     return f"{plan.hardware.name} with {text(plan.hardware.memory_bytes, BYTES)}"
 
 
 def settings(before: Plan, after: Plan) -> Iterator[Change]:
-    """All that is decided once for a plan."""
+    """Settings of a whole plan, also those that are equal in both."""
 
     for name, mine, others in (
         ("devices", before.mesh.devices, after.mesh.devices),
@@ -104,12 +109,12 @@ def settings(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def cut_of(plan: Plan) -> str:
-    """The microbatches of a replica."""
+    """Microbatches of a replica, as text."""
     return microbatches_text(plan.batch // plan.mesh.dp, plan.microbatches)
 
 
 def recomputing(plan: Plan) -> str:
-    """The stages that recompute."""
+    """Stages that recompute, as text."""
     numbers = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute == "all"]
     if not numbers:
         return "no stage"
@@ -117,7 +122,7 @@ def recomputing(plan: Plan) -> str:
 
 
 def cuts(before: Plan, after: Plan) -> Iterator[Change]:
-    """Where stages begin, stage by stage, and the operations outside of their range."""
+    """First operations of stages that differ, then operations that lie outside of their stage's range."""
     for s in range(1, max(len(before.stages), len(after.stages))):
         here, there = (p.stages[s].first if s < len(p.stages) else NONE for p in (before, after))
         if here != there:
@@ -131,7 +136,7 @@ def cuts(before: Plan, after: Plan) -> Iterator[Change]:
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
-    """Entries that only one table has, or that say something else."""
+    """Entries that only one table has, or whose texts differ."""
     for name in sorted({*before, *after}):
         if before.get(name) != after.get(name):
             yield Change(name, before.get(name, NONE), after.get(name, NONE))
