@@ -30,7 +30,7 @@ def check(
 ) -> None:
     """Prove on this machine that MODEL computes the same on N devices as on one.
 
-    Stages run operation by operation; with --compile through torch.compile, whose kernels round otherwise.
+    Stages run operation by operation; with --compile through torch.compile, whose kernels round differently.
     """
     constraints = plan_flags.constraints() | run_flags.constraints()
     import torch

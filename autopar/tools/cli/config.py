@@ -26,7 +26,7 @@ def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"Cannot read --config {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} is no TOML file: {error}. Write lines such as epochs = 10.") from error
+        raise UsageError(f"--config {path} is not a TOML file: {error}. Write lines such as epochs = 10.") from error
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = key.replace("-", "_")

@@ -64,10 +64,10 @@ def parse_input(text: str) -> Input:
     name, equals, rest = text.rpartition("=")
     shape, colon, dtype = rest.partition(":")
     if equals and not name.strip().isidentifier():
-        raise UsageError(f"Cannot read --input {text!r}: {name!r} is no argument's name. Write NAME=SHAPE[:DTYPE].")
+        raise UsageError(f"Cannot read --input {text!r}: {name!r} is not an argument's name. Write NAME=SHAPE[:DTYPE].")
     if colon and dtype.strip() not in DTYPE_BYTES:
         raise UsageError(
-            f"Cannot read --input {text!r}: {dtype!r} is no dtype. Choose one of {', '.join(DTYPE_BYTES)}."
+            f"Cannot read --input {text!r}: {dtype!r} is not a dtype. Choose one of {', '.join(DTYPE_BYTES)}."
         )
     return Input(name.strip(), parse_shape(shape), getattr(torch, dtype.strip()) if colon else torch.float32)
 

@@ -49,8 +49,8 @@ def difference(before: Plan, after: Plan) -> Difference:
     notes = []
     if before.hardware != after.hardware:
         notes.append(
-            f"The plans are priced for different machines, {machine(before)} and {machine(after)}: what their steps "
-            "differ by is not the plans' alone."
+            f"The plans are priced for different machines, {machine(before)} and {machine(after)}: "
+            "part of the difference between their steps comes from the machines."
         )
     return Difference(
         tuple(c for c in settings(before, after) if c.before != c.after),

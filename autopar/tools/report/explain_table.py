@@ -174,7 +174,7 @@ def difference_parts(before: Plan, after: Plan, found: Difference, width: int) -
             parts += [change_table((name, *titles), rows, room), ""]
     more = len(found.shardings) - LONGEST_LIST
     if more > 0:
-        parts += [f"and {more} more that are split otherwise (--json lists all)", ""]
+        parts += [f"and {more} more that are split differently (--json lists all)", ""]
     if not any(groups.values()):
         parts += ["Both plans decide the same.", ""]
     parts += [peak_table(found), "", spent_table(("part of the step", *titles), found.before.spent, found.after.spent)]
