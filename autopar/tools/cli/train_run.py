@@ -293,13 +293,13 @@ def fit(trainer: Trainer) -> None:
 
 def farewell(trainer: Trainer) -> str:
     """Message about an interrupted run: where it stopped, what is saved, and the command that resumes it."""
-    here, saved = trainer.position, trainer.saved
-    if here.epoch > trainer.epochs and saved == here:
+    position, saved = trainer.position, trainer.saved
+    if position.epoch > trainer.epochs and saved == position:
         return f"Interrupted after the last epoch. `autopar export {trainer.checkpoint}` writes the weights."
-    where = f"Interrupted in epoch {here.epoch}, after {here.step} of {here.steps} updates"
+    where = f"Interrupted in epoch {position.epoch}, after {position.step} of {position.steps} updates"
     if trainer.checkpoint is None or saved is None:
         return f"{where}. Nothing is saved."
-    what = "all of it" if saved == here else f"epoch {saved.epoch}, after {saved.step} of {saved.steps} updates,"
+    what = "all of it" if saved == position else f"epoch {saved.epoch}, after {saved.step} of {saved.steps} updates,"
     launch = launched()
     under = f" under {launch.launcher}" if launch is not None else ""
     return f"{where}; {what} is saved. Go on{under} with\n{command(trainer.checkpoint)}"
@@ -307,8 +307,8 @@ def farewell(trainer: Trainer) -> str:
 
 def command(checkpoint: Path) -> str:
     """This process's command line, changed so that it resumes from a checkpoint."""
-    given = [(word, before) for word, before in zip(sys.argv[1:], sys.argv) if word != "--overwrite"]
-    words = [word for word, before in given if "--resume" not in (word, before) and not word.startswith("--resume=")]
+    pairs = [(word, before) for word, before in zip(sys.argv[1:], sys.argv) if word != "--overwrite"]
+    words = [word for word, before in pairs if "--resume" not in (word, before) and not word.startswith("--resume=")]
     return shlex.join(["autopar", *words, "--resume", str(checkpoint)])
 
 

@@ -67,21 +67,21 @@ def check_alike(before: Plan, after: Plan) -> None:
 
     Fingerprints include the precision, so they are compared only if the precisions agree.
     """
-    one, other = before.model, after.model
+    model, other = before.model, after.model
     fields = {
-        "model.name": (one.name, other.name),
-        "model.kwargs": (dict(one.kwargs), dict(other.kwargs)),
-        "model.num_params": (one.num_params, other.num_params),
+        "model.name": (model.name, other.name),
+        "model.kwargs": (dict(model.kwargs), dict(other.kwargs)),
+        "model.num_params": (model.num_params, other.num_params),
         "batch": (before.batch, after.batch),
-        "model.inputs": ([i.shape for i in one.inputs], [i.shape for i in other.inputs]),
+        "model.inputs": ([i.shape for i in model.inputs], [i.shape for i in other.inputs]),
     }
     if before.precision == after.precision:
-        fields["model.fingerprint"] = (one.fingerprint, other.fingerprint)
-    for name, (mine, others) in fields.items():
-        if mine != others:
+        fields["model.fingerprint"] = (model.fingerprint, other.fingerprint)
+    for name, (first, second) in fields.items():
+        if first != second:
             what = "batches" if name == "batch" else "models"
             raise PlanError(
-                f"The plans are of different {what}: field {name} is {mine} in the first and {others} in the second. "
+                f"The plans are of different {what}: field {name} is {first} in the first and {second} in the second. "
                 "Compare plans of one model and batch."
             )
 
@@ -93,8 +93,7 @@ def machine(plan: Plan) -> str:
 
 def settings(before: Plan, after: Plan) -> Iterator[Change]:
     """Settings of a whole plan, also those that are equal in both."""
-
-    for name, mine, others in (
+    for name, value, other in (
         ("devices", before.mesh.devices, after.mesh.devices),
         ("hardware", machine(before), machine(after)),
         ("mesh", before.mesh, after.mesh),
@@ -105,7 +104,7 @@ def settings(before: Plan, after: Plan) -> Iterator[Change]:
         ("precision", before.precision, after.precision),
         ("recomputing", recomputing(before), recomputing(after)),
     ):
-        yield Change(name, str(mine), str(others))
+        yield Change(name, str(value), str(other))
 
 
 def cut_of(plan: Plan) -> str:
@@ -124,15 +123,15 @@ def recomputing(plan: Plan) -> str:
 def cuts(before: Plan, after: Plan) -> Iterator[Change]:
     """First operations of stages that differ, then operations that lie outside of their stage's range."""
     for s in range(1, max(len(before.stages), len(after.stages))):
-        here, there = (p.stages[s].first if s < len(p.stages) else NONE for p in (before, after))
-        if here != there:
-            yield Change(f"stage {s} begins with", here, there)
+        first, other_first = (p.stages[s].first if s < len(p.stages) else NONE for p in (before, after))
+        if first != other_first:
+            yield Change(f"stage {s} begins with", first, other_first)
     for name in sorted({*before.exceptions, *after.exceptions}):
-        here, there = (
+        place, other_place = (
             f"stage {p.exceptions[name]}" if name in p.exceptions else "in its range" for p in (before, after)
         )
-        if here != there:
-            yield Change(name, here, there)
+        if place != other_place:
+            yield Change(name, place, other_place)
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:

@@ -122,11 +122,11 @@ def answers(plan: Plan, rebuilt: ReplanContext, questions: Sequence[Query]) -> t
         PlanError: the model is not the plan's.
         TraceError: the model cannot be traced.
     """
-    asked = [asked_of(plan, rebuilt.hardware, question) for question in questions]
-    for given in asked:
-        constraints_of(Options.of(given), plan.mesh.devices, plan.batch)
+    keywords = [asked_of(plan, rebuilt.hardware, question) for question in questions]
+    for options in keywords:
+        constraints_of(Options.of(options), plan.mesh.devices, plan.batch)
     check_model_of(plan, rebuilt)
-    return tuple(answer(plan, rebuilt, question.asked, given) for question, given in zip(questions, asked))
+    return tuple(answer(plan, rebuilt, question.asked, options) for question, options in zip(questions, keywords))
 
 
 def check_model_of(plan: Plan, rebuilt: ReplanContext) -> None:

@@ -124,14 +124,14 @@ def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, 
     step = skipped = 0
     while step < steps:
         result = pm.train().forward_backward(x, y, return_outputs=True)
-        here = [StepOutcome(result.loss, named_outputs(result.outputs), list(pm.gradients().items()))]
-        here += [reference.forward_backward(call, y) for reference in references]
+        outcomes = [StepOutcome(result.loss, named_outputs(result.outputs), list(pm.gradients().items()))]
+        outcomes += [reference.forward_backward(call, y) for reference in references]
         updated = not pm.optimizer_step().skipped
         for reference in references:
             reference.optimizer_step(updated)
         if updated:
             step += 1
-            for run, outcome in zip(runs, here, strict=True):
+            for run, outcome in zip(runs, outcomes, strict=True):
                 run.add(step, outcome)
         elif (skipped := skipped + 1) > MAX_SKIPPED:
             raise TrainingError(

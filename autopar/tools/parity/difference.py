@@ -11,7 +11,7 @@ from autopar.tools.parity.rounding import NO_ROUNDING, Rounding
 
 ABSOLUTE, RELATIVE = 1e-5, 1e-4
 # Below this 2-norm, a tolerance of 1e-5 would hide a wrong tensor: it becomes 1e-4 of the norm, at least 1e-7.
-SMALL_NORM, LEAST_ABSOLUTE = 0.1, 1e-7
+SMALL_NORM, MIN_ABSOLUTE = 0.1, 1e-7
 
 Named = list[tuple[str, torch.Tensor]]
 
@@ -93,7 +93,7 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
     norm = theirs.norm().item()
     if not bool(torch.isfinite(gap).all()):
         return infinite
-    floor = ABSOLUTE if norm >= SMALL_NORM else max(LEAST_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
+    floor = ABSOLUTE if norm >= SMALL_NORM else max(MIN_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
     relative = gap.norm().item() / norm if norm else float("inf")
     return Difference(gap.max().item(), relative, (gap / (floor + RELATIVE * theirs.abs())).max().item())
 

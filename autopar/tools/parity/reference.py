@@ -61,9 +61,9 @@ class Reference:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=low == "float16")
         self.model = copy_model(model).to(self.device)
         self.modes = {module: module.training for module in self.model.modules()}
-        here = self.parts_of(call, [call.batch])[0]
+        batch = self.parts_of(call, [call.batch])[0]
         modes: tuple[Mode, ...] = ("train", "eval")
-        self.whole = {mode: shapes_of(output_in(self.model, here, mode)) for mode in modes}
+        self.whole = {mode: shapes_of(output_in(self.model, batch, mode)) for mode in modes}
         self.loss_fn, self.microbatches, self.replicas = loss_fn, pm.plan.microbatches, pm.plan.mesh.dp
         first = [buffer.detach().clone() for buffer in self.model.buffers()]
         self.buffers = dict.fromkeys(range(1, self.replicas), first)  # the model itself has replica 0's
@@ -79,8 +79,8 @@ class Reference:
         """The call cut into parts, on the model's device."""
         calls = []
         for part in split_leaves(call.leaves, call.batch, sizes):
-            here = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part]
-            calls.append(Call(*unflatten(here, call.spec)))
+            moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part]
+            calls.append(Call(*unflatten(moved, call.spec)))
         return calls
 
     def outputs(self, call: Call) -> Named:
@@ -99,8 +99,8 @@ class Reference:
         count = len(sizes) // self.replicas
         total, outputs = 0.0, []
         for i, (part, target, size) in enumerate(zip(calls, targets, sizes, strict=True)):
-            here, spec = flatten(target)
-            moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in here]
+            target_leaves, spec = flatten(target)
+            moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in target_leaves]
             with self.replica(i // count):
                 output = self.output(part)
                 with self.autocast():
@@ -126,14 +126,14 @@ class Reference:
     @contextmanager
     def replica(self, number: int) -> Iterator[None]:
         """Within ``with``, the model has the buffers of a replica; outside it has the first replica's."""
-        own = list(self.model.buffers())
-        first = [buffer.detach().clone() for buffer in own]
-        for buffer, kept in zip(own, self.buffers.get(number, first), strict=True):
+        buffers = list(self.model.buffers())
+        first = [buffer.detach().clone() for buffer in buffers]
+        for buffer, kept in zip(buffers, self.buffers.get(number, first), strict=True):
             buffer.data.copy_(kept)
         yield
         if number:
-            self.buffers[number] = [buffer.detach().clone() for buffer in own]
-            for buffer, kept in zip(own, first, strict=True):
+            self.buffers[number] = [buffer.detach().clone() for buffer in buffers]
+            for buffer, kept in zip(buffers, first, strict=True):
                 buffer.data.copy_(kept)
 
     def gradients(self) -> Named:

@@ -36,8 +36,8 @@ class Rounding:
         """
         actual, expected, exact = actual.double(), expected.double(), exact.double()
         gap, noise = (actual - expected).norm().item(), (expected - exact).norm().item()
-        own = self.relative * expected.norm().item() + self.absolute * expected.numel() ** 0.5 + self.single
-        allowed = TIMES * noise + own
+        fixed = self.relative * expected.norm().item() + self.absolute * expected.numel() ** 0.5 + self.single
+        allowed = TIMES * noise + fixed
         return gap / allowed if allowed else float("inf")
 
 

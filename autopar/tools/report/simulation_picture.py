@@ -18,8 +18,8 @@ COLOURS = {
     "forward": "#5b9bd5", "recompute": "#b7a5d8", "backward": "#e8a33d", "reduction": "#4f9d69", "optimizer": "#c0504d",
 }  # fmt: skip
 WIDTH_INCHES, MARGIN_INCHES, MEMORY_INCHES = 14.0, 1.6, 2.6
-ROW_INCHES, MOST_ROWS_INCHES = 0.34, 8.0
-LETTER_INCHES, LETTER_POINTS, LEAST_POINTS = 0.058, 6.5, 4.5
+ROW_INCHES, MAX_ROWS_INCHES = 0.34, 8.0
+LETTER_INCHES, LETTER_POINTS, MIN_POINTS = 0.058, 6.5, 4.5
 OUTLINED_INCHES = 0.03  # narrower bars have no outline, which would hide them
 MAX_NAMES = 32  # names of rows
 MAX_CURVES = 10
@@ -51,7 +51,7 @@ def draw(step: SimulatedStep, path: Path) -> None:
 def figure_of(step: SimulatedStep) -> Any:
     """Matplotlib figure of a simulated step."""
     rows = [bars(step, position) for position in step.positions]
-    rows_inches = min(MOST_ROWS_INCHES, ROW_INCHES * max(len(rows), 2))
+    rows_inches = min(MAX_ROWS_INCHES, ROW_INCHES * max(len(rows), 2))
     held = all(position.memory is not None for position in step.positions)
     heights = [rows_inches, MEMORY_INCHES] if held else [rows_inches]
     figure = needed_figure()(figsize=(WIDTH_INCHES, sum(heights) + MARGIN_INCHES), layout="constrained")
@@ -101,7 +101,7 @@ def bars_of(step: SimulatedStep, span: Span) -> list[Bar]:
 
 def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], size: float, per_inch: float) -> None:
     """Draw a row per position, with labels where they fit."""
-    chunks, row_inches = step.plan.chunks, min(MOST_ROWS_INCHES / len(rows), ROW_INCHES)
+    chunks, row_inches = step.plan.chunks, min(MAX_ROWS_INCHES / len(rows), ROW_INCHES)
     points = min(LETTER_POINTS, 72 * 0.55 * row_inches)
     letter = LETTER_INCHES * points / LETTER_POINTS * per_inch
     for place, row in enumerate(rows):
@@ -116,7 +116,7 @@ def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], si
                 facecolors=shade(COLOURS[kind], chunk, chunks), edgecolors="white", linewidth=0.4 if wide else 0,
             )  # fmt: skip
             letters = max(len(bar.label) for bar in alike)  # all bars get labels or none, but for a smaller last one
-            for bar, (left, width) in zip(alike, spans, strict=True) if letters and points >= LEAST_POINTS else ():
+            for bar, (left, width) in zip(alike, spans, strict=True) if letters and points >= MIN_POINTS else ():
                 if width > (letters + 0.6) * letter:
                     panel.text(left + width / 2, place, bar.label, ha="center", va="center", fontsize=points)
     every = -(-len(rows) // MAX_NAMES)

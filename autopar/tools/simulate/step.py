@@ -136,11 +136,11 @@ def checked_schedule(plan: Plan, asked: str | None) -> ScheduleName:
     Raises:
         UsageError: the schedule is not one of `schedules_of`.
     """
-    able = schedules_of(plan)
-    for name in able:
+    allowed = schedules_of(plan)
+    for name in allowed:
         if name == (asked or plan.schedule):
             return name
-    words = f"it has {plural(plan.chunks, 'chunk')} a rank, which can be simulated under {' or '.join(able)}"
+    words = f"it has {plural(plan.chunks, 'chunk')} a rank, which can be simulated under {' or '.join(allowed)}"
     if asked not in SCHEDULES:
         raise UsageError(f"No schedule is named {asked!r}. This plan is for {plan.schedule}: {words}.")
     if asked == "forward-only":
