@@ -17,7 +17,7 @@ MODEL_HELP = "A timm name, torchvision:NAME, or package.module:factory."
 
 @dataclass(frozen=True)
 class BuildFlags:
-    """How the model is built."""
+    """Flags that build the model."""
 
     img_size: Annotated[int | None, Option(min=1, help="Side of the images, in pixels.", metavar="N")] = None
     model_kwargs: Annotated[
@@ -28,7 +28,7 @@ class BuildFlags:
 
 @dataclass(frozen=True)
 class ModelFlags(BuildFlags):
-    """How the model is built, and its inputs."""
+    """Flags that build the model, and its inputs."""
 
     inputs: Annotated[
         list[str] | None,

@@ -20,7 +20,7 @@ EMA_DECAY, MIXUP_PROB, MIXUP_SWITCH_PROB = 0.9998, 1.0, 0.5
 
 @dataclass(frozen=True)
 class DataFlags:
-    """Which images, and how they are read."""
+    """The data set, and how its images are read."""
 
     data: Annotated[
         str, Option(help="Data set: digits (no download), cifar10, cifar100, imagefolder, synthetic.", metavar="NAME")
@@ -71,7 +71,7 @@ class AugmentationFlags:
 
 @dataclass(frozen=True)
 class OptimizerFlags:
-    """How weights are updated."""
+    """Optimizer, clipping, accumulation and moving average."""
 
     opt: Annotated[str, Option(help="Optimizer: any of timm's, such as adamw, sgd, lamb.", metavar="NAME")] = "adamw"
     lr: Annotated[float, Option(min=0, help="Highest learning rate.", metavar="X")] = 1e-3
@@ -150,7 +150,7 @@ class OptimizerFlags:
 
 @dataclass(frozen=True)
 class ScheduleFlags:
-    """How the learning rate changes."""
+    """Schedule of the learning rate."""
 
     sched: Annotated[
         str,

@@ -1,4 +1,4 @@
-"""How do results look on paper? Tables, pictures and Chrome traces of plans, simulations and measurements.
+"""How are results shown? Tables, pictures and Chrome traces of plans, simulations and measurements.
 
 Input: a finished result of `explain`, `simulate`, `parity` or `bench`; nothing is computed here but texts. Output: rich
 tables for the terminal, PNG files, and trace events for Perfetto.
