@@ -1,4 +1,4 @@
-"""Times a model under every mesh of the devices at hand, beside what the planner predicts.
+"""Measured step time of a model under every mesh of the available devices, next to the planner's prediction.
 
 torchrun --nproc-per-node 4 examples/compare_meshes.py vit_large_patch16_224 --batch 64
 """

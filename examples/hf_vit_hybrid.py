@@ -1,7 +1,7 @@
-"""A Hugging Face ViT under tensor and pipeline parallelism at once: ``tp=2, pp=2`` on four devices.
+"""A Hugging Face ViT under combined tensor and pipeline parallelism: ``tp=2, pp=2`` on four devices.
 
-The model is built from a config, so nothing is fetched from the hub. Its output is a dataclass and stays one: the loss
-takes ``output.logits``. The scheduler is transformers' own, a cosine that warms up over 0.3 of all updates; 3 epochs.
+The model is built from a config, so nothing is fetched from the hub. Its output remains a dataclass: the loss takes
+``output.logits``. The scheduler is transformers' cosine with a warm-up over 0.3 of all updates; 3 epochs.
 
     python examples/hf_vit_hybrid.py --data-dir data --download
     torchrun --nproc-per-node 4 examples/hf_vit_hybrid.py --data-dir data
@@ -102,7 +102,7 @@ def main(args: argparse.Namespace) -> None:
         elif args.overwrite and train.is_rank_zero():
             train.remove_run(args.output)
         trainer.fit()
-        model.load_state_dict(pm.state_dict())  # model.save_pretrained(...) as ever
+        model.load_state_dict(pm.state_dict())  # then model.save_pretrained(...)
 
 
 if __name__ == "__main__":

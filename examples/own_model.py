@@ -1,4 +1,4 @@
-"""A model of your own, with a skip and a loss of your own, trained on two devices and compared with itself.
+"""A custom model with a skip connection and a custom loss, trained on two devices and compared with one device.
 
 python examples/own_model.py
 """
@@ -12,7 +12,7 @@ import autopar
 
 
 class Denoiser(nn.Module):
-    """A small U-shaped network: the first features skip over everything in between."""
+    """A small U-shaped network: a skip connection joins the first features to the last layer's input."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
-"""ResNet-50 on CIFAR-10 as a pipeline: the planner balances stages whose layers differ much in cost.
+"""ResNet-50 on CIFAR-10 as a pipeline: the planner balances stages although the costs of layers differ a lot.
 
-Batch 64 in 4 microbatches through 2 stages; Adam, whose learning rate rises over 5 epochs and falls linearly until
-epoch 60. Batch norm uses the statistics of a microbatch, as it would with gradient accumulation on one device.
+A batch of 64 goes through 2 stages in 4 microbatches. Adam's learning rate rises over 5 epochs and falls linearly until
+epoch 60. Batch norm uses the statistics of a microbatch, as with gradient accumulation on one device.
 
     python examples/resnet_pipeline.py --data-dir data --download
     torchrun --nproc-per-node 2 examples/resnet_pipeline.py --data-dir data

@@ -1,8 +1,8 @@
-"""ViT-B/16 from data to pipeline to tensor to hybrid parallelism, by changing one argument.
+"""ViT-B/16 under data, pipeline, tensor or hybrid parallelism: one argument changes the mesh.
 
-``--parallel`` names a line of ``meshes``; ``auto`` leaves the choice to the planner. The run is the same on each: the
-same images, the same loss; it may be stopped under one and resumed under another. AdamW 3e-3, weight decay 0.3, label
-smoothing 0.1, 32 of 300 epochs of warm-up, activations recomputed in the backward pass.
+``--parallel`` names an entry of ``meshes``; under ``auto`` the planner chooses. Images and losses are equal under every
+mesh. A run may be stopped under one mesh and resumed under another. AdamW 3e-3, weight decay 0.3, label smoothing 0.1,
+32 of 300 epochs of warm-up, activations recomputed in the backward pass.
 
     python examples/vit_data_to_hybrid.py --parallel data --data-dir data --download
     torchrun --nproc-per-node 4 examples/vit_data_to_hybrid.py --parallel hybrid --data-dir data --resume runs/vit/last

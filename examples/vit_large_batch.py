@@ -1,7 +1,7 @@
-"""ViT-B/32 with a batch of 32,768 on a few devices, by accumulation: LAMB needs no more than its figures.
+"""ViT-B/32 with LAMB and a batch of 32,768 on a few devices, by gradient accumulation.
 
 The planner chooses the mesh. ``--grad-accum-steps`` batches go through the model before each update, here 64 of 512
-images. LAMB scales each parameter's step by that parameter's norm: of the whole parameter, however it is split.
+images. LAMB scales a parameter's step by the norm of the full parameter, also if the parameter is split over ranks.
 Learning rate 1.8e-2, weight decay 0.1, 150 of 300 epochs of warm-up, mixup 0.2, gradients clipped to norm 1.
 
     python examples/vit_large_batch.py --data-dir imagenet

@@ -1,7 +1,7 @@
 """ViT-L/16 on CIFAR-10 as a pipeline: ``pp=2`` cuts the unmodified model into two stages.
 
-Each batch of 16 goes through them in 4 microbatches, so that both stages work at once. Where the cut lies is what
-``print(pm.plan)`` shows. Adam with a learning rate of 1e-3, 60 epochs.
+Each batch of 16 goes through them in 4 microbatches, so that both stages work at the same time. ``print(pm.plan)``
+shows the cut. Adam with a learning rate of 1e-3, 60 epochs.
 
     python examples/vit_pipeline.py --data-dir data --download
     torchrun --nproc-per-node 2 examples/vit_pipeline.py --data-dir data

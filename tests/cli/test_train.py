@@ -179,7 +179,7 @@ def test_bad_arguments_of_train(args, message, tmp_path, monkeypatch):
         ('val-num-samples = "all"', "(key val-num-samples of --config run.toml)"),
         ("epochs = [3]", "epochs must be one value; it is [3]."),
         ("scale = 0.5", "scale must be a list, such as [1, 2]; it is 0.5."),
-        ("epochs 3", "is no TOML file"),
+        ("epochs 3", "is not a TOML file"),
     ],
 )
 def test_bad_config_files(text, message, tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 """The ``autopar`` command and its sub-commands.
 
-Nothing here or in the commands' modules imports torch before a command runs, so that ``--help`` is quick.
+Neither this module nor the commands' modules import torch before a command runs, so that ``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def callback(
 
 
 def main() -> None:
-    """Run the command line; ends the process."""
+    """Run the command line and end the process."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without the plan's characters shows question marks

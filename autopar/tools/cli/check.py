@@ -11,7 +11,7 @@ from autopar.errors import MicrobatchWarning
 from autopar.tools.cli.command import takes_flags
 from autopar.tools.cli.flags import MODEL_HELP, ModelFlags, PlanFlags, RunFlags
 
-DEFAULT_BATCH = 8  # every step runs twice, once of it on one device
+DEFAULT_BATCH = 8  # small, because every step runs twice, once on one device
 
 
 @takes_flags
@@ -30,7 +30,7 @@ def check(
 ) -> None:
     """Prove on this machine that MODEL computes the same on N devices as on one.
 
-    Stages run operation by operation; with --compile through torch.compile, whose kernels round otherwise.
+    Stages run operation by operation; with --compile through torch.compile, whose kernels round differently.
     """
     constraints = plan_flags.constraints() | run_flags.constraints()
     import torch
@@ -53,9 +53,9 @@ def check(
     samples = as_call(built, x).batch
     with warnings.catch_warnings():
         if not {"microbatches", "microbatch_size"} & constraints.keys():
-            # Several, so that the pipeline is filled, of at least two samples, which batch norm needs.
+            # Several microbatches fill the pipeline; batch norm needs at least two samples in each.
             constraints["microbatch_size"] = min(samples, max(2, -(-samples // devices)))
-            warnings.simplefilter("ignore", MicrobatchWarning)  # nobody asked for it
+            warnings.simplefilter("ignore", MicrobatchWarning)  # the user did not choose this size
         parity = compare(built, x, devices=devices, steps=steps, **constraints)
     show(parity_parts(parity, named_plan(parity.plan, source)))
     if not parity.ok:

@@ -12,7 +12,7 @@ from autopar.tools.cli.command import takes_flags
 
 
 class Mode(StrEnum):
-    """Which graph to print."""
+    """Graph to print."""
 
     train = "train"
     eval = "eval"

@@ -1,4 +1,4 @@
-"""How a function becomes a command: grouped flags, ``--model-kwargs`` with several values, errors as messages."""
+"""Commands from functions: grouped flags, ``--model-kwargs`` with several values, errors as messages."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typer.core import TyperCommand, TyperGroup
 
 from autopar.errors import AutoparError
 
-INTERRUPTED = 130  # what shells report for Ctrl-C
+INTERRUPTED = 130  # the exit code that shells report for Ctrl-C
 LONGEST_HELP = 1000  # letters
 
 
 class Commands(TyperGroup):
-    """All commands; ``--debug`` may stand anywhere."""
+    """All commands. ``--debug`` may stand anywhere in the command line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = [a for a in args if a != "--debug"]
@@ -31,13 +31,13 @@ class Command(TyperCommand):
     """A command that ends with one readable message and the error's exit code."""
 
     def get_short_help_str(self, limit: int = LONGEST_HELP) -> str:
-        """The first sentence of its help, whole whatever the limit: the list of commands wraps it."""
+        """First sentence of the command's help, never shortened: the list of commands wraps it."""
         return super().get_short_help_str(LONGEST_HELP)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, spread(args))
-        except AutoparError as error:  # of a --config file, which is read before the other flags
+        except AutoparError as error:  # an error of a --config file, which is read before the other flags
             raise report(error, str(error), error.exit_code, ctx.find_root().params["debug"]) from error
         except typer.BadParameter as error:
             name = (error.param.name if error.param else None) or ""
@@ -65,7 +65,7 @@ class Command(TyperCommand):
 
 
 def report(error: BaseException, message: str, exit_code: int, debug: bool) -> typer.Exit:
-    """Print an error, with its traceback where asked for; the exit that tells the shell."""
+    """Print an error, with its traceback under ``--debug``, and return the exit with its code."""
     if debug:
         traceback.print_exception(error)
     typer.echo(typer.style("error: ", fg=typer.colors.RED, bold=True) + message, err=True)
@@ -74,7 +74,7 @@ def report(error: BaseException, message: str, exit_code: int, debug: bool) -> t
 
 @contextmanager
 def own_warnings_in_one_line() -> Iterator[None]:
-    """Within ``with``, what `autopar.errors` knows as a warning is shown without file and code: a shell has neither."""
+    """Within ``with``, warnings of `autopar.errors` are shown without the file and code that raised them."""
     as_python_does = warnings.showwarning
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **rest: Any) -> None:
@@ -105,7 +105,7 @@ def spread(args: list[str]) -> list[str]:
 
 
 def takes_flags(function: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameters of a dataclass type are given as one flag for each of its fields."""
+    """The function as a command: each parameter of a dataclass type becomes one flag per field."""
     hints = get_type_hints(function, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if inspect.isclass(hint) and is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []

@@ -13,20 +13,20 @@ from autopar.errors import UsageError, suggest
 
 
 def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
-    """Values by parameter name, as the command line would hold them.
+    """Values by parameter name, as a command line would give them.
 
     Args:
-        flags: the parameters that there are, and whether each may be given several times.
+        flags: the command's parameters, and whether each may be repeated.
 
     Raises:
-        UsageError: the file cannot be read, or names a flag that there is not.
+        UsageError: the file cannot be read, or names an unknown flag.
     """
     try:
         given = tomllib.loads(path.read_text())
     except OSError as error:
         raise UsageError(f"Cannot read --config {path}: {error.strerror}.") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path} is no TOML file: {error}. Write lines such as epochs = 10.") from error
+        raise UsageError(f"--config {path} is not a TOML file: {error}. Write lines such as epochs = 10.") from error
     values: dict[str, Any] = {}
     for key, value in given.items():
         name = key.replace("-", "_")
@@ -40,10 +40,10 @@ def read_config(path: Path, flags: Mapping[str, bool]) -> dict[str, Any]:
 
 
 def written(path: Path, key: str, value: Any, several: bool) -> Any:
-    """A value as text, so that it is read as strictly as on the command line; switches stay true or false.
+    """A value as text, so that it is validated as on the command line; switches stay booleans.
 
     Raises:
-        UsageError: a table or a list where one value belongs, or the other way round.
+        UsageError: a table or a list for a flag with one value, or one value for a flag that may be repeated.
     """
     if several and isinstance(value, Mapping):  # [model-kwargs] depth = 6
         return [f"{name}={one!r}" for name, one in value.items()]
@@ -56,7 +56,7 @@ def written(path: Path, key: str, value: Any, several: bool) -> Any:
 
 
 def use_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Make a file's values the defaults of the other flags."""
+    """Use a file's values as defaults of the other flags."""
     if path is not None:
         parameters = {p.name: p.multiple or p.nargs != 1 for p in context.command.params if p.name}  # type: ignore[attr-defined]
         parameters.pop("config")

@@ -1,4 +1,4 @@
-"""What ``autopar train`` does about a run that its ``--output`` holds already."""
+"""Check and removal of an earlier run in the ``--output`` of ``autopar train``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from autopar.train import check_free, lies_in, remove_run, run_in
 
 
 def check_folder(folder: Path, checkpoint: Path | None, overwrite: bool) -> None:
-    """Look at the folder for results before anything is planned.
+    """Check the folder for results before anything is planned.
 
     Args:
-        checkpoint: the one to go on from.
-        overwrite: whether a run that is there may be removed.
+        checkpoint: checkpoint to resume from.
+        overwrite: whether an earlier run may be removed.
 
     Raises:
-        UsageError: one is there, and the new run neither goes on with it nor may remove it.
+        UsageError: the folder has an earlier run that is neither resumed nor may be removed, or both are requested.
     """
     goes_on = checkpoint is not None and lies_in(checkpoint, folder)
     if goes_on and overwrite:
@@ -35,7 +35,7 @@ def check_folder(folder: Path, checkpoint: Path | None, overwrite: bool) -> None
 
 
 def remove_earlier(folder: Path) -> None:
-    """Remove the run in a folder and say so."""
+    """Remove the run in a folder and print what was removed."""
     found = run_in(folder)
     remove_run(folder)
     if found:

@@ -29,7 +29,7 @@ def export(
     weights = read_weights(checkpoint, ema)
     try:
         save_weights(weights, output, {"format": "pt", "model": header.model, "updates": str(header.updates)})
-    except Exception as error:  # safetensors reports what the system says as an error of its own
+    except Exception as error:  # safetensors wraps errors of the system in its own type
         raise UsageError(
             f"Cannot write {output}: {error}. Give a file in a folder that exists and has room."
         ) from error

@@ -1,4 +1,4 @@
-"""Flags that several commands share, each written once, and what their texts mean."""
+"""Flags that several commands share, each defined once, and parsers of their texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL_HELP = "A timm name, torchvision:NAME, or package.module:factory."
 
 @dataclass(frozen=True)
 class BuildFlags:
-    """How the model is built."""
+    """Flags that build the model."""
 
     img_size: Annotated[int | None, Option(min=1, help="Side of the images, in pixels.", metavar="N")] = None
     model_kwargs: Annotated[
@@ -28,7 +28,7 @@ class BuildFlags:
 
 @dataclass(frozen=True)
 class ModelFlags(BuildFlags):
-    """How the model is built and what it is fed."""
+    """Flags that build the model, and its inputs."""
 
     inputs: Annotated[
         list[str] | None,
@@ -43,7 +43,7 @@ class ModelFlags(BuildFlags):
 
 @dataclass(frozen=True)
 class PlanFlags:
-    """Constraints on the plan; what is not given is chosen."""
+    """Constraints on the plan; the planner chooses the others."""
 
     memory: Annotated[str | None, Option(help="Memory of a device, such as 24GiB.", metavar="SIZE")] = None
     hardware: Annotated[
@@ -105,7 +105,7 @@ class PlanFlags:
     ] = None
 
     def constraints(self) -> dict[str, Any]:
-        """The keyword arguments of `autopar.plan` that were given."""
+        """Keyword arguments of `autopar.plan` for the flags that were given."""
         given = {k: v for k, v in asdict(self).items() if v is not None and k != "pin"}
         return given | ({"pins": parse_pins(self.pin)} if self.pin else {})
 
@@ -135,15 +135,15 @@ class RunFlags:
     ] = None
 
     def constraints(self) -> dict[str, Any]:
-        """The keyword arguments of `autopar.parallelize` that were given."""
+        """Keyword arguments of `autopar.parallelize` for the flags that were given."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
-    """The shape in ``8,3,64,64``.
+    """Shape in a text such as ``8,3,64,64``.
 
     Raises:
-        UsageError: not whole numbers of at least 1.
+        UsageError: a size is not a whole number of at least 1.
     """
     parts = text.replace("x", ",").split(",")
     if not all(p.strip().isdecimal() and int(p) > 0 for p in parts):
@@ -154,10 +154,10 @@ def parse_shape(text: str) -> tuple[int, ...]:
 
 
 def parse_kwargs(texts: list[str] | None) -> dict[str, Any]:
-    """The arguments in ``depth=6 global_pool=avg``: Python literals, or else text.
+    """Arguments in texts such as ``depth=6`` and ``global_pool=avg``: Python literals, or else strings.
 
     Raises:
-        UsageError: no name, or a value that a plan file cannot hold.
+        UsageError: a text has no name, or a value that a plan file cannot hold.
     """
     result: dict[str, Any] = {}
     for item in texts or []:
@@ -176,10 +176,10 @@ def parse_kwargs(texts: list[str] | None) -> dict[str, Any]:
 
 
 def parse_pins(texts: list[str]) -> dict[str, int]:
-    """The stage of each name in ``blocks.3=1``.
+    """Stage by name from texts such as ``blocks.3=1``.
 
     Raises:
-        UsageError: no name or no stage number, or two stages for one name.
+        UsageError: a text has no name or no stage number, or one name has two stages.
     """
     pins: dict[str, int] = {}
     for text in texts:

@@ -12,13 +12,13 @@ from autopar.errors import UsageError
 from autopar.ir.graph import DTYPE_BYTES
 from autopar.tools.cli.flags import parse_shape
 
-# Token and class numbers are drawn below this: small enough for any embedding.
+# Random token and class numbers are below this, which is valid for any embedding.
 INTEGERS = 4
 
 
 @dataclass(frozen=True)
 class Input:
-    """One tensor; ``name`` is its argument of forward, empty where it goes by its position."""
+    """One input tensor. ``name`` is the argument of forward, empty for a positional input."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,20 +29,20 @@ class Input:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def drawn(self) -> torch.Tensor:
-        """A tensor of normal numbers, or of small whole ones."""
+        """A random tensor: normally distributed, or small whole numbers for integer dtypes."""
         if self.dtype.is_floating_point or self.dtype.is_complex:
             return torch.randn(self.shape, dtype=self.dtype)
         return torch.randint(INTEGERS, self.shape).to(self.dtype)
 
 
 def parse_inputs(texts: Sequence[str] | None, batch: int | None) -> tuple[Input, ...]:
-    """The inputs in ``8,3,64,64``, ``image=8,3,64,64`` and ``tokens=8,16:int64``, in order.
+    """Inputs in texts such as ``8,3,64,64``, ``image=8,3,64,64`` and ``tokens=8,16:int64``, in order.
 
     Args:
-        batch: replaces the first size of the first input, and of all others that begin with the same.
+        batch: replaces the first size of the first input, and of all inputs with the same first size.
 
     Raises:
-        UsageError: a text cannot be read, or the names do not go together.
+        UsageError: a text cannot be read, only some inputs have names, or two have one name.
     """
     inputs = [parse_input(text) for text in texts or ()]
     names = [i.name for i in inputs]
@@ -60,20 +60,20 @@ def parse_inputs(texts: Sequence[str] | None, batch: int | None) -> tuple[Input,
 
 
 def parse_input(text: str) -> Input:
-    """One input; errors as `parse_inputs`."""
+    """One input from its text. Raises as `parse_inputs`."""
     name, equals, rest = text.rpartition("=")
     shape, colon, dtype = rest.partition(":")
     if equals and not name.strip().isidentifier():
-        raise UsageError(f"Cannot read --input {text!r}: {name!r} is no argument's name. Write NAME=SHAPE[:DTYPE].")
+        raise UsageError(f"Cannot read --input {text!r}: {name!r} is not an argument's name. Write NAME=SHAPE[:DTYPE].")
     if colon and dtype.strip() not in DTYPE_BYTES:
         raise UsageError(
-            f"Cannot read --input {text!r}: {dtype!r} is no dtype. Choose one of {', '.join(DTYPE_BYTES)}."
+            f"Cannot read --input {text!r}: {dtype!r} is not a dtype. Choose one of {', '.join(DTYPE_BYTES)}."
         )
     return Input(name.strip(), parse_shape(shape), getattr(torch, dtype.strip()) if colon else torch.float32)
 
 
 def example(inputs: Sequence[Input], make: Callable[[Input], torch.Tensor]) -> Any:
-    """The inputs as example inputs: a dict by name, or a tuple by position; None where there are none."""
+    """Example inputs of a model: a dict by name, a tuple by position, or None without inputs."""
     if not inputs:
         return None
     if inputs[0].name:

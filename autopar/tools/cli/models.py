@@ -14,10 +14,10 @@ SIZE_ARGUMENTS = ("img_size", "image_size")  # timm's and torchvision's
 
 
 def model_source(name: str, flags: ModelFlags, batch: int) -> ModelSource:
-    """The model by name, built for the image size asked for.
+    """Source of the named model, for the requested image size.
 
     Args:
-        batch: of the input shape where ``--img-size`` gives one.
+        batch: first size of the input shape, which is set only with ``--img-size``.
     Raises:
         UsageError: unknown model, or flags that contradict each other.
     """
@@ -31,10 +31,10 @@ def model_source(name: str, flags: ModelFlags, batch: int) -> ModelSource:
 
 
 def sized(source: ModelSource, side: int) -> ModelSource:
-    """The model built for square images of a size, if it is one that has to know.
+    """Source of the model for square images of ``side`` pixels; unchanged if the model has no argument for the size.
 
     Raises:
-        UsageError: its arguments ask for another size.
+        UsageError: the model's arguments have another size.
     """
     for name in SIZE_ARGUMENTS:
         given = source.kwargs.get(name)
@@ -47,7 +47,7 @@ def sized(source: ModelSource, side: int) -> ModelSource:
 
 
 def accepts(source: ModelSource, argument: str) -> bool:
-    """Whether the model's own class takes an argument, or its factory where that is the user's."""
+    """Whether the model's class takes an argument; of a user's model, whether its factory does."""
     library, colon, _ = source.name.partition(":")
     if colon and library != "torchvision":
         return argument in inspect.signature(source.factory()).parameters
@@ -55,5 +55,5 @@ def accepts(source: ModelSource, argument: str) -> bool:
 
 
 def named_plan(plan: Plan, source: ModelSource) -> Plan:
-    """The plan of a built model, with the name and arguments from which it can be built again."""
+    """The plan with the name and the arguments from which its model can be built again."""
     return replace(plan, model=replace(plan.model, name=source.name, kwargs=dict(source.kwargs)))

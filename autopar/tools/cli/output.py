@@ -1,4 +1,4 @@
-"""What commands print and write."""
+"""Printing and writing of the commands' results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PIPE_WIDTH, MAX_WIDTH = 100, 120
 
 
 def show(parts: Sequence[RenderableType]) -> None:
-    """Print tables as wide as the terminal is, in colour where it has any."""
+    """Print tables in the width of the terminal, coloured if it has colours."""
     typer.echo(rendered(parts, *screen()))
 
 
@@ -27,7 +27,7 @@ def show_plan(plan: Plan) -> None:
 
 
 def screen() -> tuple[int, bool]:
-    """Columns to fill, and whether to use colours."""
+    """Number of columns, and whether to use colours."""
     console = Console()
     if not console.is_terminal:
         return PIPE_WIDTH, False
@@ -35,12 +35,12 @@ def screen() -> tuple[int, bool]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise a UsageError now if a file cannot be written later, or must not be, because it would damage a checkpoint.
+    """Raise a UsageError before the work if a file cannot be written, or would damage a checkpoint.
 
-    A file that is there is left as it is.
+    An existing file stays unchanged.
     """
     from autopar.runtime.checkpoint.folder import (
-        checkpoint_around,  # with torch, which takes longer to import than printing needs
+        checkpoint_around,  # imports torch, which takes longer than printing
     )
 
     checkpoint = checkpoint_around(path)
@@ -54,7 +54,7 @@ def check_writable(path: Path) -> None:
         with path.open("ab"):
             pass
         if new:
-            path.resolve().unlink()  # not a link that names it
+            path.resolve().unlink()  # the file, not a link to it
     except OSError as error:
         raise UsageError(
             f"Cannot write to {path}: {error.strerror}. Give a file in a folder that exists and can be written to."
@@ -62,7 +62,7 @@ def check_writable(path: Path) -> None:
 
 
 def check_files(files: Mapping[str, Path | None]) -> None:
-    """Raise a UsageError now if what flags name cannot be written later, or is one file twice."""
+    """Raise a UsageError before the work if a flag's file cannot be written, or two flags name one file."""
     flags: dict[Path, str] = {}
     for flag, path in files.items():
         if path is None:
@@ -74,10 +74,10 @@ def check_files(files: Mapping[str, Path | None]) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a text.
+    """Write a text file.
 
     Raises:
-        UsageError: it cannot be written.
+        UsageError: the file cannot be written.
     """
     try:
         path.write_text(text)

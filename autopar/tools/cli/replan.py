@@ -1,4 +1,4 @@
-"""From a plan file back to the programs of its ranks."""
+"""From a plan file back to its model, its inputs, and the programs of its ranks."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from autopar.train import timm_average
 
 
 def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Mapping[str, Any] | None) -> str:
-    """The programs of one rank, one for each of its stages, as readable Python.
+    """Readable Python of one rank: one program per stage.
 
     Args:
-        name, kwargs: of the model to build, where they are not the plan's own.
+        name, kwargs: model to build and its arguments; None for the plan's.
     Raises:
         UsageError: no such rank, or no such model.
-        PlanError: the plan's model cannot be built by name, or is another one.
+        PlanError: the plan's model cannot be built by name, or the built model is not the plan's.
     """
     if not 0 <= rank < plan.mesh.devices:
         raise UsageError(f"--rank {rank}: the plan has ranks 0 to {plan.mesh.devices - 1}.")
@@ -47,7 +47,7 @@ def stage_source(plan: Plan, rank: int, mode: Mode, name: str | None, kwargs: Ma
 
 
 def held_lines(program: Program, programs: ProgramCache) -> list[str]:
-    """A comment for each weight that a rank does not simply hold as the model does."""
+    """A comment per weight that a rank stores split, or whose gradient is summed over tp."""
     lines = []
     for weight in program.weights:
         layout, whole = programs.storage.get(weight.name, REPLICATED), programs.example.weight[weight.name].shape
@@ -59,7 +59,7 @@ def held_lines(program: Program, programs: ProgramCache) -> list[str]:
 
 
 def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None) -> nn.Module:
-    """The plan's model without weights."""
+    """The plan's model on the meta device, without weights."""
     if kwargs is None:
         kwargs = plan.model.kwargs if name is None else {}
     if name is not None:
@@ -74,7 +74,7 @@ def planned_model(plan: Plan, name: str | None, kwargs: Mapping[str, Any] | None
 
 
 def planned_inputs(plan: Plan, model: nn.Module) -> Mapping[str, torch.Tensor]:
-    """The plan's inputs by the names of forward's arguments, on the meta device."""
+    """Plan's inputs by argument name of forward, on the meta device."""
     parameters = {name.lower(): name for name in inspect.signature(model.forward).parameters}
     return {  # torch.export writes names in lower case
         parameters.get(i.name, i.name): torch.empty(i.shape, dtype=dtype_of(i.dtype), device="meta")
@@ -83,10 +83,10 @@ def planned_inputs(plan: Plan, model: nn.Module) -> Mapping[str, torch.Tensor]:
 
 
 def planned_call(plan: Plan, model: nn.Module) -> Call:
-    """A call of the model with the plan's inputs, on the meta device.
+    """Call of the model with the plan's inputs, on the meta device.
 
     Raises:
-        PlanError: they are not the tensors that forward takes by name.
+        PlanError: the inputs are not tensors that forward takes by name.
     """
     tensors = planned_inputs(plan, model)
     try:
@@ -101,10 +101,10 @@ def planned_call(plan: Plan, model: nn.Module) -> Call:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a plan's field.
+    """Torch dtype of a plan's field.
 
     Raises:
-        PlanError: there is none of that name.
+        PlanError: torch has no dtype of that name.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -120,13 +120,13 @@ def rebuilt_of(
     opt: str | None,
     model_ema: bool,
 ) -> ReplanContext:
-    """All that the plan was made from.
+    """Everything that the plan was made from.
 
     Args:
-        name, kwargs: of the model to build, where they are not the plan's own.
-        hardware: the plan's cost model, where it is not a shipped one.
-        opt: timm's name of the optimizer that the plan is for, AdamW by default.
-        model_ema: whether it is for an average of weights beside them.
+        name, kwargs: model to build and its arguments; None for the plan's.
+        hardware: name or file of the plan's cost model; None for a shipped one.
+        opt: timm's name of the optimizer that the plan is for; None for AdamW.
+        model_ema: whether the plan is for a moving average in addition to the weights.
     Raises:
         UsageError: no such model.
         HardwareError: the cost model is unknown, or not the plan's.

@@ -78,7 +78,7 @@ def train(
     from autopar.ir.plan import Plan
     from autopar.tools.cli.train_run import Run, run
 
-    del config  # its values came in as those of the other flags
+    del config  # its values are the other flags' by now
     refuse_idle(optimizer_flags, schedule_flags, regularization_flags, augmentation_flags, epochs)
     constraints = plan_flags.constraints() | optimizer_flags.precision(plan_flags.precision)
     given = Plan.load(plan) if plan is not None else None

@@ -1,4 +1,4 @@
-"""Flags of ``autopar train``, named as timm's training script names them."""
+"""Flags of ``autopar train``, with the names of timm's training script."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from autopar.errors import UsageError
 if TYPE_CHECKING:
     from autopar.train import Augmentation, Wanted
 
-AMP_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # what timm calls the precisions
+AMP_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}  # timm's names of precisions
 CLIP_MODES = ("norm", "value")
 EMA_DECAY, MIXUP_PROB, MIXUP_SWITCH_PROB = 0.9998, 1.0, 0.5
 
 
 @dataclass(frozen=True)
 class DataFlags:
-    """Which images, and how they are read."""
+    """The data set, and how its images are read."""
 
     data: Annotated[
         str, Option(help="Data set: digits (no download), cifar10, cifar100, imagefolder, synthetic.", metavar="NAME")
@@ -36,7 +36,11 @@ class DataFlags:
     ] = None
 
     def wanted(self, side: int, channels: int, seed: int) -> Wanted:
-        """The data set in the size that the model takes."""
+        """Request for the data set in the model's image size.
+
+        Args:
+            side: of the images, in pixels.
+        """
         from autopar.train import Wanted
 
         return Wanted(side, channels, seed, self.data_dir, self.download, self.train_num_samples, self.val_num_samples)
@@ -44,7 +48,7 @@ class DataFlags:
 
 @dataclass(frozen=True)
 class AugmentationFlags:
-    """Random changes of training images; what is not given is usual for the data set."""
+    """Random changes of training images; the data set has defaults for flags that are not given."""
 
     shift: Annotated[int | None, Option(min=0, help="Move images by up to N pixels.", metavar="N")] = None
     scale: Annotated[
@@ -61,13 +65,13 @@ class AugmentationFlags:
     )
 
     def augmentation(self, usual: Augmentation) -> Augmentation:
-        """What is usual, with what was given in its place."""
+        """The data set's usual augmentation, with the flags that were given in place of its values."""
         return replace(usual, **{name: value for name, value in asdict(self).items() if value is not None})
 
 
 @dataclass(frozen=True)
 class OptimizerFlags:
-    """How weights are updated."""
+    """Optimizer, clipping, accumulation and moving average."""
 
     opt: Annotated[str, Option(help="Optimizer: any of timm's, such as adamw, sgd, lamb.", metavar="NAME")] = "adamw"
     lr: Annotated[float, Option(min=0, help="Highest learning rate.", metavar="X")] = 1e-3
@@ -106,17 +110,17 @@ class OptimizerFlags:
     ] = None
 
     def options(self) -> dict[str, Any]:
-        """Arguments of the optimizer that were given."""
+        """Arguments of the optimizer for the flags that were given."""
         given = {"eps": self.opt_eps, "betas": self.opt_betas}
         return {name: value for name, value in given.items() if value is not None}
 
     def carried(self) -> dict[str, Any]:
-        """What a checkpoint of the optimizer brings along."""
+        """Flags whose values a checkpoint of the optimizer contains."""
         names = ("opt", "lr", "weight_decay", "momentum", "opt_eps", "opt_betas", "layer_decay")
         return {name: value for name, value in asdict(self).items() if name in names}
 
     def clipping(self) -> dict[str, Any]:
-        """The keyword argument of `autopar.parallelize` for clipping.
+        """Keyword argument of `autopar.parallelize` for clipping; none without ``--clip-grad``.
 
         Raises:
             UsageError: an unknown mode.
@@ -127,12 +131,12 @@ class OptimizerFlags:
         return {} if self.clip_grad is None else {f"clip_grad_{mode}": self.clip_grad}
 
     def precision(self, precision: str | None) -> dict[str, Any]:
-        """The keyword argument of `autopar.plan` for --amp-dtype.
+        """Keyword argument of `autopar.plan` for ``--amp-dtype``; none without it.
 
         Args:
-            precision: given by --precision.
+            precision: value of ``--precision``, None if it is not given.
         Raises:
-            UsageError: an unknown dtype, or two precisions.
+            UsageError: an unknown dtype, or two flags with different precisions.
         """
         if self.amp_dtype is None:
             return {}
@@ -146,7 +150,7 @@ class OptimizerFlags:
 
 @dataclass(frozen=True)
 class ScheduleFlags:
-    """How the learning rate goes up and down."""
+    """Schedule of the learning rate."""
 
     sched: Annotated[
         str,
@@ -168,7 +172,7 @@ class ScheduleFlags:
     decay_rate: Annotated[float | None, Option(min=0, help="What a step down multiplies by.", metavar="X")] = None
 
     def carried(self) -> dict[str, Any]:
-        """What a checkpoint of the schedule brings along."""
+        """Flags whose values a checkpoint of the schedule contains."""
         return asdict(self)
 
     def warmup(self, epochs: int) -> int:
@@ -176,7 +180,7 @@ class ScheduleFlags:
         return min(5, epochs // 6) if self.warmup_epochs is None else self.warmup_epochs
 
     def options(self, epochs: int) -> dict[str, Any]:
-        """Arguments of the schedule: those that were given, and a warm-up; onecycle has none."""
+        """Arguments of the schedule: the flags that were given, and a warm-up; none for onecycle."""
         if self.sched == "onecycle":
             return {}
         given = {n: v for n, v in asdict(self).items() if n not in ("sched", "sched_on_updates") and v is not None}
@@ -185,7 +189,7 @@ class ScheduleFlags:
 
 @dataclass(frozen=True)
 class RegularizationFlags:
-    """What keeps the model from learning images by heart."""
+    """Measures against overfitting."""
 
     smoothing: Annotated[float, Option(min=0, max=1, help="Label smoothing.", metavar="X")] = 0.0
     mixup: Annotated[float, Option(min=0, help="Alpha of Mixup; 0 is off.", metavar="X")] = 0.0
@@ -203,6 +207,6 @@ class RegularizationFlags:
     ] = None
 
     def model_kwargs(self) -> dict[str, float]:
-        """Arguments of the model that were given."""
+        """Arguments of the model for the flags that were given."""
         given = {"drop_rate": self.drop, "drop_path_rate": self.drop_path}
         return {name: value for name, value in given.items() if value is not None}

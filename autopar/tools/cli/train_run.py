@@ -78,7 +78,7 @@ ENDLESS = ("none", "constant", "step", "multistep", "plateau")  # schedules that
 
 @dataclass(frozen=True)
 class Run:
-    """What the flags of ``autopar train`` say. ``plan`` is given or None; so is ``devices``."""
+    """Values of the flags of ``autopar train``. ``plan`` and ``devices`` are None if their flags are not given."""
 
     model: str
     build: BuildFlags
@@ -100,7 +100,7 @@ class Run:
 
     @property
     def at_once(self) -> int:
-        """Images that go through the model at once."""
+        """Images in one forward pass: the batch divided by the accumulation steps."""
         return micro_batch(self.batch_size, self.optimizer.grad_accum_steps)
 
     @property
@@ -129,10 +129,10 @@ class Run:
 
 
 def run(asked: Run) -> None:
-    """Train, save, and compare the saved weights in the unmodified model with the parallel one.
+    """Train, save the weights, and compare their accuracy in the unmodified model with the parallel model's.
 
     Raises:
-        UsageError: flags that contradict each other, the data, or what is in the folder.
+        UsageError: flags contradict each other, the data, or the contents of the folder.
         TrainingError: a loss was not finite, or the accuracies differ.
     """
     checkpoint = checkpoint_of(asked.resume) if asked.resume is not None else None
@@ -152,7 +152,7 @@ def run(asked: Run) -> None:
         trainer = trainer_of(asked, pm, source, data)
         if checkpoint is not None:
             trainer.resume(checkpoint)
-        if asked.overwrite:  # as late as possible: all that can be refused has been accepted
+        if asked.overwrite:  # as late as possible: every check has passed
             run_on_rank_zero(partial(remove_earlier, asked.folder), pm.broadcast_from_rank0)
         plan = named_plan(pm.plan, source)
         if is_rank_zero():
@@ -179,10 +179,10 @@ def run(asked: Run) -> None:
 
 
 def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
-    """The model for the data's classes, and the data in the model's image size.
+    """Model with the data's number of classes, and data in the model's image size.
 
     Raises:
-        UsageError: flags that contradict each other, or there is no such data.
+        UsageError: flags contradict each other, or there is no such data.
     """
     given = parse_kwargs(asked.build.model_kwargs)
     flags = asked.regularization.model_kwargs()
@@ -196,10 +196,10 @@ def model_and_data(asked: Run) -> tuple[ModelSource, Data]:
 
 
 def steps_per_epoch(asked: Run, data: Data) -> int:
-    """Updates of an epoch.
+    """Number of updates per epoch.
 
     Raises:
-        UsageError: there is none, or batches cannot be mixed.
+        UsageError: the data has too few images for an update, or its batches cannot be mixed.
     """
     accumulated = asked.optimizer.grad_accum_steps
     sampler = PartSampler(len(data.train.labels), asked.at_once, group=accumulated)
@@ -214,7 +214,7 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
     optimizer = timm_optimizer(
         model, flags.opt, flags.lr, flags.weight_decay, flags.momentum, flags.layer_decay, **flags.options()
     )
-    if "clip_grad_value" in asked.constraints:  # in the place of LAMB's own norm
+    if "clip_grad_value" in asked.constraints:  # replaces LAMB's clipping by norm
         optimizer = replace(optimizer, clip_grad_norm=None)
     arguments: dict[str, Any] = {
         "loss_fn": asked.loss_fn(),
@@ -227,7 +227,7 @@ def how_to_update(asked: Run, model: nn.Module, steps: int) -> dict[str, Any]:
 
 
 def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -> Trainer:
-    """The trainer with all that the command writes and shows."""
+    """Trainer with the callbacks that write and show the command's results."""
     folder = asked.folder
     writing = (JsonLog(folder), TensorBoard(folder / TENSORBOARD), Checkpoints(folder, asked.checkpoint_steps))
     return Trainer(
@@ -253,8 +253,10 @@ def trainer_of(asked: Run, pm: ParallelModel, source: ModelSource, data: Data) -
 
 
 def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
-    """What must not change when a run goes on: what decides on the images and targets of each step and on dropout, and
-    what a checkpoint brings along whatever the flags say (the optimizer's and the schedule's options).
+    """Settings that must not change when a run is resumed, by flag or name.
+
+    They determine the images and targets of each step, and dropout. The options of optimizer and schedule are among
+    them, because resuming restores these from the checkpoint and ignores the flags.
     """
     dropout = asked.regularization.model_kwargs()
     given: dict[str, Any] = {
@@ -276,11 +278,11 @@ def settings(asked: Run, source: ModelSource, data: Data) -> dict[str, Any]:
         given |= {f"--{name.replace('_', '-')}": value for name, value in group.items()}
     if asked.schedule.sched not in ENDLESS:
         given["--epochs (the length of the schedule)"] = asked.epochs
-    return json.loads(json.dumps(given))  # as a checkpoint gives it back: no tuples
+    return json.loads(json.dumps(given))  # as a checkpoint returns it: without tuples
 
 
 def fit(trainer: Trainer) -> None:
-    """Train; on Ctrl-C say what is saved and how to go on."""
+    """Train; on Ctrl-C print what is saved and the command that resumes."""
     try:
         trainer.fit()
     except KeyboardInterrupt:
@@ -290,31 +292,31 @@ def fit(trainer: Trainer) -> None:
 
 
 def farewell(trainer: Trainer) -> str:
-    """Where an interrupted run stopped, what is saved of it, and the command that goes on."""
-    here, saved = trainer.position, trainer.saved
-    if here.epoch > trainer.epochs and saved == here:
+    """Message about an interrupted run: where it stopped, what is saved, and the command that resumes it."""
+    position, saved = trainer.position, trainer.saved
+    if position.epoch > trainer.epochs and saved == position:
         return f"Interrupted after the last epoch. `autopar export {trainer.checkpoint}` writes the weights."
-    where = f"Interrupted in epoch {here.epoch}, after {here.step} of {here.steps} updates"
+    where = f"Interrupted in epoch {position.epoch}, after {position.step} of {position.steps} updates"
     if trainer.checkpoint is None or saved is None:
         return f"{where}. Nothing is saved."
-    what = "all of it" if saved == here else f"epoch {saved.epoch}, after {saved.step} of {saved.steps} updates,"
+    what = "all of it" if saved == position else f"epoch {saved.epoch}, after {saved.step} of {saved.steps} updates,"
     launch = launched()
     under = f" under {launch.launcher}" if launch is not None else ""
     return f"{where}; {what} is saved. Go on{under} with\n{command(trainer.checkpoint)}"
 
 
 def command(checkpoint: Path) -> str:
-    """This command, going on from a checkpoint."""
-    given = [(word, before) for word, before in zip(sys.argv[1:], sys.argv) if word != "--overwrite"]
-    words = [word for word, before in given if "--resume" not in (word, before) and not word.startswith("--resume=")]
+    """This process's command line, changed so that it resumes from a checkpoint."""
+    pairs = [(word, before) for word, before in zip(sys.argv[1:], sys.argv) if word != "--overwrite"]
+    words = [word for word, before in pairs if "--resume" not in (word, before) and not word.startswith("--resume=")]
     return shlex.join(["autopar", *words, "--resume", str(checkpoint)])
 
 
 def checkpoint_of(path: Path) -> Path:
-    """The checkpoint that ``--resume`` means: a run's last one, or the folder itself.
+    """Checkpoint that ``--resume`` names: a run's last one, or the folder itself.
 
     Raises:
-        UsageError: it is not there.
+        UsageError: there is no such folder.
     """
     if not path.is_dir():
         raise UsageError(
@@ -325,15 +327,15 @@ def checkpoint_of(path: Path) -> Path:
 
 
 def check_goes_on(asked: Run, checkpoint: Path, now: Mapping[str, Any], steps: int) -> None:
-    """Look at a checkpoint before anything is planned.
+    """Check before planning that this run can resume from a checkpoint.
 
     Args:
         now: `settings` of this run.
         steps: updates of an epoch.
 
     Raises:
-        CheckpointError: it is none, or is damaged.
-        UsageError: it is of another run, or that run is finished.
+        CheckpointError: the folder is not a checkpoint, or is damaged.
+        UsageError: the checkpoint has other settings, or its run is finished.
     """
     saved = read_run(checkpoint)
     saved.check(now, steps, checkpoint)
@@ -351,7 +353,7 @@ def check_goes_on(asked: Run, checkpoint: Path, now: Mapping[str, Any], steps: i
 
 
 def number_of_devices(asked: Run) -> int:
-    """As asked for, or those of the plan or of torchrun, or all GPUs, or one CPU process."""
+    """Number of devices: ``--devices``, else the plan's or torchrun's, else all GPUs, else one CPU process."""
     launch = launched()
     if asked.devices is not None:
         return asked.devices
@@ -366,10 +368,10 @@ def number_of_devices(asked: Run) -> int:
 
 
 def image_side(flags: BuildFlags, source: ModelSource) -> int:
-    """Side of the images in pixels: asked for, or the model's argument, or small.
+    """Side of the images in pixels: ``--img-size``, else the model's argument, else `DEFAULT_SIDE`.
 
     Raises:
-        UsageError: the model's argument is not a square's side.
+        UsageError: the model's argument is not one number.
     """
     given = next((source.kwargs[name] for name in SIZE_ARGUMENTS if name in source.kwargs), None)
     if flags.img_size is None and given is not None and not isinstance(given, int):
@@ -378,10 +380,10 @@ def image_side(flags: BuildFlags, source: ModelSource) -> int:
 
 
 def with_classes(source: ModelSource, num_classes: int) -> ModelSource:
-    """The model with as many classes as the data, unless its arguments say otherwise.
+    """Model with as many classes as the data, unless its arguments set the number.
 
     Raises:
-        UsageError: they say fewer.
+        UsageError: the arguments set fewer classes than the data has.
     """
     given = source.kwargs.get("num_classes")
     if given is not None and given < num_classes:

@@ -1,4 +1,4 @@
-"""Flags of ``autopar train`` that would do nothing beside the others: refused, so that nobody believes in them."""
+"""Rejects ``autopar train`` flags that have no effect in combination with the others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Values = Mapping[str, Any]  # of all flags by name; ``warmup`` is --warmup-epoch
 
 @dataclass(frozen=True)
 class Rule:
-    """``flag`` does something only where ``acts``; ``wants`` says where that is."""
+    """``flag`` has an effect only if ``acts`` is true of all flags; ``wants`` names that condition in words."""
 
     flag: str
     acts: Callable[[Values], Any]
@@ -26,9 +26,9 @@ FIXED = ("onecycle", "none")
 
 
 def of_schedules(flag: str, *names: str) -> Rule:
-    """The rule of a flag that only some schedules read, as timm.scheduler.create_scheduler_v2 does.
+    """Rule of a flag that only some schedules read in timm.scheduler.create_scheduler_v2.
 
-    A misspelt schedule is for `autopar.train.schedule` to report.
+    An unknown schedule passes: `autopar.train.schedule` reports it.
     """
     others = {*WARMING, *FIXED} - {*names}
     return Rule(flag, lambda f: f["sched"] not in others, f"--sched {', '.join(names)}")
@@ -39,7 +39,7 @@ RULES = (
     Rule("model_ema_decay", lambda f: f["model_ema"], "--model-ema"),
     Rule("mixup_prob", lambda f: f["mixup"] or f["cutmix"], "--mixup or --cutmix"),
     Rule("mixup_switch_prob", lambda f: f["mixup"] and f["cutmix"], "--mixup and --cutmix"),
-    # timm's transforms change colours by the policy alone, unless it is one of three augmentations.
+    # With an AutoAugment policy other than 3-Augment, timm's transforms ignore color_jitter.
     Rule("color_jitter", lambda f: f["color_jitter"] == 0 or "3a" in (f["aa"] or "3a"), "no --aa"),
     of_schedules("warmup_epochs", *WARMING),
     of_schedules("warmup_lr", *WARMING),
@@ -59,10 +59,10 @@ def refuse_idle(
     augmentation: AugmentationFlags,
     epochs: int,
 ) -> None:
-    """Compare flags that were given with `RULES`.
+    """Check the given flags against `RULES`.
 
     Raises:
-        UsageError: one does nothing; says what it takes.
+        UsageError: a flag has no effect; names its condition.
     """
     values: dict[str, Any] = {"warmup": schedule.warmup(epochs)}
     for group in (optimizer, schedule, regularization, augmentation):

@@ -1,4 +1,4 @@
-"""The proof that trained weights do in the unmodified model what they did in the parallel one."""
+"""Proof that trained weights have the same accuracy in the unmodified model as in the parallel one."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from autopar.trace.passes.bf16_params import cast_leaf, params_to_lower
 from autopar.trace.passes.precision import low_param_dtype
 from autopar.train import Data, Evaluation, evaluate, evaluate_alone, evaluation_loader, first, load_weights
 
-MAX_IMAGES = 1024  # one process on its own would take long for many more
-# Images whose two best classes are so close that the order of sums decides, as share of all.
+MAX_IMAGES = 1024  # one process would take long for many more
+# Allowed share of images with another result: their two best classes are so close that the order of sums decides.
 ALLOWED = {"fp64": 0.0, "fp32": 0.002, "bf16": 0.02, "fp16": 0.01, "bf16-params": 0.02}
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class ReferenceScore:
-    """What the parallel model scores on test images, the first ones where there are many."""
+    """Score of the parallel model on the first `MAX_IMAGES` test images."""
 
     data: Data
     batch_size: int
@@ -34,18 +34,18 @@ class ReferenceScore:
 
     @staticmethod
     def of(pm: ParallelModel, data: Data, batch_size: int) -> ReferenceScore:
-        """Evaluate; all ranks of torchrun make the call."""
+        """Evaluate the parallel model. A collective call: all ranks of torchrun make it."""
         some = replace(data, test=first(data.test, MAX_IMAGES))
         return ReferenceScore(some, batch_size, evaluate(pm, evaluation_loader(some, batch_size, pm).epoch(1)))
 
 
 def verify(proof: ReferenceScore, source: ModelSource, weights: Path, plan: Plan, device: str, title: str) -> None:
-    """Load the weights into the unmodified model in this process and compare its accuracy.
+    """Load the weights into the unmodified model in this process and compare its accuracy with the parallel model's.
 
     Args:
-        title: what is printed before the figures.
+        title: printed before the figures.
     Raises:
-        TrainingError: it is another one.
+        TrainingError: the accuracies differ by more than `ALLOWED`.
     """
     model = load_weights(source.build("cpu"), weights).to(device)
     dtype, low = AUTOCAST.get(plan.precision), low_param_dtype(plan.precision)

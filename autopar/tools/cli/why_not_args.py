@@ -1,4 +1,4 @@
-"""The constraints in ``--why-not``, read as the flags of ``autopar plan`` are."""
+"""Parser of the constraints in ``--why-not``, which are validated like the flags of ``autopar plan``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from autopar.errors import UsageError, suggest
 from autopar.tools.cli.flags import PlanFlags
 from autopar.tools.explain.why_not import Query
 
-NOT_ASKED = {"hardware", "pin"}  # the plan's own; and pins name stages of one mesh
+NOT_ASKED = {"hardware", "pin"}  # hardware is the plan's; pins name stages of one mesh
 KINDS = {int: "a whole number", bool: "true or false", str: "a text"}
 
 
 def parse_questions(texts: Sequence[str]) -> tuple[Query, ...]:
-    """A question for each text such as ``pp=2,tp=2``.
+    """A question per text such as ``pp=2,tp=2``.
 
     Raises:
-        UsageError: no NAME=VALUE, an unknown name (with a near match), a value of the wrong kind, or two for one name.
+        UsageError: no NAME=VALUE, an unknown name (with a near match), a value of the wrong type, or two values for one
+            name.
     """
     return tuple(Query(text, parse_constraints(text)) for text in texts)
 
 
 def parse_constraints(text: str) -> dict[str, Any]:
-    """The keyword arguments of `autopar.plan` in one text; errors as `parse_questions`."""
+    """Keyword arguments of `autopar.plan` in one text. Raises as `parse_questions`."""
     hints = {name: hint for name, hint in get_type_hints(PlanFlags).items() if name not in NOT_ASKED}
     given: dict[str, Any] = {}
     for item in text.split(","):

@@ -1,4 +1,4 @@
-"""What a breakdown says: what bounds the step, and what would help."""
+"""The bound of a plan's step, and changes that would shorten it, both derived from the step's breakdown."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from autopar.ir.units import BYTES, TIME, percent, plural, text
 from autopar.solve.result.step_breakdown import NOTABLE, Slowest, bound_text, memory_said
 from autopar.tools.explain.breakdown import Breakdown, Pipeline, Position, breakdown_of
 
-WORTH_HELP = 0.1  # share of a step from which something is said about shortening a part of it
-EDITED = 1e-6  # relative; a file's numbers are exact
+WORTH_HELP = 0.1  # share of the step above which a part gets a suggestion
+EDITED = 1e-6  # relative difference of two step times; unedited files agree to rounding
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Something that would shorten the step, and to what."""
+    """A change that would shorten the step, and the step's seconds after it."""
 
     text: str
     step_seconds: float
@@ -27,7 +27,7 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why a plan is as fast as it is. ``notes`` say what the numbers cannot be taken for."""
+    """Why a plan is as fast as it is. ``notes`` limit what the numbers mean."""
 
     headline: str
     breakdown: Breakdown
@@ -36,14 +36,16 @@ class Explanation:
 
 
 def explained(plan: Plan) -> Explanation:
-    """The explanation of a plan, from its file alone."""
+    """Explanation of a plan, from its file alone."""
     breakdown = breakdown_of(plan)
     return Explanation(headline(plan, breakdown), breakdown, suggestions(plan, breakdown), notes(plan, breakdown))
 
 
 def headline(plan: Plan, breakdown: Breakdown) -> str:
-    """What bounds the plan, with numbers: the memory limit where the planner found so, then what takes the time, then
-    memory that is nearly full."""
+    """The plan's bound in words, with numbers.
+
+    First the memory limit, if the planner recorded one; then the activity that takes the time; then nearly full memory.
+    """
     pipeline = Pipeline.of(plan)
     times = [
         f + b + transfers_behind(pipeline, s)
@@ -61,12 +63,12 @@ def headline(plan: Plan, breakdown: Breakdown) -> str:
 
 
 def transfers_behind(pipeline: Pipeline, stage: int) -> float:
-    """Seconds of all that passes between a stage and the next one, for each microbatch."""
+    """Seconds per microbatch of all transfers that cross the boundary after a stage."""
     return sum(t for (src, dst), t in pipeline.transfers.items() if min(src, dst) <= stage < max(src, dst))
 
 
 def nearly_full(breakdown: Breakdown) -> Sequence[str]:
-    """The fullest position where memory is nearly used up, and by what."""
+    """A clause about the fullest position and its largest part; empty if its memory is not nearly full."""
     fullest = max(breakdown.positions, key=lambda p: p.memory.share)
     memory = fullest.memory
     if memory.share <= NEARLY_FULL:
@@ -82,12 +84,12 @@ def ranks_of(position: Position) -> str:
 
 
 def is_edited(plan: Plan, breakdown: Breakdown) -> bool:
-    """Whether the stages' numbers make another step than the plan's prediction."""
+    """Whether the step computed from the stages differs from the plan's prediction."""
     return abs(breakdown.step_seconds / plan.prediction.step_seconds - 1) > EDITED
 
 
 def notes(plan: Plan, breakdown: Breakdown) -> tuple[str, ...]:
-    """What does not fit together in the file, and what the planner found not to help."""
+    """Contradictions in the file, and whether the planner already rejected smaller microbatches."""
     found = []
     if is_edited(plan, breakdown):
         found.append(
@@ -103,7 +105,10 @@ def notes(plan: Plan, breakdown: Breakdown) -> tuple[str, ...]:
 
 
 def suggestions(plan: Plan, breakdown: Breakdown) -> tuple[Suggestion, ...]:
-    """What would shorten the step, where a part of it is worth that, largest part first."""
+    """Changes that would shorten the step, shortest resulting step first.
+
+    A change is suggested only for an activity above `WORTH_HELP`, and only if it saves more than `NOTABLE` of the step.
+    """
     pipeline, spent, step = Pipeline.of(plan), breakdown.spent, breakdown.step_seconds
     end = step - pipeline.seconds
     found: list[Suggestion] = []
@@ -123,10 +128,10 @@ def suggestions(plan: Plan, breakdown: Breakdown) -> tuple[Suggestion, ...]:
 
 
 def more_microbatches(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:
-    """Twice as many microbatches of half the samples, all times in proportion to these; as the planner priced them
-    where it did.
+    """Twice as many microbatches of half the samples, at the planner's price if it priced them.
 
-    Error: where it did not, smaller kernels are less efficient and messages have a latency, so the step is longer.
+    Error: without that price, times scale with samples. Smaller kernels are less efficient and messages have a latency,
+        so the step is longer.
     """
     sizes, size = finer_sizes(plan), largest_size(plan)
     if sizes[0] >= size:
@@ -145,20 +150,20 @@ def largest_size(plan: Plan) -> int:
 
 
 def finer_sizes(plan: Plan) -> Sequence[int]:
-    """Samples of each of twice as many microbatches."""
+    """Samples of each microbatch when their number doubles."""
     local = plan.batch // plan.mesh.dp
     return microbatch_sizes(local, min(local, 2 * plan.microbatches))
 
 
 def finer_priced(plan: Plan) -> Alternative | None:
-    """The planner's alternative with as many microbatches as in `finer_sizes`."""
+    """The planner's alternative with as many microbatches as `finer_sizes`; None if there is none."""
     label = plural(len(finer_sizes(plan)), "microbatch", "es")
     found = (a for a in plan.alternatives if a.label.partition(",")[0] == label)
     return next(found, None) if finer_sizes(plan)[0] < largest_size(plan) else None
 
 
 def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:
-    """Stages that all take the mean time."""
+    """The suggestion that every stage takes the mean time; none for a single stage."""
     count = len(pipeline.forward_seconds)
     forward, backward = sum(pipeline.forward_seconds) / count, sum(pipeline.backward_seconds) / count
     even = replace(pipeline, forward_seconds=(forward,) * count, backward_seconds=(backward,) * count)
@@ -168,7 +173,7 @@ def even_stages(pipeline: Pipeline, end_seconds: float) -> Sequence[Suggestion]:
 
 
 def faster_link(plan: Plan, pipeline: Pipeline, end_seconds: float) -> Suggestion:
-    """Free transfers between the two positions where that saves most."""
+    """Free transfers between the pair of positions where they save most."""
     pp = plan.mesh.pp
     hops: dict[tuple[int, int], set[tuple[int, int]]] = {}
     for src, dst in pipeline.transfers:

@@ -1,4 +1,4 @@
-"""Where a plan's step goes at each pipeline position, from the numbers in its file alone."""
+"""Seconds of a plan's step by activity at each pipeline position, from the numbers in its file alone."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from autopar.tools.explain.memory import PositionMemory, memory_of
 
 @dataclass(frozen=True)
 class Pipeline:
-    """All that decides how long a plan's pipeline takes: seconds per stage of a microbatch, of transfers from stage to
-    stage, and the size of each microbatch as a share of the largest."""
+    """Everything that determines the duration of a plan's pipeline.
+
+    ``forward_seconds`` and ``backward_seconds`` are per stage and microbatch, ``transfers`` are seconds by (source
+    stage, destination stage), and ``sizes`` are microbatch sizes relative to the largest.
+    """
 
     schedule: str
     pp: int
@@ -26,7 +29,7 @@ class Pipeline:
 
     @staticmethod
     def of(plan: Plan) -> Pipeline:
-        """The plan's own."""
+        """Pipeline of a plan."""
         transfers: dict[tuple[int, int], float] = {}
         for message in plan.messages:
             pair = (message.src, message.dst)
@@ -43,20 +46,20 @@ class Pipeline:
 
     @property
     def seconds(self) -> float:
-        """From the first forward to the end of the last backward."""
+        """Seconds from the first forward to the end of the last backward."""
         return scheduled_seconds(
             self.schedule, self.pp, self.forward_seconds, self.backward_seconds, self.transfers, self.sizes
         )
 
     def without(self, pairs: Collection[tuple[int, int]]) -> Pipeline:
-        """The same where the transfers between some pairs of stages take no time."""
+        """Copy of the pipeline in which the transfers between some pairs of stages take no time."""
         free = {pair: 0.0 if pair in pairs else seconds for pair, seconds in self.transfers.items()}
         return replace(self, transfers=free)
 
 
 @dataclass(frozen=True)
 class Position:
-    """The ranks at one position of the pipeline: their stages, what they spend the step on, what fills them."""
+    """The ranks at one position of the pipeline: their stages, their step by activity, their memory."""
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
@@ -66,7 +69,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """A step by position. ``spent`` is that of the mean position; each sums to ``step_seconds``."""
+    """A step by position. ``spent`` is the mean over positions; each breakdown sums to ``step_seconds``."""
 
     step_seconds: float
     spent: StepBreakdown
@@ -74,14 +77,14 @@ class Breakdown:
 
 
 def breakdown_of(plan: Plan) -> Breakdown:
-    """The step divided at every position.
+    """Breakdown of the step at every position.
 
-    What free transfers would save is waiting for transfers, at every position the same; what else a rank waits is
-    bubble. At the end of the step a position has its own optimizer and up to the plan's exposed reduction; what is left
-    until the last rank is done is bubble too.
+    Transfer time is the time that free transfers would save, equal at every position. A rank's other waiting is bubble.
+    At the end of the step a position has its own optimizer and up to the plan's exposed reduction. The remaining time
+    until the last rank ends is bubble too.
 
-    Error: a position's own exposed reduction is not in the file; where it is shorter than that of the last rank, as
-        much of its bubble is called reduction.
+    Error: the file has no exposed reduction per position. Where a position's exposed reduction is shorter than the
+        plan's, the difference counts as reduction instead of bubble.
     """
     pipeline = Pipeline.of(plan)
     seconds, free = pipeline.seconds, pipeline.without(pipeline.transfers.keys()).seconds
@@ -100,10 +103,11 @@ def breakdown_of(plan: Plan) -> Breakdown:
 
 
 def spent_at(plan: Plan, pipeline: Pipeline, position: int, seconds: float, free_seconds: float) -> StepBreakdown:
-    """What the ranks at a position spend the step on.
+    """Step by activity of the ranks at a position.
 
     Args:
-        seconds, free_seconds: of the pipeline, and of it with free transfers.
+        seconds: duration of the pipeline.
+        free_seconds: duration of the pipeline with free transfers.
     """
     stages, count = plan.stages[position :: plan.mesh.pp], sum(pipeline.sizes)
     busy = count * sum(s.forward_seconds + s.backward_seconds for s in stages)

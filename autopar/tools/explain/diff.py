@@ -1,4 +1,4 @@
-"""What is different between two plans of one model and batch."""
+"""Differences between two plans of one model and batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NONE = "–"
 
 @dataclass(frozen=True)
 class Change:
-    """Something that two plans do not share, and what each has there."""
+    """One entry in which two plans differ, and its value in each."""
 
     name: str
     before: str
@@ -25,9 +25,11 @@ class Change:
 
 @dataclass(frozen=True)
 class Difference:
-    """What two plans decide otherwise: settings, where stages begin and which operations lie outside of them, and how
-    weights and operations are split (as the files write them); and where the step of each goes. ``notes`` say why their
-    steps may not compare."""
+    """All differences between two plans, and the breakdown of each plan's step.
+
+    ``cuts`` are first operations of stages and operations outside of their stage's range. ``shardings`` are layouts of
+    weights and strategies of operations, as the files write them. ``notes`` explain why the steps may not compare.
+    """
 
     settings: tuple[Change, ...]
     cuts: tuple[Change, ...]
@@ -38,17 +40,17 @@ class Difference:
 
 
 def difference(before: Plan, after: Plan) -> Difference:
-    """The difference of two plans.
+    """Difference of two plans.
 
     Raises:
-        PlanError: they are of other models, inputs or batches; names the field.
+        PlanError: the plans have different models, inputs or batches; names the field.
     """
     check_alike(before, after)
     notes = []
     if before.hardware != after.hardware:
         notes.append(
-            f"The plans are priced for different machines, {machine(before)} and {machine(after)}: what their steps "
-            "differ by is not the plans' alone."
+            f"The plans are priced for different machines, {machine(before)} and {machine(after)}: "
+            "part of the difference between their steps comes from the machines."
         )
     return Difference(
         tuple(c for c in settings(before, after) if c.before != c.after),
@@ -61,35 +63,37 @@ def difference(before: Plan, after: Plan) -> Difference:
 
 
 def check_alike(before: Plan, after: Plan) -> None:
-    """Refuse plans that have nothing to compare. The precision is part of a fingerprint: it may be another one."""
-    one, other = before.model, after.model
+    """Reject plans of different models or batches.
+
+    Fingerprints include the precision, so they are compared only if the precisions agree.
+    """
+    model, other = before.model, after.model
     fields = {
-        "model.name": (one.name, other.name),
-        "model.kwargs": (dict(one.kwargs), dict(other.kwargs)),
-        "model.num_params": (one.num_params, other.num_params),
+        "model.name": (model.name, other.name),
+        "model.kwargs": (dict(model.kwargs), dict(other.kwargs)),
+        "model.num_params": (model.num_params, other.num_params),
         "batch": (before.batch, after.batch),
-        "model.inputs": ([i.shape for i in one.inputs], [i.shape for i in other.inputs]),
+        "model.inputs": ([i.shape for i in model.inputs], [i.shape for i in other.inputs]),
     }
     if before.precision == after.precision:
-        fields["model.fingerprint"] = (one.fingerprint, other.fingerprint)
-    for name, (mine, others) in fields.items():
-        if mine != others:
+        fields["model.fingerprint"] = (model.fingerprint, other.fingerprint)
+    for name, (first, second) in fields.items():
+        if first != second:
             what = "batches" if name == "batch" else "models"
             raise PlanError(
-                f"The plans are of different {what}: field {name} is {mine} in the first and {others} in the second. "
+                f"The plans are of different {what}: field {name} is {first} in the first and {second} in the second. "
                 "Compare plans of one model and batch."
             )
 
 
 def machine(plan: Plan) -> str:
-    """The machine of a plan."""
+    """Name and memory of a plan's machine."""
     return f"{plan.hardware.name} with {text(plan.hardware.memory_bytes, BYTES)}"
 
 
 def settings(before: Plan, after: Plan) -> Iterator[Change]:
-    """All that is decided once for a plan."""
-
-    for name, mine, others in (
+    """Settings of a whole plan, also those that are equal in both."""
+    for name, value, other in (
         ("devices", before.mesh.devices, after.mesh.devices),
         ("hardware", machine(before), machine(after)),
         ("mesh", before.mesh, after.mesh),
@@ -100,16 +104,16 @@ def settings(before: Plan, after: Plan) -> Iterator[Change]:
         ("precision", before.precision, after.precision),
         ("recomputing", recomputing(before), recomputing(after)),
     ):
-        yield Change(name, str(mine), str(others))
+        yield Change(name, str(value), str(other))
 
 
 def cut_of(plan: Plan) -> str:
-    """The microbatches of a replica."""
+    """Microbatches of a replica, as text."""
     return microbatches_text(plan.batch // plan.mesh.dp, plan.microbatches)
 
 
 def recomputing(plan: Plan) -> str:
-    """The stages that recompute."""
+    """Stages that recompute, as text."""
     numbers = [str(i) for i, stage in enumerate(plan.stages) if stage.recompute == "all"]
     if not numbers:
         return "no stage"
@@ -117,21 +121,21 @@ def recomputing(plan: Plan) -> str:
 
 
 def cuts(before: Plan, after: Plan) -> Iterator[Change]:
-    """Where stages begin, stage by stage, and the operations outside of their range."""
+    """First operations of stages that differ, then operations that lie outside of their stage's range."""
     for s in range(1, max(len(before.stages), len(after.stages))):
-        here, there = (p.stages[s].first if s < len(p.stages) else NONE for p in (before, after))
-        if here != there:
-            yield Change(f"stage {s} begins with", here, there)
+        first, other_first = (p.stages[s].first if s < len(p.stages) else NONE for p in (before, after))
+        if first != other_first:
+            yield Change(f"stage {s} begins with", first, other_first)
     for name in sorted({*before.exceptions, *after.exceptions}):
-        here, there = (
+        place, other_place = (
             f"stage {p.exceptions[name]}" if name in p.exceptions else "in its range" for p in (before, after)
         )
-        if here != there:
-            yield Change(name, here, there)
+        if place != other_place:
+            yield Change(name, place, other_place)
 
 
 def changes(before: Mapping[str, str], after: Mapping[str, str]) -> Iterator[Change]:
-    """Entries that only one table has, or that say something else."""
+    """Entries that only one table has, or whose texts differ."""
     for name in sorted({*before, *after}):
         if before.get(name) != after.get(name):
             yield Change(name, before.get(name, NONE), after.get(name, NONE))

@@ -1,4 +1,4 @@
-"""What fills the memory of each pipeline position."""
+"""Memory of each pipeline position by kind."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ from dataclasses import dataclass
 
 from autopar.ir.plan import Plan
 
-BUFFERS = "buffers"  # inputs, and memory that peers reach: on GPUs only
+BUFFERS = "buffers"  # inputs and peer-access buffers: on GPUs only
 
 
 @dataclass(frozen=True)
 class PositionMemory:
-    """A rank's predicted peak, what of it weights with gradients and optimizer state, microbatches in flight, the
-    working set and buffers take, and what is spare (negative where the peak does not fit); parts are None in plans made
-    by hand."""
+    """A rank's predicted peak and its parts, byte.
+
+    ``weight_bytes`` includes gradients and optimizer state, ``in_flight_bytes`` are the activations of microbatches in
+    flight, ``transient_bytes`` the working set. ``spare_bytes`` is negative if the peak does not fit. Parts are None in
+    plans written by hand.
+    """
 
     peak_bytes: int
     capacity_bytes: int
@@ -26,12 +29,12 @@ class PositionMemory:
 
     @property
     def share(self) -> float:
-        """Of the capacity."""
+        """Peak as a share of the capacity."""
         return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
 
     @property
     def by_name(self) -> Mapping[str, int]:
-        """Bytes by the words that people read; empty where they are not known."""
+        """Bytes by printed name; empty if the parts are unknown."""
         if self.weight_bytes is None or self.in_flight_bytes is None or self.transient_bytes is None:
             return {}
         return {
@@ -43,12 +46,12 @@ class PositionMemory:
 
     @property
     def largest(self) -> str:
-        """The name of what takes most, or nothing."""
+        """Name of the largest part; empty if the parts are unknown."""
         return max(self.by_name, key=self.by_name.__getitem__, default="")
 
 
 def memory_of(plan: Plan, position: int) -> PositionMemory:
-    """The memory of the fullest rank at a position."""
+    """Memory of the fullest rank at a position."""
     peak = max(plan.prediction.peak_bytes[rank] for rank in plan.mesh.ranks(position))
     capacity = plan.hardware.memory_bytes
     memories = [s.memory for s in plan.stages[position :: plan.mesh.pp] if s.memory is not None]

@@ -1,4 +1,4 @@
-"""Why a plan is not another one: what planning makes of the same model with a constraint."""
+"""Answers to "why not": the best plan of the same model under a constraint, compared with a plan file."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from autopar.trace.call import Call
 from autopar.trace.lower import lower_model
 from autopar.train import timm_optimizer
 
-ALIKE = 5e-4  # relative difference of two steps that prints as none
+ALIKE = 5e-4  # relative difference below which two steps count as equally fast
 
 
 @dataclass(frozen=True)
 class Query:
-    """A constraint as it was written, and as keyword arguments of `autopar.plan`."""
+    """A constraint as the user wrote it, and as keyword arguments of `autopar.plan`."""
 
     asked: str
     constraints: Mapping[str, Any]
@@ -38,9 +38,12 @@ class Query:
 
 @dataclass(frozen=True)
 class ReplanContext:
-    """The model of a plan, how it is named and made, the plan's inputs by name, and the plan's machine, of which
-    ``machine`` is the name or file. ``opt`` is timm's name of the optimizer that is planned for, None for AdamW, and
-    ``ema`` makes the average of weights that is kept beside them."""
+    """Everything that planning again needs: the model, its inputs and the machine.
+
+    ``name`` and ``kwargs`` build the model; ``inputs`` are by argument name; ``machine`` is the name or file of
+    ``hardware``. ``opt`` is timm's name of the optimizer, None for AdamW. ``ema`` makes the moving average of the
+    weights, None without one.
+    """
 
     name: str
     kwargs: Mapping[str, Any]
@@ -55,8 +58,11 @@ class ReplanContext:
 
 @dataclass(frozen=True)
 class WhyNotResult:
-    """The best plan under a constraint and where its time goes, or None where there is none; ``text`` says how it
-    compares, or why there is none, and ``command`` how to get it where it is the faster one."""
+    """The best plan under a constraint and its breakdown; both None if no plan satisfies the constraint.
+
+    ``text`` compares that plan with the file's, or explains why there is none. ``command`` makes that plan; it is set
+    only if that plan is faster.
+    """
 
     asked: str
     text: str
@@ -66,12 +72,12 @@ class WhyNotResult:
 
 
 def plan_hardware(plan: Plan, file: str | None) -> Hardware:
-    """The machine that a plan was priced for.
+    """Cost model of the machine that a plan was priced for.
 
     Args:
-        file: a name or a TOML file, where the plan's is not a shipped one.
+        file: name or TOML file of the cost model; None for a shipped one.
     Raises:
-        HardwareError: it is none of the shipped ones, or the file describes another machine.
+        HardwareError: the plan's cost model is not shipped and no file is given, or the file describes another machine.
     """
     name = plan.hardware.name
     if file is None:
@@ -91,12 +97,13 @@ def plan_hardware(plan: Plan, file: str | None) -> Hardware:
 
 
 def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, Any]:
-    """The keyword arguments of `autopar.plan`: what the plan fixes, and what is asked; nothing else of it counts.
+    """Keyword arguments of `autopar.plan` for a question.
 
-    The schedule is the one that `autopar.plan` takes by default, or any where the plan has several chunks a rank or
-    these are asked for.
+    Of the plan only its precision, its kind of cost and its memory limit are kept; the question's constraints are
+    added. The schedule is `autopar.plan`'s default, or any schedule if the plan or the question has several chunks per
+    rank.
     """
-    # Prices of one kind compare; nothing is measured to answer.
+    # Only prices of one kind compare, and an answer measures nothing.
     fixed: dict[str, Any] = {
         "precision": plan.precision, "cost": "auto" if plan.hardware.cost == "measured" else "analytic"
     }  # fmt: skip
@@ -108,28 +115,28 @@ def asked_of(plan: Plan, hardware: Hardware, question: Query) -> Mapping[str, An
 
 
 def answers(plan: Plan, rebuilt: ReplanContext, questions: Sequence[Query]) -> tuple[WhyNotResult, ...]:
-    """The answer to each question.
+    """Answers to the questions, in order.
 
     Raises:
-        UsageError: a constraint is impossible, whatever the model.
+        UsageError: a constraint is impossible for every model.
         PlanError: the model is not the plan's.
         TraceError: the model cannot be traced.
     """
-    asked = [asked_of(plan, rebuilt.hardware, question) for question in questions]
-    for given in asked:
-        constraints_of(Options.of(given), plan.mesh.devices, plan.batch)
+    keywords = [asked_of(plan, rebuilt.hardware, question) for question in questions]
+    for options in keywords:
+        constraints_of(Options.of(options), plan.mesh.devices, plan.batch)
     check_model_of(plan, rebuilt)
-    return tuple(answer(plan, rebuilt, question.asked, given) for question, given in zip(questions, asked))
+    return tuple(answer(plan, rebuilt, question.asked, options) for question, options in zip(questions, keywords))
 
 
 def check_model_of(plan: Plan, rebuilt: ReplanContext) -> None:
-    """Refuse another model than the plan's. Raises as `Plan.stage_of`."""
+    """Reject a model other than the plan's. Raises as `Plan.stage_of`."""
     graph = lower_model(rebuilt.model, rebuilt.call.first(plan.microbatch_size), "train", rebuilt.name, plan.precision)
     plan.stage_of(graph)
 
 
 def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, Any]) -> WhyNotResult:
-    """The best plan under the constraint beside the one in the file."""
+    """Comparison of the best plan under a constraint with the plan in the file."""
     model, options = rebuilt.model, Options.of(given)
     optimizer = timm_optimizer(model, rebuilt.opt, None) if rebuilt.opt is not None else None
     try:
@@ -139,7 +146,7 @@ def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, A
         found = plan_graph(request, lower_example(request), rebuilt.hardware)
     except (PlanError, HardwareError):
         raise
-    except (UsageError, InfeasibleError) as error:  # what is asked is possible, but not of this model or machine
+    except (UsageError, InfeasibleError) as error:  # the constraint is possible, but not for this model or machine
         return WhyNotResult(asked, str(error))
     breakdown, before = breakdown_of(found), breakdown_of(plan)
     seconds = breakdown.step_seconds
@@ -164,7 +171,7 @@ def answer(plan: Plan, rebuilt: ReplanContext, asked: str, given: Mapping[str, A
 
 
 def command_for(plan: Plan, rebuilt: ReplanContext, given: Mapping[str, Any]) -> str:
-    """The command that plans with the given constraints."""
+    """Shell command that plans with the given constraints."""
     words = ["autopar", "plan", rebuilt.name, "--devices", str(plan.mesh.devices), "--hardware", rebuilt.machine]
     for name, tensor in rebuilt.inputs.items():
         kind = "" if tensor.dtype == torch.float32 else f":{str(tensor.dtype).removeprefix('torch.')}"

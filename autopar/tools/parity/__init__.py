@@ -1,5 +1,16 @@
-"""Proof that a plan computes what one device computes: the same steps twice, every tensor compared.
+"""Does a plan compute what one device computes? Both train the same steps, and every tensor is compared.
 
-The reference is the unmodified model in this process. In mixed precision it runs under torch.autocast, and a second one
-in float32 says how much rounding matters.
+Input: an unmodified model, a batch and the constraints of a plan. Output: a `Parity`, one `Row` per quantity (outputs,
+loss, gradients, weights, buffers); `tools/report/parity_table.py` prints it.
+
+The reference is the unmodified model in this process. In mixed precision it runs under torch.autocast; a second
+reference in float32 measures how much rounding matters.
+
+Files in reading order:
+
+- `compare.py`: the whole comparison, and a default loss.
+- `reference.py`: the model on one device with the plan's microbatches.
+- `without_dropout.py`: a copy of the model without dropout, and the random operations that remain.
+- `difference.py`: distance of two tensors and its tolerance.
+- `rounding.py`: additional tolerance in mixed precision.
 """

@@ -1,4 +1,4 @@
-"""The same steps twice, every tensor compared; and the loss that is taken where none is given."""
+"""The comparison of a plan with one device over the same steps, and its default loss."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from autopar.trace.call import Call, as_call
 from autopar.trace.passes.precision import low_param_dtype
 
 LEARNING_RATE = 1e-3
-# AdamW divides a gradient by its own size plus this. Rounding of δ in a gradient becomes up to lr·δ/ε in a weight, and
-# where the true gradient is zero (the key bias of attention) rounding is all there is: sums made in another order leave
-# 1e-6, of which the usual 1e-8 would make a full step.
+# AdamW divides a gradient by its own size plus ε. A rounding error of δ in a gradient becomes up to lr·δ/ε in a weight.
+# Where the true gradient is zero (the key bias of attention), only rounding remains: a different order of summation
+# leaves 1e-6, which AdamW's default ε of 1e-8 would turn into a full step.
 EPSILON = 1e-3
 
 MAX_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where float16 gradients are lost
@@ -36,7 +36,7 @@ MAX_SKIPPED = 24  # updates until the loss scale is as small as 2^-8, where floa
 
 @dataclass(frozen=True)
 class Parity:
-    """What was compared, and what could not be. ``loss`` and ``notes`` are for people.
+    """Result of a comparison. ``loss`` and ``notes`` are texts for people; notes name what was not compared.
 
     ``autocast`` is the low dtype of mixed precision, None without.
     """
@@ -50,7 +50,7 @@ class Parity:
 
     @property
     def ok(self) -> bool:
-        """Whether everything that was compared is equal within tolerance."""
+        """Whether every compared quantity is equal within its tolerance."""
         return all(row.ok for row in self.rows)
 
 
@@ -64,19 +64,19 @@ def compare(
     plan: Plan | None = None,
     **constraints: Any,
 ) -> Parity:
-    """How a model split over devices compares with the same model on one.
+    """Comparison of a model split over devices with the same model on one device.
 
     Args:
-        model: left untouched; dropout and the like are switched off in copies.
+        model: left unchanged; dropout and similar modules are switched off in copies.
         x: input as for `ParallelModel.train_step`, at the global batch.
-        y: target of ``loss_fn``; without both, class labels are drawn for logits, and any other output is trained to be
-            small (mean of squares).
+        y: target of ``loss_fn``. Without both, logits get random class labels, and any other output gets the mean of
+            squares as loss.
         steps: AdamW steps.
-        plan, constraints: as for `autopar.parallelize`. Stages are compiled only with ``compile=True``, because kernels
-            that fuse operations round otherwise.
+        plan, constraints: as for `autopar.parallelize`. Stages are compiled only with ``compile=True``, because fused
+            kernels round differently.
 
     Raises:
-        UsageError: a loss without targets or the other way round, or no step.
+        UsageError: a loss without targets, targets without a loss, or no step.
         Others as `autopar.parallelize`.
     """
     if steps < 1:
@@ -113,25 +113,25 @@ def compare(
 
 
 def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, y: Any, steps: int) -> list[Row]:
-    """All trained for some steps, and what they computed compared.
+    """Rows of outputs, losses, gradients, weights and buffers after training all models for some steps.
 
     Args:
-        references: the one to equal; in mixed precision then one in float32.
+        references: the reference to equal; in mixed precision followed by one in float32.
     Raises:
-        TrainingError: float16 gradients overflow whatever the loss scale.
+        TrainingError: float16 gradients overflow at every loss scale.
     """
     runs = [Record() for _ in (pm, *references)]
     step = skipped = 0
     while step < steps:
         result = pm.train().forward_backward(x, y, return_outputs=True)
-        here = [StepOutcome(result.loss, named_outputs(result.outputs), list(pm.gradients().items()))]
-        here += [reference.forward_backward(call, y) for reference in references]
+        outcomes = [StepOutcome(result.loss, named_outputs(result.outputs), list(pm.gradients().items()))]
+        outcomes += [reference.forward_backward(call, y) for reference in references]
         updated = not pm.optimizer_step().skipped
         for reference in references:
             reference.optimizer_step(updated)
         if updated:
             step += 1
-            for run, outcome in zip(runs, here, strict=True):
+            for run, outcome in zip(runs, outcomes, strict=True):
                 run.add(step, outcome)
         elif (skipped := skipped + 1) > MAX_SKIPPED:
             raise TrainingError(
@@ -155,7 +155,7 @@ def trained(pm: ParallelModel, references: list[Reference], call: Call, x: Any, 
 
 
 def evaluated(pm: ParallelModel, references: list[Reference], call: Call) -> Row:
-    """The outputs of all in eval mode, with the weights that the parallel model has by now."""
+    """Row of the outputs in eval mode; every reference gets the parallel model's current weights."""
     outputs = [named_outputs(pm.eval()(*call.args, **call.kwargs))]
     for reference in references:
         reference.model.load_state_dict(pm.state_dict())
@@ -165,7 +165,7 @@ def evaluated(pm: ParallelModel, references: list[Reference], call: Call) -> Row
 
 @dataclass(frozen=True)
 class Record:
-    """What the steps of one run gave."""
+    """Named tensors of all steps of one run."""
 
     outputs: Named = field(default_factory=list)
     losses: Named = field(default_factory=list)
@@ -183,7 +183,7 @@ def in_step(step: int, named: Named) -> Named:
 
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """As many threads as a worker has, so that sums are made in the same order."""
+    """Within ``with``, this process has as many threads as a worker, so that both sum in the same order."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -194,7 +194,7 @@ def threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def repeatable_kernels() -> Iterator[None]:
-    """cuDNN without TF32 and without kernels whose sums differ from run to run; workers started inside follow."""
+    """Within ``with``, cuDNN uses no TF32 and only deterministic kernels; workers started inside inherit that."""
     cudnn = torch.backends.cudnn
     before = cudnn.allow_tf32, cudnn.deterministic
     cudnn.allow_tf32, cudnn.deterministic = False, True
@@ -204,13 +204,13 @@ def repeatable_kernels() -> Iterator[None]:
         cudnn.allow_tf32, cudnn.deterministic = before
 
 
-# -- the loss that is taken where none is given -----------------------------------------------------------------------
+# -- the default loss -------------------------------------------------------------------------------------------------
 
 
 def default_loss(model: nn.Module, call: Call) -> tuple[LossFunction, Any, str]:
-    """A loss for any output, its target, and what it is called."""
+    """A loss for any output, its target, and its printed name."""
     part = call.first(min(MIN_SAMPLES, call.batch))
-    output = output_in(model, part, "train")  # some return more in training than in evaluation
+    output = output_in(model, part, "train")  # some models return more in training than in evaluation
     if is_logits(output, part.batch):
         generator = torch.Generator().manual_seed(0)
         labels = torch.randint(output.shape[1], (call.batch,), generator=generator)
@@ -226,6 +226,6 @@ def is_logits(output: Any, batch: int) -> bool:
 
 
 def mean_of_squares(output: Any, target: Any) -> torch.Tensor:
-    """The mean square of each floating-point output, summed; the target is not looked at."""
+    """Sum of the mean squares of all floating-point outputs; the target is ignored."""
     floats = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
     return torch.stack([leaf.float().square().mean() for leaf in floats]).sum()

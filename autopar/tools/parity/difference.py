@@ -1,4 +1,4 @@
-"""How far tensors are apart, and what is near enough."""
+"""Distance between tensors, and its tolerance."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from autopar.tools.parity.rounding import NO_ROUNDING, Rounding
 
 ABSOLUTE, RELATIVE = 1e-5, 1e-4
-# Below this 2-norm, 1e-5 would hide a wrong tensor: the absolute tolerance becomes 1e-4 of the norm, at least 1e-7.
-SMALL_NORM, LEAST_ABSOLUTE = 0.1, 1e-7
+# Below this 2-norm, a tolerance of 1e-5 would hide a wrong tensor: it becomes 1e-4 of the norm, at least 1e-7.
+SMALL_NORM, MIN_ABSOLUTE = 0.1, 1e-7
 
 Named = list[tuple[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
 class Row:
-    """One quantity compared.
+    """Comparison of one quantity.
 
-    ``max_absolute`` is the largest difference of an element, ``max_relative`` the largest 2-norm of a tensor's
-    difference over the tensor's own. ``worst`` names the tensor that is nearest to its tolerance, or furthest beyond.
+    ``max_absolute`` is the largest difference of an element. ``max_relative`` is the largest quotient of a difference's
+    2-norm and the expected tensor's 2-norm. ``worst`` names the tensor with the largest excess.
     """
 
     quantity: str
@@ -35,7 +35,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far two tensors are apart. ``excess`` is the largest difference over its tolerance: 1 is the limit."""
+    """Distance between two tensors. ``excess`` is the largest quotient of difference and tolerance: 1 is the limit."""
 
     absolute: float
     relative: float
@@ -45,11 +45,11 @@ class Difference:
 def compared(
     quantity: str, actual: Named, expected: Named, exact: Named | None = None, rounding: Rounding = NO_ROUNDING
 ) -> Row:
-    """The row of two lists of tensors; a name on one side only is a failure.
+    """Row of two lists of tensors; a name in only one list is a failure.
 
     Args:
-        exact: in mixed precision, what is expected in float32.
-        rounding: what a tensor may be off beside its distance to that.
+        exact: in mixed precision, the expected tensors in float32.
+        rounding: tolerance in addition to the expected tensor's distance to ``exact``.
     """
     ours, theirs = dict(actual), dict(expected)
     unmatched = [name for name in (*ours, *theirs) if name not in ours or name not in theirs]
@@ -75,7 +75,7 @@ def compared(
 
 
 def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
-    """How far a tensor is from the expected one; infinitely where shape or dtype differ or a number is not finite.
+    """Distance of a tensor to the expected one; infinite if shape or dtype differ or a number is not finite.
 
     Tolerance: 1e-5 + 1e-4·|expected|; where the expected tensor's 2-norm is below 0.1, 1e-4 of the norm (at least 1e-7)
     instead of 1e-5. Integers and booleans must be equal.
@@ -93,11 +93,11 @@ def difference(actual: torch.Tensor, expected: torch.Tensor) -> Difference:
     norm = theirs.norm().item()
     if not bool(torch.isfinite(gap).all()):
         return infinite
-    floor = ABSOLUTE if norm >= SMALL_NORM else max(LEAST_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
+    floor = ABSOLUTE if norm >= SMALL_NORM else max(MIN_ABSOLUTE, norm * ABSOLUTE / SMALL_NORM)
     relative = gap.norm().item() / norm if norm else float("inf")
     return Difference(gap.max().item(), relative, (gap / (floor + RELATIVE * theirs.abs())).max().item())
 
 
 def same(actual: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two tensors are equal bit by bit, but for the sign of zero."""
+    """Whether two tensors are bitwise equal, apart from the sign of zero."""
     return actual.dtype == expected.dtype and torch.equal(actual, expected)

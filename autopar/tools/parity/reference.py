@@ -1,6 +1,6 @@
-"""The model on one device, doing a plan's microbatches with gradient accumulation.
+"""The model on one device, which runs a plan's microbatches with gradient accumulation.
 
-Batch norm uses microbatch statistics as under the plan; running statistics are those of the first replica.
+Batch norm uses microbatch statistics as under the plan; its running statistics come from the first replica.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor]
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """The mean loss of a batch, the outputs by name, and the gradients so far."""
+    """Mean loss of a batch, its named outputs, and the gradients accumulated so far."""
 
     loss: float
     outputs: Named
@@ -37,7 +37,7 @@ class StepOutcome:
 
 
 class Reference:
-    """The model on one device, trained plainly or as torch.amp's examples do."""
+    """The model on one device, trained in its own precision or as in the examples of torch.amp."""
 
     def __init__(
         self,
@@ -52,26 +52,26 @@ class Reference:
         """Copy the model.
 
         Args:
-            call: is like all that will follow.
+            call: an example of later calls, with the same structure.
             low: dtype of autocast, None without.
-            low_params: dtype of copies of the parameters that it computes with; then only the loss is under autocast.
+            low_params: dtype of the parameters' copies in forward and backward; then only the loss is under autocast.
         """
         self.device = torch.device(pm.machine.device_of(0))
         self.low, self.low_params = getattr(torch, low) if low else None, low_params
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=low == "float16")
         self.model = copy_model(model).to(self.device)
         self.modes = {module: module.training for module in self.model.modules()}
-        here = self.parts_of(call, [call.batch])[0]
+        batch = self.parts_of(call, [call.batch])[0]
         modes: tuple[Mode, ...] = ("train", "eval")
-        self.whole = {mode: shapes_of(output_in(self.model, here, mode)) for mode in modes}
+        self.whole = {mode: shapes_of(output_in(self.model, batch, mode)) for mode in modes}
         self.loss_fn, self.microbatches, self.replicas = loss_fn, pm.plan.microbatches, pm.plan.mesh.dp
         first = [buffer.detach().clone() for buffer in self.model.buffers()]
-        self.buffers = dict.fromkeys(range(1, self.replicas), first)  # of the replicas that the model does not show
+        self.buffers = dict.fromkeys(range(1, self.replicas), first)  # the model itself has replica 0's
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
-        use_fused_kernels(self.optimizer)  # as ranks do: what other kernels round otherwise flips rectifiers
+        use_fused_kernels(self.optimizer)  # as ranks do: rounding differences of other kernels flip rectifiers
 
     def parts(self, call: Call) -> tuple[list[Call], list[int]]:
-        """The call of each microbatch of each replica, and its samples."""
+        """Call and number of samples of each microbatch, replica by replica."""
         sizes = partition(call.batch, self.replicas, self.microbatches)
         return self.parts_of(call, sizes), sizes
 
@@ -79,13 +79,13 @@ class Reference:
         """The call cut into parts, on the model's device."""
         calls = []
         for part in split_leaves(call.leaves, call.batch, sizes):
-            here = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part]
-            calls.append(Call(*unflatten(here, call.spec)))
+            moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in part]
+            calls.append(Call(*unflatten(moved, call.spec)))
         return calls
 
     def outputs(self, call: Call) -> Named:
-        """What the model returns in eval mode for a batch, by name."""
-        enter_mode(self.model, self.modes, "eval")
+        """Named outputs of the model in eval mode for a batch."""
+        enter(self.model, self.modes, "eval")
         calls, sizes = self.parts(call)
         with torch.no_grad():
             outputs = [self.output(part) for part in calls]
@@ -99,8 +99,8 @@ class Reference:
         count = len(sizes) // self.replicas
         total, outputs = 0.0, []
         for i, (part, target, size) in enumerate(zip(calls, targets, sizes, strict=True)):
-            here, spec = flatten(target)
-            moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in here]
+            target_leaves, spec = flatten(target)
+            moved = [leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in target_leaves]
             with self.replica(i // count):
                 output = self.output(part)
                 with self.autocast():
@@ -111,7 +111,7 @@ class Reference:
         return StepOutcome(total, named_outputs(joined(outputs, sizes, self.whole["train"])), self.gradients())
 
     def output(self, call: Call) -> Any:
-        """What the model makes of a microbatch, in the precision asked for."""
+        """Output of the model for a microbatch, in the reference's precision."""
         if self.low_params is None:
             with self.autocast():
                 return self.model(*call.args, **call.kwargs)
@@ -125,15 +125,15 @@ class Reference:
 
     @contextmanager
     def replica(self, number: int) -> Iterator[None]:
-        """Within ``with`` the model has the buffers of a replica, outside those of the first one."""
-        own = list(self.model.buffers())
-        first = [buffer.detach().clone() for buffer in own]
-        for buffer, kept in zip(own, self.buffers.get(number, first), strict=True):
+        """Within ``with``, the model has the buffers of a replica; outside it has the first replica's."""
+        buffers = list(self.model.buffers())
+        first = [buffer.detach().clone() for buffer in buffers]
+        for buffer, kept in zip(buffers, self.buffers.get(number, first), strict=True):
             buffer.data.copy_(kept)
         yield
         if number:
-            self.buffers[number] = [buffer.detach().clone() for buffer in own]
-            for buffer, kept in zip(own, first, strict=True):
+            self.buffers[number] = [buffer.detach().clone() for buffer in buffers]
+            for buffer, kept in zip(buffers, first, strict=True):
                 buffer.data.copy_(kept)
 
     def gradients(self) -> Named:
@@ -141,7 +141,12 @@ class Reference:
         return [(n, p.grad.detach().cpu() / scale) for n, p in self.model.named_parameters() if p.grad is not None]
 
     def optimizer_step(self, wanted: bool = True) -> None:
-        """Update the weights; without autocast only if that is wanted: overflows happen in float16 alone."""
+        """Update the weights.
+
+        Args:
+            wanted: whether the parallel model updated its weights. A reference without autocast follows it. Under
+                autocast the reference's own scaler decides, which only float16 can make skip.
+        """
         if wanted or self.low is not None:
             self.scaler.step(self.optimizer)
             self.scaler.update()
@@ -152,7 +157,7 @@ class Reference:
 
 
 def output_in(model: nn.Module, call: Call, mode: Mode) -> Any:
-    """What a copy of the model returns in a mode; the model's statistics and the random numbers to come stay."""
+    """Output of a copy of the model in a mode; the model's statistics and the random generator do not change."""
     twin = copy_model(model)
     enter_mode(twin, {module: module.training for module in twin.modules()}, mode)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -160,16 +165,17 @@ def output_in(model: nn.Module, call: Call, mode: Mode) -> Any:
 
 
 def shapes_of(output: Any) -> list[torch.Size | None]:
-    """The shape of each leaf of an output, None for what is not a tensor."""
+    """Shape of each leaf of an output, None for a leaf that is not a tensor."""
     return [leaf.shape if isinstance(leaf, torch.Tensor) else None for leaf in leaves(output)]
 
 
 def joined(outputs: list[Any], sizes: list[int], whole: list[torch.Size | None]) -> list[Any]:
-    """The leaves of the output for the batch from those of its microbatches.
+    """Leaves of the output for the batch, joined from the outputs of its microbatches.
 
     Args:
-        whole: shapes of what the model returns for the batch at once. They tell what grows with the batch, and so this
-            does not rely on the traced graph, which tells the parallel model.
+        whole: shapes of the leaves when the model runs the batch in one call. Leaves that grow with the batch have
+            another shape there. The parallel model learns this from the traced graph, on which a reference must not
+            rely.
     """
     result = []
     for shape, *column in zip(whole, *map(leaves, outputs), strict=True):
@@ -186,6 +192,6 @@ def joined(outputs: list[Any], sizes: list[int], whole: list[torch.Size | None])
 
 
 def named_outputs(output: Any) -> Named:
-    """The tensors of an output, numbered."""
+    """Tensors of an output, named by their number."""
     found = [leaf for leaf in leaves(output) if isinstance(leaf, torch.Tensor)]
     return [(f"output {i}", leaf.detach().cpu().clone()) for i, leaf in enumerate(found)]

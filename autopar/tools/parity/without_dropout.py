@@ -1,4 +1,4 @@
-"""Random operations in a model: switching off those that have a switch, and naming those that are left."""
+"""Random operations in a model: those with a switch are switched off, the others are named."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from autopar.trace.copy_model import copy_model
 from autopar.trace.passes.counter_rng import is_random
 from autopar.trace.trace import trace
 
-# Modules that draw random numbers in training, and the attribute that holds the probability; by class name because some
-# are timm's or torchvision's.
+# Modules that draw random numbers in training, and the attribute with the probability. By class name, because some
+# classes are timm's or torchvision's.
 SWITCHES = {
     "Dropout": "p", "Dropout1d": "p", "Dropout2d": "p", "Dropout3d": "p", "AlphaDropout": "p",
     "FeatureAlphaDropout": "p", "MultiheadAttention": "dropout", "LSTM": "dropout", "GRU": "dropout", "RNN": "dropout",
@@ -22,7 +22,7 @@ MIN_SAMPLES = 2  # of a trace: batch norm refuses a single value per channel
 
 
 def copy_without_dropout(model: nn.Module) -> tuple[nn.Module, list[str]]:
-    """A deep copy of the model with dropout and the like switched off, and a sentence that says so where any was on."""
+    """Deep copy of the model with dropout and similar modules off, and a note about it if any was on."""
     quiet = copy_model(model)
     found: defaultdict[str, list[float]] = defaultdict(list)
     for module in quiet.modules():
@@ -36,7 +36,7 @@ def copy_without_dropout(model: nn.Module) -> tuple[nn.Module, list[str]]:
 
 
 def between(numbers: list[float]) -> str:
-    """``0.1``, or ``0.02 to 0.2`` where they differ."""
+    """Range of numbers as text: ``0.1``, or ``0.02 to 0.2`` where they differ."""
     low, high = f"{min(numbers):.3g}", f"{max(numbers):.3g}"
     return low if low == high else f"{low} to {high}"
 

@@ -1,4 +1,4 @@
-"""The result as a picture: a bar for each contestant."""
+"""Picture of a bench result: one bar per contestant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(result: BenchResult, path: Path) -> None:
 
 
 def figure_of(result: BenchResult) -> Any:
-    """The picture as matplotlib has it."""
+    """Matplotlib figure of a bench result."""
     rows = result.best
     figure = needed_figure()(figsize=(WIDTH_INCHES, MARGIN_INCHES + BAR_INCHES * len(rows)), layout="constrained")
     axes = figure.add_subplot()
@@ -70,7 +70,7 @@ def figure_of(result: BenchResult) -> Any:
 
 
 def beside_marks(figure: Any, axes: Any, marks: Mapping[Any, float], gap: float) -> None:
-    """Move texts that would lie on their marks behind these; how wide they are is known once all is laid out."""
+    """Move texts that overlap their marks to the right of them. The widths of texts are known only after layout."""
     figure.draw_without_rendering()
     for text, mark in marks.items():
         begins = text.get_position()[0]

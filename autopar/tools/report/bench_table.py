@@ -1,4 +1,4 @@
-"""The printed result of ``autopar bench``."""
+"""Printed result of ``autopar bench``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from autopar.ir.text import labelled, plain_table
 from autopar.ir.units import BYTES, TIME, percent, plural, text
 from autopar.tools.bench.result import BenchResult, BenchRow
 
-INDENT = 2  # of what is said about a run below its name
+INDENT = 2  # columns before the lines below a run's name
 
 
 def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
-    """What was measured, a line per contestant, the plans' bubbles, and their memory rank by rank."""
+    """Setting of the measurement, a row per contestant, the plans' bubbles, and memory rank by rank."""
     precision = f"{result.precision}{', channels_last' if result.channels_last else ''}"
     lines = [
         ("model", f"{result.model}, {result.flops_per_image / 1e9:,.1f} GFLOP to train on an image"),
@@ -37,7 +37,7 @@ def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
 
 
 def rate_table(result: BenchResult) -> Table:
-    """The best variant of each contestant, or why it has none."""
+    """A row per contestant: its best variant, or the reason why it has none."""
     table = plain_table()
     table.add_column("run", overflow="fold", max_width=46)
     for title in ("step", "samples/s", "TFLOP/s per device", "peak memory"):

@@ -1,4 +1,4 @@
-"""Predicted against measured as a picture: step times and peaks of all plans."""
+"""Picture of a calibration: predicted against measured step times and peaks of all plans."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from autopar.tools.report.figure import needed_figure, save_figure
 
 Pair = tuple[float, float]  # measured, predicted
 
-NEAR = 0.1  # the band that is drawn around equality
+NEAR = 0.1  # relative width of the band around equality
 SIZE_INCHES = (9.6, 4.8)
 COLOURS = {"pipeline": "#1b6ca8", "tensor": "#c2731d", "data": "#3c8f4f", "mixed": "#8c4fa0", "one device": "#6b747c"}
 
 
 def kind_of(mesh: Mesh) -> str:
-    """By what a mesh splits a model."""
+    """Kind of parallelism of a mesh, a key of `COLOURS`."""
     axes = [name for name, size in (("pipeline", mesh.pp), ("tensor", mesh.tp), ("data", mesh.dp)) if size > 1]
     return axes[0] if len(axes) == 1 else "mixed" if axes else "one device"
 
 
 def draw(calibration: Calibration, path: Path) -> None:
-    """A PNG with a mark for each plan's step, and for each rank's peak.
+    """Write a PNG with a mark for each plan's step and for each rank's peak.
 
     Raises:
         UsageError: matplotlib is not installed, or the file cannot be written.
@@ -35,7 +35,7 @@ def draw(calibration: Calibration, path: Path) -> None:
 
 
 def figure_of(calibration: Calibration) -> Any:
-    """The picture as matplotlib has it."""
+    """Matplotlib figure of a calibration."""
     figure = needed_figure()(figsize=SIZE_INCHES, layout="constrained")
     times, peaks = figure.subplots(1, 2)
     largest = max(max(point.measured_bytes) for point in calibration.points)

@@ -1,4 +1,4 @@
-"""The printed result of ``autopar bench --calibrate``."""
+"""Printed result of ``autopar bench --calibrate``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autopar.tools.report.bench_table import INDENT
 
 
 def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
-    """Machine and cost model, a line for each plan, the errors of all."""
+    """Machine and cost model, a row per plan, and a summary of the errors."""
     head = (
         ("machine", calibration.machine),
         ("cost model", f"{calibration.hardware}, {calibration.cost}"),
@@ -26,7 +26,7 @@ def calibration_parts(calibration: Calibration) -> Sequence[RenderableType]:
 
 
 def points_table(calibration: Calibration) -> Table:
-    """Step and fullest rank of each plan, predicted and measured."""
+    """A row per plan: its step and its fullest rank, predicted and measured."""
     table = plain_table()
     table.add_column("model, batch, plan", overflow="fold", max_width=46)
     for title in ("predicted step", "measured", "error", "predicted peak", "measured", "worst rank"):

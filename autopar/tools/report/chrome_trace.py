@@ -1,4 +1,4 @@
-"""Chrome trace events, which Perfetto shows: rows of actions and arrows between them, measured or simulated.
+"""Chrome trace events for Perfetto: rows of actions, measured or simulated, and arrows between them.
 
 Source: "Trace Event Format" (Duffy), phases X, M, C, s and f; a flow binds to the slices that enclose its ends.
 """
@@ -11,14 +11,14 @@ from typing import Any
 
 from autopar.schedule.actions import Action
 
-TICK_US = 1e-3  # an arrow leaves a slice this long before its end, so that it lies inside
+TICK_US = 1e-3  # an arrow starts this long before its slice ends, so that its start lies inside
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Slice:
-    """Something that a thread of a process does, in µs."""
+    """A bar in the row of a process's thread; times in µs."""
 
     process: int
     thread: int
@@ -27,7 +27,7 @@ class Slice:
 
 
 def row_names(process: int, name: str, threads: Mapping[int, str]) -> list[Event]:
-    """What a process and its threads are called; processes are shown in the order of their numbers."""
+    """Events that name a process and its threads and sort processes by number."""
     return [
         {"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}},
         {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
@@ -39,15 +39,15 @@ def row_names(process: int, name: str, threads: Mapping[int, str]) -> list[Event
 
 
 def slice_event(where: Slice, name: str, colour: str | None = None) -> Event:
-    """A bar."""
+    """Event that draws a slice."""
     event = {"ph": "X", "pid": where.process, "tid": where.thread, "name": name}
     event |= {"ts": where.start_us, "dur": round(where.end_us - where.start_us, 6)}
     return event | ({"cname": colour} if colour else {})
 
 
 def arrow_events(number: int, src: Action, dst: Action, sender: Slice, receiver: Slice) -> tuple[Event, Event]:
-    """Both ends of the arrow from the end of the action that sends to the start of the one that receives."""
-    # An action sends before it ends, and a process that is suspended just then ends it late.
+    """Start and end of an arrow from the end of the sending action to the start of the receiving action."""
+    # An action sends before it ends. If the process is suspended between the two, the action ends after the receipt.
     arrives = receiver.start_us
     inside = round(sender.end_us - min(TICK_US, (sender.end_us - sender.start_us) / 2), 6)
     leaves = max(sender.start_us, min(arrives, inside))
@@ -61,15 +61,15 @@ def arrow_events(number: int, src: Action, dst: Action, sender: Slice, receiver:
 
 
 def counter_event(process: int, name: str, time_us: float, value: float) -> Event:
-    """What a counter shows from a time on."""
+    """Event that sets a counter's value from a time on."""
     return {"ph": "C", "pid": process, "name": name, "ts": time_us, "args": {name: value}}
 
 
 def title(action: Action) -> str:
-    """``F s1 mb3``."""
+    """Name of an action's slice: ``F s1 mb3``."""
     return f"{action.kind} s{action.chunk} mb{action.microbatch}"
 
 
 def colour(action: Action) -> str:
-    """One of Chrome's colour names."""
+    """Chrome's name of an action's colour."""
     return "thread_state_running" if action.kind == "F" else "rail_response"

@@ -1,4 +1,4 @@
-"""What ``autopar explain`` prints."""
+"""Printed result of ``autopar explain``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from autopar.tools.explain.diff import Change, Difference
 from autopar.tools.explain.memory import BUFFERS
 from autopar.tools.explain.why_not import WhyNotResult
 
-ROUNDING = 1e-9  # share of a step that is none
+ROUNDING = 1e-9  # share of a step below which a part counts as absent
 LONGEST_LIST = 24  # rows of shardings that differ
 NONE = "–"
-# In a terminal too narrow for whole words.
+# Titles in a terminal that is too narrow for whole words.
 HYPHENATED = {
     "recomputation": "recom-\nputation",
     "collectives": "collec-\ntives",
@@ -33,7 +33,7 @@ HYPHENATED = {
 
 
 def explanation_parts(plan: Plan, explanation: Explanation, width: int) -> Sequence[RenderableType]:
-    """What bounds the plan, where the step of each position goes, its memory, and what would help."""
+    """Bound of the plan, then a row per position for its step and for its memory, then suggestions."""
     breakdown = explanation.breakdown
     step, error = breakdown.step_seconds, percent(plan.prediction.error, 0)
     lines = [
@@ -52,7 +52,7 @@ def explanation_parts(plan: Plan, explanation: Explanation, width: int) -> Seque
 
 
 def described(plan: Plan) -> str:
-    """A plan on a line."""
+    """A plan in one line."""
     return (
         f"{plan.model.name}, {plan.mesh}{', ZeRO-1' if plan.zero1 else ''}, {schedule_text(plan)}, {plan.precision}, "
         f"batch {batch_text(plan)}, on {plan.hardware.device} (cost model {plan.hardware.name})"
@@ -60,7 +60,7 @@ def described(plan: Plan) -> str:
 
 
 def time_table(breakdown: Breakdown, width: int) -> Table:
-    """A row per position: each part of the step, and its share of it below; parts that are nowhere are left out."""
+    """A row per position: seconds of each part and its share of the step; parts absent everywhere have no column."""
     names = shown(*(p.spent for p in breakdown.positions))
     unit = unit_of(breakdown.step_seconds, TIME)
     digits = decimals(breakdown.step_seconds / unit[1])
@@ -86,22 +86,22 @@ def time_table(breakdown: Breakdown, width: int) -> Table:
 
 
 def share(seconds: float, step_seconds: float) -> str:
-    """A part of the step in percent."""
+    """Part of the step in percent."""
     return percent(seconds / step_seconds) if step_seconds else NONE
 
 
 def shown(*parts: StepBreakdown) -> Sequence[str]:
-    """The parts of a step that are anywhere, and compute."""
+    """Names of the parts that are present in some breakdown, and always compute."""
     return [n for n in parts[0].by_name if n == "compute" or any(p.by_name[n] > ROUNDING * p.seconds for p in parts)]
 
 
 def of_position(position: Position) -> Sequence[str]:
-    """The ranks and the stages at a position."""
+    """Ranks and stages of a position, as texts."""
     return ranks_text(position.ranks), ", ".join(map(str, position.stages))
 
 
 def memory_table(breakdown: Breakdown) -> Table:
-    """A row per position: its peak, what is spare, and what it is made of, the largest marked."""
+    """A row per position: peak, spare memory, and the peak's parts with the largest one marked."""
     memories = [p.memory for p in breakdown.positions]
     names = [n for n in memories[0].by_name if n != BUFFERS or any(m.buffer_bytes for m in memories)]
     table = plain_table()
@@ -120,7 +120,7 @@ def memory_table(breakdown: Breakdown) -> Table:
 
 
 def help_table(explanation: Explanation, step_seconds: float) -> Table:
-    """What would shorten the step, by the numbers of this plan."""
+    """A row per suggestion: the resulting step, compared with the plan's."""
     table = plain_table()
     table.add_column("what would help")
     table.add_column("step", justify="right", no_wrap=True)
@@ -132,7 +132,7 @@ def help_table(explanation: Explanation, step_seconds: float) -> Table:
 
 
 def answer_parts(plan: Plan, breakdown: Breakdown, answer: WhyNotResult) -> Sequence[RenderableType]:
-    """Why not: how the best plan with a constraint compares, and where its time goes instead."""
+    """Answer to one ``--why-not``: how the best plan under the constraint compares, and both steps by activity."""
     lines = [("why not", answer.asked), ("answer", answer.text)]
     if answer.plan is None or answer.breakdown is None:
         return [labelled(lines)]
@@ -144,7 +144,7 @@ def answer_parts(plan: Plan, breakdown: Breakdown, answer: WhyNotResult) -> Sequ
 
 
 def spent_table(titles: tuple[str, str, str], before: StepBreakdown, after: StepBreakdown) -> Table:
-    """The parts of two steps side by side, of their mean ranks."""
+    """Two mean breakdowns side by side: a row per part of the step, and the difference."""
     table = plain_table()
     table.add_column(titles[0], no_wrap=True)
     for title in (*titles[1:], "difference"):
@@ -160,7 +160,7 @@ def spent_table(titles: tuple[str, str, str], before: StepBreakdown, after: Step
 
 
 def difference_parts(before: Plan, after: Plan, found: Difference, width: int) -> Sequence[RenderableType]:
-    """The two plans side by side: what they decide otherwise, their memory, the parts of their steps."""
+    """Two plans side by side: settings, cuts and shardings that differ, peak memory, and parts of their steps."""
     titles = ("this plan", "the other")
     parts: list[RenderableType] = []
     if found.notes:
@@ -174,7 +174,7 @@ def difference_parts(before: Plan, after: Plan, found: Difference, width: int) -
             parts += [change_table((name, *titles), rows, room), ""]
     more = len(found.shardings) - LONGEST_LIST
     if more > 0:
-        parts += [f"and {more} more that are split otherwise (--json lists all)", ""]
+        parts += [f"and {more} more that are split differently (--json lists all)", ""]
     if not any(groups.values()):
         parts += ["Both plans decide the same.", ""]
     parts += [peak_table(found), "", spent_table(("part of the step", *titles), found.before.spent, found.after.spent)]
@@ -182,7 +182,7 @@ def difference_parts(before: Plan, after: Plan, found: Difference, width: int) -
 
 
 def change_table(titles: tuple[str, ...], rows: Sequence[Change], room: int) -> Table:
-    """What differs, a row each."""
+    """A row per change."""
     table = plain_table()
     for title in titles:
         table.add_column(title)
@@ -192,7 +192,7 @@ def change_table(titles: tuple[str, ...], rows: Sequence[Change], room: int) -> 
 
 
 def peak_table(found: Difference) -> Table:
-    """The peak memory of each position."""
+    """A row per position: peak memory under both plans."""
     table = plain_table()
     table.add_column("position", justify="right")
     for title in ("ranks", "peak memory, this plan", "ranks", "the other"):

@@ -1,4 +1,4 @@
-"""Pictures: matplotlib, which is an extra, and PNG files."""
+"""Access to matplotlib, which is an extra, and PNG files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ DPI = 150
 
 
 def needed_figure() -> Any:
-    """matplotlib's class for pictures without a window.
+    """Matplotlib's class for pictures without a window.
 
     Raises:
-        UsageError: it is not installed.
+        UsageError: matplotlib is not installed.
     """
     try:
         return importlib.import_module("matplotlib.figure").Figure

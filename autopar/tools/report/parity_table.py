@@ -1,4 +1,4 @@
-"""The printed comparison of ``autopar check``."""
+"""Printed result of ``autopar check``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ from autopar.trace.passes.precision import low_param_dtype
 
 
 def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
-    """What was compared and how it came out; ``plan`` is the comparison's own under its full name."""
+    """Setting of the comparison, a row per quantity, and the verdict.
+
+    Args:
+        plan: the comparison's plan with the model's full name.
+    """
     stages = " | ".join(first if first == last else f"{first} … {last}" for first, last in stage_ends(plan.stages))
     devices = plural(plan.mesh.devices, "device")
     trained = f"{plural(parity.steps, 'AdamW step')} (lr {LEARNING_RATE:g}, eps {EPSILON:g}), " if parity.steps else ""
@@ -42,14 +46,14 @@ def parity_parts(parity: Parity, plan: Plan) -> Sequence[RenderableType]:
 
 
 def reference_text(parity: Parity) -> str:
-    """What the model is compared with."""
+    """The reference in words."""
     if low_param_dtype(parity.plan.precision):
         return f"the unmodified model with copies of its parameters in {parity.autocast}"
     return "the unmodified model" + (f" under torch.autocast in {parity.autocast}" if parity.autocast else "")
 
 
 def noise_texts(parity: Parity) -> Sequence[str]:
-    """The tolerance of mixed precision."""
+    """Additional tolerance of mixed precision, in words; none in the model's own precision."""
     if parity.autocast is None:
         return ()
     relative = rounding_of(parity.autocast).relative
@@ -61,7 +65,7 @@ def noise_texts(parity: Parity) -> Sequence[str]:
 
 
 def mesh_text(plan: Plan) -> str:
-    """The mesh, and how much its tensor axis splits: a comparison in which that is nothing proves little."""
+    """The mesh, and how much its tensor axis splits: a comparison in which it splits nothing proves little."""
     weights = [text for text in plan.shardings.values() if Layout.parse(text).splits]
     labels = [label for label in plan.strategies.values() if label]
     split = f", {plural(len(labels), 'operation')} and {plural(len(weights), 'weight')} split (repeated ones once)"
@@ -91,12 +95,12 @@ def row_table(rows: Sequence[Row]) -> Table:
 
 
 def number(value: float) -> str:
-    """A difference with two digits; nothing at all is plain 0."""
+    """A difference with two digits; exactly zero is ``0``."""
     return "0" if value == 0 else f"{value:.1e}"
 
 
 def verdict(parity: Parity) -> str:
-    """One line: equal, equal bit by bit, or what is not."""
+    """One sentence: equal within the tolerance, bitwise equal, or the quantities that differ."""
     failed = [row.quantity for row in parity.rows if not row.ok]
     if failed:
         return f"FAILED: {', '.join(failed)} differ by more than the tolerance."

@@ -1,4 +1,4 @@
-"""A simulated step as Chrome trace events: a process for each position of the pipeline, and what its memory holds."""
+"""Chrome trace events of a simulated step: one process per pipeline position, with a counter of its memory."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autopar.tools.report.chrome_trace import (
 )
 from autopar.tools.simulate.step import Position, SimulatedStep
 
-COMPUTE = 0  # the one thread
+COMPUTE = 0  # number of the only thread
 GIB = 2**30
 
 
 def trace_events(step: SimulatedStep) -> dict[str, Any]:
-    """The events as JSON's types, times in µs since the start of the step."""
+    """Trace events as JSON types, times in µs since the start of the step."""
     slices = {
         span.action: Slice(span.rank, COMPUTE, in_us(span.start_seconds), in_us(span.end_seconds))
         for span in step.timeline.spans
@@ -47,7 +47,7 @@ def trace_events(step: SimulatedStep) -> dict[str, Any]:
 
 
 def end_events(step: SimulatedStep, number: int, position: Position) -> list[Event]:
-    """Reduction and optimizer, where there are any."""
+    """Slices of reduction and optimizer, if they take time."""
     begins, reduced = step.pipeline_seconds, step.pipeline_seconds + position.reduce_seconds
     parts = {
         "reduction": Slice(number, COMPUTE, in_us(begins), in_us(reduced)),
@@ -57,7 +57,7 @@ def end_events(step: SimulatedStep, number: int, position: Position) -> list[Eve
 
 
 def memory_events(number: int, position: Position) -> list[Event]:
-    """A track of GiB, where the plan says what is held."""
+    """Counter of GiB; none if the plan has no memory figures of its stages."""
     if position.memory is None:
         return []
     points = zip(position.memory.seconds, position.memory.num_bytes)
@@ -65,11 +65,11 @@ def memory_events(number: int, position: Position) -> list[Event]:
 
 
 def name_of(position: Position) -> str:
-    """``ranks 0–511 (stage 0)``."""
+    """Name of a position's process: ``ranks 0–511 (stage 0)``."""
     stages = f"{'stage' if len(position.stages) == 1 else 'stages'} {', '.join(map(str, position.stages))}"
     return f"{position.name} ({stages})"
 
 
 def in_us(seconds: float) -> float:
-    """µs, with three decimals."""
+    """Microseconds, rounded to three decimals."""
     return round(1e6 * seconds, 3)

@@ -1,4 +1,4 @@
-"""The printed result of ``autopar simulate``."""
+"""Printed result of ``autopar simulate``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from autopar.ir.units import BYTES, COUNT, TIME, column, percent, plural, text
 from autopar.tools.simulate.step import Position, SimulatedStep
 
 GAP = 2  # columns between two cells
-MAX_ROWS = 16  # of the timeline
+MAX_ROWS = 16  # rows of the timeline
 
 
 def simulation_parts(step: SimulatedStep, own: SimulatedStep, width: int) -> Sequence[RenderableType]:
-    """What was simulated, a row per position of the pipeline, and the timeline where it fits.
+    """Setting of the simulation, a row per pipeline position, and the timeline if it fits.
 
     Args:
-        own: the step under the plan's own schedule.
-        width: of the screen, in columns.
+        own: the step under the plan's schedule.
+        width: columns of the screen.
     """
     parts: list[RenderableType] = [labelled([*header(step), *notes(step, own)]), "", position_table(step, width)]
     if step.schedule != own.schedule:
@@ -36,7 +36,7 @@ def simulation_parts(step: SimulatedStep, own: SimulatedStep, width: int) -> Seq
 
 
 def header(step: SimulatedStep) -> list[tuple[str, str]]:
-    """What was simulated and how long it takes."""
+    """Labelled lines: the plan and the duration of its step."""
     plan, mesh = step.plan, step.plan.mesh
     band = f"±{percent(plan.prediction.error, 0)}"
     chunks = f", {plan.chunks} chunks a rank" if plan.chunks > 1 else ""
@@ -60,7 +60,7 @@ def header(step: SimulatedStep) -> list[tuple[str, str]]:
 
 
 def ends(step: SimulatedStep) -> list[str]:
-    """What follows the pipeline, where it is worth a line."""
+    """The step as a sum of pipeline, reduction and optimizer; none if the last two are too short to matter."""
     if step.end_seconds < NOTABLE_SHARE * step.step_seconds:
         return []
     reduce_seconds = step.plan.prediction.reduce_seconds
@@ -73,7 +73,7 @@ def ends(step: SimulatedStep) -> list[str]:
 
 
 def notes(step: SimulatedStep, own: SimulatedStep) -> list[tuple[str, str]]:
-    """What the plan does not say, or says otherwise, and what does not fit."""
+    """Labelled lines: contradictions in the plan, missing memory figures, positions whose memory does not fit."""
     found = []
     said, seconds = step.plan.prediction.step_seconds, own.step_seconds
     if abs(seconds - said) > NOTABLE_SHARE * said:
@@ -109,9 +109,9 @@ def notes(step: SimulatedStep, own: SimulatedStep) -> list[tuple[str, str]]:
 
 
 def position_table(step: SimulatedStep, width: int) -> Table:
-    """A row per position: how its ranks spend the step, and what they hold at most.
+    """A row per position: its step by activity, and its peak memory.
 
-    Collectives are those of tensor parallelism and what of the gradients' reduction the pipeline does not hide.
+    Collectives are tensor-parallel collectives and the exposed gradient reduction.
     """
     positions, capacity = step.positions, step.plan.hardware.memory_bytes
     collectives = [p.collective_seconds + p.reduce_seconds for p in positions]
@@ -142,7 +142,7 @@ def position_table(step: SimulatedStep, width: int) -> Table:
 
 
 def comparison_table(step: SimulatedStep, own: SimulatedStep) -> Table:
-    """The schedule that was asked for beside the plan's."""
+    """A row for the simulated schedule and one for the plan's."""
     table = plain_table()
     table.add_column("schedule", no_wrap=True)
     for title in ("step", "bubble", "peak memory", "compared"):
@@ -162,18 +162,18 @@ def comparison_table(step: SimulatedStep, own: SimulatedStep) -> Table:
 
 
 def peak_bytes(position: Position) -> int:
-    """The most that a rank at a position holds; 0 where the plan does not say."""
+    """Peak memory of a rank at a position; 0 if the plan has no memory figures of its stages."""
     return position.memory.peak_bytes if position.memory is not None else 0
 
 
 def stages_text(position: Position) -> str:
-    """``3``, ``0, 4``, ``0, 4 … 20``."""
+    """Stages of a position as text: ``3``, ``0, 4``, ``0, 4 … 20``."""
     numbers = [str(stage) for stage in position.stages]
     return ", ".join(numbers) if len(numbers) <= 3 else f"{numbers[0]}, {numbers[1]} … {numbers[-1]}"
 
 
 def numbers(step: SimulatedStep, own: SimulatedStep) -> dict[str, Any]:
-    """All of it but spans and curves, as JSON's types."""
+    """All numbers of the step but spans and curves, as JSON types."""
     plan = step.plan
     return {
         "model": plan.model.name,

@@ -1,4 +1,4 @@
-"""A simulated step as a picture: who runs what when, and what lies in memory meanwhile."""
+"""Picture of a simulated step: the actions of every position over time, above their memory."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ COLOURS = {
     "forward": "#5b9bd5", "recompute": "#b7a5d8", "backward": "#e8a33d", "reduction": "#4f9d69", "optimizer": "#c0504d",
 }  # fmt: skip
 WIDTH_INCHES, MARGIN_INCHES, MEMORY_INCHES = 14.0, 1.6, 2.6
-ROW_INCHES, MOST_ROWS_INCHES = 0.34, 8.0
-LETTER_INCHES, LETTER_POINTS, LEAST_POINTS = 0.058, 6.5, 4.5
-OUTLINED_INCHES = 0.03  # bars narrower than this have no outline, which would hide them
-MAX_NAMES = 32  # of rows
+ROW_INCHES, MAX_ROWS_INCHES = 0.34, 8.0
+LETTER_INCHES, LETTER_POINTS, MIN_POINTS = 0.058, 6.5, 4.5
+OUTLINED_INCHES = 0.03  # narrower bars have no outline, which would hide them
+MAX_NAMES = 32  # names of rows
 MAX_CURVES = 10
-CAPACITY_SHARE = 0.4  # the axis reaches up to the capacity where at least this share of it is needed
-PALEST, DARKEST = 0.55, 1.0  # the first and the last chunk of a rank
-LIGHTEST = 0.88  # of the palette, which ends in a yellow that is hard to see on white
+CAPACITY_SHARE = 0.4  # the axis includes the capacity if the peak is at least this share of it
+PALEST, DARKEST = 0.55, 1.0  # strength of colour of a rank's first and last chunk
+LIGHTEST = 0.88  # end of the used palette; the rest is a yellow that is hard to see on white
 
 
 @dataclass(frozen=True)
 class Bar:
-    """Part of a row: from when to when, in seconds, what it is, and which of the rank's stages it belongs to."""
+    """Part of a row. ``kind`` is a key of `COLOURS`, ``chunk`` an index among the rank's stages."""
 
     kind: str
     start_seconds: float
@@ -40,7 +40,7 @@ class Bar:
 
 
 def draw(step: SimulatedStep, path: Path) -> None:
-    """The picture as a PNG.
+    """Write the picture as PNG.
 
     Raises:
         UsageError: matplotlib is not installed, or the file cannot be written.
@@ -49,15 +49,15 @@ def draw(step: SimulatedStep, path: Path) -> None:
 
 
 def figure_of(step: SimulatedStep) -> Any:
-    """The picture as matplotlib has it."""
+    """Matplotlib figure of a simulated step."""
     rows = [bars(step, position) for position in step.positions]
-    rows_inches = min(MOST_ROWS_INCHES, ROW_INCHES * max(len(rows), 2))
+    rows_inches = min(MAX_ROWS_INCHES, ROW_INCHES * max(len(rows), 2))
     held = all(position.memory is not None for position in step.positions)
     heights = [rows_inches, MEMORY_INCHES] if held else [rows_inches]
     figure = needed_figure()(figsize=(WIDTH_INCHES, sum(heights) + MARGIN_INCHES), layout="constrained")
     panels = figure.subplots(len(heights), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     name, size = unit_of(step.step_seconds, TIME)
-    per_inch = step.step_seconds / size / (0.9 * WIDTH_INCHES)  # of an inch of the panel, in units of time
+    per_inch = step.step_seconds / size / (0.9 * WIDTH_INCHES)  # time units per inch of the panel
     draw_rows(panels[0], step, rows, size, per_inch)
     if held:
         draw_memory(panels[1], step, size)
@@ -77,7 +77,7 @@ def heading(step: SimulatedStep) -> str:
 
 
 def bars(step: SimulatedStep, position: Position) -> list[Bar]:
-    """What the ranks at a position do."""
+    """Bars of a position's row."""
     found = [bar for span in position.spans for bar in bars_of(step, span)]
     begins = step.pipeline_seconds
     reduced = begins + position.reduce_seconds
@@ -86,7 +86,7 @@ def bars(step: SimulatedStep, position: Position) -> list[Bar]:
 
 
 def bars_of(step: SimulatedStep, span: Span) -> list[Bar]:
-    """An action; of the backward of a stage that recomputes, its forward first."""
+    """Bars of an action; a backward that recomputes starts with a bar for its forward."""
     action = span.action
     stage, chunk, label = step.plan.stages[action.chunk], action.chunk // step.plan.mesh.pp, str(action.microbatch)
     if action.kind == "F":
@@ -100,8 +100,8 @@ def bars_of(step: SimulatedStep, span: Span) -> list[Bar]:
 
 
 def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], size: float, per_inch: float) -> None:
-    """A row for each position, labels where they fit."""
-    chunks, row_inches = step.plan.chunks, min(MOST_ROWS_INCHES / len(rows), ROW_INCHES)
+    """Draw a row per position, with labels where they fit."""
+    chunks, row_inches = step.plan.chunks, min(MAX_ROWS_INCHES / len(rows), ROW_INCHES)
     points = min(LETTER_POINTS, 72 * 0.55 * row_inches)
     letter = LETTER_INCHES * points / LETTER_POINTS * per_inch
     for place, row in enumerate(rows):
@@ -115,8 +115,8 @@ def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], si
                 spans, (place - 0.43, 0.86),
                 facecolors=shade(COLOURS[kind], chunk, chunks), edgecolors="white", linewidth=0.4 if wide else 0,
             )  # fmt: skip
-            letters = max(len(bar.label) for bar in alike)  # all labels or none, but of a smaller last microbatch
-            for bar, (left, width) in zip(alike, spans, strict=True) if letters and points >= LEAST_POINTS else ():
+            letters = max(len(bar.label) for bar in alike)  # all bars get labels or none, but for a smaller last one
+            for bar, (left, width) in zip(alike, spans, strict=True) if letters and points >= MIN_POINTS else ():
                 if width > (letters + 0.6) * letter:
                     panel.text(left + width / 2, place, bar.label, ha="center", va="center", fontsize=points)
     every = -(-len(rows) // MAX_NAMES)
@@ -128,7 +128,7 @@ def draw_rows(panel: Any, step: SimulatedStep, rows: Sequence[Sequence[Bar]], si
 
 
 def draw_legend(panel: Any, kinds: Collection[str]) -> None:
-    """What the colours mean, above the rows on the right."""
+    """Draw the legend of the colours above the rows on the right."""
     for kind in (kind for kind in COLOURS if kind in kinds):
         panel.broken_barh([], (0, 0), facecolors=COLOURS[kind], label=kind)
     panel.legend(
@@ -138,7 +138,7 @@ def draw_legend(panel: Any, kinds: Collection[str]) -> None:
 
 
 def draw_memory(panel: Any, step: SimulatedStep, size: float) -> None:
-    """A curve for each position, or for some of them and the fullest one, and the capacity of a device."""
+    """Draw a memory curve per position, or of some positions and the fullest one, and the capacity of a device."""
     curves = {position.name: position.memory for position in step.positions if position.memory is not None}
     capacity = step.plan.hardware.memory_bytes
     fullest = max(curves, key=lambda name: curves[name].peak_bytes)
@@ -177,7 +177,7 @@ def draw_memory(panel: Any, step: SimulatedStep, size: float) -> None:
 
 
 def shade(colour: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """The colour, paler for earlier chunks."""
+    """Red, green and blue of a colour, paler for earlier chunks."""
     strength = DARKEST if chunks == 1 else PALEST + (DARKEST - PALEST) * chunk / (chunks - 1)
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return (1 - strength * (1 - red), 1 - strength * (1 - green), 1 - strength * (1 - blue))

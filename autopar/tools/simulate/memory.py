@@ -1,4 +1,4 @@
-"""What lies in a rank's memory over a step."""
+"""Memory of a rank over a simulated step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from autopar.schedule.timeline import Span
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """A step function: ``num_bytes[i]`` from ``seconds[i]`` on. Times never decrease; where two are equal, something
-    that takes no time came between."""
+    """A step function with the value ``num_bytes[i]`` from ``seconds[i]`` on.
+
+    Times never decrease. Two are equal where an action takes no time.
+    """
 
     seconds: tuple[float, ...]
     num_bytes: tuple[int, ...]
@@ -23,20 +25,22 @@ class MemoryCurve:
 
 
 def memory_curve(spans: Sequence[Span], memory: Mapping[int, StageMemory]) -> MemoryCurve:
-    """Memory of a rank: the weights and buffers of its stages, a microbatch of a stage from the start of its forward to
-    the end of its backward, and a stage's working set while it runs.
+    """Memory of a rank over a step.
+
+    Weights and buffers of its stages are always allocated. A microbatch's activations are allocated from the start of
+    its forward to the end of its backward, a stage's working set while one of its actions runs.
 
     Args:
-        spans: the rank's, in the order in which they run.
-        memory: of each of the rank's stages.
-    Error: that of the plan's bytes. A smaller last microbatch counts as a whole one, as in the plan's peak.
+        spans: the rank's actions in the order in which they run.
+        memory: bytes of each of the rank's stages, by stage.
+    Error: the error of the plan's bytes. A smaller last microbatch counts as a full one, as in the plan's peak.
     """
     held = sum(stage.weight_bytes + stage.buffer_bytes for stage in memory.values())
     points, ended = [(0.0, held)], 0.0
     for span in spans:
         stage = memory[span.action.chunk]
         if span.start_seconds == ended:
-            points.pop()  # between two actions of which one begins when the other ends nothing is to be seen
+            points.pop()  # one action starts when the other ends: no value between them
         if span.action.kind == "F":
             held += stage.microbatch_bytes
         points.append((span.start_seconds, held + stage.transient_bytes))

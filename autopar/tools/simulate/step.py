@@ -1,4 +1,4 @@
-"""The simulated step of a plan, under its own schedule or another one that its stages allow."""
+"""Simulated training step of a plan, under the plan's schedule or another one that its stages allow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from autopar.tools.simulate.memory import MemoryCurve, memory_curve
 
 @dataclass(frozen=True)
 class Transfer:
-    """What one action sends to another on another rank; it leaves when its action ends."""
+    """A message from an action to an action on another rank; it starts when the sending action ends."""
 
     src: Action
     dst: Action
@@ -32,11 +32,11 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in the pipeline, and the ranks at it, tp × dp of them, which all do the same.
+    """A position in the pipeline and its tp × dp ranks, which all do the same.
 
-    Seconds are of the whole step: ``compute_seconds`` without the tensor-parallel collectives, which are
-    ``collective_seconds``; ``reduce_seconds`` and ``optimizer_seconds`` follow the pipeline. ``memory`` is None where
-    the plan does not say what its stages hold.
+    Seconds are totals of the whole step. ``compute_seconds`` excludes ``collective_seconds``, the tensor-parallel
+    collectives. ``reduce_seconds`` and ``optimizer_seconds`` follow the pipeline. ``memory`` is None if the plan has no
+    memory figures of its stages.
     """
 
     ranks: tuple[int, ...]
@@ -50,7 +50,7 @@ class Position:
 
     @property
     def name(self) -> str:
-        """``rank 3``, ``ranks 0–511``."""
+        """The ranks as text: ``rank 3``, ``ranks 0–511``."""
         return f"{'rank' if len(self.ranks) == 1 else 'ranks'} {ranks_text(self.ranks)}"
 
     @property
@@ -60,9 +60,9 @@ class Position:
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """One step: the pipeline, then what it takes to reduce gradients over replicas and to update.
+    """One step: the pipeline, then exposed gradient reduction and optimizer, which take ``end_seconds``.
 
-    The rows of ``timeline`` are positions, so are the ranks of all spans.
+    The rows of ``timeline`` and the ranks of its spans are pipeline positions.
     """
 
     plan: Plan
@@ -90,25 +90,25 @@ class SimulatedStep:
         return self.timeline.bubble_fraction
 
     def waiting_seconds(self, position: Position) -> float:
-        """What of the step a position does nothing."""
+        """Seconds of the step in which a position is idle."""
         return max(0.0, self.step_seconds - position.busy_seconds)
 
 
 def schedules_of(plan: Plan) -> tuple[ScheduleName, ...]:
-    """The schedules under which the plan's stages can train; the plan's own is one of them."""
+    """Schedules under which the plan's stages can train, the plan's own included."""
     names: tuple[ScheduleName, ...] = INTERLEAVED if plan.chunks > 1 else ("1f1b", "gpipe")
     return names if plan.schedule in names else (*names, plan.schedule)
 
 
 def simulate_plan(plan: Plan, schedule: str | None = None) -> SimulatedStep:
-    """The training step of a plan, under its own schedule by default.
+    """Training step of a plan, by default under its own schedule.
 
     Raises:
-        UsageError: the plan's stages cannot run under this schedule, or it has no training step.
-        PlanError: a message of the plan goes back along a way on which none goes forth.
-    Error: that of the plan's times. Exposed reduction and optimizer are those that the plan predicts under its own
-        schedule; a position other than the one that the others wait for is given as much reduction, as the plan does
-        not say how much less it has.
+        UsageError: the plan's stages cannot run under this schedule, or the schedule has no training step.
+        PlanError: as `transfer_seconds`.
+    Error: the error of the plan's times. Exposed reduction and optimizer are the plan's predictions for its own
+        schedule. Every position is charged the same exposed reduction, because the plan does not say how much less the
+        positions have that finish earlier.
     """
     name = checked_schedule(plan, schedule)
     sizes = microbatch_factors(plan.batch // plan.mesh.dp, plan.microbatches)
@@ -131,16 +131,16 @@ def simulate_plan(plan: Plan, schedule: str | None = None) -> SimulatedStep:
 
 
 def checked_schedule(plan: Plan, asked: str | None) -> ScheduleName:
-    """The schedule that was asked for, or the plan's.
+    """The requested schedule, or the plan's if none is requested.
 
     Raises:
-        UsageError: it is not one of `schedules_of`.
+        UsageError: the schedule is not one of `schedules_of`.
     """
-    able = schedules_of(plan)
-    for name in able:
+    allowed = schedules_of(plan)
+    for name in allowed:
         if name == (asked or plan.schedule):
             return name
-    words = f"it has {plural(plan.chunks, 'chunk')} a rank, which can be simulated under {' or '.join(able)}"
+    words = f"it has {plural(plan.chunks, 'chunk')} a rank, which can be simulated under {' or '.join(allowed)}"
     if asked not in SCHEDULES:
         raise UsageError(f"No schedule is named {asked!r}. This plan is for {plan.schedule}: {words}.")
     if asked == "forward-only":
@@ -155,14 +155,18 @@ def checked_schedule(plan: Plan, asked: str | None) -> ScheduleName:
 
 
 def stages_at(plan: Plan, position: int) -> tuple[int, ...]:
-    """The stages that the ranks at a position run."""
+    """Stages of the ranks at a position."""
     return tuple(range(position, len(plan.stages), plan.mesh.pp))
 
 
 def position_of(
     plan: Plan, position: int, spans: tuple[Span, ...], microbatches: float, reduce_seconds: float
 ) -> Position:
-    """What the ranks at a position do in a step of so many whole microbatches."""
+    """A position's share of the step.
+
+    Args:
+        microbatches: their number, a smaller last one counted as a fraction.
+    """
     numbers = stages_at(plan, position)
     stages = {s: plan.stages[s] for s in numbers}
     collective_seconds = microbatches * sum(stage.collective_seconds for stage in stages.values())
@@ -180,10 +184,10 @@ def position_of(
 
 
 def transfer_seconds(plan: Plan) -> Mapping[tuple[int, int], float]:
-    """What `simulate` calls transfers.
+    """Seconds of a microbatch's message by (source stage, destination stage), as `simulate` takes them.
 
     Raises:
-        PlanError: two messages have the same ends, or a gradient has no activation.
+        PlanError: two messages have the same source and destination, or a gradient has no activation.
     """
     ways = {(message.src, message.dst): message.seconds for message in plan.messages}
     for i, message in enumerate(plan.messages):
@@ -201,7 +205,11 @@ def transfer_seconds(plan: Plan) -> Mapping[tuple[int, int], float]:
 
 
 def transfers_of(plan: Plan, timeline: Timeline, sizes: tuple[float, ...]) -> tuple[Transfer, ...]:
-    """Everything that travels between ranks, in the order of the actions that send it."""
+    """All messages between ranks, in the order of the actions that send them.
+
+    Args:
+        sizes: of each microbatch, relative to the largest.
+    """
     sent: dict[tuple[str, int], list[Message]] = {}
     for message in plan.messages:
         if (message.src - message.dst) % plan.mesh.pp:
