@@ -1,4 +1,4 @@
-"""A rank takes over a checkpoint: its parts of all tensors are read first, and only then is anything replaced."""
+"""Load of a checkpoint on one rank: all of the rank's tensor parts are read before any state is replaced."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ from autopar.runtime.checkpoint.rank_state import (
 if TYPE_CHECKING:
     from autopar.runtime.rank import Rank
 
-# Of an optimizer: how it computes, not what.
+# Options that select an optimizer's kernels and do not change its results.
 KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
 class Restore:
-    """What one rank reads, and where it goes."""
+    """State that one rank reads, and its transfer into the rank."""
 
     def __init__(self, rank: Rank, data: Path) -> None:
-        """``data`` is the folder with the tensors."""
+        """``data`` is the data folder of the checkpoint."""
         self.rank, self.data = rank, data
         self.training = Training()
         self.weights: dict[str, torch.Tensor] = {}
@@ -46,7 +46,7 @@ class Restore:
         self.states: dict[str, dict[Any, torch.Tensor]] = {}
 
     def wanted(self, metadata: Metadata) -> list[ShardedTensor]:
-        """The pieces to fill, on the CPU.
+        """Tensor parts to fill, on the CPU.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or its optimizer is of another kind.
@@ -69,7 +69,7 @@ class Restore:
             name, layout = weight.name, rank.spec.layout(weight.name)
             self.weights[name] = read(f"{MODEL}.{name}", layout, weight.shape)
         for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
-            start = EMA if name in self.training.ema else MODEL  # averages begin at the weights
+            start = EMA if name in self.training.ema else MODEL  # averages start as copies of the weights
             self.averages[name] = read(f"{start}.{name}", rank.spec.layout(name), tensor.shape)
         if updater.optimizer is None or self.training.optimizer is None:
             return pieces
@@ -86,10 +86,10 @@ class Restore:
         return pieces
 
     def check_optimizer(self) -> None:
-        """Compare the optimizer with the one that was saved.
+        """Compare the optimizer with the saved one.
 
         Raises:
-            CheckpointError: it is of another kind, or groups parameters otherwise.
+            CheckpointError: the optimizer is of another kind, or groups the parameters differently.
         """
         saved, optimizer = self.training, self.rank.updater.optimizer
         assert optimizer is not None
@@ -117,9 +117,9 @@ class Restore:
             )
 
     def option_changes(self) -> list[OptionChange]:
-        """What the optimizer here was made with and the saved one was not; `apply` takes the saved options.
+        """Initial options of this optimizer that differ from the saved one's; `apply` takes the saved options.
 
-        Options that one version of an optimizer has and another has not are no difference.
+        Options that only one version of an optimizer has do not count.
         """
         updater, found = self.rank.updater, []
         if updater.optimizer is None or self.training.optimizer is None:
@@ -134,7 +134,7 @@ class Restore:
         return found
 
     def apply(self) -> None:
-        """Replace the rank's state by what was read."""
+        """Replace the rank's state by the state that was read."""
         rank, updater, saved = self.rank, self.rank.updater, self.training
         rank.load(self.weights)
         with torch.no_grad():
@@ -149,10 +149,10 @@ class Restore:
         if updater.scaler is not None and saved.scaler_state is not None:
             updater.scaler.load_state_dict(copied(saved.scaler_state))
         updater.zero_grad()
-        rank.buffers_diverged = False  # all replicas have the first one's buffers now
+        rank.buffers_diverged = False  # all replicas have the first replica's buffers now
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What the optimizer's own ``load_state_dict`` takes: it knows where each value has to lie."""
+        """Argument of the optimizer's ``load_state_dict``, which moves each value to its device."""
         saved, state = self.training, {}
         target = optimizer.state_dict()
         for k, (group, names) in enumerate(zip(target["param_groups"], named_groups(self.rank), strict=True)):
@@ -170,10 +170,10 @@ class Restore:
 
 
 def without_kernel_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group's options, but those that only say with which kernels: the devices may be others now."""
+    """Options of a saved group without `KERNEL_OPTIONS`: the devices may have changed."""
     return {name: value for name, value in copied(options).items() if name not in KERNEL_OPTIONS}
 
 
 def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """``weight_decay 0.05 and 0.0``: where two groups differ."""
+    """Differences between the options of two groups, as text: ``weight_decay 0.05 and 0.0``."""
     return ", ".join(f"{name} {one.get(name)} and {other.get(name)}" for name in one if one[name] != other.get(name))
