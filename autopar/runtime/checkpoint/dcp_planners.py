@@ -90,11 +90,11 @@ class PartsSavePlanner(SavePlanner):
         tensors: dict[str, Any] = {}
         for item in (item for items in chosen for item in items):
             data = data_of(item)
-            known = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-            known.chunks.append(data.chunk)
+            saved = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            saved.chunks.append(data.chunk)
         for key, tensor in tensors.items():
-            there = sum(prod(chunk.sizes) for chunk in tensor.chunks)
-            assert there == prod(tensor.size), f"{key}: {there} elements offered of {list(tensor.size)}"
+            num_offered = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+            assert num_offered == prod(tensor.size), f"{key}: {num_offered} elements offered of {list(tensor.size)}"
         return [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, chosen)], Metadata(
             tensors
         )
@@ -137,8 +137,8 @@ def shared_out(offers: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
     """Write items of each rank. Every box is written once, by the least loaded of the ranks that offer it."""
     ranks: dict[MetadataIndex, list[int]] = {}
     items: dict[MetadataIndex, WriteItem] = {}
-    for rank, own in enumerate(offers):
-        for item in own:
+    for rank, offered in enumerate(offers):
+        for item in offered:
             ranks.setdefault(item.index, []).append(rank)
             items.setdefault(item.index, item)
     chosen: list[list[WriteItem]] = [[] for _ in offers]
@@ -180,12 +180,12 @@ class FolderWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save, training = self.save, self.planner.training
         assert save is not None and training is not None
-        written = sum(result.size_in_bytes for own in results for result in own)
-        here = sum(path.stat().st_size for path in save.data.iterdir())
-        if written != here:
+        written_bytes = sum(result.size_in_bytes for of_rank in results for result in of_rank)
+        present_bytes = sum(path.stat().st_size for path in save.data.iterdir())
+        if written_bytes != present_bytes:
             raise CheckpointError(
-                f"The ranks wrote {written:,} bytes, {here:,} of them are in {save.data} on the first rank's node. "
-                "Save to a folder on a disk that all nodes share."
+                f"The ranks wrote {written_bytes:,} bytes, {present_bytes:,} of them are in {save.data} on the first "
+                "rank's node. Save to a folder on a disk that all nodes share."
             )
         super().finish(metadata, results)
         (save.data / TRAINING).write_bytes(self.planner.encoded)
@@ -238,10 +238,10 @@ class PartsLoadPlanner(LoadPlanner):
         items = []
         for k, chunk in enumerate(piece.chunks):
             box = ChunkStorageMetadata(torch.Size(chunk.whole), torch.Size(chunk.sizes))
-            found = create_read_items_for_chunk_list(piece.key, saved, [box])
-            if sum(prod(item.lengths) for item in found) != chunk.numel:
+            reads = create_read_items_for_chunk_list(piece.key, saved, [box])
+            if sum(prod(item.lengths) for item in reads) != chunk.numel:
                 raise CheckpointError(f"The checkpoint's metadata has not all of {piece.key}. Use another checkpoint.")
-            items += [replace(item, dest_index=MetadataIndex(str(number), (k,))) for item in found]
+            items += [replace(item, dest_index=MetadataIndex(str(number), (k,))) for item in reads]
         return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -269,10 +269,10 @@ def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata:
     Raises:
         CheckpointError: the checkpoint has no such tensor.
     """
-    found = metadata.state_dict_metadata.get(key)
-    if not isinstance(found, TensorStorageMetadata):
+    tensor = metadata.state_dict_metadata.get(key)
+    if not isinstance(tensor, TensorStorageMetadata):
         raise CheckpointError(f"The checkpoint's metadata has no tensor {key}. Use another checkpoint.")
-    return found
+    return tensor
 
 
 class DataReader(FileSystemReader):

@@ -121,17 +121,17 @@ class Restore:
 
         Options that only one version of an optimizer has do not count.
         """
-        updater, found = self.rank.updater, []
+        updater, changes = self.rank.updater, []
         if updater.optimizer is None or self.training.optimizer is None:
             return []
         for name in updater.made_options.keys() & self.training.states.keys():
-            here, there = updater.made_options[name], self.training.states[name].made
+            current, saved = updater.made_options[name], self.training.states[name].made
             options = [
-                o for o in {**there, **here} if (o in here and o in there) or o not in updater.optimizer.defaults
+                o for o in {**saved, **current} if (o in current and o in saved) or o not in updater.optimizer.defaults
             ]
-            values = [(option, repr(there.get(option)), repr(here.get(option))) for option in options]
-            found += [OptionChange(name, option, was, now) for option, was, now in values if was != now]
-        return found
+            values = [(option, repr(saved.get(option)), repr(current.get(option))) for option in options]
+            changes += [OptionChange(name, option, was, now) for option, was, now in values if was != now]
+        return changes
 
     def apply(self) -> None:
         """Replace the rank's state by the state that was read."""

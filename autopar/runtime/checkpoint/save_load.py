@@ -102,7 +102,7 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
 
     def wanted(metadata: Metadata) -> list[ShardedTensor]:
         pieces = []
@@ -110,8 +110,8 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
             averaged = ema and f"{EMA}.{name}" in metadata.state_dict_metadata
             key = f"{EMA if averaged else MODEL}.{name}"
             saved = saved_tensor(metadata, key)
-            found[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
-            pieces.append(ShardedTensor(key, tuple(saved.size), boxes(saved.size, REPLICATED, {}, {}), found[name]))
+            weights[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            pieces.append(ShardedTensor(key, tuple(saved.size), boxes(saved.size, REPLICATED, {}, {}), weights[name]))
         return pieces
 
     try:
@@ -122,7 +122,7 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
         if isinstance(error, CheckpointError):
             raise error from exception
         raise CheckpointError(f"Cannot read {data}: {described(error)}. Use another checkpoint.") from exception
-    return found
+    return weights
 
 
 @contextmanager
@@ -166,8 +166,8 @@ def not_saved(rank: Rank, folder: Path, needed_bytes: int, exception: Checkpoint
     number, error = cause(exception)
     if isinstance(error, CheckpointError):
         return error
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = text(shutil.disk_usage(there).free, BYTES)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = text(shutil.disk_usage(existing).free, BYTES)
     needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""
     before = "The one that was there is as it was. " if is_checkpoint(folder) else ""
     nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""

@@ -65,10 +65,10 @@ class Machine:
         """Warn if a cost model describes another device than this process's GPU."""
         if self.device_type == "cpu":
             return
-        here = torch.cuda.get_device_name()
-        if not describes(hardware, here):
+        gpu = torch.cuda.get_device_name()
+        if not describes(hardware, gpu):
             warnings.warn(
-                f"Cost model {hardware.name} describes {hardware.device}, and this is {here}: times and memory "
+                f"Cost model {hardware.name} describes {hardware.device}, and this is {gpu}: times and memory "
                 "are predicted for the other. Measure this one with `autopar profile` and pass its file as hardware=.",
                 stacklevel=3,
             )
@@ -76,8 +76,8 @@ class Machine:
 
 def describes(hardware: Hardware, gpu: str) -> bool:
     """Whether a cost model describes a GPU of this name."""
-    known = hardware.device
-    return gpu in known or any(part in gpu and part in known for part in DEVICE_COST_MODELS)
+    device = hardware.device
+    return gpu in device or any(part in gpu and part in device for part in DEVICE_COST_MODELS)
 
 
 def this_machine(devices: int | None = None, backend: str | None = None) -> Machine:

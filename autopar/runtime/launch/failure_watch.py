@@ -126,8 +126,8 @@ def exit_after_failure(failed: ref[Rank]) -> None:
     deadline = time.monotonic() + GPU_SECONDS
     while rank is not None and rank.is_busy():
         if time.monotonic() >= deadline:
-            own = rank_text(rank.mesh, rank.spec.rank)
-            print(f"autopar: {own} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
+            name = rank_text(rank.mesh, rank.spec.rank)
+            print(f"autopar: {name} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
             # faulthandler ends the process from a thread that needs no interpreter: Python's threads have none by then.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)

@@ -119,10 +119,10 @@ class WorkerPool:
 
         All ranks are read, although each has the numbers: an error of a GPU appears only in a wait for that GPU.
         """
-        found = self.carry_out("read", self.begun[step], dict.fromkeys(self.numbers, (step,)))
+        results = self.carry_out("read", self.begun[step], dict.fromkeys(self.numbers, (step,)))
         del self.begun[step]
-        seconds = [own.device_seconds for own in found.values() if own.device_seconds is not None]
-        return replace(found[max(found)], device_seconds=max(seconds, default=None))
+        seconds = [result.device_seconds for result in results.values() if result.device_seconds is not None]
+        return replace(results[max(results)], device_seconds=max(seconds, default=None))
 
     def carry_out(self, command: str, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Send a command to all workers and wait for their replies; errors call the command ``name``."""
@@ -177,21 +177,21 @@ class WorkerPool:
 
     def replies(self, silent: Collection[int], seconds: float | None) -> dict[int, tuple[bool, Any]]:
         """First replies to arrive, by rank; empty if none arrives in time. A rank that died has (False, None)."""
-        come: dict[int, tuple[bool, Any]] = {}
+        arrived: dict[int, tuple[bool, Any]] = {}
         waiting = {self.channels[rank].connection: rank for rank in silent}
         for connection in wait(list(waiting), seconds):
             rank = waiting[connection]  # type: ignore[index]
             try:
                 reply = self.channels[rank].receive()
             except (EOFError, OSError):
-                come[rank] = (False, None)
+                arrived[rank] = (False, None)
                 continue
             try:
-                come[rank] = self.channels[rank].decode(reply)
+                arrived[rank] = self.channels[rank].decode(reply)
             except Exception as error:
                 details = "".join(traceback.format_exception(error))
-                come[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
-        return come
+                arrived[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
+        return arrived
 
     def reasons(self, failures: dict[int, Failure | None], silent: set[int]) -> dict[int, Failure | None]:
         """All known failures of a command by rank: the first rank to reply is not always the cause.
@@ -230,8 +230,8 @@ class WorkerPool:
                 f"{self.failed} If nobody killed it, the system may have run out of memory: "
                 "use more microbatches or more devices."
             )
-        told = sorted((f for f in failures.values() if f is not None), key=lambda f: f.secondary)
-        first = told[0]
+        ordered = sorted((f for f in failures.values() if f is not None), key=lambda f: f.secondary)
+        first = ordered[0]
         if first.user_error is not None:
             self.failed = str(first.user_error)
             raise first.user_error
@@ -242,7 +242,7 @@ class WorkerPool:
         before = (
             f" A GPU's error may come from what was launched before and not read yet: {earlier}." if earlier else ""
         )
-        others = "".join(f"\nRank {f.rank}, in action {f.action or name}: {f.error}" for f in told[1:])
+        others = "".join(f"\nRank {f.rank}, in action {f.action or name}: {f.error}" for f in ordered[1:])
         raise WorkerError(f"{self.failed} All other ranks were ended.{before}\n\n{first.details.rstrip()}{others}")
 
     def exit_code(self, rank: int) -> str:

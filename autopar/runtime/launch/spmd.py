@@ -142,12 +142,12 @@ class SpmdBackend:
 
     def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Parts of rank 0's weights that this rank holds, by name; ``tensors`` are whole."""
-        own = {weight.name for weight in spec.weights}
+        names = {weight.name for weight in spec.weights}
         received = {}
         for name, tensor in sorted(tensors.items()):
             copy = tensor.detach().cpu().contiguous().clone()
             dist.broadcast(copy, 0, group=self.control)
-            if name in own:
+            if name in names:
                 received[name] = local_part(copy, spec.layout(name), {TP: spec.mesh.tp}, {TP: spec.place.shard})
         return received
 
@@ -178,25 +178,25 @@ class SpmdBackend:
                 lambda: dist.all_gather(rows, own, group=self.control, async_op=True), "agreeing on a batch"
             )
 
-        def told() -> list[list[int]]:
+        def rows_by_rank() -> list[list[int]]:
             with self.report_failures("agreeing on a batch"):
                 delivery()
             return [row.tolist() for row in rows]
 
-        return told
+        return rows_by_rank
 
     def outputs(self, own: Any, source: int, readers: Sequence[int]) -> Any:
         """Outputs that rank ``source`` passes as ``own``, on all ``readers``. Source and readers make the call."""
         with self.report_failures("passing outputs on"):
-            given = [own]
+            received = [own]
             try:
                 if self.rank.spec.rank != source:
-                    dist.recv_object_list(given, source, group=self.control)
-                    return tree_map(self.here, given[0])
-                told = [tree_map(on_cpu, own)]
+                    dist.recv_object_list(received, source, group=self.control)
+                    return tree_map(self.here, received[0])
+                copies = [tree_map(on_cpu, own)]
                 for reader in readers:
                     if reader != source:
-                        dist.send_object_list(told, reader, group=self.control)
+                        dist.send_object_list(copies, reader, group=self.control)
             except RuntimeError as error:
                 raise TransportError(f"passing outputs on from rank {source}: {error}") from error
             return own
@@ -304,9 +304,9 @@ def check_agreement(decisions: Sequence[str], rank: int) -> None:
 
 def only_in(words: Sequence[str], others: Sequence[str]) -> str:
     """First few of the words that are not among ``others``, as one text."""
-    own = [word for word in words if word not in others]
-    more = f" and {len(own) - MAX_NAMED} more" if len(own) > MAX_NAMED else ""
-    return (", ".join(own[:MAX_NAMED]) or "nothing else") + more
+    unique = [word for word in words if word not in others]
+    more = f" and {len(unique) - MAX_NAMED} more" if len(unique) > MAX_NAMED else ""
+    return (", ".join(unique[:MAX_NAMED]) or "nothing else") + more
 
 
 def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:

@@ -127,8 +127,8 @@ class Worker:
             return resolve(self.begun.pop(*arguments))
         with self.rank.active():
             if name == "begin":
-                step, command, own = arguments
-                self.begun[step] = getattr(self.rank, command)(*own).numbers
+                step, command, step_arguments = arguments
+                self.begun[step] = getattr(self.rank, command)(*step_arguments).numbers
                 return None
             result = getattr(self.rank, name)(*arguments)
             return replace(result, numbers=resolve(result.numbers)) if isinstance(result, StepOutcome) else result

@@ -19,13 +19,13 @@ def lack_of_memory(error: BaseException) -> torch.OutOfMemoryError | None:
     it handles an out-of-memory error has failed for another reason.
     """
     seen = set[int]()
-    behind: BaseException | None = error
-    while behind is not None and id(behind) not in seen:
-        if isinstance(behind, torch.OutOfMemoryError):
-            return behind
-        seen.add(id(behind))
-        of_compiler = type(behind).__module__.startswith("torch._dynamo.")
-        behind = behind.__cause__ or (behind.__context__ if of_compiler else None)
+    candidate: BaseException | None = error
+    while candidate is not None and id(candidate) not in seen:
+        if isinstance(candidate, torch.OutOfMemoryError):
+            return candidate
+        seen.add(id(candidate))
+        of_compiler = type(candidate).__module__.startswith("torch._dynamo.")
+        candidate = candidate.__cause__ or (candidate.__context__ if of_compiler else None)
     return None
 
 

@@ -54,10 +54,10 @@ class TensorPeak(TorchDispatchMode):
         self.alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given | self.alive:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs | self.alive:
                 self.follow(tensor.untyped_storage())
         return result
 

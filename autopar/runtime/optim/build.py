@@ -88,15 +88,15 @@ def with_all_groups(
     }
     names = [w.name for w in spec.trainable] or list(held)
     optimizer = made(make, {n: held[n] if n in held else placeholders[n] for n in names})
-    away = {id(p) for p in placeholders.values()}
-    for own in nested(optimizer):
-        for group in own.param_groups:
-            keep = [i for i, p in enumerate(group["params"]) if id(p) not in away]
+    removed = {id(p) for p in placeholders.values()}
+    for part in nested(optimizer):
+        for group in part.param_groups:
+            keep = [i for i, p in enumerate(group["params"]) if id(p) not in removed]
             for key in ("params", "param_names"):
                 if key in group:
                     group[key][:] = [group[key][i] for i in keep]
-        for parameter in [p for p in own.state if id(p) in away]:
-            del own.state[parameter]
+        for parameter in [p for p in part.state if id(p) in removed]:
+            del part.state[parameter]
     return optimizer
 
 
@@ -141,15 +141,15 @@ def name_of(thing: Any) -> str:
 def kinds_of(spec: RankSpec, optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> dict[str, list[ParamKind]]:
     """Kinds of each parameter by name: one for every dim along which it is split, or one without a dim."""
     names = {id(p): name for name, p in held.items()}
-    found: dict[str, list[ParamKind]] = {}
+    kinds: dict[str, list[ParamKind]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
             splits, shape = spec.layout(name).splits, list(parameter.shape)
             for split in splits:
                 shape[split.dim] *= spec.mesh.tp
-            found[name] = [param_kind(number, shape, dim) for dim in ([s.dim for s in splits] or [None])]
-    return found
+            kinds[name] = [param_kind(number, shape, dim) for dim in ([s.dim for s in splits] or [None])]
+    return kinds
 
 
 def coupling_text(optimizer: Optimizer, spec: RankSpec) -> str:

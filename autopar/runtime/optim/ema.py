@@ -13,7 +13,7 @@ from torch import nn
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.graph import Graph, Weight
 
-LARGEST = 64  # maximal size of a dim in a probe
+MAX_DIM_SIZE = 64  # maximal size of a dim in a probe
 UNUSED = "unused"  # name of a placeholder on ranks without parameters: ModelEmaV3 reads the first parameter's device
 
 
@@ -105,6 +105,6 @@ def with_averages(graph: Graph, make: Callable[[nn.Module], Any]) -> Graph:
 
 
 def small_weight(weight: Weight) -> torch.Tensor:
-    """Zeros in a weight's place, with dims of at most `LARGEST`."""
-    tensor = torch.zeros([min(size, LARGEST) for size in weight.shape], dtype=getattr(torch, weight.stored_dtype))
+    """Zeros in a weight's place, with dims of at most `MAX_DIM_SIZE`."""
+    tensor = torch.zeros([min(size, MAX_DIM_SIZE) for size in weight.shape], dtype=getattr(torch, weight.stored_dtype))
     return nn.Parameter(tensor, weight.requires_grad) if weight.kind == "parameter" else tensor

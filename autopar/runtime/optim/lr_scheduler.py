@@ -45,5 +45,5 @@ def step_scheduler(scheduler: Any, method: str, args: Sequence[Any], kwargs: Map
     except AutoparError:
         raise
     except Exception as error:
-        given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
-        raise UsageError(f"{name}.{method}({given}) fails: {type(error).__name__}: {error}") from error
+        arguments = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+        raise UsageError(f"{name}.{method}({arguments}) fails: {type(error).__name__}: {error}") from error

@@ -67,8 +67,8 @@ def mixes_parameters(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> bool:
     Raises:
         UsageError: the optimizer fails on parameters of these kinds.
     """
-    alone, beside = (ProbeRun(optimizer, kinds, others) for others in ((1.0,) * STEPS, SCALES))
-    return any(differ(a, b, toy.start) for a, b, toy in zip(alone.ends(), beside.ends(), alone.params, strict=True))
+    alone, together = (ProbeRun(optimizer, kinds, others) for others in ((1.0,) * STEPS, SCALES))
+    return any(differ(a, b, toy.start) for a, b, toy in zip(alone.ends(), together.ends(), alone.params, strict=True))
 
 
 def needs_full_params(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> frozenset[ParamKind]:
