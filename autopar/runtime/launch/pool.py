@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
+from autopar.runtime.commands import command_named
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
@@ -27,10 +28,6 @@ from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 
 GRACE_SECONDS = 1.0  # after the first failure, to receive the failure of the rank that caused it
 EXIT_SECONDS = 3.0  # time for a worker to end by itself once its connection is closed
-# Commands that only read their argument tensors; on a GPU they copy them to the device.
-BORROWERS = frozenset({"forward", "begin", "forward_backward", "train_step"})
-# Steps: a worker on a GPU replies as soon as the step is launched; the step's numbers are read later.
-STEPS = frozenset({"forward_backward", "train_step"})
 
 
 class WorkerPool:
@@ -82,9 +79,8 @@ class WorkerPool:
             Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
             for spec in pickled
         ]
-        self.call(
-            "start", {rank: (start, dict(t)) for rank, (start, t) in enumerate(zip(starts, tensors, strict=True))}
-        )
+        weights = enumerate(zip(starts, tensors, strict=True))
+        self.carry_out("start", "start", {rank: (start, dict(t)) for rank, (start, t) in weights})
 
     def start(self, rank: int, environment: Mapping[str, str]) -> None:
         """Start the worker of a rank; it waits for its first command."""
@@ -102,14 +98,15 @@ class WorkerPool:
             WorkerError: a rank raised or died; all workers are ended.
             UsageError: the workers are already gone, or an argument cannot be sent; then no worker got the command.
         """
-        if name in STEPS and all(self.on_gpu) and not any(own[0].keep_outputs for own in arguments.values()):
+        command = command_named(name)
+        if command.is_step and all(self.on_gpu) and not any(own[0].keep_outputs for own in arguments.values()):
             return self.begin(name, arguments)
-        return self.carry_out(name, name, arguments)
+        return self.carry_out(name, name, arguments, command.borrows_inputs)
 
     def begin(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
         """Launch a step and return outcomes that are read later, so that the caller can prepare the next step."""
         step, self.num_begun = self.num_begun, self.num_begun + 1
-        self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()})
+        self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()}, True)
         self.begun[step] = f"{name} of step {arguments[0][0].num_updates}"
         read = functools.cache(lambda: self.read(step))
         return {rank: StepOutcome(read, []) for rank in self.numbers}
@@ -124,12 +121,19 @@ class WorkerPool:
         seconds = [result.device_seconds for result in results.values() if result.device_seconds is not None]
         return replace(results[max(results)], device_seconds=max(seconds, default=None))
 
-    def carry_out(self, command: str, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Send a command to all workers and wait for their replies; errors call the command ``name``."""
+    def carry_out(
+        self, command: str, name: str, arguments: Mapping[int, tuple], borrowed: bool = False
+    ) -> dict[int, Any]:
+        """Send a command to all workers and wait for their replies.
+
+        Args:
+            name: name of the command in errors.
+            borrowed: whether workers on GPUs read the arguments' tensors in shared memory.
+        """
         if self.failed is not None:
             raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
         start = time.perf_counter()
-        messages = [self.encoded(rank, command, name, arguments[rank]) for rank in self.numbers]
+        messages = [self.encoded(rank, command, name, arguments[rank], borrowed) for rank in self.numbers]
         try:
             for rank, (line, message) in enumerate(zip(self.channels, messages, strict=True)):
                 try:
@@ -145,14 +149,14 @@ class WorkerPool:
         self.call_seconds = time.perf_counter() - start
         return results
 
-    def encoded(self, rank: int, command: str, name: str, own: tuple) -> Message:
+    def encoded(self, rank: int, command: str, name: str, own: tuple, borrowed: bool) -> Message:
         """Message of a command to one rank.
 
         Raises:
             UsageError: an argument cannot be pickled, or shared memory has no room for its tensors.
         """
         try:
-            return self.channels[rank].encode((command, own), lend=self.on_gpu[rank] and command in BORROWERS)
+            return self.channels[rank].encode((command, own), lend=self.on_gpu[rank] and borrowed)
         except OSError as error:
             raise UsageError(
                 f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "

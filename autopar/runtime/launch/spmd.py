@@ -21,19 +21,13 @@ from autopar.ir.layout import TP
 from autopar.ir.pytree import tree_map
 from autopar.runtime.comm.connect import connected_rank, init_process_group
 from autopar.runtime.comm.transport import InProcessMailboxes, LocalTransport, TransportError, launch_async
+from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, StepNumbers, StepOutcome, rank_text
 from autopar.sharding.tensors import local_part
-
-# Commands without a gather of results: every rank has the result, or the part of a step's result that its caller needs.
-# Kept outputs are sent by the rank that has them, see `SpmdBackend.outputs`.
-REPLICATED = frozenset({
-    "add_programs", "forward", "forward_backward", "train_step", "optimizer_step", "zero_grad", "scheduler_step",
-    "load", "swap_ema", "learning_rates", "loss_scale",
-})  # fmt: skip
 
 MAX_NAMED = 4  # number of decision parts that an error lists
 
@@ -219,12 +213,12 @@ class SpmdBackend:
             raise
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Run one command on this rank. Returns all ranks' results; for `REPLICATED` commands only this rank's."""
+        """Run one command on this rank. Returns all ranks' results; for replicated commands only this rank's."""
         number = self.rank.spec.rank
         with running_command(self, name), self.report_failures(name):
             with self.random.active():
                 result = carry_out(self.rank, name, arguments[number])
-            if name not in REPLICATED:
+            if not command_named(name).replicated:
                 return dict(enumerate(self.all_of(result)))
         result = read_under(result, lambda: self.reading(name))
         self.unread += isinstance(result, StepOutcome) and not isinstance(result.numbers, StepNumbers)
@@ -318,7 +312,7 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
     try:
         # Without the caller's inference mode: tensors that a rank builds at first use must serve for training too.
         with rank.active(), torch.inference_mode(False):
-            return getattr(rank, name)(*arguments)
+            return run_command(rank, name, arguments)
     except Exception as error:
         if (lack := lack_of_memory(error)) is not None:
             raise out_of_memory(rank, name, lack) from error

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.runtime.comm.connect import connected_rank, init_process_group
 from autopar.runtime.comm.transport import TransportError
+from autopar.runtime.commands import run_command
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory
@@ -128,9 +129,9 @@ class Worker:
         with self.rank.active():
             if name == "begin":
                 step, command, step_arguments = arguments
-                self.begun[step] = getattr(self.rank, command)(*step_arguments).numbers
+                self.begun[step] = run_command(self.rank, command, step_arguments).numbers
                 return None
-            result = getattr(self.rank, name)(*arguments)
+            result = run_command(self.rank, name, arguments)
             return replace(result, numbers=resolve(result.numbers)) if isinstance(result, StepOutcome) else result
 
     def listen(self, main_thread: int) -> None:
