@@ -13,7 +13,7 @@ control socket              its end             its end                     clos
 report pipe of one fork     reading end         writing end                 closed
 request, current directory  closed once sent    closed after the fork       closed once applied
 stdin, stdout, stderr       its own             closed after the fork       0, 1, 2
-``files`` of the request    as the caller likes closed after the fork       open, numbers passed on
+``files`` of the request    unchanged           closed after the fork       open, numbers passed on
 ==========================  ==================  ==========================  ====================
 
 The report pipe carries the fork's process id and later its exit code; it closes if the server ends first. The server
