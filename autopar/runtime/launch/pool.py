@@ -85,10 +85,10 @@ class WorkerPool:
     def start(self, rank: int, environment: Mapping[str, str]) -> None:
         """Start the worker of a rank; it waits for its first command."""
         ours, theirs = Pipe()
-        there, back = shared_file(), shared_file()
-        self.channels.append(WorkerChannel(ours, SharedMemory(there), SharedMemory(back)))
+        to_worker, to_caller = shared_file(), shared_file()
+        self.channels.append(WorkerChannel(ours, SharedMemory(to_worker), SharedMemory(to_caller)))
         with theirs:
-            server, files = fork_server(environment), (theirs.fileno(), there, back)
+            server, files = fork_server(environment), (theirs.fileno(), to_worker, to_caller)
             self.processes.append(server.start(main, rank, environment=environment, files=files))
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
@@ -135,9 +135,9 @@ class WorkerPool:
         start = time.perf_counter()
         messages = [self.encoded(rank, command, name, arguments[rank], borrowed) for rank in self.numbers]
         try:
-            for rank, (line, message) in enumerate(zip(self.channels, messages, strict=True)):
+            for rank, (channel, message) in enumerate(zip(self.channels, messages, strict=True)):
                 try:
-                    line.send(message)
+                    channel.send(message)
                 except OSError:
                     self.fail(name, {rank: None})
             results = self.collect(name)

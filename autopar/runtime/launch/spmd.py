@@ -111,10 +111,9 @@ class SpmdBackend:
         self.unread = 0  # number of steps that are launched on a GPU and whose numbers are not read yet
         self.numbers: Sequence[int] = (spec.rank,)
         device, world = torch.device(spec.device), spec.mesh.devices
-        self.joined = not dist.is_initialized()
         self.alarm: FailureWatcher | None = None  # None in a process group of the caller, whose store is unknown
         self.opened = ExitStack()  # process groups and their users
-        if self.joined:
+        if not dist.is_initialized():
             launch = launched()
             assert launch is not None
             store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
@@ -122,7 +121,7 @@ class SpmdBackend:
             self.opened.callback(dist.destroy_process_group)
             self.alarm = FailureWatcher(store, rank_text(spec.mesh, spec.rank), waits_of(self))
         try:
-            with self.telling("parallelize"):
+            with self.watched("parallelize"):
                 # Gloo for objects, also where NCCL carries the tensors.
                 self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
                 self.opened.callback(dist.destroy_process_group, self.control)
@@ -186,7 +185,7 @@ class SpmdBackend:
             try:
                 if self.rank.spec.rank != source:
                     dist.recv_object_list(received, source, group=self.control)
-                    return tree_map(self.here, received[0])
+                    return tree_map(self.on_device, received[0])
                 copies = [tree_map(on_cpu, own)]
                 for reader in readers:
                     if reader != source:
@@ -195,10 +194,10 @@ class SpmdBackend:
                 raise TransportError(f"passing outputs on from rank {source}: {error}") from error
             return own
 
-    def here(self, leaf: Any) -> Any:
+    def on_device(self, leaf: Any) -> Any:
         return leaf.to(self.rank.device) if isinstance(leaf, torch.Tensor) else leaf
 
-    def telling(self, what: str) -> AbstractContextManager[None]:
+    def watched(self, what: str) -> AbstractContextManager[None]:
         """Context of the failure watcher around a command; empty without a watcher."""
         return self.alarm.report_failures(what) if self.alarm else nullcontext()
 
@@ -206,7 +205,7 @@ class SpmdBackend:
     def report_failures(self, what: str) -> Iterator[None]:
         """Context for waits for other ranks. Their failure ends the wait; this rank's failure is published to them."""
         try:
-            with self.telling(what):
+            with self.watched(what):
                 yield
         except BaseException:
             atexit.register(exit_after_failure, weakref.ref(self.rank))
@@ -237,7 +236,7 @@ class SpmdBackend:
         self.closed = True
         self.failed = self.failed or "close() was called."
         # A communicator may wait for a rank that is gone.
-        with self.telling("close"):
+        with self.watched("close"):
             if dist.is_initialized():
                 self.opened.close()
         if self.alarm is not None:

@@ -62,27 +62,28 @@ class Failure:
     user_error: AutoparError | None = None
 
 
-def main(number: int, connection: int, there: int, back: int) -> None:
+def main(number: int, connection: int, to_worker: int, to_caller: int) -> None:
     """Run rank ``number`` until the caller closes the connection or is gone.
 
     Args:
-        connection, there, back: open files of the connection, of messages to this worker, and of its replies.
+        connection: open file of the connection.
+        to_worker, to_caller: open files of shared memory, for tensors of commands and of replies.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     with suppress(OSError):  # only Linux has this file; ps and top show the name
         Path("/proc/self/comm").write_text(f"autopar:rank{number}")
     # torch 2.11 warns about its own class whenever a pickled tree spec is read.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-    Worker(number, WorkerChannel(Connection(connection), SharedMemory(back), SharedMemory(there))).run()
+    Worker(number, WorkerChannel(Connection(connection), SharedMemory(to_caller), SharedMemory(to_worker))).run()
 
 
 class Worker:
     """Runs commands in its main thread. A second thread receives, and answers `WHERE` even if the main thread hangs."""
 
-    def __init__(self, number: int, line: WorkerChannel) -> None:
-        self.number, self.channel = number, line
+    def __init__(self, number: int, channel: WorkerChannel) -> None:
+        self.number, self.channel = number, channel
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.speaking = threading.Lock()
+        self.sending = threading.Lock()
         self.rank: Rank | None = None
         self.begun: dict[int, StepNumbers | LazyMetrics] = {}  # of launched steps, not read by the caller yet
 
@@ -97,7 +98,7 @@ class Worker:
         except Exception as error:
             error.add_note("autopar: this happened while the result was pickled for the caller")
             encoded = self.channel.encode((False, failure(self.number, self.rank, error)))
-        with self.speaking:
+        with self.sending:
             try:
                 self.channel.send(encoded)
             except OSError:
