@@ -31,7 +31,7 @@ GRACE_SECONDS = 2.0  # to receive the cause, and for a rank to notice by itself 
 # A longer time in three cases: the rank is in no call but its GPU waits for other ranks; the rank itself has failed
 # and has to close; or the process that serves the store has ended, which it may do at the end of a run.
 PATIENT_SECONDS = 10.0
-GONE = "the process is gone where the ranks met (rank 0 or the launcher)"
+GONE = "the process of the ranks' store is gone (rank 0 or the launcher)"
 # At the end of a process whose rank has failed: time for its GPU to finish, then time for Python to end.
 GPU_SECONDS, LEAVE_SECONDS = 2.0, 5.0
 
