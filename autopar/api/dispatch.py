@@ -22,6 +22,7 @@ from autopar.ir.microbatches import microbatch_sizes
 from autopar.ir.program import input_names
 from autopar.ir.pytree import leaves as pytree_leaves
 from autopar.ops.counter_rng import counter_rows
+from autopar.runtime.commands import command_named
 from autopar.runtime.engine.executor import StepData
 from autopar.runtime.engine.metrics import start_readback
 from autopar.runtime.launch.pool import WorkerPool
@@ -32,11 +33,6 @@ from autopar.schedule.generate import generate, max_in_flight
 from autopar.trace.call import Call, split_leaves
 from autopar.trace.passes.counter_rng import RNG_COUNTERS
 
-# Commands that are allowed while averages stand in for the weights: they neither train, load nor save weights.
-WITH_AVERAGES = frozenset({
-    "add_programs", "forward", "state", "ema_state", "gradients", "zero_grad", "scheduler_step", "learning_rates",
-    "loss_scale", "stats",
-})  # fmt: skip
 # Steps that may be launched before the first of them is done: one computes while the next is prepared. More would hold
 # more inputs in memory, and report errors further from their cause.
 MAX_STEPS_IN_FLIGHT = 2
@@ -219,7 +215,8 @@ class Dispatcher:
         Raises:
             UsageError: averages stand in for the weights and the command needs the weights; or the ranks are closed.
         """
-        if self.averaged and name not in WITH_AVERAGES:
+        command = command_named(name)
+        if self.averaged and not command.allowed_under_averages:
             raise UsageError(
                 "Inside of ema_weights() averages stand in for the weights: they can be evaluated and read, but not "
                 "trained, loaded or saved. Leave it first."

@@ -1,6 +1,6 @@
-"""Tensors in parts, read and written by torch.distributed.checkpoint: what each rank has to do with each of them.
+"""Planners for torch.distributed.checkpoint: the boxes of each tensor that each rank writes and reads.
 
-On disk a tensor is a list of boxes, whichever mesh wrote it; a rank reads those that its own boxes overlap with.
+On disk a tensor is a list of boxes, for every mesh. A rank reads the saved boxes that overlap its own boxes.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from autopar.runtime.checkpoint.rank_state import RankState, ShardedTensor, Trai
 from autopar.sharding.tensors import narrowed
 
 METADATA = ".metadata"
-# The metadata file is a pickle. These are all that it needs; anything else in one was put there by somebody.
+# The metadata file is a pickle and needs only these names. Other names in it do not come from a save.
 METADATA_TYPES = {
     "torch.distributed.checkpoint.metadata": {
         "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
@@ -59,23 +59,23 @@ METADATA_TYPES = {
 
 
 class PartsSavePlanner(SavePlanner):
-    """Offers a rank's pieces; the coordinator has each box written by one of the ranks that offer it."""
+    """Offers a rank's tensor parts. The coordinator assigns each box to one of the ranks that offer it."""
 
     def __init__(self, offer: Callable[[], RankState]) -> None:
-        """Plan.
+        """Planner of one save.
 
         Args:
-            offer: called where an exception reaches all ranks.
+            offer: returns the rank's state. It is called where an exception reaches all ranks.
         """
         self.offer = offer
         self.pieces: dict[str, ShardedTensor] = {}
-        self.training: Training | None = None  # the coordinator's: that of all ranks
+        self.training: Training | None = None  # merged over all ranks; on the coordinator only
         self.encoded = b""
 
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Nothing: what there is to save is not in a state dict."""
+        """Does nothing, because the saved tensors are not in a state dict."""
 
     def create_local_plan(self) -> SavePlan:
         offer = self.offer()
@@ -90,11 +90,11 @@ class PartsSavePlanner(SavePlanner):
         tensors: dict[str, Any] = {}
         for item in (item for items in chosen for item in items):
             data = data_of(item)
-            known = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-            known.chunks.append(data.chunk)
+            saved = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
+            saved.chunks.append(data.chunk)
         for key, tensor in tensors.items():
-            there = sum(prod(chunk.sizes) for chunk in tensor.chunks)
-            assert there == prod(tensor.size), f"{key}: {there} elements offered of {list(tensor.size)}"
+            num_offered = sum(prod(chunk.sizes) for chunk in tensor.chunks)
+            assert num_offered == prod(tensor.size), f"{key}: {num_offered} elements offered of {list(tensor.size)}"
         return [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, chosen)], Metadata(
             tensors
         )
@@ -110,7 +110,7 @@ class PartsSavePlanner(SavePlanner):
 
 
 def write_item(piece: ShardedTensor, number: int) -> WriteItem:
-    """The order to write one box of a piece."""
+    """Write item for box ``number`` of a tensor part."""
     chunk = piece.chunks[number]
     offsets, sizes = torch.Size(chunk.whole), torch.Size(chunk.sizes)
     return WriteItem(
@@ -128,17 +128,17 @@ def data_of(item: WriteItem) -> TensorWriteData:
 
 
 def num_bytes(item: WriteItem) -> int:
-    """Size of what an order writes, byte."""
+    """Bytes that a write item writes."""
     data = data_of(item)
     return prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 def shared_out(offers: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
-    """What each rank writes: every box once, by the rank with the least to write so far among those that offer it."""
+    """Write items of each rank. Every box is written once, by the least loaded of the ranks that offer it."""
     ranks: dict[MetadataIndex, list[int]] = {}
     items: dict[MetadataIndex, WriteItem] = {}
-    for rank, own in enumerate(offers):
-        for item in own:
+    for rank, offered in enumerate(offers):
+        for item in offered:
             ranks.setdefault(item.index, []).append(rank)
             items.setdefault(item.index, item)
     chosen: list[list[WriteItem]] = [[] for _ in offers]
@@ -151,21 +151,21 @@ def shared_out(offers: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
 
 
 class FolderWriter(FileSystemWriter):
-    """Writes into a data folder of a checkpoint, and makes it the checkpoint once every rank has written."""
+    """Writes into a data folder, and commits the folder as the checkpoint once every rank has written."""
 
     def __init__(self, folder: Path, header: Header, planner: PartsSavePlanner) -> None:
-        # Copying ahead would start CUDA in processes that compute on the CPU of a machine with GPUs.
+        # Copying ahead would initialize CUDA in processes that compute on CPU on a machine with GPUs.
         super().__init__(folder, per_thread_copy_ahead=0)
         self.folder, self.header, self.planner = folder, header, planner
-        self.save: Save | None = None  # the coordinator's
+        self.save: Save | None = None  # on the coordinator only
         self.needed_bytes = 0
 
     def storage_meta(self) -> StorageMeta:
-        """Without the path, which says nothing once the folder has moved."""
+        """Storage metadata without the path, which becomes wrong once the folder moves."""
         return StorageMeta()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan  # the coordinator chooses and makes the folder
+        return plan  # the coordinator creates the folder in `prepare_global_plan`
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.needed_bytes = sum(num_bytes(item) for plan in plans for item in plan.items) + len(self.planner.encoded)
@@ -180,12 +180,12 @@ class FolderWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         save, training = self.save, self.planner.training
         assert save is not None and training is not None
-        written = sum(result.size_in_bytes for own in results for result in own)
-        here = sum(path.stat().st_size for path in save.data.iterdir())
-        if written != here:
+        written_bytes = sum(result.size_in_bytes for of_rank in results for result in of_rank)
+        present_bytes = sum(path.stat().st_size for path in save.data.iterdir())
+        if written_bytes != present_bytes:
             raise CheckpointError(
-                f"The ranks wrote {written:,} bytes, {here:,} of them are in {save.data} on the first rank's node. "
-                "Save to a folder on a disk that all nodes share."
+                f"The ranks wrote {written_bytes:,} bytes, {present_bytes:,} of them are in {save.data} on the first "
+                "rank's node. Save to a folder on a disk that all nodes share."
             )
         super().finish(metadata, results)
         (save.data / TRAINING).write_bytes(self.planner.encoded)
@@ -200,19 +200,19 @@ class FolderWriter(FileSystemWriter):
         )
 
     def close(self) -> None:
-        """Give up what was not completed."""
+        """Remove the data folder if the save was not committed."""
         if self.save is not None:
             self.save.close()
 
 
 class PartsLoadPlanner(LoadPlanner):
-    """Fills pieces with what a checkpoint has of their boxes."""
+    """Fills a rank's tensor parts from the saved boxes."""
 
     def __init__(self, wanted: Callable[[Metadata], Sequence[ShardedTensor]]) -> None:
-        """Plan.
+        """Planner of one load.
 
         Args:
-            wanted: the pieces, given what there is; called where an exception reaches all ranks.
+            wanted: returns the parts to fill, given the metadata. It is called where an exception reaches all ranks.
         """
         self.wanted = wanted
         self.pieces: Sequence[ShardedTensor] = ()
@@ -227,7 +227,7 @@ class PartsLoadPlanner(LoadPlanner):
         return LoadPlan([item for number in range(len(self.pieces)) for item in self.read_items(number)])
 
     def read_items(self, number: int) -> list[ReadItem]:
-        """The orders that fill a piece; they name it by its number, since two pieces may be of one tensor."""
+        """Read items that fill part ``number``. They name the part by its number: two parts may be of one tensor."""
         piece = self.pieces[number]
         saved = saved_tensor(self.metadata, piece.key)
         if tuple(saved.size) != tuple(piece.shape):
@@ -238,10 +238,10 @@ class PartsLoadPlanner(LoadPlanner):
         items = []
         for k, chunk in enumerate(piece.chunks):
             box = ChunkStorageMetadata(torch.Size(chunk.whole), torch.Size(chunk.sizes))
-            found = create_read_items_for_chunk_list(piece.key, saved, [box])
-            if sum(prod(item.lengths) for item in found) != chunk.numel:
+            reads = create_read_items_for_chunk_list(piece.key, saved, [box])
+            if sum(prod(item.lengths) for item in reads) != chunk.numel:
                 raise CheckpointError(f"The checkpoint's metadata has not all of {piece.key}. Use another checkpoint.")
-            items += [replace(item, dest_index=MetadataIndex(str(number), (k,))) for item in found]
+            items += [replace(item, dest_index=MetadataIndex(str(number), (k,))) for item in reads]
         return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -260,30 +260,30 @@ class PartsLoadPlanner(LoadPlanner):
         return narrowed(box, read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: it is a view of the piece."""
+        """Does nothing, because ``tensor`` is a view of the part."""
 
 
 def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata:
-    """What a checkpoint has of a tensor.
+    """Metadata of a saved tensor.
 
     Raises:
-        CheckpointError: nothing.
+        CheckpointError: the checkpoint has no such tensor.
     """
-    found = metadata.state_dict_metadata.get(key)
-    if not isinstance(found, TensorStorageMetadata):
+    tensor = metadata.state_dict_metadata.get(key)
+    if not isinstance(tensor, TensorStorageMetadata):
         raise CheckpointError(f"The checkpoint's metadata has no tensor {key}. Use another checkpoint.")
-    return found
+    return tensor
 
 
 class DataReader(FileSystemReader):
-    """Reads a data folder; a metadata file that names anything but what such a file needs is refused."""
+    """Reads a data folder. Refuses a metadata file with names outside of `METADATA_TYPES`."""
 
     def read_metadata(self) -> Metadata:
         return read_metadata(Path(self.path))
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Loads the types of a metadata file and nothing else."""
+    """Loads only the types in `METADATA_TYPES`."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if global_name not in METADATA_TYPES.get(module_name, ()):
@@ -292,10 +292,10 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 def read_metadata(data: Path) -> Metadata:
-    """Which tensors a data folder has, and where.
+    """Metadata of a data folder: its tensors and the places of their boxes.
 
     Raises:
-        CheckpointError: the file is not what autopar wrote.
+        CheckpointError: the file is damaged or was not written by a save.
     """
     try:
         metadata = MetadataUnpickler(BytesIO((data / METADATA).read_bytes())).load()

@@ -1,7 +1,7 @@
-"""The folder of a checkpoint: written so that at every moment the last complete one can be read.
+"""Folder of a checkpoint. At every moment of a save, the last complete checkpoint can be read.
 
-``checkpoint.json`` names a folder ``data-<n>`` beside it. A save fills a new data folder, has the disk take all of it,
-then replaces the header in one piece; only then the older data folder goes.
+``checkpoint.json``, the header, names a data folder ``data-<n>`` in the same folder. A save fills a new data folder,
+syncs it to disk, replaces the header atomically, and then removes the older data folder.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from autopar.runtime.launch.environment import launched
 
 HEADER, LOCK, TRAINING = "checkpoint.json", ".saving", "training.pt"
 DATA = re.compile(r"data-(\d+)")
-# Names of what a save writes into its data folder. A folder with anything else in it is not removed.
+# Names of files that a save writes into its data folder. A folder with any other file is not removed.
 OURS = re.compile(r"__\d+_\d+\.distcp|\.metadata(\.tmp)?|" + re.escape(TRAINING))
 
 
 class Save:
-    """One save into a folder. Readers see nothing of it before `commit`."""
+    """One save into a folder. Readers see the previous checkpoint until `commit`."""
 
     def __init__(self, folder: Path, needed_bytes: int) -> None:
-        """Make a data folder, and remove what saves that were killed left behind.
+        """Create a data folder, and remove the data folders of killed saves.
 
         Raises:
-            CheckpointError: another process is saving there, or the folder has a header that is not to be overwritten.
-            OSError: the folder cannot be made or written, or the disk is too small.
+            CheckpointError: another process saves into the folder, or the folder has a header that cannot be read.
+            OSError: the folder cannot be created or written, or the disk has too little space.
         """
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.committed = folder, False
@@ -52,7 +52,7 @@ class Save:
             raise
 
     def commit(self, header: Header) -> None:
-        """Make the data folder the checkpoint."""
+        """Make the data folder the checkpoint: sync its files and replace the header."""
         files = {}
         for path in sorted(self.data.iterdir()):
             files[path.name] = path.stat().st_size
@@ -67,7 +67,7 @@ class Save:
         remove_leftovers(self.folder, self.data.name)
 
     def close(self) -> None:
-        """Remove what was written, unless it was committed, and let others save."""
+        """Remove the data folder unless it was committed, and release the lock."""
         if not self.committed:
             shutil.rmtree(self.data, ignore_errors=True)
             (self.folder / (HEADER + ".tmp")).unlink(missing_ok=True)
@@ -75,10 +75,10 @@ class Save:
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Make a checkpoint the one of another folder too.
+    """Copy a checkpoint into another folder, as that folder's checkpoint.
 
     Raises:
-        CheckpointError: there is no whole one, or it cannot be copied; ``target`` is as it was.
+        CheckpointError: the checkpoint is missing, damaged or cannot be copied; ``target`` is unchanged.
     """
     header = read_header(source)
     check_files(source, header)
@@ -98,10 +98,10 @@ def copy_checkpoint(source: Path, target: Path) -> None:
 
 
 def take(lock: int, folder: Path) -> None:
-    """Lock a folder against other saves, for as long as the file is open.
+    """Lock a folder against other saves, while the lock file is open.
 
     Raises:
-        CheckpointError: another process has it.
+        CheckpointError: another process holds the lock.
     """
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,14 +110,14 @@ def take(lock: int, folder: Path) -> None:
             f"Another process is saving a checkpoint to {folder} at this moment. Give each run a folder of its own."
         ) from None
     except OSError as error:
-        # Some shared file systems are mounted without locks. They must not keep anybody from saving: the lock only
-        # guards against two runs with one folder.
+        # Some shared file systems are mounted without locks. Saving must work there too: the lock only guards against
+        # two runs with one folder.
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise
 
 
 def remove_leftovers(folder: Path, keep: str | None) -> None:
-    """Remove data folders but the one to keep. What cannot be removed now is left to the next save."""
+    """Remove all data folders except ``keep``. The next save retries those that cannot be removed now."""
     for entry in folder.iterdir():
         if entry.name == keep or not DATA.fullmatch(entry.name) or not entry.is_dir():
             continue
@@ -126,11 +126,11 @@ def remove_leftovers(folder: Path, keep: str | None) -> None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove what saves wrote into a folder, and the folder if nothing else is in it.
+    """Remove all files that saves wrote into a folder, and the folder itself if it is empty then.
 
     Raises:
-        CheckpointError: another process is saving there.
-        OSError: the header cannot be removed; nothing was.
+        CheckpointError: another process saves into the folder.
+        OSError: the header cannot be removed; the checkpoint is unchanged.
     """
     if not folder.is_dir():
         return
@@ -148,7 +148,7 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk take a file, or a folder's list of names."""
+    """Write a file, or a folder's list of names, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -157,27 +157,27 @@ def sync(path: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has a checkpoint, whole or not."""
+    """Whether a folder has a checkpoint, complete or damaged."""
     return (folder / HEADER).exists()
 
 
 def checkpoint_around(path: Path) -> Path | None:
-    """The checkpoint in whose folder a file lies or would lie, in whatever way the path says so; None if in none."""
+    """Folder of the checkpoint that contains or would contain a file, with links resolved; None if there is none."""
     found = next((folder for folder in path.resolve().parents if is_checkpoint(folder) and has_data(folder)), None)
     named = (folder for folder in path.parents if folder.resolve() == found)
     return next(named, found)
 
 
 def has_data(folder: Path) -> bool:
-    """Whether a folder has data folders, without which another program's ``checkpoint.json`` is none of ours."""
+    """Whether a folder has data folders; without one, its ``checkpoint.json`` belongs to another program."""
     return any(DATA.fullmatch(entry.name) for entry in folder.iterdir())
 
 
 def read_header(folder: Path) -> Header:
-    """The header of a checkpoint.
+    """Header of a checkpoint.
 
     Raises:
-        CheckpointError: the folder has none, or one that this version cannot read.
+        CheckpointError: the folder has no header, or a header that this version cannot read.
     """
     path = folder / HEADER
     try:
@@ -193,10 +193,10 @@ def read_header(folder: Path) -> Header:
 
 
 def check_files(folder: Path, header: Header) -> None:
-    """Compare a checkpoint's files with what its header says of them.
+    """Compare a checkpoint's files with the sizes in its header.
 
     Raises:
-        CheckpointError: one is missing or of another size.
+        CheckpointError: a file is missing or has another size.
     """
     data = folder / header.data
     sizes = {name: (data / name).stat().st_size if (data / name).is_file() else None for name in header.files}
@@ -209,11 +209,11 @@ def check_files(folder: Path, header: Header) -> None:
 
 
 def on_all_nodes() -> str:
-    """What to say besides of a file that is not there: nothing, unless this run has several nodes."""
+    """Addition to a message about a missing file: empty, unless this run has several nodes."""
     launch = launched()
     return ", on a disk that all nodes share" if launch is not None and launch.num_nodes > 1 else ""
 
 
 def differs(name: str, size: int | None, saved: Mapping[str, int]) -> str:
-    """``__0_0.distcp has 12 of 345 bytes``."""
+    """Difference between a file and the header, as text: ``__0_0.distcp has 12 of 345 bytes``."""
     return f"{name} is missing" if size is None else f"{name} has {size:,} of {saved[name]:,} bytes"

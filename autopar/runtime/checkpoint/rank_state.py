@@ -1,4 +1,4 @@
-"""What a rank has of a checkpoint's contents: its parts of tensors, and what training needs beside them."""
+"""Contents of a checkpoint on one rank: the rank's parts of tensors, and other state of the training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autopar.runtime.optim.step import Updater
 from autopar.runtime.spec import RankSpec
 from autopar.sharding.tensors import Box, boxes, whole_shape
 
-MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # what the keys of tensors begin with
+MODEL, OPTIMIZER, EMA = "model", "optimizer", "ema"  # first words of tensor keys
 
 
 class CheckpointedRank(Protocol):
@@ -38,7 +38,7 @@ class CheckpointedRank(Protocol):
 
 @dataclass(frozen=True)
 class ShardedTensor:
-    """A rank's part of a tensor of the checkpoint; ``shape`` is that of the whole."""
+    """Part of a checkpoint's tensor on one rank. ``shape`` is the whole tensor's; ``chunks`` are the part's boxes."""
 
     key: str
     shape: tuple[int, ...]
@@ -48,7 +48,7 @@ class ShardedTensor:
 
 @dataclass(frozen=True)
 class OptionChange:
-    """An option of a weight's parameter group that was another when the run began that saved; values as text."""
+    """Option of a weight's parameter group that differs from its value at the saved run's start. Values as text."""
 
     weight: str
     option: str
@@ -58,11 +58,14 @@ class OptionChange:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """An optimizer's state of one parameter.
+    """State of one parameter in an optimizer.
 
-    ``group`` is its place in `Training.groups`; ``values`` what is no tensor, or one number; ``split`` the names of
-    tensors shaped like the parameter, which lie as it does; ``whole`` those of all other tensors; ``made`` its group's
-    options when training began, before a scheduler or the optimizer itself changed any.
+    Args:
+        group: index into `Training.groups`.
+        values: state entries that are no tensors, or tensors with one number.
+        split: names of tensors with the parameter's shape; they have its layout.
+        whole: names of all other tensors.
+        made: options of the parameter's group at the start of training, before a scheduler or optimizer changed any.
     """
 
     group: int
@@ -74,16 +77,16 @@ class ParameterState:
 
 @dataclass(frozen=True)
 class Training:
-    """What training needs beside tensors, on one rank or on all together.
+    """State of the training other than tensors, on one rank or merged over all ranks.
 
     Args:
         optimizer, scheduler: class names.
-        options: names of the optimizer's options, which tell one kind of optimizer from another.
+        options: names of the optimizer's options; they identify the kind of optimizer.
         groups: options of parameter groups.
-        order: which of ``groups`` the optimizer's groups have, on the rank that has most.
-        states: by parameter.
-        scheduler_state, scaler_state: what their ``state_dict()`` returned.
-        ema: weights that have an average.
+        order: for each of the optimizer's groups, its index in ``groups``; on the rank with the most groups.
+        states: optimizer state by parameter name.
+        scheduler_state, scaler_state: results of their ``state_dict()``.
+        ema: names of weights that have a moving average.
     """
 
     optimizer: str | None = None
@@ -99,17 +102,17 @@ class Training:
 
 @dataclass(frozen=True)
 class RankState:
-    """All that a rank could write; other ranks may have copies of it."""
+    """All state that a rank can write; other ranks may have copies of parts of it."""
 
     tensors: list[ShardedTensor]
     training: Training
 
 
 def rank_state(rank: CheckpointedRank) -> RankState:
-    """What a rank has.
+    """State of a rank for a checkpoint.
 
     Raises:
-        CheckpointError: the optimizer's state cannot be told apart into parts of weights.
+        CheckpointError: the optimizer keeps tensors of split weights whose layout is unknown.
     """
     pieces: list[ShardedTensor] = []
     spec, updater = rank.spec, rank.updater
@@ -117,7 +120,7 @@ def rank_state(rank: CheckpointedRank) -> RankState:
     for weight in spec.weights:
         name, layout = weight.name, spec.layout(weight.name)
         if weight.kind != "parameter" and not (spec.place.replica == 0 and spec.has_first_copy(name)):
-            continue  # each replica has buffers of its own, and the first one's count
+            continue  # each replica has its own buffers; the first replica's are saved
         pieces.append(sharded_tensor(spec, f"{MODEL}.{name}", layout, rank.weights[name]))
         if name in averages:
             pieces.append(sharded_tensor(spec, f"{EMA}.{name}", layout, averages[name]))
@@ -138,14 +141,14 @@ def rank_state(rank: CheckpointedRank) -> RankState:
 
 
 def sharded_tensor(spec: RankSpec, key: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
-    """A rank's part of a tensor that lies so."""
+    """Part of a tensor of this layout on a rank; ``tensor`` is the local part."""
     ranks = {TP: spec.mesh.tp}
     shape = whole_shape(tensor.shape, layout, ranks)
     return ShardedTensor(key, shape, boxes(shape, layout, ranks, {TP: spec.place.shard}), tensor)
 
 
 def named_groups(rank: CheckpointedRank) -> list[list[str]]:
-    """The names of the parameters in each group of a rank's optimizer."""
+    """Names of the parameters in each group of a rank's optimizer."""
     updater = rank.updater
     return names_in_groups(updater.optimizer, updater.optimized) if updater.optimizer is not None else []
 
@@ -153,7 +156,7 @@ def named_groups(rank: CheckpointedRank) -> list[list[str]]:
 def optimizer_states(
     rank: CheckpointedRank, pieces: list[ShardedTensor]
 ) -> tuple[dict[str, ParameterState], tuple[dict[str, Any], ...]]:
-    """The optimizer's state of each parameter, and the options of each group; tensors are added to ``pieces``."""
+    """Optimizer state by parameter name, and the options of each group. Tensors are appended to ``pieces``."""
     updater = rank.updater
     if updater.optimizer is None:
         return {}, ()
@@ -181,19 +184,19 @@ def optimizer_states(
 
 
 def state_key(name: str, key: Any) -> str:
-    """What a tensor of an optimizer's state is called in a checkpoint."""
+    """Key of an optimizer state's tensor in a checkpoint."""
     return f"{OPTIMIZER}.{name}.{key}"
 
 
 def merged(parts: Sequence[Training]) -> Training:
-    """What all ranks have together: of every parameter the first rank's state, of equal groups one."""
+    """State merged over all ranks: for each parameter the first rank's state, and equal groups only once."""
     groups: dict[str, dict[str, Any]] = {}
     states: dict[str, ParameterState] = {}
     places = [[place_of(options, groups) for options in part.groups] for part in parts]
     for part, place in zip(parts, places):
         for name, state in part.states.items():
             states.setdefault(name, replace(state, group=place[state.group]))
-    first = max(parts, key=lambda part: len(part.groups))  # the first of those with most groups
+    first = max(parts, key=lambda part: len(part.groups))  # first of the ranks with the most groups
     scheduling = next((part for part in parts if part.scheduler and len(part.groups) == len(first.groups)), first)
     scaling = next((part.scaler_state for part in parts if part.scaler_state is not None), None)
     return Training(
@@ -210,21 +213,21 @@ def merged(parts: Sequence[Training]) -> Training:
 
 
 def place_of(options: dict[str, Any], groups: dict[str, dict[str, Any]]) -> int:
-    """The place of equal options among those of ``groups``, at whose end they are put if they are new."""
+    """Index of equal options in ``groups``. New options are appended."""
     groups.setdefault(repr(options), options)
     return list(groups).index(repr(options))
 
 
 def encoded_training(training: Training) -> bytes:
-    """As bytes that need no trust to be read.
+    """Bytes of the state, which `torch.load` reads with ``weights_only=True``.
 
     Raises:
-        CheckpointError: an object in it is no plain data.
+        CheckpointError: an object in the state is not plain data.
     """
     for what, value in asdict(training).items():
         try:
             torch.load(as_bytes(value), weights_only=True)
-        except Exception as error:  # whatever pickling or the user's class raises
+        except Exception as error:  # pickling and the user's classes raise anything
             raise CheckpointError(
                 f"The {what.replace('_', ' ')} cannot be saved: {described(error)}. A checkpoint holds tensors, "
                 "numbers, texts, and lists and dicts of them: keep other objects out of state_dict()."
@@ -233,7 +236,7 @@ def encoded_training(training: Training) -> bytes:
 
 
 def described(error: Exception) -> str:
-    """One line on what went wrong, without torch's advice to trust a file that it refuses."""
+    """Description of an error in one line, without torch's advice to trust a file that it refuses."""
     refused = re.search(r"GLOBAL ([\w.]+) was not an allowed", str(error))
     if isinstance(error, pickle.UnpicklingError):
         return f"it has a {refused[1]}" if refused else "it is not plain data"
@@ -257,5 +260,5 @@ def decoded_training(data: bytes) -> Training:
 
 
 def copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options for one group alone: groups must not share what is in them."""
+    """Deep copy of options for one group: groups must not share objects."""
     return copy.deepcopy(dict(options))

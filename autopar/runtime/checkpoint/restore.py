@@ -1,4 +1,4 @@
-"""A rank takes over a checkpoint: its parts of all tensors are read first, and only then is anything replaced."""
+"""Load of a checkpoint on one rank: all of the rank's tensor parts are read before any state is replaced."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from autopar.runtime.checkpoint.rank_state import (
     state_key,
 )
 
-# Of an optimizer: how it computes, not what.
+# Options that select an optimizer's kernels and do not change its results.
 KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 
 
 class Restore:
-    """What one rank reads, and where it goes."""
+    """State that one rank reads, and its transfer into the rank."""
 
     def __init__(self, rank: CheckpointedRank, data: Path) -> None:
-        """``data`` is the folder with the tensors."""
+        """``data`` is the data folder of the checkpoint."""
         self.rank, self.data = rank, data
         self.training = Training()
         self.weights: dict[str, torch.Tensor] = {}
@@ -44,7 +44,7 @@ class Restore:
         self.states: dict[str, dict[Any, torch.Tensor]] = {}
 
     def wanted(self, metadata: Metadata) -> list[ShardedTensor]:
-        """The pieces to fill, on the CPU.
+        """Tensor parts to fill, on the CPU.
 
         Raises:
             CheckpointError: the checkpoint is damaged, or its optimizer is of another kind.
@@ -67,7 +67,7 @@ class Restore:
             name, layout = weight.name, rank.spec.layout(weight.name)
             self.weights[name] = read(f"{MODEL}.{name}", layout, weight.shape)
         for name, tensor in rank.ema.tensors().items() if rank.ema is not None else ():
-            start = EMA if name in self.training.ema else MODEL  # averages begin at the weights
+            start = EMA if name in self.training.ema else MODEL  # averages start as copies of the weights
             self.averages[name] = read(f"{start}.{name}", rank.spec.layout(name), tensor.shape)
         if updater.optimizer is None or self.training.optimizer is None:
             return pieces
@@ -84,10 +84,10 @@ class Restore:
         return pieces
 
     def check_optimizer(self) -> None:
-        """Compare the optimizer with the one that was saved.
+        """Compare the optimizer with the saved one.
 
         Raises:
-            CheckpointError: it is of another kind, or groups parameters otherwise.
+            CheckpointError: the optimizer is of another kind, or groups the parameters differently.
         """
         saved, optimizer = self.training, self.rank.updater.optimizer
         assert optimizer is not None
@@ -115,24 +115,24 @@ class Restore:
             )
 
     def option_changes(self) -> list[OptionChange]:
-        """What the optimizer here was made with and the saved one was not; `apply` takes the saved options.
+        """Initial options of this optimizer that differ from the saved one's; `apply` takes the saved options.
 
-        Options that one version of an optimizer has and another has not are no difference.
+        Options that only one version of an optimizer has do not count.
         """
-        updater, found = self.rank.updater, []
+        updater, changes = self.rank.updater, []
         if updater.optimizer is None or self.training.optimizer is None:
             return []
         for name in updater.made_options.keys() & self.training.states.keys():
-            here, there = updater.made_options[name], self.training.states[name].made
+            current, saved = updater.made_options[name], self.training.states[name].made
             options = [
-                o for o in {**there, **here} if (o in here and o in there) or o not in updater.optimizer.defaults
+                o for o in {**saved, **current} if (o in current and o in saved) or o not in updater.optimizer.defaults
             ]
-            values = [(option, repr(there.get(option)), repr(here.get(option))) for option in options]
-            found += [OptionChange(name, option, was, now) for option, was, now in values if was != now]
-        return found
+            values = [(option, repr(saved.get(option)), repr(current.get(option))) for option in options]
+            changes += [OptionChange(name, option, was, now) for option, was, now in values if was != now]
+        return changes
 
     def apply(self) -> None:
-        """Replace the rank's state by what was read."""
+        """Replace the rank's state by the state that was read."""
         rank, updater, saved = self.rank, self.rank.updater, self.training
         rank.load(self.weights)
         with torch.no_grad():
@@ -149,7 +149,7 @@ class Restore:
         updater.zero_grad()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """What the optimizer's own ``load_state_dict`` takes: it knows where each value has to lie."""
+        """Argument of the optimizer's ``load_state_dict``, which moves each value to its device."""
         saved, state = self.training, {}
         target = optimizer.state_dict()
         for k, (group, names) in enumerate(zip(target["param_groups"], named_groups(self.rank), strict=True)):
@@ -167,10 +167,10 @@ class Restore:
 
 
 def without_kernel_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved group's options, but those that only say with which kernels: the devices may be others now."""
+    """Options of a saved group without `KERNEL_OPTIONS`: the devices may have changed."""
     return {name: value for name, value in copied(options).items() if name not in KERNEL_OPTIONS}
 
 
 def unlike(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """``weight_decay 0.05 and 0.0``: where two groups differ."""
+    """Differences between the options of two groups, as text: ``weight_decay 0.05 and 0.0``."""
     return ", ".join(f"{name} {one.get(name)} and {other.get(name)}" for name in one if one[name] != other.get(name))

@@ -1,7 +1,7 @@
-"""A rank's part of saving and loading a checkpoint; all ranks of a mesh make the same calls.
+"""Save and load of a checkpoint on one rank; all ranks of a mesh make the same calls.
 
-An error on one rank reaches all of them, and is returned instead of raised: nothing has changed then, and training can
-go on.
+An error on one rank reaches all ranks. It is returned instead of raised: no state has changed, so training can
+continue.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from autopar.sharding.tensors import boxes
 
 
 def save(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError | None:
-    """Write a checkpoint; every rank writes what it has.
+    """Write a checkpoint; every rank writes its part. Returns the error if the save fails.
 
     Args:
-        header: without what only the ranks know.
+        header: without the fields that only the ranks know; the coordinator fills them.
     """
     target = Path(folder)
     planner = PartsSavePlanner(partial(rank_state, rank))
@@ -67,7 +67,7 @@ def save(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError
 
 
 def inspect(folder: str) -> Header | CheckpointError:
-    """The header of a checkpoint whose files are all there, or why there is none for this rank."""
+    """Header of a checkpoint whose files are complete, or the error that this rank finds."""
     try:
         header = read_header(Path(folder))
         check_files(Path(folder), header)
@@ -78,7 +78,7 @@ def inspect(folder: str) -> Header | CheckpointError:
 
 
 def load(rank: CheckpointedRank, folder: str, header: Header) -> CheckpointError | list[OptionChange]:
-    """Take over a checkpoint that `inspect` found whole on all ranks; which options were others when it began."""
+    """Load a checkpoint that `inspect` found complete on all ranks. Returns changed optimizer options, or the error."""
     data = Path(folder) / header.data
     restore = Restore(rank, data)
     planner = PartsLoadPlanner(restore.wanted)
@@ -102,12 +102,12 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
     """Whole weights by name, read by this process alone.
 
     Args:
-        ema: the averages of those that have any.
+        ema: whether to read the moving average of a weight that has one, instead of the weight.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
 
     def wanted(metadata: Metadata) -> list[ShardedTensor]:
         pieces = []
@@ -115,8 +115,8 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
             averaged = ema and f"{EMA}.{name}" in metadata.state_dict_metadata
             key = f"{EMA if averaged else MODEL}.{name}"
             saved = saved_tensor(metadata, key)
-            found[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
-            pieces.append(ShardedTensor(key, tuple(saved.size), boxes(saved.size, REPLICATED, {}, {}), found[name]))
+            weights[name] = torch.empty(saved.size, dtype=saved.properties.dtype)
+            pieces.append(ShardedTensor(key, tuple(saved.size), boxes(saved.size, REPLICATED, {}, {}), weights[name]))
         return pieces
 
     try:
@@ -127,12 +127,12 @@ def read_tensors(data: Path, names: Iterable[str], ema: bool) -> dict[str, torch
         if isinstance(error, CheckpointError):
             raise error from exception
         raise CheckpointError(f"Cannot read {data}: {described(error)}. Use another checkpoint.") from exception
-    return found
+    return weights
 
 
 @contextmanager
 def collective(spec: RankSpec) -> Iterator[None]:
-    """Around calls in which all ranks exchange objects: on their own GPU, and with a lost peer told as such."""
+    """Context for calls in which ranks exchange objects: on the rank's GPU, a lost peer raises TransportError."""
     device = torch.device(spec.device)
     try:
         with quiet(), torch.cuda.device(device) if device.type == "cuda" else nullcontext():
@@ -143,17 +143,17 @@ def collective(spec: RankSpec) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the warning that a single process is meant to be a single process."""
+    """Context without torch's warning that a single process does not use torch.distributed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
 
 
 def cause(exception: CheckpointException) -> tuple[int, Exception]:
-    """The rank and the exception that say most: autopar's own first, then the system's.
+    """Rank and exception of the most informative failure: a CheckpointError first, then an OSError.
 
     Raises:
-        BaseException: one that is none of a failure, such as Ctrl-C.
+        BaseException: the exception is no failure, such as Ctrl-C.
     """
     order: list[Callable[[Any], bool]] = [
         lambda error: not isinstance(error, CheckpointError),
@@ -168,12 +168,12 @@ def cause(exception: CheckpointException) -> tuple[int, Exception]:
 
 
 def not_saved(spec: RankSpec, folder: Path, needed_bytes: int, exception: CheckpointException) -> CheckpointError:
-    """The one error for a checkpoint that could not be saved."""
+    """Error for a checkpoint that could not be saved."""
     number, error = cause(exception)
     if isinstance(error, CheckpointError):
         return error
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    free = text(shutil.disk_usage(there).free, BYTES)
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = text(shutil.disk_usage(existing).free, BYTES)
     needed = f"It needs {text(needed_bytes, BYTES)}, {free} are free there. " if needed_bytes else ""
     before = "The one that was there is as it was. " if is_checkpoint(folder) else ""
     nodes = on_all_nodes() if isinstance(error, FileNotFoundError) else ""

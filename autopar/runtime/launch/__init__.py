@@ -1,1 +1,13 @@
-"""Worker processes, torchrun and srun, failures, and which devices there are."""
+"""Start of ranks, their commands and their failures: in worker processes, under torchrun or srun, or in this process.
+
+Question: which processes run the ranks, and how do commands, tensors and errors travel between processes?
+Input: a `RankSpec` and the weights by name for each rank, a backend (NCCL or Gloo) and a timeout.
+Output: a `WorkerPool`, `SpmdBackend` or `InProcessBackend`. Its ``call(name, arguments)`` runs one method of the ranks
+and returns the results by rank; one error ends all ranks.
+
+Files in reading order:
+- environment (variables and store of a launcher), devices (GPUs or CPU processes), torch_settings;
+- worker processes: fork_server with __main__ and preload, shared_memory and ipc (messages), worker (one rank's
+  process), pool (all workers);
+- ranks without workers: spmd (this process is a rank), failure_watch (failures on other nodes).
+"""

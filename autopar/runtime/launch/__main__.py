@@ -1,4 +1,4 @@
-"""``python -m autopar.runtime.launch FD PID FORKS MODULE…``: the fork server that `fork_server.py` describes."""
+"""Main loop of the fork server (see `fork_server`): ``python -m autopar.runtime.launch FD PID FORKS MODULE…``."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from typing import NoReturn
 
 from autopar.runtime.launch.fork_server import Request
 
-CHECK_SECONDS = 1.0  # between two looks whether the caller lives: its forks may hold copies of the control socket
-LEAVE_SECONDS = 3.0  # for forks to end by themselves when the caller is gone
-MAX_FILES = 16  # of one request
+CHECK_SECONDS = 1.0  # between checks that the caller lives: forks of the caller may hold copies of the control socket
+LEAVE_SECONDS = 3.0  # time for forks to end by themselves once the caller is gone
+MAX_FILES = 16  # open files per request
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def main() -> None:
-    """Serve; in a fork, do what the request asks for."""
+    """Import the modules and serve requests; in a fork, carry out the request."""
     control, caller, forks, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # a collection in a fork would write to the pages of all objects, and so copy them
+    gc.freeze()  # a garbage collection in a fork would write to the pages of all objects, which copies the pages
     become(serve(socket.socket(fileno=int(control)), int(caller), forks == "1"))
 
 
 def serve(control: socket.socket, caller: int, forks: bool) -> list[int]:
-    """Files of a request, in the process that is to carry it out; never returns in the server."""
+    """Open files of a request, in the process that carries out the request. Never returns in the server."""
     server = os.getpid()
     reports: dict[int, Connection] = {}
     woken, waker = socket.socketpair()
@@ -69,19 +69,19 @@ def serve(control: socket.socket, caller: int, forks: bool) -> list[int]:
                     die_with(server)
                     os.close(files.pop(0))
                     os.setsid()
-                else:  # the report pipe stays open, for its closing to report this process's end
+                else:  # the report pipe stays open: its closing reports the end of this process
                     with Connection(os.dup(files.pop(0)), readable=False) as report:
                         report.send(server)
                 return files
             reports[fork] = Connection(files[0], readable=False)
-            with suppress(OSError):  # the caller has given the request up
+            with suppress(OSError):  # the caller has abandoned the request
                 reports[fork].send(fork)
         for file in files[1:]:
             os.close(file)
 
 
 def received(control: socket.socket) -> list[int]:
-    """Files of the next request; none when the caller is gone."""
+    """Open files of the next request; empty if the caller is gone."""
     _, files, _, _ = socket.recv_fds(control, 1, MAX_FILES)
     for file in files:
         os.set_inheritable(file, False)
@@ -89,17 +89,17 @@ def received(control: socket.socket) -> list[int]:
 
 
 def report_ends(reports: dict[int, Connection]) -> None:
-    """Tell the caller of each fork that has ended, and forget it."""
+    """Send the exit code of each fork that has ended to the caller, and drop the fork's report pipe."""
     while reports:
         fork, status = os.waitpid(-1, os.WNOHANG)
         if not fork:
             return
-        with reports.pop(fork) as report, suppress(OSError):  # nobody may listen any more
+        with reports.pop(fork) as report, suppress(OSError):  # the caller may have closed its end
             report.send(os.waitstatus_to_exitcode(status))
 
 
 def leave(reports: dict[int, Connection]) -> NoReturn:
-    """End the server; forks have a moment to end before it, by the closing of their files."""
+    """End the server. Forks first get `LEAVE_SECONDS` to notice that their files have closed and to end."""
     deadline = time.monotonic() + LEAVE_SECONDS
     while reports and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -110,12 +110,12 @@ def leave(reports: dict[int, Connection]) -> NoReturn:
 def die_with(server: int) -> None:
     """Have the kernel kill this fork when the server ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:  # it ended before
+    if os.getppid() != server:  # the server ended before prctl
         os._exit(1)
 
 
 def become(files: list[int]) -> None:
-    """Take over the caller's state and do what it asks for."""
+    """Take over the caller's state and call the target of the request."""
     content, folder, *streams = files[:5]
     with os.fdopen(content, "rb") as file:
         request: Request = pickle.load(file)
@@ -129,9 +129,9 @@ def become(files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request.environment)
     sys.path[:] = request.path
-    if "numpy.random" in sys.modules:  # Python's own generator is seeded again by the fork, torch's by the worker
+    if "numpy.random" in sys.modules:  # the fork reseeds Python's own generator, the worker reseeds torch's
         sys.modules["numpy.random"].seed()
-    atexit.register(gc.unfreeze)  # an ordinary exit collects everything
+    atexit.register(gc.unfreeze)  # an ordinary exit collects all objects
     signal.pthread_sigmask(signal.SIG_SETMASK, request.signal_mask)
     target, arguments = pickle.loads(request.call)
     target(*arguments, *files[5:])

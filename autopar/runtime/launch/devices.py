@@ -1,4 +1,4 @@
-"""What there is to run on: GPUs or CPU processes, here or under a launcher."""
+"""Devices of a run: GPUs or CPU processes, on this machine or under a launcher, and the cost model for them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from autopar.ir.hardware import Hardware, Link
 from autopar.ir.units import plural
 from autopar.runtime.launch.environment import Launched, launched, starts_once
 
-# Substrings of CUDA device names, and the cost model that describes such a device.
+# Cost model by a substring of the CUDA device name.
 DEVICE_COST_MODELS = {"H200": "h200-nvlink", "H100": "h100-nvlink", "A100": "a100-nvlink", "4090": "rtx4090-pcie"}
 DEFAULT_GPU_COST_MODEL = "a100-nvlink"
 
 
 @dataclass(frozen=True)
 class Machine:
-    """The devices of one run. ``num_threads`` is for each process, on CPU."""
+    """Devices of one run. ``num_threads`` is the number of CPU threads of each process."""
 
     backend: str
     device_type: str
@@ -29,25 +29,25 @@ class Machine:
     launched: Launched | None
 
     def local_devices(self, devices: int) -> int:
-        """How many of the devices share a host; on the fullest one, where there are several."""
+        """Number of devices that share a host; with several hosts, the number on the fullest one."""
         return self.launched.devices_per_node if self.launched else devices
 
     def device_of(self, rank: int) -> str:
-        """The torch device of a rank."""
+        """Torch device of a rank."""
         if self.device_type == "cpu":
             return "cpu"
         if self.launched is None:
             return f"cuda:{rank}"
-        # A launcher may show each process its own GPU alone (srun --gpus-per-task=1).
+        # A launcher may make only one GPU visible to each process (srun --gpus-per-task=1).
         return f"cuda:{self.launched.local_rank if torch.cuda.device_count() > 1 else 0}"
 
     def limit_threads(self) -> None:
-        """Share this host's processors among its processes, as torchrun does and srun leaves to the program."""
+        """Divide this host's processors among its processes. torchrun does the same, srun leaves it to the program."""
         if self.device_type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(min(torch.get_num_threads(), self.num_threads))
 
     def described(self, hardware: Hardware) -> Hardware:
-        """A cost model with this run's nodes: how many devices each has, and what lies between them."""
+        """Cost model with this run's nodes: the number of devices per node and the network between nodes."""
         if self.launched is None or self.launched.num_nodes == 1:
             return hardware
         network = hardware.network
@@ -62,29 +62,29 @@ class Machine:
         return replace(hardware, devices_per_node=self.launched.devices_per_node, network=network)
 
     def warn_of_other_gpu(self, hardware: Hardware) -> None:
-        """Say that a cost model describes another device than the GPU here."""
+        """Warn if a cost model describes another device than this process's GPU."""
         if self.device_type == "cpu":
             return
-        here = torch.cuda.get_device_name()
-        if not describes(hardware, here):
+        gpu = torch.cuda.get_device_name()
+        if not describes(hardware, gpu):
             warnings.warn(
-                f"Cost model {hardware.name} describes {hardware.device}, and this is {here}: times and memory "
+                f"Cost model {hardware.name} describes {hardware.device}, and this is {gpu}: times and memory "
                 "are predicted for the other. Measure this one with `autopar profile` and pass its file as hardware=.",
                 stacklevel=3,
             )
 
 
 def describes(hardware: Hardware, gpu: str) -> bool:
-    """Whether a cost model is of such a GPU, by its name."""
-    known = hardware.device
-    return gpu in known or any(part in gpu and part in known for part in DEVICE_COST_MODELS)
+    """Whether a cost model describes a GPU of this name."""
+    device = hardware.device
+    return gpu in device or any(part in gpu and part in device for part in DEVICE_COST_MODELS)
 
 
 def this_machine(devices: int | None = None, backend: str | None = None) -> Machine:
-    """What a run over ``devices`` would use: NCCL on GPUs where there are any, else Gloo on CPU processes.
+    """Machine that a run over ``devices`` uses: NCCL on GPUs if there are any, else Gloo on CPU processes.
 
     Raises:
-        UsageError: too few GPUs, a backend that is not here, or a count that disagrees with the launcher's.
+        UsageError: too few GPUs, an unavailable backend, or a count that differs from the launcher's.
     """
     launch = launched()
     if launch is not None and devices is not None and launch.world != devices:
@@ -115,28 +115,28 @@ def this_machine(devices: int | None = None, backend: str | None = None) -> Mach
 
 
 def num_processors() -> int:
-    """Processors that this process may use; srun's tasks and containers have a part of the host's."""
+    """Number of processors that this process may use. A task of srun or a container has only a part of the host's."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def slurm_hint() -> str:
-    """What to do in a Slurm job where python was started once; nothing elsewhere."""
+    """Remedy for a Slurm job in which python was started once; an empty text outside such jobs."""
     if "SLURM_PROCID" not in os.environ or not starts_once(os.environ):
         return ""
     return " This is a Slurm job in which python runs once: start it with `srun python …` to have a process per task."
 
 
 def warn_of_idle_nodes(devices: int | None) -> None:
-    """Say that a script which Slurm runs on the first node of a job uses none of the others."""
+    """Warn if Slurm runs the script once, on the first node of its job, so that the other nodes stay idle."""
     hint, nodes = slurm_hint(), os.environ.get("SLURM_NNODES", "1")
     if hint and nodes != "1":
         warnings.warn(f"All {devices} devices are on the first of this job's {nodes} nodes.{hint}", stacklevel=4)
 
 
 def default_hardware_name(machine: Machine) -> str:
-    """The cost model for the devices at hand; an unknown GPU is priced as an A100, with a warning."""
+    """Name of the cost model for this machine's devices. An unknown GPU is priced as an A100, with a warning."""
     if machine.device_type == "cpu":
         return "cpu-generic"
     name = torch.cuda.get_device_name()

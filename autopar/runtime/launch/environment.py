@@ -1,8 +1,8 @@
-"""Who started this process: a launcher that made it one of several ranks, or the user alone.
+"""Launcher of this process: torchrun or srun, which start several ranks, or none.
 
-torchrun tells its processes RANK, WORLD_SIZE and where to meet. srun tells them SLURM_PROCID, SLURM_NTASKS and
-SLURM_LOCALID; where to meet is the batch script's to say, in MASTER_ADDR. Where both are set, torchrun was started by
-srun and its own count.
+torchrun sets RANK, WORLD_SIZE and the address of the store. srun sets SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID; the
+batch script has to set the address, in MASTER_ADDR. If both sets of variables are present, srun started torchrun, and
+torchrun's variables count.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch.distributed as dist
 
 from autopar.errors import UsageError
 
-START_SECONDS = 300.0  # for all processes to import what they need
-DEFAULT_PORT = 29500  # torch's own
-PORTS = 1000  # so many jobs that share a node have ports of their own
-RESERVED_STEPS = 0xFFFFFFF0  # Slurm numbers its own steps from the top: batch script, interactive shell, extern
-TOLD = itertools.count()  # numbers what was told, so that a later call does not take an earlier one's
+START_SECONDS = 300.0  # time for all processes to import their modules
+DEFAULT_PORT = 29500  # torch's default
+PORTS = 1000  # range of ports, so that jobs which share a node use different ones
+RESERVED_STEPS = 0xFFFFFFF0  # first of the step ids that Slurm reserves: batch script, interactive shell, extern
+TOLD = itertools.count()  # numbers the broadcasts, so that a later one does not read an earlier one's text
 MASTER_REMEDY = 'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
 
 
 @dataclass(frozen=True)
 class Launched:
-    """What the launcher told this process.
+    """Place of this process among those of a launcher.
 
-    ``address`` is where the ranks meet, as `torch.distributed.rendezvous` takes it.
+    ``address`` is the address of the store, as an argument of `torch.distributed.rendezvous`.
     """
 
     rank: int
@@ -43,12 +43,12 @@ class Launched:
 
     @property
     def devices_per_node(self) -> int:
-        """Ranks of the fullest node: the same number on all of them, as each rank plans for itself."""
+        """Number of ranks on the fullest node. It is equal on all ranks, since each rank plans for itself."""
         return -(-self.world // self.num_nodes)
 
 
 def launched() -> Launched | None:
-    """What the environment says of this process, or None in a plain script or notebook.
+    """Launcher's description of this process, from the environment; None in a plain script or notebook.
 
     Raises:
         UsageError: srun started several processes and MASTER_ADDR is not set.
@@ -59,7 +59,7 @@ def launched() -> Launched | None:
 
 
 def by_torchrun(environ: Mapping[str, str]) -> Launched | None:
-    """One of several processes of torchrun, from its variables."""
+    """Place of this process among those of torchrun, from torchrun's variables; None if there is only one."""
     rank, world = int(environ["RANK"]), int(environ.get("WORLD_SIZE", "1"))
     if world == 1:
         return None
@@ -69,7 +69,7 @@ def by_torchrun(environ: Mapping[str, str]) -> Launched | None:
 
 
 def by_srun(environ: Mapping[str, str]) -> Launched | None:
-    """One of several tasks of srun, from its variables.
+    """Place of this process among the tasks of srun, from srun's variables; None if there is only one.
 
     Raises:
         UsageError: MASTER_ADDR is not set.
@@ -97,9 +97,10 @@ def by_srun(environ: Mapping[str, str]) -> Launched | None:
 
 
 def starts_once(environ: Mapping[str, str]) -> bool:
-    """Whether this is a batch script or interactive shell of a Slurm job, which runs once however many its tasks are.
+    """Whether this is the batch script or interactive shell of a Slurm job, which runs once for any number of tasks.
 
-    Its SLURM_PROCID is 0 and SLURM_NTASKS is what was asked for, as in srun's first task; but only srun numbers a step.
+    SLURM_PROCID and SLURM_NTASKS are as in srun's first task: 0 and the requested number. But only srun sets the id of
+    an ordinary step.
     """
     step = environ.get("SLURM_STEP_ID")
     return environ["SLURM_PROCID"] == "0" and (
@@ -109,10 +110,10 @@ def starts_once(environ: Mapping[str, str]) -> bool:
 
 @functools.cache
 def launcher_store(launch: Launched) -> dist.Store:
-    """The store where the ranks meet; one for the life of the process, as it may be a server.
+    """Store where the ranks meet. A process keeps one store for its whole life, since it may be the server.
 
     Raises:
-        UsageError: the others did not come.
+        UsageError: other ranks did not connect in time.
     """
     try:
         store, _, _ = next(
@@ -129,12 +130,12 @@ def launcher_store(launch: Launched) -> dist.Store:
 
 
 def broadcast_from_rank0(text: str) -> str:
-    """What rank 0 passes here, on all ranks of a launcher, which make the call; needs no model.
+    """Text that rank 0 passes, on all ranks of a launcher. All ranks make the call; no model is needed.
 
-    Rank 0 returns when all have it: it may end the process then, and with it the store where they meet.
+    Rank 0 returns once all ranks have the text: its process may end then, and the store ends with it.
 
     Raises:
-        UsageError: the others did not come.
+        UsageError: other ranks did not connect in time.
     """
     launch = launched()
     if launch is None:
@@ -151,7 +152,7 @@ def broadcast_from_rank0(text: str) -> str:
 
 
 def meeting_point(launch: Launched) -> str:
-    """Host and port, for people."""
+    """Host and port of the store, as text for messages."""
     if launch.address == "env://":
         return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return launch.address.removeprefix("tcp://")

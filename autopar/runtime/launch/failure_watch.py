@@ -1,7 +1,7 @@
-"""How the ranks of a launcher learn why another one failed, on whichever node it ran.
+"""Failures of a launcher's ranks, published to the ranks of all nodes.
 
-torchrun ends the processes of its own node when one fails, srun none unless told to, and NCCL waits for a lost peer
-until the run's timeout. So a rank that fails writes the reason into the store where all have met.
+When a process fails, torchrun ends the processes of the same node; srun ends none by default. NCCL waits for a lost
+peer until the run's timeout. So a rank that fails writes the reason into the store where all ranks met.
 """
 
 from __future__ import annotations
@@ -27,31 +27,32 @@ if TYPE_CHECKING:
 
 KEY = "failed"
 POLL_SECONDS = 0.5
-GRACE_SECONDS = 2.0  # for the cause to be heard, and for a rank to notice by itself that its peer is gone
-# For a rank to come back that is in no call, but whose GPU waits; to close after a failure of its own; or to end when
-# the process that serves the store has ended, as it may do when all is done.
+GRACE_SECONDS = 2.0  # to receive the cause, and for a rank to notice by itself that its peer is gone
+# A longer time in three cases: the rank is in no call but its GPU waits for other ranks; the rank itself has failed
+# and has to close; or the process that serves the store has ended, which it may do at the end of a run.
 PATIENT_SECONDS = 10.0
-GONE = "the process is gone where the ranks met (rank 0 or the launcher)"
-# At the end of a process whose rank has failed: what its GPU has to finish, and then Python.
+GONE = "the process of the ranks' store is gone (rank 0 or the launcher)"
+# At the end of a process whose rank has failed: time for its GPU to finish, then time for Python to end.
 GPU_SECONDS, LEAVE_SECONDS = 2.0, 5.0
 
 
 class FailureWatcher:
-    """This rank's ear and voice. A thread listens; it ends the process if that waits for a rank that has failed.
+    """Publishes this rank's failure and watches for failures of other ranks.
 
-    A thread that waits for its GPU takes no exception: the process is ended as a whole, and says why.
+    A thread polls the store. It ends the process if the process waits for a rank that has failed. No exception can
+    reach a thread that waits for its GPU, so the whole process ends, after it has printed the cause.
     """
 
     def __init__(self, store: dist.Store, name: str, waits: Callable[[], bool]) -> None:
-        """Start listening.
+        """Start the thread.
 
         Args:
-            name: this rank's, as in ``rank 1 (stage 1)``.
-            waits: whether its GPU may wait for other ranks although no call is going on.
+            name: this rank in messages, such as ``rank 1 (stage 1)``.
+            waits: whether this rank's GPU may wait for other ranks while no call runs.
         """
-        # A connection of its own: while a thread waits for a key, others wait for that thread.
+        # A second connection: while one thread waits for a key, the connection blocks other threads.
         self.store, self.name, self.waits = store.clone(), name, waits
-        self.calls = 0  # begun and ended ones: odd during a call
+        self.calls = 0  # number of calls begun plus number of calls ended: odd during a call
         self.failed = False
         self.closed = threading.Event()
         self.thread = threading.Thread(target=self.listen, daemon=True)
@@ -61,7 +62,10 @@ class FailureWatcher:
 
     @contextmanager
     def report_failures(self, command: str) -> Iterator[None]:
-        """A command during which other ranks are waited for: an error in it is told to them, or explained by them."""
+        """Surrounds a command that waits for other ranks.
+
+        An error of this rank is published to the other ranks. A lost connection gets the cause from them as a note.
+        """
         self.calls += 1
         try:
             yield
@@ -72,14 +76,14 @@ class FailureWatcher:
             raise
         except Exception as error:
             self.failed = True
-            with suppress(RuntimeError):  # the store is gone with the rank or the launcher that served it
+            with suppress(RuntimeError):  # the process that served the store is gone
                 self.store.compare_set(KEY, "", f"{self.name} failed during {command}: {type(error).__name__}: {error}")
             raise
         finally:
             self.calls += 1
 
     def poll_failure(self, seconds: float) -> str | None:
-        """Why a rank failed, if that is heard in time."""
+        """Reason why a rank failed; None if no rank has published one within ``seconds``."""
         deadline = time.monotonic() + seconds
         try:
             while True:
@@ -93,7 +97,7 @@ class FailureWatcher:
             return GONE
 
     def listen(self) -> None:
-        """End the process when another rank has failed and a call, or work of its GPU, cannot end any more."""
+        """End the process if another rank has failed and therefore a call or the GPU's work cannot end."""
         cause = None
         while cause is None and not self.closed.is_set():
             cause = self.poll_failure(POLL_SECONDS)
@@ -107,23 +111,24 @@ class FailureWatcher:
                 os._exit(1)
 
     def close(self) -> None:
-        """Stop listening, also to a store that does not answer."""
+        """Stop the thread, even if the store does not answer."""
         self.closed.set()
         self.thread.join(GRACE_SECONDS)
         atexit.unregister(self.close)
 
 
 def exit_after_failure(failed: ref[Rank]) -> None:
-    """The process of a failed rank ends. Its GPU may wait for a rank that is gone, and Python, which gives back memory
-    that the GPU uses, for the GPU: then the process is ended all the same, in a few seconds.
+    """Let the process of a failed rank end, within a few seconds.
+
+    The rank's GPU may wait for a rank that is gone. Python frees memory that the GPU uses, so Python waits for the GPU.
     """
     rank = failed()
     deadline = time.monotonic() + GPU_SECONDS
     while rank is not None and rank.is_busy():
         if time.monotonic() >= deadline:
-            own = rank_text(rank.mesh, rank.spec.rank)
-            print(f"autopar: {own} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
-            # Ends the process from a thread that needs no interpreter, as Python's threads have none by then.
+            name = rank_text(rank.mesh, rank.spec.rank)
+            print(f"autopar: {name} leaves a GPU that waits for another rank", file=sys.stderr, flush=True)
+            # faulthandler ends the process from a thread that needs no interpreter: Python's threads have none by then.
             nowhere = os.open(os.devnull, os.O_WRONLY)
             faulthandler.dump_traceback_later(LEAVE_SECONDS, exit=True, file=nowhere)
             return

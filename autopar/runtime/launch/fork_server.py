@@ -1,10 +1,10 @@
-"""Fork server: a process that has torch and the runtime imported, and forks worker processes on request.
+"""Fork server: a process that has imported torch and the runtime and forks worker processes on request.
 
-A fresh interpreter needs seconds to import torch, a fork needs milliseconds. `multiprocessing.forkserver` cannot serve
-here: its processes import the caller's ``__main__`` again, and plain scripts have no guard against that.
+A fresh interpreter needs seconds to import torch, a fork needs milliseconds. `multiprocessing.forkserver` is no
+alternative: its processes import the caller's ``__main__`` again, and plain scripts have no guard against that.
 
 The caller and its server share one socket, the control socket. A request is one message on it: a byte and open files.
-After the fork each file is open where it is needed and nowhere else, so that the end of any process closes its files:
+After the fork each file is open only in the processes that use it, so that the end of a process closes its files:
 
 ==========================  ==================  ==========================  ====================
 file                        caller              server                      fork
@@ -13,12 +13,12 @@ control socket              its end             its end                     clos
 report pipe of one fork     reading end         writing end                 closed
 request, current directory  closed once sent    closed after the fork       closed once applied
 stdin, stdout, stderr       its own             closed after the fork       0, 1, 2
-``files`` of the request    as the caller likes closed after the fork       open, numbers passed on
+``files`` of the request    unchanged           closed after the fork       open, numbers passed on
 ==========================  ==================  ==========================  ====================
 
-The report pipe brings the fork's process id and, when it has ended, its exit code; it closes if the server ends first.
-The server ends when the control socket closes or its caller is gone; the kernel kills the forks that it leaves behind.
-A fork differs from a fresh interpreter in what was read at the import: see `surroundings`.
+The report pipe carries the fork's process id and later its exit code; it closes if the server ends first. The server
+ends when the control socket closes or the caller is gone; the kernel then kills the forks that still run. A fork
+differs from a fresh interpreter in the state that the imports have read: see `surroundings`.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from typing import Any
 from autopar.errors import WorkerError
 from autopar.runtime.launch.shared_memory import shared_file
 
-# Elsewhere, system libraries may not survive a fork: there, each server becomes what it was asked to fork.
+# On other systems, libraries may not survive a fork. There each server becomes the process that it was asked to start.
 FORKS = sys.platform == "linux"
 MODULES = ("autopar.runtime.launch.preload",)
-# Variables that no import reads. A launcher sets them for each process, torch at first use, pytest for each test; and
-# what PYTHONPATH leads to is in `sys.path`, which a request carries.
+# Variables that no import reads. A launcher sets some for each process, torch sets one at first use, pytest one for
+# each test. The folders of PYTHONPATH are in `sys.path`, which a request carries.
 READ_LATE = frozenset({
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
     "TORCHINDUCTOR_CACHE_DIR", "PYTEST_CURRENT_TEST", "PYTHONPATH",
@@ -55,7 +55,7 @@ READ_LATE = frozenset({
 
 @dataclass(frozen=True)
 class Request:
-    """State of the caller that a fork takes over. ``call`` is a pickled callable and its arguments."""
+    """State of the caller that a fork takes over. ``call`` is a pickled pair: a callable and its arguments."""
 
     call: bytes
     environment: Mapping[str, str]
@@ -65,13 +65,13 @@ class Request:
 
 
 class ForkServer:
-    """Handle of a server. When it and the handles of all forks are gone, the server and the forks are killed."""
+    """Handle of a server. Once this handle and the handles of all forks are gone, server and forks are killed."""
 
     def __init__(self, environment: Mapping[str, str], modules: Sequence[str] = MODULES) -> None:
-        """Start the server and return: it imports ``modules`` in the meantime."""
+        """Start the server and return immediately; the server imports ``modules`` meanwhile."""
         self.surroundings = surroundings(environment)
         self.control, theirs = socket.socketpair()
-        # -P: modules come from the caller's path alone, not from the current directory.
+        # -P: modules come from the caller's path only, not from the current directory.
         command = [sys.executable, "-P", "-m", "autopar.runtime.launch"]
         arguments = [str(theirs.fileno()), str(os.getpid()), f"{FORKS:d}", *modules]
         with theirs:
@@ -80,7 +80,7 @@ class ForkServer:
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,  # a pipe of the caller must not stay open here; stderr tells of a bad import
+                stdout=subprocess.DEVNULL,  # keeps no pipe of the caller open; stderr shows a failed import
                 start_new_session=True,  # keeps the terminal's Ctrl-C away
             )
         self._finalizer = weakref.finalize(self, end, self.control, self.process)
@@ -95,18 +95,18 @@ class ForkServer:
         stdout: int = 1,
         stderr: int = 2,
     ) -> Process:
-        """Start a process that calls ``target(*arguments, *files)`` and exits, in a session of its own.
+        """Start a process in a new session. It calls ``target(*arguments, *files)`` and exits.
 
         Args:
-            target: importable there by its name.
-            files: that it inherits, under other numbers.
-            stdin: nothing by default.
+            target: importable by its name in the new process.
+            files: open files that the process inherits, under other numbers.
+            stdin: /dev/null by default.
 
         Raises:
             WorkerError: the server has ended, or cannot fork.
         """
         streams = [file if file is not None and is_open(file) else None for file in (stdin, stdout, stderr)]
-        umask = os.umask(0o077)  # the only portable way to read it
+        umask = os.umask(0o077)  # the only portable way to read the mask
         os.umask(umask)
         mask = {int(number) for number in signal.pthread_sigmask(signal.SIG_BLOCK, [])}
         request = Request(pickle.dumps((target, arguments)), dict(environment), list(sys.path), umask, mask)
@@ -128,17 +128,17 @@ class ForkServer:
             ) from None
         if isinstance(answer, OSError):
             raise WorkerError(f"No worker was started: {answer}. End other processes or raise the limit.") from answer
-        if answer == self.process.pid:  # the server has become the process, which others wait for
+        if answer == self.process.pid:  # the server has become the process: its handle must not kill it
             self._finalizer.detach()
         return Process(self, answer, report)
 
 
 class Process:
-    """A started process, with the part of the interface of `subprocess.Popen` that is used."""
+    """A started process, with a part of the interface of `subprocess.Popen`."""
 
     def __init__(self, server: ForkServer, pid: int, report: Connection) -> None:
         self.server, self.pid, self.report = server, pid, report
-        self.owner = os.getpid()  # a fork of the caller must not end what the caller still uses
+        self.owner = os.getpid()  # a fork of the caller must not end a process that the caller still uses
         self.returncode: int | None = None
         self.cause = ""
 
@@ -176,7 +176,7 @@ class Process:
         self.send_signal(signal.SIGKILL)
 
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Way in which the process ended, as text."""
         assert self.returncode is not None
         return how_ended(self.returncode) + self.cause
 
@@ -185,7 +185,7 @@ current: ForkServer | None = None
 
 
 def fork_server(environment: Mapping[str, str]) -> ForkServer:
-    """Server of this process for such an environment, started if there is none, or only one for another."""
+    """Fork server of this process for an environment; started if the current server is gone or has another one."""
     global current
     if (
         current is None
@@ -198,16 +198,16 @@ def fork_server(environment: Mapping[str, str]) -> ForkServer:
 
 
 def prepare(num_threads: int) -> None:
-    """Start the server for workers with so many threads; it imports what they need while this process goes on."""
+    """Start the server for workers with ``num_threads`` threads; its imports overlap with this process's work."""
     if FORKS:
         fork_server(worker_environment(num_threads))
 
 
 def surroundings(environment: Mapping[str, str]) -> Any:
-    """State of a process that a fork has from its server and cannot be given: one server serves one such state.
+    """State that a fork inherits from its server and that no request can change. One server serves one such state.
 
-    Most variables are read when a library is loaded (OMP_*, MKL_*, LD_*, PYTHON*, MALLOC_*, PYTORCH_*, …), so that all
-    count but those which are known to be read late.
+    Libraries read most variables when they are loaded (OMP_*, MKL_*, LD_*, PYTHON*, MALLOC_*, PYTORCH_*, …). So all
+    variables count except those in `READ_LATE`.
     """
     limits = [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")]
     processors = os.sched_getaffinity(0) if sys.platform == "linux" else None
@@ -216,13 +216,13 @@ def surroundings(environment: Mapping[str, str]) -> Any:
 
 
 def worker_environment(num_threads: int) -> dict[str, str]:
-    """Environment of processes that import what this one does, each with so many threads on CPU."""
+    """Environment of workers that import from this process's path, each with ``num_threads`` CPU threads."""
     path = os.pathsep.join(p or str(Path.cwd()) for p in sys.path)
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": str(num_threads)}
 
 
 def how_ended(code: int) -> str:
-    """Meaning of an exit code."""
+    """Meaning of an exit code, as text."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
@@ -235,7 +235,7 @@ def is_open(file: int) -> bool:
 
 
 def end(control: socket.socket, process: subprocess.Popen[bytes]) -> None:
-    """End a server that nobody uses; in a fork of its caller, which has no such child, only give the socket back."""
+    """End a server without users. In a fork of the caller, which has no such child, only the socket closes."""
     control.close()
     process.kill()
     process.wait()

@@ -1,4 +1,4 @@
-"""Messages between the caller and its worker processes: pickled structure, tensors through shared memory."""
+"""Messages between the caller and its workers: the structure is pickled, tensors travel through shared memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.runtime.launch.shared_memory import SharedMemory, Slot
 
 @dataclass(frozen=True)
 class Message:
-    """A message without its tensors. ``lent``: the receiver reads them where they are, before it replies."""
+    """Message without its tensors. If ``borrowed``, the receiver reads them in shared memory, before it replies."""
 
     structure: bytes
     slots: Sequence[Slot]
@@ -27,21 +27,22 @@ class Message:
 
 
 class WorkerChannel:
-    """One side of what connects the caller with a worker. Messages go either way; each waits for the reply to the last.
+    """One end of the connection between the caller and a worker.
 
-    Shared memory is given back as soon as a message is read, but for one that is lent: a step follows another.
+    Messages go both ways; each waits for the reply to the previous one. Shared memory is freed as soon as a message is
+    read, except for a borrowed message: steps follow each other, and the next one uses the memory again.
     """
 
     def __init__(self, connection: Connection, sending: SharedMemory, receiving: SharedMemory) -> None:
         self.connection, self.sending, self.receiving = connection, sending, receiving
 
     def encode(self, message: Any, lend: bool = False) -> Message:
-        """Anything that pickles; its tensors arrive on the CPU. Raises whatever pickling does, and OSError."""
+        """Message of a picklable object; its tensors arrive on the CPU. Raises what pickling raises, and OSError."""
         structure, tensors = serialize(message)
         return Message(structure, self.sending.write(tensors) if tensors else [], lend)
 
     def decode(self, encoded: Message) -> Any:
-        """The message. Raises whatever the user's classes in it do."""
+        """Object that was encoded. Raises what the user's classes in it raise."""
         tensors = self.receiving.read(encoded.slots)
         if tensors and not encoded.borrowed:
             tensors = [view.clone() for view in tensors]
@@ -49,24 +50,24 @@ class WorkerChannel:
         return Unpickler(io.BytesIO(encoded.structure), tensors).load()
 
     def send(self, encoded: Message) -> None:
-        """Send a message. Raises OSError when the other side is gone, and only then."""
+        """Send a message. Raises OSError if and only if the other process is gone."""
         self.connection.send(encoded)
 
     def receive(self) -> Message:
-        """The next message. Raises EOFError or OSError when the other side is gone, and only then."""
+        """Next message. Raises EOFError or OSError if and only if the other process is gone."""
         return self.connection.recv()
 
     def close(self) -> None:
-        """End it, on this side."""
+        """Close this end of the connection."""
         self.connection.close()
         self.sending.close()
         self.receiving.close()
 
 
 class CodePickler(cloudpickle.Pickler):
-    """Pickles functions with the file that they come from.
+    """Pickles functions together with the names of their source files.
 
-    cloudpickle leaves it out since 3.1.3, and a worker's traceback would not show the user's line.
+    cloudpickle omits the file name since 3.1.3; then a worker's traceback does not show the user's line.
     """
 
     def reducer_override(self, obj: Any) -> Any:
@@ -77,16 +78,16 @@ class CodePickler(cloudpickle.Pickler):
 
 
 def code_of_file(filename: str, fields: tuple) -> CodeType:
-    """A code object of a file, from the arguments of its constructor."""
+    """Code object of a source file, from the arguments of its constructor."""
     return CodeType(*fields).replace(co_filename=filename)
 
 
 class Pickler(CodePickler):
-    """Takes every tensor out of a message, wherever it is; each travels once, and of a slice only the slice."""
+    """Takes all tensors out of a message. Each tensor travels once; a slice travels without the rest of its storage."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
-        self.tensors: list[torch.Tensor] = []  # the very objects: an id is only unique while its object lives
+        self.tensors: list[torch.Tensor] = []  # keeps the tensors alive: an id is unique only while its object lives
         self.numbers: dict[int, int] = {}
 
     def persistent_id(self, obj: Any) -> int | None:
@@ -101,7 +102,7 @@ class Pickler(CodePickler):
 
 
 class Unpickler(pickle.Unpickler):
-    """Puts the tensors back."""
+    """Puts the tensors back into the message."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__(file)
@@ -112,14 +113,14 @@ class Unpickler(pickle.Unpickler):
 
 
 def pickled(thing: Any) -> bytes:
-    """A thing with its tensors and the user's functions, for `pickle.loads`. Raises whatever pickling does."""
+    """Pickle of an object, with its tensors and the user's functions. Raises what pickling raises."""
     file = io.BytesIO()
     CodePickler(file).dump(thing)
     return file.getvalue()
 
 
 def serialize(message: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Structure and tensors of a message. Raises whatever pickling does."""
+    """Structure and tensors of a message. Raises what pickling raises."""
     file = io.BytesIO()
     pickler = Pickler(file)
     pickler.dump(message)
@@ -127,7 +128,7 @@ def serialize(message: Any) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def find_unpicklable(thing: Any, name: str) -> str:
-    """The innermost part of a thing that cannot be encoded, and its type: ``targets[0]['lock'], a lock``."""
+    """Innermost part of an object that cannot be encoded, and its type: ``targets[0]['lock'], a lock``."""
     for label, part in parts(thing):
         try:
             serialize(part)
@@ -137,7 +138,7 @@ def find_unpicklable(thing: Any, name: str) -> str:
 
 
 def parts(thing: Any) -> Iterator[tuple[str, Any]]:
-    """What a container or dataclass holds, each with the text that leads to it."""
+    """Items of a container or fields of a dataclass, each with its subscript or field name as text."""
     if is_dataclass(thing) and not isinstance(thing, type):
         yield from ((f".{field.name}", getattr(thing, field.name)) for field in fields(thing))
     elif isinstance(thing, dict):

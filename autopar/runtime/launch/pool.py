@@ -1,4 +1,4 @@
-"""Worker processes of a plain script or notebook: started, commanded, and ended together."""
+"""Worker processes of a plain script or notebook. They start, run commands and end together."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import UsageError, WorkerError
+from autopar.runtime.commands import command_named
 from autopar.runtime.launch.fork_server import Process, fork_server, prepare, worker_environment
 from autopar.runtime.launch.ipc import Message, WorkerChannel, find_unpicklable, pickled
 from autopar.runtime.launch.shared_memory import SharedMemory, shared_file
@@ -25,19 +26,15 @@ from autopar.runtime.launch.torch_settings import TorchSettings
 from autopar.runtime.launch.worker import START_SECONDS, WHERE, Failure, Start, main
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
-GRACE_SECONDS = 1.0  # after the first failure, for the rank that caused it to be heard too
-EXIT_SECONDS = 3.0  # for a worker to leave by itself when its connection closes
-# Commands that only read their tensors; on a GPU they copy them there.
-BORROWERS = frozenset({"forward", "begin", "forward_backward", "train_step"})
-# Of these a GPU's worker replies as soon as they are launched; what they came to is read later.
-STEPS = frozenset({"forward_backward", "train_step"})
+GRACE_SECONDS = 1.0  # after the first failure, to receive the failure of the rank that caused it
+EXIT_SECONDS = 3.0  # time for a worker to end by itself once its connection is closed
 
 
 class WorkerPool:
     """One worker process per rank on this machine.
 
-    A worker that dies or raises ends all of them, and the call that was running raises one error. Workers end by
-    themselves when this process does, however it ends: each watches its connection.
+    If a worker dies or raises, all workers are ended and the running call raises one error. Workers end by themselves
+    when this process ends in any way: each watches its connection.
     """
 
     def __init__(
@@ -48,28 +45,28 @@ class WorkerPool:
         timeout_seconds: float,
         num_threads: int,
     ) -> None:
-        """Start the workers and hand each its weights.
+        """Start the workers and send each its weights.
 
         Args:
             tensors: each rank's weights by name.
-            timeout_seconds: longest wait for a peer inside a step.
-            num_threads: of each worker, on CPU.
+            timeout_seconds: maximal wait for a peer inside a step.
+            num_threads: number of CPU threads of each worker.
         """
         settings = TorchSettings.current()
         self.mesh = specs[0].mesh
-        self.numbers: Sequence[int] = range(len(specs))  # all ranks: this process drives them
+        self.numbers: Sequence[int] = range(len(specs))  # all ranks: this process commands all of them
         pickled = [pickled_spec(spec) for spec in specs]  # before any process starts
         self.failed: str | None = None
         self.timeout_seconds = timeout_seconds
-        self.call_seconds = 0.0  # of the last call, transfer of its arguments and results included
-        self.begun: dict[int, str] = {}  # steps that were launched and not read yet, by number, as errors call them
+        self.call_seconds = 0.0  # duration of the last call, with transfer of arguments and results
+        self.begun: dict[int, str] = {}  # names of launched steps that are not read yet, by number
         self.num_begun = 0
         self.on_gpu = [torch.device(spec.device).type == "cuda" for spec in specs]
         self.channels: list[WorkerChannel] = []
-        prepare(num_threads)  # before the finalizer: what is made last ends first when the interpreter exits
+        prepare(num_threads)  # before the finalizer: at the interpreter's exit, the last finalizer runs first
         self.processes: list[Process] = []
         self._finalizer = weakref.finalize(self, stop, self.processes, self.channels, EXIT_SECONDS)
-        # No port to choose or to race for: the store picks a free one.
+        # Port 0: the store picks a free port, so that no other process can take it first.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         environment = worker_environment(num_threads)
         try:
@@ -82,58 +79,65 @@ class WorkerPool:
             Start(spec, "127.0.0.1", self.store.port, backend, timeout_seconds, num_threads, settings)
             for spec in pickled
         ]
-        self.call(
-            "start", {rank: (start, dict(t)) for rank, (start, t) in enumerate(zip(starts, tensors, strict=True))}
-        )
+        weights = enumerate(zip(starts, tensors, strict=True))
+        self.carry_out("start", "start", {rank: (start, dict(t)) for rank, (start, t) in weights})
 
     def start(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Start one worker, which waits for its first command."""
+        """Start the worker of a rank; it waits for its first command."""
         ours, theirs = Pipe()
-        there, back = shared_file(), shared_file()
-        self.channels.append(WorkerChannel(ours, SharedMemory(there), SharedMemory(back)))
+        to_worker, to_caller = shared_file(), shared_file()
+        self.channels.append(WorkerChannel(ours, SharedMemory(to_worker), SharedMemory(to_caller)))
         with theirs:
-            server, files = fork_server(environment), (theirs.fileno(), there, back)
+            server, files = fork_server(environment), (theirs.fileno(), to_worker, to_caller)
             self.processes.append(server.start(main, rank, environment=environment, files=files))
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Run one command on every rank, with its own arguments; the results by rank.
+        """Run one command on every rank, with that rank's arguments. Returns the results by rank.
 
         Raises:
             WorkerError: a rank raised or died; all workers are ended.
-            UsageError: the workers are gone already, or an argument cannot be sent; then no worker was told anything.
+            UsageError: the workers are already gone, or an argument cannot be sent; then no worker got the command.
         """
-        if name in STEPS and all(self.on_gpu) and not any(own[0].keep_outputs for own in arguments.values()):
+        command = command_named(name)
+        if command.is_step and all(self.on_gpu) and not any(own[0].keep_outputs for own in arguments.values()):
             return self.begin(name, arguments)
-        return self.carry_out(name, name, arguments)
+        return self.carry_out(name, name, arguments, command.borrows_inputs)
 
     def begin(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Launch a step, of which the ranks' outcomes are read later: meanwhile the caller can prepare the next one."""
+        """Launch a step and return outcomes that are read later, so that the caller can prepare the next step."""
         step, self.num_begun = self.num_begun, self.num_begun + 1
-        self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()})
+        self.carry_out("begin", name, {rank: (step, name, own) for rank, own in arguments.items()}, True)
         self.begun[step] = f"{name} of step {arguments[0][0].num_updates}"
         read = functools.cache(lambda: self.read(step))
         return {rank: RankStepResult(read, []) for rank in self.numbers}
 
     def read(self, step: int) -> StepNumbers:
-        """The numbers of a step that was launched; waits for it. The time is that of the slowest rank.
+        """Numbers of a launched step, after a wait for its end; the time is the slowest rank's.
 
-        All ranks are asked, although each has the numbers: an error of any GPU shows in what waits for it.
+        All ranks are read, although each has the numbers: an error of a GPU appears only in a wait for that GPU.
         """
-        found = self.carry_out("read", self.begun[step], dict.fromkeys(self.numbers, (step,)))
+        results = self.carry_out("read", self.begun[step], dict.fromkeys(self.numbers, (step,)))
         del self.begun[step]
-        seconds = [own.device_seconds for own in found.values() if own.device_seconds is not None]
-        return replace(found[max(found)], device_seconds=max(seconds, default=None))
+        seconds = [result.device_seconds for result in results.values() if result.device_seconds is not None]
+        return replace(results[max(results)], device_seconds=max(seconds, default=None))
 
-    def carry_out(self, command: str, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Send a command to all workers and wait for their replies; ``name`` is what errors call it."""
+    def carry_out(
+        self, command: str, name: str, arguments: Mapping[int, tuple], borrowed: bool = False
+    ) -> dict[int, Any]:
+        """Send a command to all workers and wait for their replies.
+
+        Args:
+            name: name of the command in errors.
+            borrowed: whether workers on GPUs read the arguments' tensors in shared memory.
+        """
         if self.failed is not None:
             raise UsageError(f"The workers are gone: {self.failed} Call autopar.parallelize again.")
         start = time.perf_counter()
-        messages = [self.encoded(rank, command, name, arguments[rank]) for rank in self.numbers]
+        messages = [self.encoded(rank, command, name, arguments[rank], borrowed) for rank in self.numbers]
         try:
-            for rank, (line, message) in enumerate(zip(self.channels, messages, strict=True)):
+            for rank, (channel, message) in enumerate(zip(self.channels, messages, strict=True)):
                 try:
-                    line.send(message)
+                    channel.send(message)
                 except OSError:
                     self.fail(name, {rank: None})
             results = self.collect(name)
@@ -145,14 +149,14 @@ class WorkerPool:
         self.call_seconds = time.perf_counter() - start
         return results
 
-    def encoded(self, rank: int, command: str, name: str, own: tuple) -> Message:
-        """One rank's message for a command.
+    def encoded(self, rank: int, command: str, name: str, own: tuple, borrowed: bool) -> Message:
+        """Message of a command to one rank.
 
         Raises:
-            UsageError: an argument cannot be pickled, or there is no room for its tensors.
+            UsageError: an argument cannot be pickled, or shared memory has no room for its tensors.
         """
         try:
-            return self.channels[rank].encode((command, own), lend=self.on_gpu[rank] and command in BORROWERS)
+            return self.channels[rank].encode((command, own), lend=self.on_gpu[rank] and borrowed)
         except OSError as error:
             raise UsageError(
                 f"{name} has no room for the tensors of {rank_text(self.mesh, rank)}, which travel through shared "
@@ -163,7 +167,7 @@ class WorkerPool:
             raise cannot_send(name, own, "arguments", error) from error
 
     def collect(self, name: str) -> dict[int, Any]:
-        """Wait for every rank's reply; once one has come, no longer than the timeout for each of the others."""
+        """Results by rank. After the first reply, the wait for each further reply is limited to the timeout."""
         results: dict[int, Any] = {}
         patience = max(self.timeout_seconds, START_SECONDS) if name == "start" else self.timeout_seconds
         while len(results) < len(self.channels):
@@ -176,39 +180,39 @@ class WorkerPool:
         return dict(sorted(results.items()))
 
     def replies(self, silent: Collection[int], seconds: float | None) -> dict[int, tuple[bool, Any]]:
-        """The replies that come first, by rank; none if nothing comes in time. (False, None) for a rank that died."""
-        come: dict[int, tuple[bool, Any]] = {}
+        """First replies to arrive, by rank; empty if none arrives in time. A rank that died has (False, None)."""
+        arrived: dict[int, tuple[bool, Any]] = {}
         waiting = {self.channels[rank].connection: rank for rank in silent}
         for connection in wait(list(waiting), seconds):
             rank = waiting[connection]  # type: ignore[index]
             try:
                 reply = self.channels[rank].receive()
             except (EOFError, OSError):
-                come[rank] = (False, None)
+                arrived[rank] = (False, None)
                 continue
             try:
-                come[rank] = self.channels[rank].decode(reply)
+                arrived[rank] = self.channels[rank].decode(reply)
             except Exception as error:
                 details = "".join(traceback.format_exception(error))
-                come[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
-        return come
+                arrived[rank] = (False, Failure(rank, "", f"its reply cannot be read: {error!r}", details, False))
+        return arrived
 
     def reasons(self, failures: dict[int, Failure | None], silent: set[int]) -> dict[int, Failure | None]:
-        """All that can be learned about a failure: the first rank to be heard is not always the cause.
+        """All known failures of a command by rank: the first rank to reply is not always the cause.
 
-        Where all that failed only noticed that a peer is silent, the silent ones are asked where they are.
+        If every failed rank only noticed that a peer is silent, the silent ranks are asked for their positions.
         """
         failures = failures | self.late_failures(silent)
         if all(f is not None and f.secondary for f in failures.values()):
             for rank in silent:
-                with suppress(OSError):  # one that died is noticed by its closed connection
+                with suppress(OSError):  # the closed connection shows that the worker died
                     self.channels[rank].send(self.channels[rank].encode(WHERE))
             failures |= self.late_failures(silent)
             failures |= {r: Failure(r, "", "no reply, and it does not say where it is", "", False) for r in silent}
         return failures
 
     def late_failures(self, silent: set[int]) -> dict[int, Failure | None]:
-        """Failures of other ranks in the next moment; those that are heard leave ``silent``."""
+        """Failures of other ranks within `GRACE_SECONDS`. Ranks that reply are removed from ``silent``."""
         failures: dict[int, Failure | None] = {}
         deadline = time.monotonic() + GRACE_SECONDS
         while silent and (left := deadline - time.monotonic()) > 0:
@@ -219,7 +223,7 @@ class WorkerPool:
         return failures
 
     def fail(self, name: str, failures: Mapping[int, Failure | None]) -> None:
-        """Raise the one error for a failed command. ``None`` stands for a rank that died."""
+        """Raise the one error of a failed command. A failure of None stands for a rank that died."""
         dead = [r for r, f in failures.items() if f is None]
         if dead:
             code = self.exit_code(dead[0])
@@ -230,8 +234,8 @@ class WorkerPool:
                 f"{self.failed} If nobody killed it, the system may have run out of memory: "
                 "use more microbatches or more devices."
             )
-        told = sorted((f for f in failures.values() if f is not None), key=lambda f: f.secondary)
-        first = told[0]
+        ordered = sorted((f for f in failures.values() if f is not None), key=lambda f: f.secondary)
+        first = ordered[0]
         if first.user_error is not None:
             self.failed = str(first.user_error)
             raise first.user_error
@@ -242,11 +246,11 @@ class WorkerPool:
         before = (
             f" A GPU's error may come from what was launched before and not read yet: {earlier}." if earlier else ""
         )
-        others = "".join(f"\nRank {f.rank}, in action {f.action or name}: {f.error}" for f in told[1:])
+        others = "".join(f"\nRank {f.rank}, in action {f.action or name}: {f.error}" for f in ordered[1:])
         raise WorkerError(f"{self.failed} All other ranks were ended.{before}\n\n{first.details.rstrip()}{others}")
 
     def exit_code(self, rank: int) -> str:
-        """How a dead worker ended, in words."""
+        """Way in which a dead worker ended, as text."""
         try:
             self.processes[rank].wait(EXIT_SECONDS)
         except subprocess.TimeoutExpired:
@@ -254,7 +258,7 @@ class WorkerPool:
         return self.processes[rank].ending()
 
     def close(self, patience_seconds: float = EXIT_SECONDS) -> None:
-        """End all workers; those that do not leave in time are killed. May be called again."""
+        """End all workers; kill those that still run after ``patience_seconds``. May be called again."""
         if self.failed is None:
             self.failed = "closed."
         self._finalizer.detach()
@@ -262,10 +266,10 @@ class WorkerPool:
 
 
 def pickled_spec(spec: RankSpec) -> bytes:
-    """A rank's spec with the user's callables.
+    """Spec of a rank, pickled with the user's callables.
 
     Raises:
-        UsageError: one of them cannot be pickled.
+        UsageError: a callable cannot be pickled.
     """
     try:
         return pickled(spec)
@@ -274,7 +278,7 @@ def pickled_spec(spec: RankSpec) -> bytes:
 
 
 def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageError:
-    """The error that names the part of an argument which cannot be pickled."""
+    """Error that names the part of an argument which cannot be pickled."""
     where = find_unpicklable(thing, name).removeprefix(".")
     return UsageError(
         f"{command} cannot send {where}, to the worker processes: {error}. The workers were told nothing. "
@@ -283,7 +287,7 @@ def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageE
 
 
 def stop(processes: list[Process], channels: list[WorkerChannel], patience_seconds: float) -> None:
-    """Close the channels, wait for the workers to leave, kill the rest."""
+    """Close the channels, wait for the workers to end, kill the rest."""
     for channel in channels:
         channel.close()
     deadline = time.monotonic() + patience_seconds

@@ -1,4 +1,4 @@
-"""Memory that two processes share, for the tensors of the messages from one to the other."""
+"""Memory that two processes share, for the tensors in messages from one process to the other."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIGNMENT = 64  # bytes, a cache line
 
 @dataclass(frozen=True)
 class Slot:
-    """Where a tensor lies, in bytes from the start."""
+    """Place of a tensor in shared memory; ``offset`` in bytes from the start."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -31,21 +31,21 @@ class Slot:
 
 
 class SharedMemory:
-    """A file without a name, in memory where the system has such files. It grows as it must.
+    """File without a name, in memory if the system has such files. It grows with the tensors.
 
-    One side writes, the other reads; each must know when the other is done.
+    One process writes and the other reads; each must know when the other has finished.
     """
 
     def __init__(self, fd: int) -> None:
-        """Take an open file, which `close` gives back."""
+        """Take over an open file, which `close` closes."""
         self.fd = fd
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[Slot]:
-        """Copy tensors of any device here, over what was here.
+        """Copy tensors of any device into the file, over its previous content.
 
         Raises:
-            OSError: there is no room.
+            OSError: there is not enough memory.
         """
         slots, end = [], 0
         for tensor in tensors:
@@ -58,24 +58,24 @@ class SharedMemory:
         return slots
 
     def read(self, slots: Sequence[Slot]) -> list[torch.Tensor]:
-        """Views of what was written last. The next writing changes them."""
+        """Views of the tensors that were written last, on the CPU. The next `write` changes them."""
         size = os.fstat(self.fd).st_size
         if size > len(self.bytes):
             self.bytes = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
         return [self.bytes[s.offset : s.offset + s.num_bytes].view(s.dtype).view(s.shape) for s in slots]
 
     def clear(self) -> None:
-        """Give the memory back: views are of no use any more."""
+        """Free the memory. Views from `read` must not be used afterwards."""
         os.ftruncate(self.fd, 0)
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def close(self) -> None:
-        """Give the file back."""
+        """Close the file."""
         os.close(self.fd)
 
 
 def shared_file() -> int:
-    """An open file without a name, which processes that are started can inherit."""
+    """Open file without a name, which started processes can inherit."""
     if sys.platform == "linux":
         return os.memfd_create("autopar")
     with tempfile.TemporaryFile() as file:
@@ -83,10 +83,10 @@ def shared_file() -> int:
 
 
 def allocate(fd: int, num_bytes: int) -> None:
-    """Make a file so long, with room for all of it: memory that is only promised would end the process at first use.
+    """Extend a file to ``num_bytes`` and reserve the memory. Without that, use of missing memory ends the process.
 
     Raises:
-        OSError: there is no room.
+        OSError: there is not enough memory.
     """
     if sys.platform == "linux":
         os.posix_fallocate(fd, 0, num_bytes)

@@ -1,4 +1,4 @@
-"""This process is a rank: alone, or one of those that a launcher (torchrun, srun) started."""
+"""Backends in which this process is a rank: a single rank, or one of those that a launcher started."""
 
 from __future__ import annotations
 
@@ -22,27 +22,21 @@ from autopar.runtime.comm.connect import connect_rank, init_process_group
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
 from autopar.runtime.comm.process_group import launch_async
 from autopar.runtime.comm.protocols import TransportError
+from autopar.runtime.commands import command_named, run_command
 from autopar.runtime.launch.environment import launched, launcher_store
 from autopar.runtime.launch.failure_watch import FailureWatcher, exit_after_failure
 from autopar.runtime.memory.out_of_memory import lack_of_memory, out_of_memory
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import RankSpec, RankStepResult, StepNumbers, rank_text
 
-# Commands whose result every rank already has, or, of a step, what its caller needs of it: nothing is gathered after
-# them. Outputs that are kept are fetched from the rank that has them, see `SpmdBackend.outputs`.
-REPLICATED = frozenset({
-    "add_programs", "forward", "forward_backward", "train_step", "optimizer_step", "zero_grad", "scheduler_step",
-    "load", "swap_ema", "learning_rates", "loss_scale",
-})  # fmt: skip
+MAX_NAMED = 4  # number of decision parts that an error lists
 
-MAX_NAMED = 4  # parts of a decision that an error lists
-
-# Numbers this process's groups: addresses that an earlier group left in the store must not be taken for a new one's.
+# Numbers this process's groups: a new group must not read addresses that an earlier one left in the store.
 ROUNDS = itertools.count()
 
 
 class RandomState:
-    """Random numbers of a rank that shares its process with the user's script: neither sees the other's draws."""
+    """Random state of a rank that shares its process with the user's script. Neither affects the other's draws."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
@@ -55,12 +49,12 @@ class RandomState:
             self.states = self.current()
 
     def current(self) -> list[torch.Tensor]:
-        """The process's state: the CPU's, then the GPU's."""
+        """Random states of the process: the CPU's, then the GPU's."""
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self.devices)]
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Within ``with`` the process draws from this state, which goes on where it ended."""
+        """Context in which the process draws from this state; the state continues in the next context."""
         with torch.random.fork_rng(self.devices):
             torch.set_rng_state(self.states[0])
             for state, device in zip(self.states[1:], self.devices):
@@ -72,18 +66,18 @@ class RandomState:
 
 
 class InProcessBackend:
-    """A single rank in this process: no workers, no copies of inputs."""
+    """Single rank in this process, without workers and without copies of inputs."""
 
     def __init__(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         self.failed: str | None = None
-        self.call_seconds = 0.0  # of the last call
+        self.call_seconds = 0.0  # duration of the last call
         self.numbers: Sequence[int] = (0,)
         copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
         self.rank = Rank(spec, copies, LocalTransport(spec.rank, InProcessMailboxes()))
         self.random = RandomState(spec.rank_seed, self.rank.device)
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Run one command here."""
+        """Run one command on the rank."""
         with running_command(self, name), self.random.active():
             result = carry_out(self.rank, name, arguments[0])
         return {0: read_under(result, lambda: running_command(self, name))}
@@ -94,33 +88,32 @@ class InProcessBackend:
 
 
 class SpmdBackend:
-    """This process's rank among those of a launcher; every rank makes the same calls in the same order.
+    """This process's rank among those of a launcher. Every rank makes the same calls in the same order.
 
-    An exception carries the rank and action as a note and is left to the launcher, which ends the other ranks.
+    An exception gets the rank and the action as a note. The launcher then ends the other ranks.
     """
 
     def __init__(
         self, spec: RankSpec, tensors: Mapping[str, torch.Tensor], backend: str, timeout_seconds: float, decision: str
     ) -> None:
-        """Join the process group (the caller's own if there is one) and take rank 0's weights.
+        """Join the process group (the caller's if there is one) and take parts of rank 0's weights.
 
         Args:
-            tensors: whole weights; all ranks have the same names.
-            decision: what the ranks must agree on: each has planned for itself.
+            tensors: whole weights by name, with equal names on all ranks.
+            decision: this rank's plan as text; the ranks must agree on it, since each plans for itself.
 
         Raises:
-            UsageError: they do not.
+            UsageError: the ranks' decisions differ.
         """
         self.failed: str | None = None
         self.closed = False
-        self.call_seconds = 0.0  # of the last call
-        self.unread = 0  # steps that were launched on a GPU, and whose numbers nobody has waited for
+        self.call_seconds = 0.0  # duration of the last call
+        self.unread = 0  # number of steps that are launched on a GPU and whose numbers are not read yet
         self.numbers: Sequence[int] = (spec.rank,)
         device, world = torch.device(spec.device), spec.mesh.devices
-        self.joined = not dist.is_initialized()
-        self.alarm: FailureWatcher | None = None  # where the caller's own group leaves no store to speak through
-        self.opened = ExitStack()  # process groups, and what needs them
-        if self.joined:
+        self.alarm: FailureWatcher | None = None  # None in a process group of the caller, whose store is unknown
+        self.opened = ExitStack()  # process groups and their users
+        if not dist.is_initialized():
             launch = launched()
             assert launch is not None
             store = dist.PrefixStore(f"autopar/{next(ROUNDS)}", launcher_store(launch))
@@ -128,8 +121,8 @@ class SpmdBackend:
             self.opened.callback(dist.destroy_process_group)
             self.alarm = FailureWatcher(store, rank_text(spec.mesh, spec.rank), waits_of(self))
         try:
-            with self.telling("parallelize"):
-                # For objects, whatever carries the tensors.
+            with self.watched("parallelize"):
+                # Gloo for objects, also where NCCL carries the tensors.
                 self.control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds))
                 self.opened.callback(dist.destroy_process_group, self.control)
                 check_agreement(self.all_of(decision), spec.rank)
@@ -141,18 +134,18 @@ class SpmdBackend:
         self.random = RandomState(spec.rank_seed, device)
 
     def received(self, spec: RankSpec, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """This rank's parts of rank 0's weights."""
-        own = {weight.name for weight in spec.weights}
+        """Parts of rank 0's weights that this rank holds, by name; ``tensors`` are whole."""
+        names = {weight.name for weight in spec.weights}
         received = {}
         for name, tensor in sorted(tensors.items()):
             copy = tensor.detach().cpu().contiguous().clone()
             dist.broadcast(copy, 0, group=self.control)
-            if name in own:
+            if name in names:
                 received[name] = spec.local_part(name, copy)
         return received
 
     def gathered(self, thing: Any) -> list[Any]:
-        """What each rank passes here, by rank; all of them make the call."""
+        """Objects that the ranks pass, by rank. All ranks make the call."""
         check_open(self)
         with self.report_failures("gathering what all ranks have"):
             return self.all_of(thing)
@@ -166,9 +159,9 @@ class SpmdBackend:
         return things
 
     def exchange(self, numbers: Sequence[int]) -> Callable[[], list[list[int]]]:
-        """Start telling all ranks a few whole numbers, as many on each; the result waits for those of all, by rank.
+        """Start an all-gather of a few integers, equally many on each rank. The result waits and returns rows by rank.
 
-        The hosts talk to each other, so this waits for no GPU, and none for it as long as steps are launched ahead.
+        Only the hosts communicate, so no GPU is waited for. No GPU waits either while steps are launched ahead.
         """
         check_open(self)
         own = torch.tensor(numbers, dtype=torch.int64)
@@ -178,53 +171,53 @@ class SpmdBackend:
                 lambda: dist.all_gather(rows, own, group=self.control, async_op=True), "agreeing on a batch"
             )
 
-        def told() -> list[list[int]]:
+        def rows_by_rank() -> list[list[int]]:
             with self.report_failures("agreeing on a batch"):
                 delivery()
             return [row.tolist() for row in rows]
 
-        return told
+        return rows_by_rank
 
     def outputs(self, own: Any, source: int, readers: Sequence[int]) -> Any:
-        """What rank ``source`` passes as its own, on all of ``readers``, which make the call with it."""
+        """Outputs that rank ``source`` passes as ``own``, on all ``readers``. Source and readers make the call."""
         with self.report_failures("passing outputs on"):
-            given = [own]
+            received = [own]
             try:
                 if self.rank.spec.rank != source:
-                    dist.recv_object_list(given, source, group=self.control)
-                    return tree_map(self.here, given[0])
-                told = [tree_map(on_cpu, own)]
+                    dist.recv_object_list(received, source, group=self.control)
+                    return tree_map(self.on_device, received[0])
+                copies = [tree_map(on_cpu, own)]
                 for reader in readers:
                     if reader != source:
-                        dist.send_object_list(told, reader, group=self.control)
+                        dist.send_object_list(copies, reader, group=self.control)
             except RuntimeError as error:
                 raise TransportError(f"passing outputs on from rank {source}: {error}") from error
             return own
 
-    def here(self, leaf: Any) -> Any:
+    def on_device(self, leaf: Any) -> Any:
         return leaf.to(self.rank.device) if isinstance(leaf, torch.Tensor) else leaf
 
-    def telling(self, what: str) -> AbstractContextManager[None]:
-        """The alarm around a command, where there is one."""
+    def watched(self, what: str) -> AbstractContextManager[None]:
+        """Context of the failure watcher around a command; empty without a watcher."""
         return self.alarm.report_failures(what) if self.alarm else nullcontext()
 
     @contextmanager
     def report_failures(self, what: str) -> Iterator[None]:
-        """Around whatever waits for other ranks: a failure of theirs ends it, and one of this rank is told to them."""
+        """Context for waits for other ranks. Their failure ends the wait; this rank's failure is published to them."""
         try:
-            with self.telling(what):
+            with self.watched(what):
                 yield
         except BaseException:
             atexit.register(exit_after_failure, weakref.ref(self.rank))
             raise
 
     def call(self, name: str, arguments: Mapping[int, tuple]) -> dict[int, Any]:
-        """Run one command on this rank; the results of all ranks, or this one's where that is all that is needed."""
+        """Run one command on this rank. Returns all ranks' results; for replicated commands only this rank's."""
         number = self.rank.spec.rank
         with running_command(self, name), self.report_failures(name):
             with self.random.active():
                 result = carry_out(self.rank, name, arguments[number])
-            if name not in REPLICATED:
+            if not command_named(name).replicated:
                 return dict(enumerate(self.all_of(result)))
         result = read_under(result, lambda: self.reading(name))
         self.unread += isinstance(result, RankStepResult) and not isinstance(result.numbers, StepNumbers)
@@ -232,7 +225,7 @@ class SpmdBackend:
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """Around the wait for a step's numbers."""
+        """Context for the wait for a step's numbers."""
         with running_command(self, name), self.report_failures(name):
             yield
         self.unread -= 1
@@ -243,7 +236,7 @@ class SpmdBackend:
         self.closed = True
         self.failed = self.failed or "close() was called."
         # A communicator may wait for a rank that is gone.
-        with self.telling("close"):
+        with self.watched("close"):
             if dist.is_initialized():
                 self.opened.close()
         if self.alarm is not None:
@@ -251,7 +244,7 @@ class SpmdBackend:
 
 
 def waits_of(ranks: SpmdBackend) -> Callable[[], bool]:
-    """Whether they have steps that nobody has waited for; does not keep a model that was dropped."""
+    """Function that says whether the ranks have unread steps. It does not keep a dropped model alive."""
     own = weakref.ref(ranks)
 
     def waits() -> bool:
@@ -263,12 +256,12 @@ def waits_of(ranks: SpmdBackend) -> Callable[[], bool]:
 
 @contextmanager
 def running_command(ranks: InProcessBackend | SpmdBackend, command: str) -> Iterator[None]:
-    """Around a command, which is timed. After one that raised the ranks take no other.
+    """Context that times a command. After a command that raised, the ranks accept no further command.
 
-    It may have left gradients of some microbatches, half of an update, or used up random numbers.
+    The failed command may have left some microbatches' gradients, half of an update, or an advanced random state.
 
     Raises:
-        UsageError: an earlier one has raised, or the ranks are closed.
+        UsageError: an earlier command has raised, or the ranks are closed.
     """
     check_open(ranks)
     start = time.perf_counter()
@@ -287,10 +280,10 @@ def check_open(ranks: InProcessBackend | SpmdBackend) -> None:
 
 
 def check_agreement(decisions: Sequence[str], rank: int) -> None:
-    """Compare what all ranks decided, each for itself.
+    """Compare the decisions of all ranks.
 
     Raises:
-        UsageError: says in what this rank and another one differ.
+        UsageError: another rank's decision differs from this rank's; the message lists the differences.
     """
     other = next((number for number, decision in enumerate(decisions) if decision != decisions[rank]), None)
     if other is not None:
@@ -303,22 +296,22 @@ def check_agreement(decisions: Sequence[str], rank: int) -> None:
 
 
 def only_in(words: Sequence[str], others: Sequence[str]) -> str:
-    """The first few words that are not among the others, as one text."""
-    own = [word for word in words if word not in others]
-    more = f" and {len(own) - MAX_NAMED} more" if len(own) > MAX_NAMED else ""
-    return (", ".join(own[:MAX_NAMED]) or "nothing else") + more
+    """First few of the words that are not among ``others``, as one text."""
+    unique = [word for word in words if word not in others]
+    more = f" and {len(unique) - MAX_NAMED} more" if len(unique) > MAX_NAMED else ""
+    return (", ".join(unique[:MAX_NAMED]) or "nothing else") + more
 
 
 def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
-    """The result of one command; an exception carries the rank and its action as a note.
+    """Result of one command. An exception gets the rank and its action as a note.
 
     Raises:
         DeviceMemoryError: the rank's device ran out of memory.
     """
     try:
-        # Not in the caller's inference mode: what a rank makes at its first use must serve for training too.
+        # Without the caller's inference mode: tensors that a rank builds at first use must serve for training too.
         with rank.active(), torch.inference_mode(False):
-            return getattr(rank, name)(*arguments)
+            return run_command(rank, name, arguments)
     except Exception as error:
         if (lack := lack_of_memory(error)) is not None:
             raise out_of_memory(rank, name, lack) from error
@@ -328,7 +321,7 @@ def carry_out(rank: Rank, name: str, arguments: tuple) -> Any:
 
 
 def read_under(result: Any, guard: Callable[[], AbstractContextManager[None]]) -> Any:
-    """A command's result; numbers of a step that are still to be read are waited for inside of ``guard()``."""
+    """Result of a command. The wait for a step's unread numbers runs inside ``guard()``."""
     if not isinstance(result, RankStepResult) or isinstance(result.numbers, StepNumbers):
         return result
     read = result.numbers

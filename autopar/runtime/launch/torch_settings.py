@@ -1,4 +1,4 @@
-"""Process-wide torch settings that change numbers, carried from the caller to its workers."""
+"""Process-wide torch settings that affect numerical results, carried from the caller to its workers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class TorchSettings:
-    """What the caller has set of torch's global switches."""
+    """Values of torch's global settings in the caller."""
 
     default_dtype: torch.dtype
     float32_matmul_precision: str
@@ -21,7 +21,7 @@ class TorchSettings:
 
     @staticmethod
     def current() -> TorchSettings:
-        """The settings of this process."""
+        """Settings of this process."""
         return TorchSettings(
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
@@ -33,11 +33,11 @@ class TorchSettings:
         )
 
     def apply(self) -> None:
-        """Set them in this process."""
+        """Set the settings in this process."""
         torch.set_default_dtype(self.default_dtype)
         torch.set_float32_matmul_precision(self.float32_matmul_precision)
         torch.backends.cudnn.allow_tf32 = self.cudnn_allow_tf32
         torch.backends.cudnn.benchmark = self.cudnn_benchmark
         torch.backends.cudnn.deterministic = self.cudnn_deterministic
-        if TorchSettings.current() != self:  # importing torch's compiler for it takes longer than the rest of a start
+        if TorchSettings.current() != self:  # the call imports torch's compiler, the longest part of a start
             torch.use_deterministic_algorithms(self.deterministic_algorithms, warn_only=self.deterministic_warn_only)

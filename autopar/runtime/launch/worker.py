@@ -1,4 +1,4 @@
-"""A worker process, which is a fork of the fork server. Obeys commands until its connection closes."""
+"""Worker process, a fork of the fork server: runs one rank's commands until its connection closes."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from autopar.errors import AutoparError
 from autopar.runtime.comm.connect import connect_rank, init_process_group
 from autopar.runtime.comm.protocols import TransportError
+from autopar.runtime.commands import run_command
 from autopar.runtime.engine.metrics import resolve
 from autopar.runtime.launch.ipc import WorkerChannel
 from autopar.runtime.launch.shared_memory import SharedMemory
@@ -32,13 +33,13 @@ from autopar.runtime.memory.peaks import restart_peak
 from autopar.runtime.rank import Rank
 from autopar.runtime.spec import LazyMetrics, RankSpec, RankStepResult, StepNumbers
 
-START_SECONDS = 300.0  # for all workers to import what they need
-WHERE = "where"  # the message that asks a worker for its position
+START_SECONDS = 300.0  # time for all workers to import their modules
+WHERE = "where"  # message that asks a worker for its current position
 
 
 @dataclass(frozen=True)
 class Start:
-    """How a worker meets the others. ``spec`` is a pickled `RankSpec`: it holds the user's callables."""
+    """Arguments with which a worker joins the process group. ``spec`` is a `RankSpec` pickled with user callables."""
 
     spec: bytes
     store_host: str
@@ -51,7 +52,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rank stopped. ``secondary`` when it only noticed that a peer was gone."""
+    """Reason why a rank stopped. ``secondary`` if the rank only noticed that a peer was gone."""
 
     rank: int
     action: str
@@ -61,29 +62,30 @@ class Failure:
     user_error: AutoparError | None = None
 
 
-def main(number: int, connection: int, there: int, back: int) -> None:
-    """Run until the caller closes the connection or is gone.
+def main(number: int, connection: int, to_worker: int, to_caller: int) -> None:
+    """Run rank ``number`` until the caller closes the connection or is gone.
 
     Args:
-        connection, there, back: open files that join this worker with the caller.
+        connection: open file of the connection.
+        to_worker, to_caller: open files of shared memory, for tensors of commands and of replies.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the caller's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller handles Ctrl-C
     with suppress(OSError):  # only Linux has this file; ps and top show the name
         Path("/proc/self/comm").write_text(f"autopar:rank{number}")
     # torch 2.11 warns about its own class whenever a pickled tree spec is read.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
-    Worker(number, WorkerChannel(Connection(connection), SharedMemory(back), SharedMemory(there))).run()
+    Worker(number, WorkerChannel(Connection(connection), SharedMemory(to_caller), SharedMemory(to_worker))).run()
 
 
 class Worker:
-    """Obeys the caller in its main thread; a second thread listens, and answers `WHERE` even while the first hangs."""
+    """Runs commands in its main thread. A second thread receives, and answers `WHERE` even if the main thread hangs."""
 
-    def __init__(self, number: int, line: WorkerChannel) -> None:
-        self.number, self.channel = number, line
+    def __init__(self, number: int, channel: WorkerChannel) -> None:
+        self.number, self.channel = number, channel
         self.commands: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.speaking = threading.Lock()
+        self.sending = threading.Lock()
         self.rank: Rank | None = None
-        self.begun: dict[int, StepNumbers | LazyMetrics] = {}  # of steps that nobody has asked about yet
+        self.begun: dict[int, StepNumbers | LazyMetrics] = {}  # of launched steps, not read by the caller yet
 
     def run(self) -> None:
         threading.Thread(target=self.listen, args=(threading.get_ident(),), daemon=True).start()
@@ -96,14 +98,14 @@ class Worker:
         except Exception as error:
             error.add_note("autopar: this happened while the result was pickled for the caller")
             encoded = self.channel.encode((False, failure(self.number, self.rank, error)))
-        with self.speaking:
+        with self.sending:
             try:
                 self.channel.send(encoded)
             except OSError:
                 exit_now()
 
     def execute(self, name: str, arguments: tuple) -> tuple[bool, Any]:
-        """Carry out one command; whether it went well, and its result or failure."""
+        """Run one command. Returns whether it succeeded, and its result or `Failure`."""
         try:
             return True, self.result(name, arguments)
         except Exception as error:
@@ -114,10 +116,10 @@ class Worker:
             return False, failure(self.number, self.rank, out_of_memory(self.rank, called, lack))
 
     def result(self, name: str, arguments: tuple) -> Any:
-        """What a command returns: one of the rank's, or of this class's own.
+        """Result of a command: a method of the rank, or one of three commands of this class.
 
-        "start" makes the rank. "begin" launches a step, by number, command and arguments, and returns once it no longer
-        reads what was lent; "read" waits for that step and returns its numbers.
+        "start" builds the rank. "begin" launches a step, given its number, command and arguments; it returns once the
+        step no longer reads borrowed tensors. "read" waits for that step and returns its numbers.
         """
         if name == "start":
             self.rank = join(self.number, *arguments)
@@ -127,14 +129,14 @@ class Worker:
             return resolve(self.begun.pop(*arguments))
         with self.rank.active():
             if name == "begin":
-                step, command, own = arguments
-                self.begun[step] = getattr(self.rank, command)(*own).numbers
+                step, command, step_arguments = arguments
+                self.begun[step] = run_command(self.rank, command, step_arguments).numbers
                 return None
-            result = getattr(self.rank, name)(*arguments)
+            result = run_command(self.rank, name, arguments)
             return replace(result, numbers=resolve(result.numbers)) if isinstance(result, RankStepResult) else result
 
     def listen(self, main_thread: int) -> None:
-        """Queue commands as they come; end the process at once when the caller is gone, whatever it is doing."""
+        """Queue commands as they arrive. End the process immediately once the caller is gone, even during a command."""
         while True:
             try:
                 encoded = self.channel.receive()
@@ -151,7 +153,7 @@ class Worker:
                 self.commands.put(message)
 
     def position(self, main_thread: int) -> Failure:
-        """What this rank is doing, as the reason why it has not replied."""
+        """Current position of this rank, as the reason why it has not replied."""
         step = self.rank.current_step if self.rank is not None else None
         waiting = step is not None and step.current_action is not None and not step.computing
         return Failure(
@@ -164,13 +166,13 @@ class Worker:
 
 
 def exit_now() -> NoReturn:
-    """End the process at once: the caller is gone."""
+    """End the process immediately, because the caller is gone."""
     sys.stdout.flush()
     os._exit(0)
 
 
 def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
-    """Meet the other ranks and take this rank's weights."""
+    """Join the process group and build this rank with its weights, by name."""
     torch.set_num_threads(start.num_threads)
     start.settings.apply()
     spec: RankSpec = pickle.loads(start.spec)
@@ -179,18 +181,18 @@ def join(number: int, start: Start, tensors: dict[str, torch.Tensor]) -> Rank:
         torch.cuda.set_device(device)
     world = spec.mesh.devices
     store = dist.TCPStore(start.store_host, start.store_port, world, is_master=False)
-    # Processes start seconds apart, and the step's timeout may be shorter than that.
+    # Processes start seconds apart; the step's timeout may be shorter.
     store.set(f"started/{number}", "")
     store.wait([f"started/{rank}" for rank in range(world)], timedelta(seconds=START_SECONDS))
     init_process_group(start.backend, number, world, device, start.timeout_seconds, store)
     torch.manual_seed(spec.rank_seed)
-    rank = connect_rank(spec, tensors, start.timeout_seconds, ExitStack())  # the process's end closes all
+    rank = connect_rank(spec, tensors, start.timeout_seconds, ExitStack())  # the end of the process closes everything
     restart_peak()
     return rank
 
 
 def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
-    """What the caller is told about an exception."""
+    """Failure that reports an exception to the caller."""
     return Failure(
         number,
         action_of(rank),
@@ -202,6 +204,6 @@ def failure(number: int, rank: Rank | None, error: Exception) -> Failure:
 
 
 def action_of(rank: Rank | None) -> str:
-    """The action a rank is in; empty outside steps."""
+    """Current action of a rank, as text; empty outside steps."""
     action = rank.current_step.current_action if rank is not None and rank.current_step is not None else None
     return str(action) if action is not None else ""

@@ -1,19 +1,19 @@
-"""What the C library does with memory that tensors on CPU have given back."""
+"""Settings of the C library's allocator for tensors on CPU."""
 
 from __future__ import annotations
 
 import ctypes
 
-# From <malloc.h> of glibc. Other C libraries have no mallopt, or other numbers for it.
+# From <malloc.h> of glibc. Other C libraries have no mallopt, or use other numbers.
 M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 NEVER, NONE = -1, 0
 
 
 def disable_malloc_trim() -> None:
-    """Have this process keep freed memory for its next tensors.
+    """Keep freed memory in this process for its next tensors.
 
-    By default glibc gives large blocks back to the system at once, which fills each with zeros before the next step
-    may use it: 2 to 13 % of a step of a ViT-Tiny on a 2-core AMD EPYC virtual machine, torch 2.15.
+    By default glibc returns large freed blocks to the system immediately. The system fills them with zeros before the
+    next step can use them: 2 to 13 % of a step of a ViT-Tiny on a 2-core AMD EPYC virtual machine, torch 2.15.
     """
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):

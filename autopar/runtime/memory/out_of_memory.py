@@ -1,4 +1,4 @@
-"""The error for a rank whose device ran out of memory."""
+"""Error for a rank whose device ran out of memory."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from autopar.runtime.spec import rank_text
 
 
 def lack_of_memory(error: BaseException) -> torch.OutOfMemoryError | None:
-    """The lack of a device's memory that an error is, was caused by, or as torch.compile's own error came up in.
+    """Out-of-memory error among an error and its causes; None if there is none.
 
-    A compiled region that runs out of memory may raise that it cannot trace the generator which the lack passes
-    through. What other code raises while it handles a lack of memory is an error of its own.
+    The context of an error counts only if the error is torch.compile's. A compiled region that runs out of memory may
+    raise that it cannot trace the generator through which the out-of-memory error passes. Other code that raises while
+    it handles an out-of-memory error has failed for another reason.
     """
     seen = set[int]()
-    behind: BaseException | None = error
-    while behind is not None and id(behind) not in seen:
-        if isinstance(behind, torch.OutOfMemoryError):
-            return behind
-        seen.add(id(behind))
-        of_compiler = type(behind).__module__.startswith("torch._dynamo.")
-        behind = behind.__cause__ or (behind.__context__ if of_compiler else None)
+    candidate: BaseException | None = error
+    while candidate is not None and id(candidate) not in seen:
+        if isinstance(candidate, torch.OutOfMemoryError):
+            return candidate
+        seen.add(id(candidate))
+        of_compiler = type(candidate).__module__.startswith("torch._dynamo.")
+        candidate = candidate.__cause__ or (candidate.__context__ if of_compiler else None)
     return None
 
 
 def out_of_memory(rank: Rank, command: str, error: torch.OutOfMemoryError) -> DeviceMemoryError:
-    """Which rank ran out of memory in which part of the model, how much it had used and how much was expected.
+    """Error with the rank, its part of the model, its peak and the predicted bytes.
 
-    The peak is that of the process so far: on a GPU what the allocator had handed out before the request that failed.
+    The peak is the process's peak so far; on a GPU, the bytes that the allocator had handed out before the request
+    that failed.
     """
     spec, device = rank.spec, rank.device
     action = rank.current_step.current_action if rank.current_step is not None else None

@@ -1,4 +1,4 @@
-"""Memory in use: of the process, and of tensors alone."""
+"""Measured memory: bytes of the process, and bytes of tensors alone."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def resident_bytes() -> int:
-    """Bytes of this process that are in memory now, libraries included."""
+    """Resident bytes of this process now, with libraries."""
     return psutil.Process().memory_info().rss
 
 
 def peak_resident_bytes() -> int:
-    """Most bytes that were in memory at once since the process began or `restart_peak` was called."""
+    """Peak of the resident bytes since the process began or `restart_peak` was called."""
     with suppress(OSError):  # not Linux, or a sandbox that hides the file
         for line in STATUS.read_text().splitlines():
-            if line.startswith("VmHWM"):  # some sandboxes leave it out
+            if line.startswith("VmHWM"):  # some sandboxes omit the line
                 return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def restart_peak() -> None:
-    """Forget the peak so far, such as that of importing torch. Only Linux can; elsewhere the peak stays and counts.
+    """Reset the resident peak, such as the peak of importing torch. Only Linux can; elsewhere the old peak counts.
 
-    What getrusage reports is not reset by this, the status file is.
+    The reset affects the status file, not the result of getrusage.
     """
     with suppress(OSError):  # not Linux, or a sandbox that forbids it
         CLEAR.write_text("5")
 
 
 class TensorPeak(TorchDispatchMode):
-    """Within ``with``: follows every tensor that an operation makes until its memory is freed. Slow.
+    """Context that tracks every tensor which an operation creates, until its memory is freed. Slow.
 
-    ``bytes`` is the most there were at once, tensors from before not counted. What a kernel takes for itself while it
-    runs is not seen.
+    ``bytes`` is the peak of their bytes; tensors from before the context do not count, nor does a kernel's scratch
+    memory.
     """
 
     def __init__(self) -> None:
@@ -54,15 +54,15 @@ class TensorPeak(TorchDispatchMode):
         self.alive: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage()._cdata for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        inputs = {t.untyped_storage()._cdata for t in leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **(kwargs or {}))
         for tensor in leaves(result):
-            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in given | self.alive:
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in inputs | self.alive:
                 self.follow(tensor.untyped_storage())
         return result
 
     def follow(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage from now to its end."""
+        """Count a storage until it is freed."""
         self.alive.add(storage._cdata)
         self.now += storage.nbytes()
         self.bytes = max(self.bytes, self.now)

@@ -1,4 +1,4 @@
-"""A rank's optimizer: made from its own parameters or from whole ones, with the groups of the whole model."""
+"""Optimizer of a rank, over the rank's parameters or whole copies of them, with the whole model's groups."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from autopar.runtime.optim.probe import (
 from autopar.runtime.params.full_params import FullParams
 from autopar.runtime.spec import Parameters, RankSpec
 
-# Adagrad has "fused" among its options too, but on CPU only (torch 2.11 to 2.15).
+# Adagrad has a "fused" option too, but on CPU only (torch 2.11 to 2.15).
 HAVE_FUSED_KERNELS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 @dataclass(frozen=True)
 class RankOptimizer:
-    """An optimizer, the parameters by name that it updates here, and the whole copies among them where it needs any."""
+    """Optimizer, the parameters by name that it updates on this rank, and the whole copies that it needs, if any."""
 
     optimizer: Optimizer
     parameters: Mapping[str, nn.Parameter]
@@ -40,14 +40,14 @@ class RankOptimizer:
 def rank_optimizer(
     spec: RankSpec, make: Callable[[Parameters], Optimizer], held: Mapping[str, nn.Parameter], transport: Transport
 ) -> RankOptimizer:
-    """The optimizer of a rank, right for the parts of the model that the rank has.
+    """Optimizer of a rank that updates the rank's part of the model as the whole optimizer would.
 
     Args:
-        make: the user's callable. It is called again where the optimizer turns out to need whole parameters.
-        held: the parameters, or parts of them, that this rank's replica updates.
+        make: the user's callable. It is called a second time if the optimizer needs whole parameters.
+        held: parameters by name, or local parts of them, that this rank's replica updates.
 
     Raises:
-        UsageError: it cannot be made, needs a closure, or mixes parameters that lie on different ranks.
+        UsageError: the optimizer cannot be built, needs a closure, or mixes parameters of different ranks.
     """
     optimizer = with_all_groups(spec, make, held)
     name = type(optimizer).__name__
@@ -76,9 +76,10 @@ def rank_optimizer(
 def with_all_groups(
     spec: RankSpec, make: Callable[[Parameters], Optimizer], held: Mapping[str, nn.Parameter]
 ) -> Optimizer:
-    """An optimizer with all groups of the whole model, each holding the parameters that are here: maybe none.
+    """Optimizer with all groups of the whole model. Each group has the parameters of this rank, or none.
 
-    The callable sees every parameter of the model; those that are not here have no memory, and are taken out again.
+    The callable gets every parameter of the model. Parameters of other ranks are meta tensors, and are removed
+    afterwards.
     """
     placeholders: dict[str, nn.Parameter] = {
         w.name: nn.Parameter(torch.empty(w.shape, dtype=getattr(torch, w.stored_dtype), device="meta"))
@@ -87,23 +88,23 @@ def with_all_groups(
     }
     names = [w.name for w in spec.trainable] or list(held)
     optimizer = made(make, {n: held[n] if n in held else placeholders[n] for n in names})
-    away = {id(p) for p in placeholders.values()}
-    for own in nested(optimizer):
-        for group in own.param_groups:
-            keep = [i for i, p in enumerate(group["params"]) if id(p) not in away]
+    removed = {id(p) for p in placeholders.values()}
+    for part in nested(optimizer):
+        for group in part.param_groups:
+            keep = [i for i, p in enumerate(group["params"]) if id(p) not in removed]
             for key in ("params", "param_names"):
                 if key in group:
                     group[key][:] = [group[key][i] for i in keep]
-        for parameter in [p for p in own.state if id(p) in away]:
-            del own.state[parameter]
+        for parameter in [p for p in part.state if id(p) in removed]:
+            del part.state[parameter]
     return optimizer
 
 
 def made(make: Callable[[Parameters], Optimizer], named: Mapping[str, nn.Parameter]) -> Optimizer:
-    """What the user's callable makes of parameters.
+    """Optimizer that the user's callable returns for parameters by name.
 
     Raises:
-        UsageError: it fails, or makes something else.
+        UsageError: the callable fails, or returns no optimizer.
     """
     try:
         optimizer = make(Parameters(named))
@@ -122,7 +123,7 @@ def made(make: Callable[[Parameters], Optimizer], named: Mapping[str, nn.Paramet
 
 
 def use_fused_kernels(optimizer: Optimizer) -> None:
-    """Have torch's optimizers on CUDA update all parameters in one kernel, where the user chose no implementation."""
+    """Set torch's fused kernels in optimizers on CUDA, unless the user chose an implementation."""
     for own in nested(optimizer):
         for group in own.param_groups if isinstance(own, HAVE_FUSED_KERNELS) else ():
             chosen = group.get("fused") is not None or group.get("foreach") is not None or group.get("differentiable")
@@ -132,27 +133,27 @@ def use_fused_kernels(optimizer: Optimizer) -> None:
 
 
 def name_of(thing: Any) -> str:
-    """What to call a callable in a message: the function behind a partial one."""
+    """Name of a callable for messages; for a partial, the name of its function."""
     inner = getattr(thing, "func", thing)
     return getattr(inner, "__name__", type(inner).__name__)
 
 
 def kinds_of(spec: RankSpec, optimizer: Optimizer, held: Mapping[str, nn.Parameter]) -> dict[str, list[ParamKind]]:
-    """For each parameter that the optimizer has, its kind for every dim along which it is split, or for none."""
+    """Kinds of each parameter by name: one for every dim along which it is split, or one without a dim."""
     names = {id(p): name for name, p in held.items()}
-    found: dict[str, list[ParamKind]] = {}
+    kinds: dict[str, list[ParamKind]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             name = names[id(parameter)]
             splits, shape = spec.layout(name).splits, list(parameter.shape)
             for split in splits:
                 shape[split.dim] *= spec.mesh.tp
-            found[name] = [param_kind(number, shape, dim) for dim in ([s.dim for s in splits] or [None])]
-    return found
+            kinds[name] = [param_kind(number, shape, dim) for dim in ([s.dim for s in splits] or [None])]
+    return kinds
 
 
 def coupling_text(optimizer: Optimizer, spec: RankSpec) -> str:
-    """Why an optimizer that mixes parameters is refused, and what to do."""
+    """Message for an optimizer that mixes parameters: the reason and the remedy."""
     name, norm = type(optimizer).__name__, optimizer.defaults.get("max_grad_norm")
     remedy = (
         f"It clips by the norm of its own parameters: pass max_grad_norm=None to {name} and clip_grad_norm={norm} to "

@@ -1,4 +1,4 @@
-"""A moving average of a rank's weights, kept by an object of the user's such as timm's ModelEmaV3."""
+"""Moving average of a rank's weights, computed by an object of the user's such as timm's ModelEmaV3."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import nn
 from autopar.errors import AutoparError, UsageError
 from autopar.ir.graph import Graph, Weight
 
-LARGEST = 64  # size of a dim in a trial
-UNUSED = "unused"  # where a rank has no parameter, and ModelEmaV3 looks for the device of the first one
+MAX_DIM_SIZE = 64  # maximal size of a dim in a probe
+UNUSED = "unused"  # name of a placeholder on ranks without parameters: ModelEmaV3 reads the first parameter's device
 
 
 def module_of(weights: Mapping[str, torch.Tensor], about: Mapping[str, Weight]) -> nn.Module:
-    """A module whose state dict is these tensors under their own names, all names of tied ones; nothing is copied.
+    """Module whose state dict has these tensors under all of their names; the tensors are not copied.
 
-    timm averages a tied weight once for each of its names, and equality with one device demands the same here.
+    timm averages a tied weight once per name. Equality with training on one device requires the same on a rank.
     """
     root = nn.Module()
     for name, tensor in weights.items():
@@ -42,15 +42,15 @@ def module_of(weights: Mapping[str, torch.Tensor], about: Mapping[str, Weight]) 
 
 
 class Average:
-    """Averages the weights that a rank holds: parts of them, which is the same as parts of the average."""
+    """Moving average of a rank's weights. The average of a part of a weight is that part of the average."""
 
     def __init__(
         self, make: Callable[[nn.Module], Any], weights: Mapping[str, torch.Tensor], about: Mapping[str, Weight]
     ) -> None:
-        """``make`` is the user's; it copies what it is given.
+        """``make`` is the user's callable; it copies the module that it gets.
 
         Raises:
-            UsageError: it fails, or gives something without ``update(module, step=…)`` and ``module``.
+            UsageError: ``make`` fails, or its result has no ``update(module, step=…)`` or no ``module``.
         """
         self.names = tuple(weights)
         self.source = module_of(weights, about)
@@ -69,31 +69,31 @@ class Average:
 
     @property
     def module(self) -> nn.Module:
-        """Holds the averages under the names of the weights."""
+        """Module that has the averages under the names of the weights."""
         return self.keeper.module
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the averages."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        return sum(tensor.nbytes for tensor in tensors)  # each once, however often it is tied
+        return sum(tensor.nbytes for tensor in tensors)  # each tensor once, even if it is tied
 
     def update(self, num_updates: int) -> None:
-        """Take in the weights after so many updates."""
+        """Update the averages with the weights after ``num_updates`` optimizer steps."""
         self.keeper.update(self.source, step=num_updates)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The averages by name, of all that is in a state dict; they share memory with them."""
+        """Averages by name, of weights that are in a state dict. They share memory with the averages."""
         averages = self.module.state_dict()
         return {name: averages[name].detach() for name in self.names if name in averages}
 
 
 def with_averages(graph: Graph, make: Callable[[nn.Module], Any]) -> Graph:
-    """A training graph whose weights say what is kept of them in averages, found by averaging small ones.
+    """Training graph with ``average_bytes`` of its weights, measured by averaging small weights.
 
     Raises:
         UsageError: as `Average`.
-    Error: averages that ``make`` keeps on another device than the weights count too.
+    Error: averages that ``make`` keeps on another device than the weights are counted too.
     """
     weights = {w.name: w for w in graph.weights if w.kind != "constant"}
     small = {name: small_weight(weight) for name, weight in weights.items()}
@@ -105,6 +105,6 @@ def with_averages(graph: Graph, make: Callable[[nn.Module], Any]) -> Graph:
 
 
 def small_weight(weight: Weight) -> torch.Tensor:
-    """Zeros in a weight's place."""
-    tensor = torch.zeros([min(size, LARGEST) for size in weight.shape], dtype=getattr(torch, weight.stored_dtype))
+    """Zeros in a weight's place, with dims of at most `MAX_DIM_SIZE`."""
+    tensor = torch.zeros([min(size, MAX_DIM_SIZE) for size in weight.shape], dtype=getattr(torch, weight.stored_dtype))
     return nn.Parameter(tensor, weight.requires_grad) if weight.kind == "parameter" else tensor

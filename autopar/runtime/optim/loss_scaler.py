@@ -1,4 +1,4 @@
-"""Loss scaling for float16, whose smallest numbers are larger than many gradients."""
+"""Loss scaling for float16, in which many small gradients underflow to zero."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-MIN_SCALE = 2.0**-24  # float16's smallest number: under a smaller factor its gradients would all be zero
+MIN_SCALE = 2.0**-24  # float16's smallest positive number; with a smaller scale all gradients would be zero
 
 
 class LossScaler:
-    """The factor on the loss, halved when a gradient overflows and doubled after many updates without.
+    """Factor on the loss. It is halved when a gradient overflows and doubled after many updates without an overflow.
 
-    Every rank has one and tells it the same global norms, so that all of them agree without another message.
-    Defaults and state are those of torch.amp.GradScaler; unlike there the scale has a floor, so that training recovers
-    from any number of overflows.
+    Every rank has a scaler and passes the same global norms to it, so that all ranks agree without communication.
+    Defaults and state equal those of torch.amp.GradScaler. Unlike GradScaler's, the scale has a minimum, so that
+    training recovers from any number of overflows.
     Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.2.
     """
 
@@ -29,15 +29,15 @@ class LossScaler:
     ) -> None:
         self.scale = scale
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
-        self.finite_updates = 0  # since the scale changed
+        self.finite_updates = 0  # number of updates without an overflow since the scale changed
 
     def unscale(self, gradients: list[torch.Tensor]) -> None:
-        """Divide gradients by the scale."""
+        """Divide gradients by the scale, in place."""
         if gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)
 
     def update(self, norm: float) -> bool:
-        """Whether to update the weights, given the global norm of the gradients; the scale of the next step is set."""
+        """Whether to update the weights, given the gradients' global norm. Also sets the scale of the next step."""
         if not isfinite(norm):
             self.scale = max(self.scale * self.backoff_factor, MIN_SCALE)
             self.finite_updates = 0
@@ -49,7 +49,7 @@ class LossScaler:
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the form of `torch.amp.GradScaler.state_dict`."""
+        """State in the form of `torch.amp.GradScaler.state_dict`."""
         return {
             "scale": self.scale,
             "growth_factor": self.growth_factor,
@@ -59,7 +59,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another scaler, or a GradScaler, was."""
+        """Continue from the state of another `LossScaler` or a GradScaler."""
         self.scale = float(state["scale"])
         self.growth_factor, self.backoff_factor = float(state["growth_factor"]), float(state["backoff_factor"])
         self.growth_interval, self.finite_updates = int(state["growth_interval"]), int(state["_growth_tracker"])

@@ -1,4 +1,4 @@
-"""A rank's learning-rate scheduler: any object with ``step``, torch's or timm's."""
+"""Learning-rate scheduler of a rank: any object with ``step``, such as torch's or timm's."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from autopar.errors import AutoparError, UsageError
 
 
 def scheduler_of(make: Callable[[Optimizer], Any], optimizer: Optimizer | None) -> Any:
-    """What the user's callable makes, or None: the learning rate stays.
+    """Scheduler that the user's callable returns; None keeps the learning rate constant.
 
     Raises:
-        UsageError: it fails.
+        UsageError: the callable fails.
     """
     assert optimizer is not None
     try:
@@ -29,10 +29,10 @@ def scheduler_of(make: Callable[[Optimizer], Any], optimizer: Optimizer | None) 
 
 
 def step_scheduler(scheduler: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Call ``step`` or ``step_update``.
+    """Call ``step`` or ``step_update`` of a scheduler.
 
     Raises:
-        UsageError: the scheduler has no such method, or it fails.
+        UsageError: the scheduler has no such method, or the method fails.
     """
     name = type(scheduler).__name__
     call = getattr(scheduler, method, None)
@@ -45,5 +45,5 @@ def step_scheduler(scheduler: Any, method: str, args: Sequence[Any], kwargs: Map
     except AutoparError:
         raise
     except Exception as error:
-        given = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
-        raise UsageError(f"{name}.{method}({given}) fails: {type(error).__name__}: {error}") from error
+        arguments = ", ".join([*map(repr, args), *(f"{key}={value!r}" for key, value in kwargs.items())])
+        raise UsageError(f"{name}.{method}({arguments}) fails: {type(error).__name__}: {error}") from error

@@ -1,7 +1,7 @@
-"""What an optimizer needs to see at once, found by trying it on small parameters: no list of names.
+"""Probes whether an optimizer needs whole parameters or all parameters: it updates small ones, no list of names.
 
-An optimizer may be right on any part of a parameter (SGD, AdamW), only on whole parameters (LAMB's norms, Muon's
-orthogonalisation), or only on all parameters together (a clip by the norm of everything that it was given).
+An optimizer may be correct on any part of a parameter (SGD, AdamW), only on whole parameters (LAMB's norms, Muon's
+orthogonalisation), or only on all parameters together (a clip by the norm of all its parameters).
 """
 
 from __future__ import annotations
@@ -20,19 +20,21 @@ from torch.optim import Optimizer
 
 from autopar.errors import UsageError
 
-MAX_DIM_SIZE = 64  # size of a toy's dims
+MAX_DIM_SIZE = 64  # maximal size of a probe parameter's dims
 STEPS = 5
-GROWTH = 9.0  # of a gradient at the second step: limits of an update's size are reached by growth
-LEARNING_RATE = 0.1  # that of a warm-up's first step may be 0
-SCALES = (7.0, 0.3, 5.0, 0.2, 6.0)  # of the other parameters' gradients at each step, where coupling is looked for
-# Of the largest update. Elementwise optimizers are off by rounding, 1e-6; norms and counts of halves by 1e-2 and more.
+GROWTH = 9.0  # growth of a gradient at the second step: only growing gradients reach limits on an update's size
+LEARNING_RATE = 0.1  # the user's may be 0 at the first step of a warm-up
+SCALES = (7.0, 0.3, 5.0, 0.2, 6.0)  # scale of the other parameters' gradients at each step, to detect coupling
+# Relative to the largest update. Rounding in elementwise optimizers is 1e-6; norms and counts of halves differ by 1e-2
+# and more.
 TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class ParamKind:
-    """Parameters that an optimizer treats alike: one group, one shape (large dims capped), split along one dim or
-    none.
+    """Kind of parameters that an optimizer treats alike.
+
+    Their group, their whole shape (dims capped at `MAX_DIM_SIZE`) and the dim of their split, None if not split.
     """
 
     group: int
@@ -41,18 +43,18 @@ class ParamKind:
 
 
 def param_kind(group: int, shape: Sequence[int], dim: int | None) -> ParamKind:
-    """The kind of a parameter whose whole shape this is."""
+    """Kind of a parameter, given its whole shape."""
     return ParamKind(group, tuple(min(size, MAX_DIM_SIZE) for size in shape), dim)
 
 
 def needs_closure(optimizer: Optimizer) -> bool:
-    """Whether ``step`` cannot be called without a function that evaluates the loss again."""
+    """Whether ``step`` requires a closure that evaluates the loss again."""
     parameters = inspect.signature(optimizer.step).parameters.values()
     return any(p.name == "closure" and p.default is p.empty for p in parameters)
 
 
 def nested(optimizer: Optimizer) -> Iterator[Optimizer]:
-    """The optimizer and those that it wraps."""
+    """The optimizer and all optimizers that it wraps."""
     yield optimizer
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer):
@@ -65,12 +67,12 @@ def mixes_parameters(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> bool:
     Raises:
         UsageError: the optimizer fails on parameters of these kinds.
     """
-    alone, beside = (ProbeRun(optimizer, kinds, others) for others in ((1.0,) * STEPS, SCALES))
-    return any(differ(a, b, toy.start) for a, b, toy in zip(alone.ends(), beside.ends(), alone.params, strict=True))
+    alone, together = (ProbeRun(optimizer, kinds, others) for others in ((1.0,) * STEPS, SCALES))
+    return any(differ(a, b, toy.start) for a, b, toy in zip(alone.ends(), together.ends(), alone.params, strict=True))
 
 
 def needs_full_params(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> frozenset[ParamKind]:
-    """The kinds whose halves, each updated as a parameter of its own, are not those of the whole.
+    """Kinds for which two halves, updated as separate parameters, differ from the updated whole.
 
     Raises:
         UsageError: the optimizer fails on parameters of these kinds.
@@ -83,19 +85,19 @@ def needs_full_params(optimizer: Optimizer, kinds: Sequence[ParamKind]) -> froze
 
 
 def differ(a: torch.Tensor, b: torch.Tensor, start: torch.Tensor) -> bool:
-    """Whether two ends of one start are more than rounding apart."""
+    """Whether two results from one start differ by more than rounding. All tensors have one shape."""
     return not bool((a - b).abs().max() <= TOLERANCE * (a - start).abs().max())
 
 
 class ProbeParam:
-    """A small whole parameter, in one piece or two, whose parts differ in whatever an optimizer may measure.
+    """Small parameter in one piece or two halves, whose parts differ in everything that an optimizer may measure.
 
-    Along every dim the values grow, and the gradients turn from constant to random and jump more in size.
+    Along every dim the values grow. The gradients change along it from constant to random and grow more at one step.
     """
 
     def __init__(self, kind: ParamKind, in_halves: bool, like: torch.Tensor, generator: torch.Generator) -> None:
         self.kind = kind
-        self.place = torch.zeros(kind.shape)  # 0 at the first corner, 1 at the last one
+        self.place = torch.zeros(kind.shape)  # shape of the kind; 0 at the first corner, 1 at the last corner
         for dim, size in enumerate(kind.shape):
             self.place += torch.linspace(0, 1, size).view(-1, *[1] * (len(kind.shape) - dim - 1)) / len(kind.shape)
         self.constant = torch.randn(kind.shape, generator=generator)
@@ -113,9 +115,9 @@ class ProbeParam:
         return torch.cat(pieces, self.kind.dim or 0) if len(pieces) > 1 else pieces[0].clone()
 
     def set_gradient(self, step: int, scale: float) -> None:
-        """Random at first; then orthogonal to the parameter, as behind a norm, at last in each of its rows.
+        """Set the gradient of a step: random at first, then orthogonal to the parameter, at last to each of its rows.
 
-        Optimizers that project (AdamP) do so for such gradients only.
+        Gradients of weights before a normalization are orthogonal. AdamP projects only such gradients.
         """
         value = self.now()
         random = torch.randn(value.shape, generator=self.generator)
@@ -132,7 +134,7 @@ class ProbeParam:
 
 
 class ProbeRun:
-    """A few steps of an optimizer's twin on toys; the same random numbers in each trial of the same kinds."""
+    """Steps of an optimizer's twin on probe parameters. Runs with equal kinds use equal random numbers."""
 
     def __init__(
         self,
@@ -141,10 +143,10 @@ class ProbeRun:
         others: Sequence[float] = (),
         in_halves: bool = False,
     ) -> None:
-        """Step.
+        """Run `STEPS` steps.
 
         Args:
-            others: scale, by step, of the gradients of a second toy of each kind; none for no second toy.
+            others: scale, by step, of the gradients of a second parameter of each kind; empty for no second one.
         """
         self.params: list[ProbeParam] = []
         if not kinds:
@@ -180,12 +182,12 @@ class ProbeRun:
                     ) from error
 
     def ends(self) -> list[torch.Tensor]:
-        """The first toy of each kind, after the steps."""
+        """Values of the first parameter of each kind after the steps, each of the kind's shape."""
         return [toy.now() for toy in self.params]
 
 
 def probe_group(group: Mapping[str, Any], members: list[nn.Parameter]) -> dict[str, Any]:
-    """A group with the same options, but for a learning rate that moves something."""
+    """Group with the options of another one, except for a learning rate above 0."""
     options = copy.deepcopy({k: v for k, v in group.items() if k not in ("params", "param_names")})
     if isinstance(options.get("lr"), torch.Tensor):
         options["lr"] = torch.full_like(options["lr"], LEARNING_RATE)
@@ -195,15 +197,15 @@ def probe_group(group: Mapping[str, Any], members: list[nn.Parameter]) -> dict[s
 
 
 def twin(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> Optimizer:
-    """An optimizer with the same settings, before its first step, whose groups have other parameters.
+    """Copy of an optimizer in the state before its first step, with other parameters in its groups.
 
-    Nothing is shared but attributes that cannot be copied, such as locks.
+    Copy and original share only attributes that cannot be copied, such as locks.
     """
     groups = [probe_group(group, own) for group, own in zip(optimizer.param_groups, members, strict=True)]
     made_of = {id(group): other for group, other in zip(optimizer.param_groups, groups, strict=True)}
     twins = {id(own): object.__new__(type(own)) for own in nested(optimizer)}
     memo: dict[int, Any] = dict(twins)
-    memo |= {id(p): None for group in optimizer.param_groups for p in group["params"]}  # may be large
+    memo |= {id(p): None for group in optimizer.param_groups for p in group["params"]}  # not copied: may be large
     for own in nested(optimizer):
         other = vars(twins[id(own)])
         for name, value in vars(own).items():
@@ -211,7 +213,7 @@ def twin(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> Optimiz
                 other[name] = copy.deepcopy(value, memo) if name not in ("param_groups", "state") else None
             except TypeError:
                 other[name] = value
-        same = own.param_groups is optimizer.param_groups  # a wrapper may add to the list of what it wraps
+        same = own.param_groups is optimizer.param_groups  # a wrapper may extend the wrapped list
         other["param_groups"] = groups if same else [made_of[id(group)] for group in own.param_groups]
         other["state"] = defaultdict(dict)
         for group, pieces in zip(optimizer.param_groups, members, strict=True):
@@ -223,7 +225,7 @@ def twin(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> Optimiz
 
 
 def first_state(value: Any, of: nn.Parameter, piece: nn.Parameter) -> Any:
-    """What an optimizer that makes its state at once (torch's Adagrad) would have made for a piece."""
+    """State for a piece in an optimizer that allocates its state when it is built (torch's Adagrad)."""
     if isinstance(value, torch.Tensor) and value.shape == of.shape:
         return value.flatten()[:1].to(piece.dtype).expand(piece.shape).clone()
     return copy.deepcopy(value)

@@ -1,4 +1,4 @@
-"""What an optimizer keeps of each parameter, found by updating small ones: no list of names."""
+"""Bytes of an optimizer's state per parameter, measured by updating small parameters: no list of names."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from autopar.runtime.optim.build import made, needs_closure
 from autopar.runtime.optim.probe import MAX_DIM_SIZE, nested
 from autopar.runtime.spec import Parameters
 
-STEPS = 2  # some optimizers keep more after their first step
+STEPS = 2  # some optimizers allocate more state after their first step
 
 
 def with_optimizer(graph: Graph, make: Callable[[Parameters], Optimizer]) -> Graph:
-    """A training graph whose weights say what an optimizer keeps of them; raises as `state_bytes`."""
+    """Training graph with the ``state_bytes`` of its weights; raises as `state_bytes`."""
     kept = state_bytes(make, [weight for weight in graph.weights if weight.requires_grad])
     return replace(graph, weights=tuple(replace(w, state_bytes=kept.get(w.name, w.state_bytes)) for w in graph.weights))
 
@@ -32,11 +32,11 @@ def state_bytes(make: Callable[[Parameters], Optimizer], weights: Sequence[Weigh
 
     Args:
         make: the user's callable.
-        weights: all trainable ones, with their whole shapes.
+        weights: all trainable weights, with their whole shapes.
     Raises:
-        UsageError: the optimizer cannot be made, needs a closure, or fails on small parameters of these kinds.
-    Error: dims are cut to 64. What grows with a parameter's rows and columns instead of its elements (Adafactor) is too
-        large by that, and still little.
+        UsageError: the optimizer cannot be built, or fails on small parameters of these kinds.
+    Error: dims are cut to 64. State that grows with a parameter's rows and columns instead of its elements (Adafactor)
+        is therefore too large, but still small.
     """
     # Compiling some optimizers (timm's Kron) would take minutes.
     with torch.random.fork_rng([]), torch.compiler.set_stance("force_eager"):
@@ -44,7 +44,7 @@ def state_bytes(make: Callable[[Parameters], Optimizer], weights: Sequence[Weigh
         small = {w.name: small_parameter(w) for w in weights}
         optimizer = made(make, small)
         if needs_closure(optimizer):
-            return {}  # ranks refuse it, and say why
+            return {}  # the ranks refuse the optimizer and give the reason
         for _ in range(STEPS):
             for parameter in small.values():
                 parameter.grad = torch.randn_like(parameter)
@@ -65,7 +65,7 @@ def small_parameter(weight: Weight) -> nn.Parameter:
 
 
 def kept_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
-    """Bytes of a parameter's state, in the optimizer and those that it wraps."""
+    """Bytes of a parameter's state in the optimizer and in all optimizers that it wraps."""
     tensors = {
         id(leaf): leaf
         for own in nested(optimizer)

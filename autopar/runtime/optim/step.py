@@ -1,4 +1,4 @@
-"""A rank's part of the optimizer step: gradients summed, their global norm, clipping, the update."""
+"""Optimizer step on one rank: sums of gradients, global norm, clipping, update."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from autopar.runtime.spec import RankSpec, UpdateResult
 
 
 class Updater:
-    """Owns the optimizer of one rank: of all its trainable parameters, or under ZeRO-1 of those its replica owns.
+    """Owns one rank's optimizer, over all trainable parameters or, under ZeRO-1, those that the replica owns.
 
-    Every rank of the mesh calls the same methods in the same order, and inside of `step` all go through the same
-    phases: sums over replicas, over shards, over stages, over everybody. A rank waits only for ranks in the same or an
-    earlier phase, so that there is no circle.
+    Every rank of the mesh calls the same methods in the same order. Within `step` all ranks go through the same phases:
+    sums over replicas, over shards, over stages, over all ranks. A rank waits only for ranks in the same or an earlier
+    phase, so that no deadlock is possible.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Updater:
         recipe = spec.recipe
         replicated = spec.mesh.dp > 1 and bool(trainable)
         weights = [weight for weight in spec.weights if weight.name in trainable]
-        # What autograd leaves may be a part of what another stage sent or is sent, in memory that is used again.
+        # Gradients from autograd may be views of buffers of a transfer between stages, whose memory is used again.
         moved = replicated or spec.mesh.pp > 1 or any(weight.master for weight in weights)
         buckets = flat_buckets(weights, spec.owners, spec.mesh.dp) if moved else ()
         self.grad_buffer = GradBuffer(trainable, buckets)
@@ -54,10 +54,10 @@ class Updater:
                 self.zero_gather = ZeroParamGather(trainable, buckets, replica, collectives)
         own = {name: p for name, p in trainable.items() if self.updates(name)}
         made = rank_optimizer(spec, recipe.optimizer, own, transport) if recipe.optimizer else None
-        # What the optimizer was made from: parts of tensor-parallel weights, or whole ones where it needs them.
+        # Parameters of the optimizer: parts of tensor-parallel weights, or whole copies if it needs them.
         self.optimized = dict(made.parameters) if made else own
         self.optimizer, self.full_params = (made.optimizer, made.wholes) if made else (None, None)
-        # Before a scheduler changes any: what checkpoints compare.
+        # Options before a scheduler changes any: a checkpoint compares them.
         self.made_options = options_by_name(self.optimizer, self.optimized) if self.optimizer is not None else {}
         if self.optimizer is not None:
             use_fused_kernels(self.optimizer)
@@ -69,27 +69,27 @@ class Updater:
         return self.spec.owners.get(name, self.spec.place.replica) == self.spec.place.replica
 
     def set_used_params(self, names: Collection[str]) -> None:
-        """The step that ends in an update reaches these weights alone."""
+        """Announce that the backwards before the next `step` reach these weights only."""
         if self.grad_reducer is not None:
             self.grad_reducer.set_used_params(names)
 
     def enable_sync(self, names: Collection[str]) -> None:
-        """The next backward is the last one before `step` that reaches some weights."""
+        """Announce that the next backward is the last one before `step` for these weights."""
         if self.grad_reducer is not None:
             self.grad_reducer.enable_sync(names)
 
     def flush_remaining(self) -> None:
-        """The last backward before `step` is over."""
+        """Announce that the last backward before `step` has ended."""
         if self.grad_reducer is not None:
             self.grad_reducer.flush_remaining()
 
     @property
     def loss_scale(self) -> float:
-        """What all gradients are multiplied by until the next `step`."""
+        """Factor on all gradients until the next `step`."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def step(self) -> UpdateResult:
-        """Sum, clip, update, clear gradients; their norm, and whether float16 overflowed and nothing was updated."""
+        """Sum, clip, update, clear gradients. Returns their norm, and whether a float16 overflow skipped the update."""
         norm = self.finish_gradients()
         if self.scaler is not None and not self.scaler.update(norm.item()):
             self.zero_grad()
@@ -98,7 +98,7 @@ class Updater:
         return UpdateResult(norm.item())
 
     def finish_gradients(self) -> torch.Tensor:
-        """Complete the gradients: summed over all ranks, free of the loss scale; their global norm."""
+        """Sum the gradients over all ranks, divide them by the loss scale. Returns their global norm, a scalar."""
         if self.grad_reducer is not None:
             self.grad_reducer.finish()
         else:
@@ -112,8 +112,10 @@ class Updater:
         return norm
 
     def update(self, norm: torch.Tensor) -> None:
-        """Update the weights by complete gradients of that norm, clipped, and clear them; the host waits for nothing
-        that an optimizer does not wait for."""
+        """Clip complete gradients of global norm ``norm``, update the weights, clear the gradients.
+
+        The host waits for the GPU only if the optimizer does.
+        """
         self.clip(norm)
         if self.full_params is not None:
             self.full_params.gather()
@@ -121,10 +123,10 @@ class Updater:
             self.optimizer.step()
         if self.full_params is not None:
             self.full_params.scatter()
-        self.zero_grad()  # all of them, also those that the optimizer was not made for
+        self.zero_grad()  # all gradients, also of parameters that the optimizer does not have
 
     def abandon(self) -> None:
-        """Drop gradients, and what a step that was not ended has left."""
+        """Drop gradients and the remains of a step that has not ended."""
         if self.grad_reducer is not None:
             self.grad_reducer.reset()
         if self.zero_gather is not None:
@@ -132,16 +134,16 @@ class Updater:
         self.zero_grad()
 
     def sum_over_shards(self) -> None:
-        """Complete the gradients of weights that the shards read together with what only one of them has.
+        """Sum the gradients of weights whose gradient is partial on each tensor-parallel shard.
 
-        The shards run one program on one loss, so a gradient exists on all of them or on none.
+        All shards run one program on one loss, so a gradient exists on all shards or on none.
         """
         present = [w for w in self.spec.weights if w.name in self.trainable and self.trainable[w.name].grad is not None]
         partial = [w for w in present if TP in self.spec.layout(w.name).partial_gradient]
         sum_gradients(partial, self.trainable, self.spec.shard_ranks, self.transport)
 
     def sum_over_stages(self) -> None:
-        """Give every holder of a tied parameter the sum of all holders' gradients, or None where nobody has one."""
+        """Set a tied parameter's gradient on all its stages to the sum of theirs, or to None if no stage has one."""
         weights = {weight.name: weight for weight in self.spec.weights}
         for name, positions in sorted(self.spec.holders.items()):
             if len(positions) < 2 or name not in self.trainable or not self.updates(name):
@@ -155,11 +157,11 @@ class Updater:
             sum_gradients([weights[name]], self.trainable, ranks, self.transport)
 
     def owns_for_norm(self, name: str) -> bool:
-        """Whether the global norm takes a parameter's gradient from this rank."""
+        """Whether this rank's gradient of a parameter counts in the global norm."""
         return self.spec.owners.get(name, 0) == self.spec.place.replica and self.spec.has_first_copy(name)
 
     def global_norm(self) -> torch.Tensor:
-        """2-norm of all gradients of all ranks, each element of the model counted once."""
+        """2-norm of the gradients of all ranks, each element of the model counted once; a 0-dim tensor."""
         own = [p.grad for name, p in self.trainable.items() if p.grad is not None and self.owns_for_norm(name)]
         device = torch.device(self.spec.device)
         square = torch.zeros((), dtype=torch.float64, device=device)
@@ -170,7 +172,7 @@ class Updater:
         return square.sqrt().float()
 
     def clip(self, norm: torch.Tensor) -> None:
-        """Limit the gradients as asked for; ``norm`` is that of all of them together."""
+        """Clip the gradients by the global norm ``norm`` or by value, as the user chose."""
         gradients = [p for p in self.trainable.values() if p.grad is not None]
         if self.spec.recipe.clip_grad_norm is not None and gradients:
             nn.utils.clip_grads_with_norm_(gradients, self.spec.recipe.clip_grad_norm, norm)
@@ -178,7 +180,7 @@ class Updater:
             nn.utils.clip_grad_value_(gradients, self.spec.recipe.clip_grad_value)
 
     def layout(self, name: str) -> Layout:
-        """How the optimizer's parameter, and with it its state, lies."""
+        """Layout of the optimizer's parameter and of its state."""
         return REPLICATED if self.full_params is not None and name in self.full_params.parts else self.spec.layout(name)
 
     def zero_grad(self) -> None:

@@ -85,7 +85,7 @@ class Reference:
 
     def outputs(self, call: Call) -> Named:
         """Named outputs of the model in eval mode for a batch."""
-        enter(self.model, self.modes, "eval")
+        enter_mode(self.model, self.modes, "eval")
         calls, sizes = self.parts(call)
         with torch.no_grad():
             outputs = [self.output(part) for part in calls]

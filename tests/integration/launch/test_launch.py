@@ -416,7 +416,7 @@ print("closed")
 @pytest.mark.parametrize(
     ("event", "patience", "said"),
     [
-        ("gone", 0.5, "rank 1 was ended, because the process is gone where the ranks met (rank 0 or the launcher)"),
+        ("gone", 0.5, "rank 1 was ended, because the process of the ranks' store is gone (rank 0 or the launcher)"),
         ("gone", 60.0, None),
         ("own failure", 0.5, "rank 1 was ended, because rank 1 failed during train_step: ArithmeticError"),
         ("own failure", 60.0, None),

@@ -1,0 +1,64 @@
+"""Commands: the methods of a rank that the driver of a model calls by name, on all ranks, and how they are handled."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.runtime.rank import Rank
+
+
+@dataclass(frozen=True)
+class Command:
+    """Properties of a command.
+
+    Args:
+        replicated: whether every rank of a launcher already has the result, or the part of it that its caller needs, so
+            that no gather follows. Kept outputs are sent by the rank that has them.
+        borrows_inputs: whether the command only reads its tensors; on a GPU it copies them to the device.
+        is_step: whether a worker on a GPU replies as soon as the command is launched; its numbers are read later.
+        allowed_under_averages: whether the command is valid while averages stand in for the weights. It neither reads
+            nor writes the weights which an optimizer updates, or it shows the weights or averages in place.
+    """
+
+    replicated: bool = False
+    borrows_inputs: bool = False
+    is_step: bool = False
+    allowed_under_averages: bool = False
+
+
+COMMANDS: Mapping[str, Command] = {
+    "add_programs": Command(replicated=True, allowed_under_averages=True),
+    "forward": Command(replicated=True, borrows_inputs=True, allowed_under_averages=True),
+    "forward_backward": Command(replicated=True, borrows_inputs=True, is_step=True),
+    "train_step": Command(replicated=True, borrows_inputs=True, is_step=True),
+    "tensor_peak": Command(),
+    "optimizer_step": Command(replicated=True),
+    "zero_grad": Command(replicated=True, allowed_under_averages=True),
+    "scheduler_step": Command(replicated=True, allowed_under_averages=True),
+    "learning_rates": Command(replicated=True, allowed_under_averages=True),
+    "loss_scale": Command(replicated=True, allowed_under_averages=True),
+    "state": Command(allowed_under_averages=True),
+    "ema_state": Command(allowed_under_averages=True),
+    "gradients": Command(allowed_under_averages=True),
+    "stats": Command(allowed_under_averages=True),
+    "load": Command(replicated=True),
+    "swap_ema": Command(replicated=True),
+    "save_checkpoint": Command(),
+    "inspect_checkpoint": Command(),
+    "load_checkpoint": Command(),
+}
+
+
+def command_named(name: str) -> Command:
+    """Properties of a command; a name that is not in the table is a bug of the driver."""
+    assert name in COMMANDS, f"{name!r} is no command of a rank"
+    return COMMANDS[name]
+
+
+def run_command(rank: Rank, name: str, arguments: tuple) -> Any:
+    """Result of a command on a rank."""
+    command_named(name)
+    return getattr(rank, name)(*arguments)
