@@ -1,4 +1,8 @@
-"""Processes that measure: started as torchrun starts its own, and ended."""
+"""Processes that measure: started as torchrun starts its own, and ended.
+
+They are fresh interpreters, not forks of the fork server: they run for longer than an import, in other environments
+than workers, and no time should depend on memory that is shared with another process.
+"""
 
 from __future__ import annotations
 
