@@ -4,6 +4,9 @@
 ``run(payload, emit)``. The caller writes the payload into the folder; each ``emit(result)`` of a rank leaves one file
 there, which the caller reads. Payload and results are pickled dataclasses. What a rank prints goes to ``RANK.log``,
 and its last line is the reason of a failure.
+
+They are fresh interpreters, not forks of the fork server: they run for longer than an import, in other environments
+than workers, and no time should depend on memory that is shared with another process.
 """
 
 from __future__ import annotations
