@@ -279,7 +279,7 @@ def pickled_spec(spec: RankSpec) -> bytes:
 
 def cannot_send(command: str, thing: Any, name: str, error: Exception) -> UsageError:
     """Error that names the part of an argument which cannot be pickled."""
-    where = find_unpicklable(thing, name).removeprefix(".")
+    where = find_unpicklable(thing, name).removeprefix(".").removeprefix("recipe.")
     return UsageError(
         f"{command} cannot send {where}, to the worker processes: {error}. The workers were told nothing. "
         "Pass tensors and plain data, and open files, locks and connections inside the functions that use them."

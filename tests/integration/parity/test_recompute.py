@@ -198,7 +198,7 @@ def test_memory_falls_as_far_as_the_plan_says() -> None:
 
 
 def program_of(pm: Any, stage: int = 0) -> Program:
-    return next(iter(pm._programs.known.values())).programs[stage]
+    return next(iter(pm._programs.specializations.values())).programs[stage]
 
 
 def test_a_plan_is_edited_by_hand(tmp_path: Path) -> None:

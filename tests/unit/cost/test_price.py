@@ -26,9 +26,9 @@ def priced(model: Graph, batch: int = 2, machine: Hardware = MACHINE):
 def test_the_printed_cost_graph():
     assert str(priced(MLP)).splitlines() == [
         "toy: 3 groups, 2 flows, microbatch of 2",
-        "   0 | fc1: F 0.128 ms, B 0.129 ms, saves 0.00 MiB, reads [], a cut behind sends 0.00 MiB",
-        "   1 | fc2: F 0.096 ms, B 0.192 ms, saves 0.00 MiB, reads [0], a cut behind sends 0.00 MiB",
-        "   2 | loss: F 0.000 ms, B 0.000 ms, saves 0.00 MiB, reads [1]",
+        "   0 fc1: F 0.128 ms, B 0.129 ms, saves 0.00 MiB, reads [], a cut after it sends 0.00 MiB",
+        "   1 fc2: F 0.096 ms, B 0.192 ms, saves 0.00 MiB, reads [0], a cut after it sends 0.00 MiB",
+        "   2 loss: F 0.000 ms, B 0.000 ms, saves 0.00 MiB, reads [1]",
     ]
 
 

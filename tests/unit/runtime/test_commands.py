@@ -12,7 +12,7 @@ from autopar.runtime.commands import COMMANDS, command_named
 from autopar.runtime.rank import Rank
 
 # Functions of the driver whose first argument is the name of a command.
-CALLERS = {"call", "call_all", "_call", "_train", "_training", "BatchRequest"}
+CALLERS = {"call", "call_all", "_call", "_train", "_training_request", "BatchRequest"}
 
 
 def called_names() -> set[str]:
