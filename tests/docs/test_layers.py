@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+import networkx as nx
 import pytest
 from support.layers import FILES, LAYERS, PACKAGE, imports, room
 
@@ -22,6 +23,11 @@ OWNERS = {
     "networkx": {"cost", "ir", "solve"},
     "typer": {"tools"},
 }
+
+
+def module_name(path: Path) -> str:
+    """``autopar.trace`` for autopar/trace/__init__.py, ``autopar.trace.lower`` for autopar/trace/lower.py."""
+    return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def uses(path: Path, library: str) -> bool:
@@ -42,6 +48,19 @@ def test_imports_go_down(path: Path) -> None:
             continue
         other = rest[0] if rest and rest[0] in LAYERS else "autopar"
         assert other == own or LAYERS[other] < LAYERS[own], f"{own} (layer {LAYERS[own]}) imports {name}"
+
+
+def test_no_two_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside functions and for type checkers count; that of the package's version does not."""
+    modules = {module_name(path): path for path in FILES}
+    graph = nx.DiGraph()
+    for module, path in modules.items():
+        for name in imports(path) - {"autopar.__version__"}:
+            source = name if name in modules else name.rpartition(".")[0]
+            if source in modules and source != module:
+                graph.add_edge(module, source)
+    assert graph.number_of_edges() > 1000
+    assert [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
 
 
 @pytest.mark.parametrize("library", OWNERS)
