@@ -31,7 +31,7 @@ from autopar.runtime.spec import StepRequest
 from autopar.schedule.check import check
 from autopar.schedule.generate import generate, max_in_flight
 from autopar.trace.call import Call, split_leaves
-from autopar.trace.passes.counter_rng import RNG_COUNTERS
+from autopar.trace.passes.random_ops import RNG_COUNTERS
 
 # Steps that may be launched before the first of them is done: one computes while the next is prepared. More would hold
 # more inputs in memory, and report errors further from their cause.

@@ -32,7 +32,7 @@ from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import LazyMetrics, RankSpec, RankStats, RankStepResult, StepNumbers, UpdateResult
 from autopar.sharding.tensors import assembled, summed_gradients
 from autopar.trace.call import as_call
-from autopar.trace.passes.counter_rng import RNG_COUNTERS
+from autopar.trace.passes.random_ops import RNG_COUNTERS
 
 
 class ParallelModel:

@@ -34,7 +34,7 @@ from autopar.runtime.launch.fork_server import prepare
 from autopar.runtime.launch.pool import WorkerPool
 from autopar.runtime.launch.spmd import InProcessBackend, SpmdBackend
 from autopar.runtime.spec import Parameters, RankSpec, TrainingRecipe
-from autopar.trace.passes.counter_rng import is_random
+from autopar.trace.passes.random_ops import is_random
 from autopar.trace.trace import weight_tensors
 
 

@@ -8,6 +8,8 @@ tensor, so a rank that holds a part of the tensor computes only that part.
 The numbers that change from call to call are a tensor ``draws`` of int64 [samples, 4] with rows (low word of the seed,
 high word, step, sample), see `counter_rows`. A captured graph can therefore be replayed with new numbers.
 
+`autopar.trace.passes.random_ops` writes dropout and other random operations with them.
+
 Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; constants and test vectors of Random123.
 """
 

@@ -10,7 +10,7 @@ from functools import lru_cache
 from autopar.errors import UsageError
 from autopar.schedule.actions import Action, Schedule
 from autopar.schedule.check import in_flight_counts
-from autopar.schedule.fast_1f1b import pipeline_seconds
+from autopar.schedule.fast_step_time import pipeline_seconds
 from autopar.schedule.generate import generate
 from autopar.schedule.order import Links, chain_edges, run_order
 from autopar.schedule.timeline import Span, Timeline

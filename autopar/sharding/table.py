@@ -29,7 +29,7 @@ PER_ELEMENT = (
     "where.ScalarOther where.ScalarSelf where.self xlogy zeros_like"
 )
 RESHAPES = "_unsafe_view flatten.using_ints reshape reshape_as squeeze unflatten.int unsqueeze view.default view_as"
-# Stateful random operations; `autopar.trace.passes.counter_rng` rewrites most of them before rules are looked up.
+# Stateful random operations; `autopar.trace.passes.random_ops` rewrites most of them before rules are looked up.
 DRAWN = (
     "alpha_dropout bernoulli.default bernoulli.p exponential feature_alpha_dropout feature_dropout "
     "normal_functional rand_like randint_like randn_like rrelu uniform"

@@ -17,8 +17,8 @@ from autopar.ir.pytree import unflatten
 from autopar.trace.call import Call, is_batched
 from autopar.trace.export import ADVICE
 from autopar.trace.passes.bf16_params import cast_leaf, with_low_params, with_masters
-from autopar.trace.passes.counter_rng import use_counter_rng
 from autopar.trace.passes.precision import apply_precision, low_param_dtype
+from autopar.trace.passes.random_ops import use_counter_rng
 from autopar.trace.trace import trace
 
 

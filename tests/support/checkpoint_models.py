@@ -19,8 +19,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 import autopar
 from autopar.api.checkpoint import read_header
 from autopar.ir.layout import REPLICATED
-from autopar.runtime.checkpoint.dcp_planners import DataReader, PartsLoadPlanner, read_metadata
 from autopar.runtime.checkpoint.rank_state import ShardedTensor, decoded_training
+from autopar.runtime.checkpoint.reshard_planners import DataReader, PartsLoadPlanner, read_metadata
 from autopar.sharding.tensors import boxes
 
 torch.manual_seed(0)

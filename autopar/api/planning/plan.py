@@ -37,8 +37,8 @@ from autopar.solve.space.constraints import Constraints
 from autopar.trace.call import Call, as_call
 from autopar.trace.hooks import check_hooks
 from autopar.trace.lower import explain_uneven_inputs, lower_model
-from autopar.trace.passes.counter_rng import RNG_COUNTERS
 from autopar.trace.passes.precision import model_precision
+from autopar.trace.passes.random_ops import RNG_COUNTERS
 
 DEFAULT_BATCH = 64
 

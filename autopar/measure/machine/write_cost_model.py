@@ -13,7 +13,7 @@ from autopar.cost.hardware.cost_file import UNITS
 from autopar.errors import HardwareError
 from autopar.ir.units import plural
 from autopar.measure.device import ProfileSetting
-from autopar.measure.machine.fit import Constant, fit
+from autopar.measure.machine.fit_constants import Constant, fit
 from autopar.measure.machine.points import MeasuredPoint, point_data, point_from
 from autopar.measure.machine.preserved import PreservedSections, number_text
 

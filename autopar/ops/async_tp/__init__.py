@@ -9,5 +9,7 @@ Results equal the collective and ``aten.linear`` of real numbers, except for rou
 | gathered_rows_linear(x, weight, bias, ranks, axis) | all_gather of rows, then linear | also products of rows |
 | scattered_rows_linear(x, weight, bias, ranks, axis) | linear, then reduce_scatter of rows | products of rows |
 
+`autopar.codegen.fusions.async_tp` puts them into programs.
+
 Read side_stream (the CUDA stream of the collectives), input_grad (the first two), rows (the last two).
 """

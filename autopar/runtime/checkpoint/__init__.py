@@ -8,6 +8,6 @@ rank's state replaced, and the optimizer options that differ from the saved run,
 A tensor is saved as boxes of the whole tensor, for any mesh, so that a rank reads the boxes that overlap its own part.
 
 Files in reading order: rank_state (contents of a checkpoint on one rank), folder (atomic saves, leftovers, header),
-dcp_planners (boxes per rank, for torch.distributed.checkpoint), restore (reading, then replacing), save_load (the
-calls that all ranks make).
+reshard_planners (resharding: boxes per rank, for torch.distributed.checkpoint), restore (reading, then replacing),
+save_load (the calls that all ranks make).
 """

@@ -11,7 +11,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from autopar.errors import CheckpointError
 from autopar.ir.layout import REPLICATED, Layout
-from autopar.runtime.checkpoint.dcp_planners import saved_tensor
 from autopar.runtime.checkpoint.folder import TRAINING
 from autopar.runtime.checkpoint.rank_state import (
     EMA,
@@ -27,6 +26,7 @@ from autopar.runtime.checkpoint.rank_state import (
     sharded_tensor,
     state_key,
 )
+from autopar.runtime.checkpoint.reshard_planners import saved_tensor
 
 # Options that select an optimizer's kernels and do not change its results.
 KERNEL_OPTIONS = frozenset({"capturable", "differentiable", "foreach", "fused"})

@@ -23,14 +23,6 @@ from autopar.errors import CheckpointError
 from autopar.ir.checkpoint_header import Header
 from autopar.ir.layout import REPLICATED
 from autopar.ir.units import BYTES, text
-from autopar.runtime.checkpoint.dcp_planners import (
-    DataReader,
-    FolderWriter,
-    PartsLoadPlanner,
-    PartsSavePlanner,
-    read_metadata,
-    saved_tensor,
-)
 from autopar.runtime.checkpoint.folder import check_files, is_checkpoint, on_all_nodes, read_header
 from autopar.runtime.checkpoint.rank_state import (
     EMA,
@@ -40,6 +32,14 @@ from autopar.runtime.checkpoint.rank_state import (
     ShardedTensor,
     described,
     rank_state,
+)
+from autopar.runtime.checkpoint.reshard_planners import (
+    DataReader,
+    FolderWriter,
+    PartsLoadPlanner,
+    PartsSavePlanner,
+    read_metadata,
+    saved_tensor,
 )
 from autopar.runtime.checkpoint.restore import Restore
 from autopar.runtime.comm.protocols import TransportError

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from autopar.measure.device import ProfileSetting
     from autopar.measure.machine.cases import Case
-    from autopar.measure.machine.fit import Constant
+    from autopar.measure.machine.fit_constants import Constant
     from autopar.measure.machine.points import MeasuredPoint
     from autopar.measure.machine.preserved import PreservedSections
     from autopar.measure.machine.write_cost_model import RawMeasurements
@@ -172,7 +172,7 @@ def write_cost_model(request: ProfileRequest, raw: RawMeasurements, preserved: P
     import datetime
 
     from autopar.cost.hardware.load import load_hardware
-    from autopar.measure.machine.fit import fit
+    from autopar.measure.machine.fit_constants import fit
     from autopar.measure.machine.write_cost_model import cost_model_text
     from autopar.tools.cli.output import show
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from autopar.trace.call import Call
 from autopar.trace.copy_model import copy_model
-from autopar.trace.passes.counter_rng import is_random
+from autopar.trace.passes.random_ops import is_random
 from autopar.trace.trace import trace
 
 # Modules that draw random numbers in training, and the attribute with the probability. By class name, because some

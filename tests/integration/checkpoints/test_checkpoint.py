@@ -43,7 +43,7 @@ import autopar
 from autopar import ResumeWarning
 from autopar.api.checkpoint import read_header, read_plan, read_weights
 from autopar.ir.plan import Plan
-from autopar.runtime.checkpoint.dcp_planners import read_metadata
+from autopar.runtime.checkpoint.reshard_planners import read_metadata
 from autopar.tools.cli.app import app
 
 

@@ -188,7 +188,7 @@ def test_a_rank_that_is_killed_while_it_writes(tmp_path: Path) -> None:
         """An optimizer; from then on, a worker dies in the middle of writing as soon as a file is there."""
         if os.getpid() == caller:  # plans
             return ADAMW(params)
-        from autopar.runtime.checkpoint.dcp_planners import PartsSavePlanner
+        from autopar.runtime.checkpoint.reshard_planners import PartsSavePlanner
 
         resolve = PartsSavePlanner.resolve_data
 

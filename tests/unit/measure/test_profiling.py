@@ -23,7 +23,7 @@ from autopar.measure.device import ProfileSetting
 from autopar.measure.machine.async_tp import ASYNC_TP_OPS
 from autopar.measure.machine.cases import COLLECTIVES, Case, cases, group_sizes
 from autopar.measure.machine.collectives import communication_op_counts
-from autopar.measure.machine.fit import fit
+from autopar.measure.machine.fit_constants import fit
 from autopar.measure.machine.kernels import BUILDERS, kernel_runs
 from autopar.measure.machine.points import MeasuredPoint, OpCounts, point_data, point_from
 from autopar.measure.machine.preserved import preserved_sections

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.effort import examples
 
-from autopar.schedule.fast_1f1b import pipeline_seconds
+from autopar.schedule.fast_step_time import pipeline_seconds
 from autopar.schedule.generate import generate
 from autopar.schedule.simulate import simulate
 

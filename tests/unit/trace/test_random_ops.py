@@ -24,7 +24,7 @@ from autopar.ops.counter_rng import counter_rows
 from autopar.sharding.propagate import ops_without_rule
 from autopar.trace.call import as_call
 from autopar.trace.lower import lower_model
-from autopar.trace.passes.counter_rng import RNG_COUNTERS, is_random
+from autopar.trace.passes.random_ops import RNG_COUNTERS, is_random
 
 BATCH = 8
 CUTS = ([8], [4, 4], [5, 3], [1] * 8)

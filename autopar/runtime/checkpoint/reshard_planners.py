@@ -1,4 +1,4 @@
-"""Planners for torch.distributed.checkpoint: the boxes of each tensor that each rank writes and reads.
+"""Resharding planners for torch.distributed.checkpoint: the boxes of each tensor that each rank writes and reads.
 
 On disk a tensor is a list of boxes, for every mesh. A rank reads the saved boxes that overlap its own boxes.
 """
