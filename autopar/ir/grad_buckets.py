@@ -17,8 +17,8 @@ from autopar.ir.graph import DTYPE_BYTES, Weight
 PARAM_ALIGNMENT = 128
 TARGET_PADDING_SHARE = 1 / 16  # padding by which a bucket's elements may grow; with less, a group is balanced enough
 MAX_BUCKET_BYTES = 16 * BUCKET_BYTES  # size up to which a group grows in search of balance
-# With a larger share, and more than `autopar.runtime.params.flat_buckets.SPARE_BYTES`, a bucket's segments are reduced
-# one by one instead of padded.
+# With a larger share, and more than `autopar.runtime.params.flat_buckets.MAX_FREE_PADDING_BYTES`, a bucket's segments
+# are reduced one by one instead of padded.
 MAX_PADDING_SHARE = 1 / 8
 
 
