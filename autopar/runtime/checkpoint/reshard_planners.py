@@ -1,12 +1,13 @@
 """Resharding planners for torch.distributed.checkpoint: the boxes of each tensor that each rank writes and reads.
 
-On disk a tensor is a list of boxes, for every mesh. A rank reads the saved boxes that overlap its own boxes.
+On disk a tensor is a list of boxes, for every mesh. A rank reads the saved boxes that overlap its own boxes. torch's
+default planners choose the rank that writes a box and check that boxes cover their tensors. Their hook for tensor
+classes (`__create_write_items__`) is private and takes only subclasses of Tensor, so boxes are named here.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from io import BytesIO
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
     SavePlanner,
@@ -43,7 +44,6 @@ from autopar.ir.checkpoint_header import Header
 from autopar.ir.units import of_type
 from autopar.runtime.checkpoint.folder import TRAINING, Save
 from autopar.runtime.checkpoint.rank_state import RankState, ShardedTensor, Training, encoded_training, merged
-from autopar.sharding.tensors import narrowed
 
 METADATA = ".metadata"
 # The metadata file is a pickle and needs only these names. Other names in it do not come from a save.
@@ -58,7 +58,7 @@ METADATA_TYPES = {
 }  # fmt: skip
 
 
-class PartsSavePlanner(SavePlanner):
+class PartsSavePlanner(DefaultSavePlanner):
     """Offers a rank's tensor parts. The coordinator assigns each box to one of the ranks that offer it."""
 
     def __init__(self, offer: Callable[[], RankState]) -> None:
@@ -67,15 +67,11 @@ class PartsSavePlanner(SavePlanner):
         Args:
             offer: returns the rank's state. It is called where an exception reaches all ranks.
         """
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.offer = offer
         self.pieces: dict[str, ShardedTensor] = {}
         self.training: Training | None = None  # merged over all ranks; on the coordinator only
         self.encoded = b""
-
-    def set_up_planner(
-        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
-    ) -> None:
-        """Does nothing, because the saved tensors are not in a state dict."""
 
     def create_local_plan(self) -> SavePlan:
         offer = self.offer()
@@ -86,26 +82,11 @@ class PartsSavePlanner(SavePlanner):
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self.training = merged([plan.planner_data for plan in all_plans])
         self.encoded = encoded_training(self.training)
-        chosen = shared_out([plan.items for plan in all_plans])
-        tensors: dict[str, Any] = {}
-        for item in (item for items in chosen for item in items):
-            data = data_of(item)
-            saved = tensors.setdefault(item.index.fqn, TensorStorageMetadata(data.properties, data.size, []))
-            saved.chunks.append(data.chunk)
-        for key, tensor in tensors.items():
-            num_offered = sum(prod(chunk.sizes) for chunk in tensor.chunks)
-            assert num_offered == prod(tensor.size), f"{key}: {num_offered} elements offered of {list(tensor.size)}"
-        return [replace(plan, items=items, planner_data=None) for plan, items in zip(all_plans, chosen)], Metadata(
-            tensors
-        )
+        return super().create_global_plan([replace(plan, planner_data=None) for plan in all_plans])
 
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        piece = self.pieces[write_item.index.fqn]
-        offsets = tuple(data_of(write_item).chunk.offsets)
-        chunk = next(chunk for chunk in piece.chunks if chunk.whole == offsets)
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        piece = self.pieces[index.fqn]
+        chunk = next(chunk for chunk in piece.chunks if chunk.whole == index.offset)
         return chunk.of_part(piece.tensor.detach())
 
 
@@ -122,32 +103,10 @@ def write_item(piece: ShardedTensor, number: int) -> WriteItem:
     )
 
 
-def data_of(item: WriteItem) -> TensorWriteData:
-    assert item.tensor_data is not None
-    return item.tensor_data
-
-
 def num_bytes(item: WriteItem) -> int:
     """Bytes that a write item writes."""
-    data = data_of(item)
-    return prod(data.chunk.sizes) * data.properties.dtype.itemsize
-
-
-def shared_out(offers: Sequence[Sequence[WriteItem]]) -> list[list[WriteItem]]:
-    """Write items of each rank. Every box is written once, by the least loaded of the ranks that offer it."""
-    ranks: dict[MetadataIndex, list[int]] = {}
-    items: dict[MetadataIndex, WriteItem] = {}
-    for rank, offered in enumerate(offers):
-        for item in offered:
-            ranks.setdefault(item.index, []).append(rank)
-            items.setdefault(item.index, item)
-    chosen: list[list[WriteItem]] = [[] for _ in offers]
-    load = Counter(range(len(offers)))
-    for index, item in sorted(items.items(), key=lambda entry: len(ranks[entry[0]])):
-        rank = min(ranks[index], key=lambda rank: load[rank])
-        chosen[rank].append(item)
-        load[rank] += num_bytes(item)
-    return chosen
+    assert item.tensor_data is not None
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 class FolderWriter(FileSystemWriter):
@@ -205,7 +164,7 @@ class FolderWriter(FileSystemWriter):
             self.save.close()
 
 
-class PartsLoadPlanner(LoadPlanner):
+class PartsLoadPlanner(DefaultLoadPlanner):
     """Fills a rank's tensor parts from the saved boxes."""
 
     def __init__(self, wanted: Callable[[Metadata], Sequence[ShardedTensor]]) -> None:
@@ -214,22 +173,19 @@ class PartsLoadPlanner(LoadPlanner):
         Args:
             wanted: returns the parts to fill, given the metadata. It is called where an exception reaches all ranks.
         """
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.wanted = wanted
         self.pieces: Sequence[ShardedTensor] = ()
-        self.metadata = Metadata({})
-
-    def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        assert metadata is not None
-        self.metadata = metadata
 
     def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None
         self.pieces = self.wanted(self.metadata)
-        return LoadPlan([item for number in range(len(self.pieces)) for item in self.read_items(number)])
+        return LoadPlan([item for k in range(len(self.pieces)) for item in self.read_items(k, self.metadata)])
 
-    def read_items(self, number: int) -> list[ReadItem]:
+    def read_items(self, number: int, metadata: Metadata) -> list[ReadItem]:
         """Read items that fill part ``number``. They name the part by its number: two parts may be of one tensor."""
         piece = self.pieces[number]
-        saved = saved_tensor(self.metadata, piece.key)
+        saved = saved_tensor(metadata, piece.key)
         if tuple(saved.size) != tuple(piece.shape):
             raise CheckpointError(
                 f"The checkpoint has {piece.key} of shape {list(saved.size)}, it is {list(piece.shape)} here. "
@@ -244,23 +200,10 @@ class PartsLoadPlanner(LoadPlanner):
             items += [replace(item, dest_index=MetadataIndex(str(number), (k,))) for item in reads]
         return items
 
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        raise AssertionError(f"{read_item} is no tensor")
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        piece = self.pieces[int(read_item.dest_index.fqn)]
-        assert read_item.dest_index.offset is not None
-        box = piece.chunks[read_item.dest_index.offset[0]].of_part(piece.tensor)
-        return narrowed(box, read_item.dest_offsets, read_item.lengths)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Does nothing, because ``tensor`` is a view of the part."""
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        piece = self.pieces[int(index.fqn)]
+        assert index.offset is not None
+        return piece.chunks[index.offset[0]].of_part(piece.tensor)
 
 
 def saved_tensor(metadata: Metadata, key: str) -> TensorStorageMetadata:
