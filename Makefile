@@ -25,9 +25,9 @@ $(VENV)/dev.stamp: $(BIN)/python pyproject.toml
 
 # A ViT-Tiny of depth 6 learns to read handwritten digits on two processes.
 demo: $(VENV)/train.stamp
-	$(BIN)/autopar train vit_tiny_patch16_224 --data digits --devices 2 --pp 2 --epochs 30 --batch-size 64 --lr 1e-3 \
-	  --sched onecycle --clip-grad 0.5 --shift 1 --microbatches 4 --model-kwargs depth=6 patch_size=8 --output $(DEMO_FOLDER) \
-	  --overwrite
+	$(BIN)/autopar train vit_tiny_patch16_224 --data digits --devices 2 --pp 2 --epochs 30 --batch-size 32 --lr 1e-3 \
+	  --sched onecycle --clip-grad 0.5 --shift 1 --smoothing 0.1 --microbatches 4 \
+	  --model-kwargs depth=4 patch_size=8 global_pool=avg class_token=False --output $(DEMO_FOLDER) --overwrite
 
 test: $(VENV)/dev.stamp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --durations=20 --durations-min=2
