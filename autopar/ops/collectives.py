@@ -4,6 +4,8 @@ They are true torch operators (``torch.ops.autopar.all_reduce.default`` and so o
 torch.compile, and defined on meta tensors. ``axis`` names a communicator that the runtime registered in this process.
 The communicator knows its rank, so one program serves all ranks of the axis. Every result is contiguous. The letters
 are layouts of `autopar.ir.layout`: replicated R, split S, partial sums P, and B, replicated with partial gradients.
+A tensor with layout R, P or B is whole: its ``dim`` has outer · ranks · rest elements, read as [outer, ranks, rest].
+With layout S it is this rank's part, with outer · rest elements. The other dims have one size on all ranks.
 
 | operator | from → to | backward |
 |---|---|---|

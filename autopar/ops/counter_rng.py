@@ -60,11 +60,13 @@ def name_hash(name: str) -> int:
 
 
 def philox(counter: Sequence[Tensor], key: Sequence[Tensor], in_place: bool = False) -> tuple[Tensor, ...]:
-    """Four words of random bits, each in an int64 tensor.
+    """Four words of random bits, each an int64 tensor of the broadcast shape.
 
     Args:
-        counter: four words, tensors that broadcast with the key's. key: two words. in_place: halves the time where
-        every operation is a pass over memory; compilers cannot fuse in-place operations.
+        counter: four words, tensors that broadcast with the key's.
+        key: two words of one shape.
+        in_place: halves the time where every operation is a pass over memory; compilers cannot fuse in-place
+            operations.
     """
     xor, cut = (Tensor.bitwise_xor_, Tensor.bitwise_and_) if in_place else (Tensor.bitwise_xor, Tensor.bitwise_and)
     c0, c1, c2, c3 = torch.broadcast_tensors(*counter)

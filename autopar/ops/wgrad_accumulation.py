@@ -38,7 +38,7 @@ OWNERS: WeakValueDictionary[int, MainGradOwner] = WeakValueDictionary()  # by ad
 
 
 def register(sums: Tensor, owner: MainGradOwner) -> None:
-    """Register the owner of a main gradient, for as long as the owner exists."""
+    """Register the owner of the main gradient ``sums`` [out, in], for as long as the owner exists."""
     OWNERS[sums.data_ptr()] = owner
 
 
@@ -48,7 +48,7 @@ def unregister(sums: Tensor) -> None:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor, accumulate: bool) -> None:
-    """Write the product of two matrices into ``total``, or add it to ``total`` if ``accumulate``."""
+    """Write ``left`` [m, k] times ``right`` [k, n] into ``total`` [m, n], or add it to ``total`` if ``accumulate``."""
     if total.dtype == left.dtype:
         torch.addmm(total, left, right, beta=int(accumulate), out=total)
     elif total.is_cuda:
@@ -60,7 +60,12 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, accumulate: bool) ->
 
 @torch.library.custom_op("autopar::linear_wgrad_fused_backward", mutates_args=())
 def linear_wgrad_fused_backward(gradient: Tensor, x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
-    """The gradient of x; the weight's gradient is added to ``sums``."""
+    """The gradient of x [..., in]; the weight's gradient is added to ``sums``.
+
+    Args:
+        gradient: of the layer's output, [..., out].
+        weight, sums: [out, in].
+    """
     owner, rows = OWNERS[sums.data_ptr()], gradient.flatten(0, -2)
     made = (rows @ weight).view(x.shape)
     # ``data``: autograd would report a buffer that was modified since the forward.

@@ -155,7 +155,7 @@ class RankSpec:
         return self.storage.get(name, REPLICATED)
 
     def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a weight's whole tensor."""
+        """This rank's part [*local] of a weight's whole tensor [*shape]."""
         return local_part(tensor, self.layout(name), {TP: self.mesh.tp}, {TP: self.place.shard})
 
     def has_first_copy(self, name: str) -> bool:

@@ -34,7 +34,7 @@ class Box:
         return prod(self.sizes)
 
     def of_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of the box in the rank's part."""
+        """A view [*sizes] of the box in the rank's part, [*local]."""
         return narrowed(tensor, self.part, self.sizes)
 
 
@@ -55,14 +55,14 @@ def boxes(shape: Sequence[int], layout: Layout, ranks: AxisSizes, index: Index) 
 
 
 def runs_of(indices: torch.Tensor) -> list[tuple[int, int, int]]:
-    """(first index, its position, length) of each stretch of consecutive indices."""
+    """(first index, its position, length) of each stretch of consecutive ``indices`` [n], which ascend."""
     starts = [0, *(torch.nonzero(indices.diff() != 1).flatten() + 1).tolist()] if len(indices) else []
     ends = [*starts[1:], len(indices)]
     return [(int(indices[start]), start, end - start) for start, end in zip(starts, ends)]
 
 
 def narrowed(tensor: torch.Tensor, starts: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A view of a box of a tensor."""
+    """A view [*sizes] of a box of a tensor."""
     for dim, (start, size) in enumerate(zip(starts, sizes, strict=True)):
         tensor = tensor.narrow(dim, start, size)
     return tensor
@@ -77,7 +77,7 @@ def whole_shape(shape: Sequence[int], layout: Layout, ranks: AxisSizes) -> tuple
 
 
 def local_part(tensor: torch.Tensor, layout: Layout, ranks: AxisSizes, index: Index) -> torch.Tensor:
-    """The part of a whole tensor that the rank with this index stores; the tensor itself where nothing is split.
+    """The part [*local] of a whole tensor [*shape] that the rank with this index stores; uncut dims stay whole.
 
     Partial layouts are our own bug here: a summand cannot be cut out.
     """

@@ -25,6 +25,6 @@ def add_kernel(sums, tensor, numel, block: tl.constexpr):
 
 
 def add(sums: Tensor, tensor: Tensor) -> None:
-    """Add ``tensor`` to ``sums``; both are dense and have the same strides."""
+    """Add ``tensor`` to ``sums``: dense tensors of one shape [...] and of equal strides."""
     numel = tensor.numel()
     add_kernel[(triton.cdiv(numel, BLOCK),)](sums, tensor, numel, BLOCK)  # type: ignore[arg-type]

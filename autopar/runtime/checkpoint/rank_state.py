@@ -141,7 +141,7 @@ def rank_state(rank: CheckpointedRank) -> RankState:
 
 
 def sharded_tensor(spec: RankSpec, key: str, layout: Layout, tensor: torch.Tensor) -> ShardedTensor:
-    """Part of a tensor of this layout on a rank; ``tensor`` is the local part."""
+    """Part of a tensor of this layout on a rank; ``tensor`` is the local part, [*local]."""
     ranks = {TP: spec.mesh.tp}
     shape = whole_shape(tensor.shape, layout, ranks)
     return ShardedTensor(key, shape, boxes(shape, layout, ranks, {TP: spec.place.shard}), tensor)

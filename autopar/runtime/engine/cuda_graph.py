@@ -306,7 +306,7 @@ def make_capturable(optimizer: Optimizer | None) -> None:
 
 @contextmanager
 def tensor_learning_rates(optimizer: Optimizer, rates: Sequence[Tensor]) -> Iterator[None]:
-    """Context in which the groups' learning rates are these tensors."""
+    """Context in which the groups' learning rates are these tensors, each []."""
     before = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate

@@ -359,7 +359,11 @@ class BoundStep:
     def finish_microbatch(
         self, program: Program, results: Sequence[torch.Tensor], place: dict[str, int], edges: list, i: int
     ) -> None:
-        """On the last stage: compute the loss of one microbatch, and keep its outputs where asked to."""
+        """On the last stage: compute the loss of microbatch ``i``, and keep its outputs where asked to.
+
+        Args:
+            results: outputs of the stage's program, most of them [samples of the microbatch, ...].
+        """
         leaves = [results[place[leaf.name]] if isinstance(leaf, Ref) else leaf for leaf in program.outputs]
         if self.loss_fn is not None:
             loss = self.loss_fn(unflatten(leaves, program.out_spec), tree_map(self.to_device, self.data.targets[i]))

@@ -43,7 +43,7 @@ def step_numbers(
 
 
 def start_readback(numbers: torch.Tensor) -> Callable[[], list[Any]]:
-    """Start copying a vector to the host; calling the result waits and returns its numbers."""
+    """Start copying ``numbers`` [n] to the host; calling the result waits and returns them."""
     if numbers.device.type == "cpu":
         return numbers.tolist
     copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

@@ -32,7 +32,7 @@ class LossScaler:
         self.finite_updates = 0  # number of updates without an overflow since the scale changed
 
     def unscale(self, gradients: list[torch.Tensor]) -> None:
-        """Divide gradients by the scale, in place."""
+        """Divide gradients of any shapes by the scale [], in place."""
         if gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)
 

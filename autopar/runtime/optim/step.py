@@ -112,7 +112,7 @@ class Updater:
         return norm
 
     def update(self, norm: torch.Tensor) -> None:
-        """Clip complete gradients of global norm ``norm``, update the weights, clear the gradients.
+        """Clip complete gradients of global norm ``norm`` [], update the weights, clear the gradients.
 
         The host waits for the GPU only if the optimizer does.
         """
@@ -172,7 +172,7 @@ class Updater:
         return square.sqrt().float()
 
     def clip(self, norm: torch.Tensor) -> None:
-        """Clip the gradients by the global norm ``norm`` or by value, as the user chose."""
+        """Clip the gradients by the global norm ``norm`` [] or by value, as the user chose."""
         gradients = [p for p in self.trainable.values() if p.grad is not None]
         if self.spec.recipe.clip_grad_norm is not None and gradients:
             nn.utils.clip_grads_with_norm_(gradients, self.spec.recipe.clip_grad_norm, norm)

@@ -73,7 +73,7 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 
 
 def view_like(flat: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """View of a flat tensor with the shape and memory order of ``like``."""
+    """View of ``flat`` [like.numel()] with the shape and memory order of ``like``."""
     order = memory_order(like)
     return flat.view([like.shape[dim] for dim in order]).permute([order.index(dim) for dim in range(like.ndim)])
 

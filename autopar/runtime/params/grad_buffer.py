@@ -222,7 +222,7 @@ class MainGrad:
 
 
 def has_kernel(total: torch.Tensor, gradient: torch.Tensor) -> bool:
-    """Whether the accumulation kernel fits: for large dense CUDA tensors of one memory order."""
+    """Whether the accumulation kernel fits: for large dense CUDA tensors of one shape [...] and memory order."""
     alike = total.dtype == torch.float32 and total.stride() == gradient.stride() and gradient.is_cuda
     return alike and gradient.numel() >= MIN_KERNEL_ELEMENTS and HAS_TRITON
 

@@ -116,7 +116,7 @@ def sum_gradients(
 
 
 def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Flat tensor of all elements, each tensor in the memory order of its counterpart in ``like``.
+    """Flat tensor [elements of all tensors], each tensor in the memory order of its counterpart in ``like``.
 
     A single tensor that is in that order already is not copied.
     """
@@ -125,6 +125,6 @@ def packed(tensors: Sequence[torch.Tensor], like: Sequence[torch.Tensor]) -> tor
 
 
 def unpacked(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of a flat tensor with the shapes and memory orders of ``like``; the inverse of `packed`."""
+    """Views of ``flat`` [elements of all] with the shapes and memory orders of ``like``; the inverse of `packed`."""
     pieces = flat.split([t.numel() for t in like])
     return [view_like(piece, model) for piece, model in zip(pieces, like, strict=True)]

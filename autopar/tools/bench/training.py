@@ -42,5 +42,5 @@ def casting(device: torch.device, low: torch.dtype | None) -> Iterator[None]:
 
 
 def mean_loss(output: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Cross-entropy in float32, as autocast computes it."""
+    """Cross-entropy [] of ``output`` [samples, classes] and ``labels`` [samples], in float32 as under autocast."""
     return F.cross_entropy(output if output.dtype == torch.float64 else output.float(), labels)
