@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -15,7 +16,9 @@ import torch.distributed as dist
 from support.forks import forked
 
 from autopar.ir.mesh import Mesh
-from autopar.runtime.comm.mesh_groups import MeshGroups, connect_mesh_groups
+from autopar.ops.collectives import on
+from autopar.runtime.comm.mesh_groups import GroupCommunicator, axis_ranks, register_axes
+from autopar.runtime.comm.process_group import ProcessGroupTransport
 
 WORLD = 4
 TIMEOUT_SECONDS = 60
@@ -57,12 +60,20 @@ def main(cases: Mapping[str, Callable[[], None]]) -> None:
     dist.destroy_process_group()
 
 
+def connected(mesh: Mesh, timeout_seconds: float = TIMEOUT_SECONDS) -> ProcessGroupTransport:
+    """A transport with process groups for the axes of a mesh; all ranks call."""
+    rank_sets = chain(*axis_ranks(mesh).values())
+    return ProcessGroupTransport(dist.get_rank(), torch.device("cpu"), (), rank_sets, timeout_seconds)
+
+
 @cache
-def tensor_axis(tp: int) -> MeshGroups:
-    """The axes of a mesh whose tensor axis has so many ranks, made when all ranks first ask for it."""
-    axes = connect_mesh_groups(Mesh(1, tp, WORLD // tp), dist.get_rank(), TIMEOUT_SECONDS)
-    assert axes.register(f"test{tp}", torch.device("cpu"))["tp"] == axis_key(tp)
-    return axes
+def tensor_axis(tp: int) -> GroupCommunicator:
+    """The tensor axis of a mesh where it has so many ranks, made when all ranks first ask for it."""
+    mesh = Mesh(1, tp, WORLD // tp)
+    assert register_axes(f"test{tp}", mesh, connected(mesh))["tp"] == axis_key(tp)
+    axis = on(axis_key(tp))
+    assert isinstance(axis, GroupCommunicator)
+    return axis
 
 
 def axis_key(tp: int) -> str:
@@ -70,13 +81,13 @@ def axis_key(tp: int) -> str:
     return f"test{tp}.tp"
 
 
-def summed(tensor: torch.Tensor, axes: MeshGroups) -> torch.Tensor:
+def summed(tensor: torch.Tensor, axis: GroupCommunicator) -> torch.Tensor:
     """The sum over the tensor axis."""
     total = tensor.detach().clone()
-    dist.all_reduce(total, group=axes.communicators["tp"].group)
+    dist.all_reduce(total, group=axis.group)
     return total
 
 
-def index(axes: MeshGroups) -> Mapping[str, int]:
+def index(axis: GroupCommunicator) -> Mapping[str, int]:
     """This rank's number on the tensor axis, as `autopar.sharding.tensors` takes it."""
-    return {"tp": axes.communicators["tp"].rank}
+    return {"tp": axis.rank}

@@ -47,12 +47,14 @@ class RankGroups:
     def communicator(self, ranks: int) -> GroupCommunicator | SymmetricCommunicator:
         """The communicator of the first ``ranks`` ranks. A collective call; only those ranks may use the result."""
         if ranks not in self.communicators:
-            members, device = tuple(range(ranks)), self.worker.device
+            members, rank, device = tuple(range(ranks)), self.worker.rank, self.worker.device
             cuda = device.type == "cuda"
             group = dist.new_group(list(members), timeout=TIMEOUT, backend="nccl" if cuda else "gloo")
-            communicator = GroupCommunicator("measured", members, self.worker.rank, group)
-            peers = cuda and have_peer_access(gather_peer_access(device, self.worker.world, None)[:ranks])
-            self.communicators[ranks] = communicator.symmetric(device) if peers else communicator
+            if cuda and have_peer_access(gather_peer_access(device, self.worker.world, None)[:ranks]):
+                pool = SymmetricBufferPool(rank, device, group)
+                self.communicators[ranks] = SymmetricCommunicator(rank, ranks, pool)
+            else:
+                self.communicators[ranks] = GroupCommunicator("measured", members, rank, group)
             register(axis_name(ranks), self.communicators[ranks])
         return self.communicators[ranks]
 

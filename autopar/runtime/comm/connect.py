@@ -1,4 +1,4 @@
-"""Connects a rank: the groups of the mesh axes, the transport between ranks, and the rank on top of them."""
+"""Connects a rank: the transport between ranks, the communicators of the mesh axes, and the rank on top of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.comm.mesh_groups import axis_ranks, connect_mesh_groups, unregister
+from autopar.runtime.comm.mesh_groups import axis_ranks, register_axes, unregister
 from autopar.runtime.comm.process_group import ProcessGroupTransport
 from autopar.runtime.memory.host_malloc import disable_malloc_trim
 from autopar.runtime.rank import Rank
@@ -48,16 +48,11 @@ def connect_rank(
     device = torch.device(spec.device)
     if device.type == "cpu":
         disable_malloc_trim()
-    axes = connect_mesh_groups(spec.mesh, spec.rank, timeout_seconds)
-    opened.callback(axes.close)
-    axis_rank_sets = [tuple(ranks) for sets in axis_ranks(spec.mesh).values() for ranks in sets.tolist()]
-    axis_groups = {c.members: c.group for c in axes.communicators.values()}
-    existing = {ranks: axis_groups.get(ranks) for ranks in axis_rank_sets}
-    transport = ProcessGroupTransport(
-        spec.rank, device, spec.channels, spec.collective_groups, existing, timeout_seconds, spec.transport
-    )
+    assert dist.get_world_size() == spec.mesh.devices
+    rank_sets = [*itertools.chain(*axis_ranks(spec.mesh).values()), *spec.collective_groups]
+    transport = ProcessGroupTransport(spec.rank, device, spec.channels, rank_sets, timeout_seconds, spec.transport)
     opened.callback(transport.close)
-    keys = axes.register(f"model {next(MODEL_NUMBERS)}", device, transport.peer_access)
+    keys = register_axes(f"model {next(MODEL_NUMBERS)}", spec.mesh, transport)
     opened.callback(unregister, keys)
     rank = Rank(spec, tensors, transport, keys)
     opened.callback(rank.close)

@@ -1,11 +1,10 @@
-"""Process groups of the mesh axes, and their communicators, which `autopar.ops.collectives` calls."""
+"""Communicators of the mesh axes over process groups, which `autopar.ops.collectives` calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor
 
 from autopar.ir.mesh import Mesh
 from autopar.ops import collectives
+from autopar.runtime.comm.process_group import ProcessGroupTransport
 from autopar.runtime.comm.protocols import TransportError
-from autopar.runtime.comm.symmetric_collectives import SymmetricBufferPool, SymmetricCommunicator
-from autopar.runtime.comm.symmetric_p2p import PeerAccess, have_peer_access
+from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 
 
 @dataclass(frozen=True)
@@ -31,10 +30,6 @@ class GroupCommunicator:
     @property
     def ranks(self) -> int:
         return len(self.members)
-
-    def symmetric(self, device: torch.device) -> SymmetricCommunicator:
-        """Communicator of the same ranks over the symmetric memory of their GPUs; ``device`` is this rank's."""
-        return SymmetricCommunicator(self.rank, self.ranks, SymmetricBufferPool(self.rank, device, self.group))
 
     def reserve(self, num_bytes: int) -> None:
         """Nothing: torch.distributed allocates its own memory."""
@@ -86,65 +81,41 @@ class GroupCommunicator:
             raise TransportError(f"{what} over axis {self.axis} (ranks {ranks}): {error}") from error
 
 
-@dataclass(frozen=True)
-class MeshGroups:
-    """This process's communicator on each mesh axis with more than one rank; other axes need no process group."""
-
-    communicators: Mapping[str, GroupCommunicator]
-
-    def register(self, model: str, device: torch.device, peer_access: Sequence[PeerAccess] = ()) -> Mapping[str, str]:
-        """Register all axes with `autopar.ops.collectives`; returns the key of each axis.
-
-        Args:
-            model: part of the keys, which separates models of one process.
-            device: of this rank.
-            peer_access: of all ranks; axes whose GPUs have peer access use symmetric memory. Empty: no axis does.
-        """
-        keys = {axis: f"{model}.{axis}" for axis in self.communicators}
-        for axis, key in keys.items():
-            communicator = self.communicators[axis]
-            reachable = bool(peer_access) and have_peer_access([peer_access[rank] for rank in communicator.members])
-            collectives.register(key, communicator.symmetric(device) if reachable else communicator)
-        return keys
-
-    def close(self) -> None:
-        """Destroy the process groups; the default one stays."""
-        for communicator in self.communicators.values():
-            dist.destroy_process_group(communicator.group)
-
-
-def unregister(keys: Mapping[str, str]) -> None:
-    """Remove the axes of a model; ``keys`` as `MeshGroups.register` returned them."""
-    for key in keys.values():
-        collectives.unregister(key)
-
-
 def without_bool(tensor: Tensor) -> Tensor:
     """A view in a dtype that Gloo can move."""
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
-def axis_ranks(mesh: Mesh) -> Mapping[str, Tensor]:
-    """Rank sets of each axis with more than one rank, outermost axis first: [sets, ranks]."""
+def axis_ranks(mesh: Mesh) -> Mapping[str, list[tuple[int, ...]]]:
+    """Rank sets of each axis with more than one rank, outermost axis first."""
     sizes = {"pp": mesh.pp, "dp": mesh.dp, "tp": mesh.tp}
     grid = torch.arange(mesh.devices).view(*sizes.values())
-    return {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
+    rows = {axis: grid.movedim(dim, -1).reshape(-1, size) for dim, (axis, size) in enumerate(sizes.items()) if size > 1}
+    return {axis: [tuple(ranks) for ranks in sets.tolist()] for axis, sets in rows.items()}
 
 
-def connect_mesh_groups(mesh: Mesh, rank: int, timeout_seconds: float) -> MeshGroups:
-    """Groups of a rank's mesh axes; all ranks of the default process group call at the same point.
+def register_axes(model: str, mesh: Mesh, transport: ProcessGroupTransport) -> Mapping[str, str]:
+    """Register a rank's communicator on each mesh axis with `autopar.ops.collectives`; returns the key of each axis.
 
-    The groups are created one by one, in the same order on all ranks: init_device_mesh (torch 2.11 to 2.15) would give
-    them torch's timeout of half an hour instead of the run's.
+    Axes with one rank have no communicator. Axes whose GPUs have peer access use symmetric memory.
 
     Args:
-        timeout_seconds: longest wait for a peer in one collective.
+        model: part of the keys, which separates models of one process.
+        transport: of this rank, with a process group for every rank set of `axis_ranks`.
     """
-    assert dist.get_world_size() == mesh.devices
-    communicators: dict[str, GroupCommunicator] = {}
+    keys = {}
     for axis, sets in axis_ranks(mesh).items():
-        for members in map(tuple, sets.tolist()):
-            group = dist.new_group(list(members), timeout=timedelta(seconds=timeout_seconds))
-            if rank in members:
-                communicators[axis] = GroupCommunicator(axis, members, members.index(rank), group)
-    return MeshGroups(communicators)
+        members = next(ranks for ranks in sets if transport.rank in ranks)
+        rank, buffer = members.index(transport.rank), transport.symmetric_buffer(members)
+        keys[axis] = f"{model}.{axis}"
+        if buffer is None:
+            collectives.register(keys[axis], GroupCommunicator(axis, members, rank, transport.groups[members]))
+        else:
+            collectives.register(keys[axis], SymmetricCommunicator(rank, len(members), buffer))
+    return keys
+
+
+def unregister(keys: Mapping[str, str]) -> None:
+    """Remove the axes of a model; ``keys`` as `register_axes` returned them."""
+    for key in keys.values():
+        collectives.unregister(key)

@@ -6,7 +6,7 @@ carries them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -45,8 +45,7 @@ class ProcessGroupTransport:
         rank: int,
         device: torch.device,
         pairs: Collection[tuple[int, int, int]],
-        rank_sets: Collection[tuple[int, ...]],
-        existing: Mapping[tuple[int, ...], Any],
+        rank_sets: Iterable[tuple[int, ...]],
         timeout_seconds: float,
         transport: TransportName = "auto",
     ) -> None:
@@ -54,9 +53,7 @@ class ProcessGroupTransport:
 
         Args:
             pairs: (src, dst, channel index) of all rank pairs that will ever exchange tensors; equal on all ranks.
-            rank_sets: rank sets that run collectives; equal on all ranks.
-            existing: rank sets that have a process group already, and this group on ranks that are in it; equal sets in
-                equal order on all ranks.
+            rank_sets: rank sets that run collectives, some perhaps twice; in equal order on all ranks.
             timeout_seconds: longest wait for a peer.
             transport: carries the tensors of training steps between stages on GPUs.
 
@@ -66,9 +63,11 @@ class ProcessGroupTransport:
         timeout = timedelta(seconds=timeout_seconds)
         self.rank, self.device = rank, device
         self.posts_early = dist.get_backend() == "gloo"
-        missing = sorted(set(rank_sets) - set(existing))
-        self.created_groups: dict[tuple[int, ...], Any] = {r: dist.new_group(list(r), timeout=timeout) for r in missing}
-        self.groups: dict[tuple[int, ...], Any] = {**existing, **self.created_groups}
+        # init_device_mesh (torch 2.11 to 2.15) would give the groups of mesh axes torch's timeout of half an hour
+        # instead of the run's.
+        self.groups: dict[tuple[int, ...], Any] = {
+            ranks: dist.new_group(list(ranks), timeout=timeout) for ranks in dict.fromkeys(rank_sets)
+        }
         self.pair_groups: dict[tuple[int, int, int], Any] = {}
         # Flags travel between hosts over Gloo. A Gloo group of some ranks only would hang if the default NCCL group is
         # bound to a device: the other ranks wait for a split of its communicator that members of a Gloo group never
@@ -185,7 +184,7 @@ class ProcessGroupTransport:
 
     def close(self) -> None:
         self.symmetric_memory = None
-        groups = [*self.created_groups.values(), *self.pair_groups.values()]
+        groups = [*self.groups.values(), *self.pair_groups.values()]
         if self.cpu_group is not None:
             groups.append(self.cpu_group)
         for group in groups:

@@ -7,7 +7,7 @@ the model computes. Prices count the exposed rest (`autopar.cost.ops.overlap`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,102 +17,75 @@ from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params.flat_buckets import FlatBucket
 
 
-class ReplicaCollectives(Protocol):
-    """Collectives of the replicas of one part of the weights.
+class ReplicaCollectives:
+    """Collectives of the replicas of one part of the weights: by copy engines with peer access, else by the transport.
 
-    The segments of a bucket are in the replicas' order. All replicas make the same calls in the same order. ``flat`` is
-    a bucket's buffer, [bucket.numel].
+    All replicas make the same calls in the same order, beginning with the constructor. The segments of a bucket are in
+    the replicas' order. ``flat`` is a bucket's buffer, [bucket.numel]. Calling a handle waits for its collective.
+
+    Copy engines write into peers' memory, overlapped with compute on a side stream. NCCL's kernels take multiprocessors
+    away from matrix products, which then take longer by almost the time of the collective.
     """
 
-    def sum(self, flat: torch.Tensor) -> SendHandle:
-        """Start an all-reduce in place; calling the handle waits for it."""
-        ...
+    def __init__(self, transport: Transport, ranks: Sequence[int], device: torch.device, largest_bytes: int) -> None:
+        """Reserve symmetric memory where all replicas have peer access.
 
-    def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        """Start a reduce-scatter in place: each replica gets the sum of its segment; the others are undefined then."""
-        ...
-
-    def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        """Start an all-gather in place: each replica's segment goes to all replicas."""
-        ...
-
-
-def make_replica_collectives(
-    transport: Transport, ranks: Sequence[int], device: torch.device, largest_bytes: int
-) -> ReplicaCollectives:
-    """The fastest collectives among some ranks: by copy engines with peer access, else by the transport. All call.
-
-    Args:
-        device: of this rank.
-        largest_bytes: size of the largest bucket, with all its segments as long as the longest.
-    """
-    buffer = transport.symmetric_buffer(ranks)
-    if buffer is None:
-        return TransportReplicaCollectives(transport, ranks)
-    buffer.reserve(replica_buffer_bytes(largest_bytes, len(ranks)))
-    return SymmetricReplicaCollectives(
-        SymmetricCommunicator([*ranks].index(transport.rank), len(ranks), buffer), device
-    )
-
-
-class TransportReplicaCollectives:
-    """Collectives of the transport: one per bucket, or one per segment where segments differ in length."""
-
-    def __init__(self, transport: Transport, ranks: Sequence[int]) -> None:
-        self.transport, self.ranks = transport, tuple(ranks)
-
-    def sum(self, flat: torch.Tensor) -> SendHandle:
-        return self.transport.start_sum(flat, self.ranks)
-
-    def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        if bucket.even:
-            return self.transport.start_reduce_scatter(flat, self.ranks)
-        return wait_all([self.transport.start_sum(part, self.ranks, rank) for part, rank in self.parts(flat, bucket)])
-
-    def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        if bucket.even:
-            return self.transport.start_all_gather(flat, self.ranks)
-        return wait_all(
-            [self.transport.start_broadcast(part, self.ranks, rank) for part, rank in self.parts(flat, bucket)]
-        )
-
-    def parts(self, flat: torch.Tensor, bucket: FlatBucket) -> list[tuple[torch.Tensor, int]]:
-        """Non-empty segments with their ranks."""
-        parts = [(bucket.segment(flat, owner), rank) for owner, rank in enumerate(self.ranks)]
-        return [(part, rank) for part, rank in parts if part.numel()]
-
-
-class SymmetricReplicaCollectives:
-    """Collectives by copy engines that write into peers' memory, overlapped with compute on a side stream.
-
-    NCCL's kernels take multiprocessors away from matrix products, which then take longer by almost the time of the
-    collective.
-    """
-
-    def __init__(self, communicator: SymmetricCommunicator, device: torch.device) -> None:
-        self.communicator, self.device = communicator, device
+        Args:
+            ranks: replicas in order.
+            device: of this rank.
+            largest_bytes: size of the largest bucket, with all its segments as long as the longest.
+        """
+        self.transport, self.ranks, self.device = transport, tuple(ranks), device
+        self.communicator: SymmetricCommunicator | None = None
+        self.stream: torch.cuda.Stream | None = None
+        buffer = transport.symmetric_buffer(ranks)
+        if buffer is None:
+            return
+        buffer.reserve(replica_buffer_bytes(largest_bytes, len(ranks)))
+        self.communicator = SymmetricCommunicator(self.ranks.index(transport.rank), len(ranks), buffer)
         # High priority: barriers and sums are little work, and other ranks wait for them.
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def sum(self, flat: torch.Tensor) -> SendHandle:
-        return self.on_side_stream(
-            self.communicator.sum_segments, flat.split(MAX_SYMMETRIC_BUFFER_BYTES // flat.itemsize)
-        )
+        """Start an all-reduce in place."""
+        if self.communicator is not None:
+            pieces = flat.split(MAX_SYMMETRIC_BUFFER_BYTES // flat.itemsize)
+            return self.on_side_stream(self.communicator.sum_segments, pieces)
+        return self.transport.start_sum(flat, self.ranks)
 
     def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        return self.on_side_stream(self.communicator.reduce_segments, self.pieces(flat, bucket))
+        """Start a reduce-scatter in place: each replica gets the sum of its segment; the others are undefined then."""
+        if self.communicator is not None:
+            return self.on_side_stream(self.communicator.reduce_segments, self.pieces(flat, bucket))
+        if bucket.even:
+            return self.transport.start_reduce_scatter(flat, self.ranks)
+        return self.for_each_segment(self.transport.start_sum, flat, bucket)
 
     def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        return self.on_side_stream(self.communicator.gather_segments, self.pieces(flat, bucket))
+        """Start an all-gather in place: each replica's segment goes to all replicas."""
+        if self.communicator is not None:
+            return self.on_side_stream(self.communicator.gather_segments, self.pieces(flat, bucket))
+        if bucket.even:
+            return self.transport.start_all_gather(flat, self.ranks)
+        return self.for_each_segment(self.transport.start_broadcast, flat, bucket)
+
+    def for_each_segment(self, start: Callable[..., SendHandle], flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
+        """Start one collective per non-empty segment, with the segment's replica as root."""
+        segments = zip(bucket.segments(flat), self.ranks, strict=True)
+        handles = [start(segment, self.ranks, root) for segment, root in segments if segment.numel()]
+
+        def wait_all() -> None:
+            for wait in handles:
+                wait()
+
+        return wait_all
 
     def pieces(self, flat: torch.Tensor, bucket: FlatBucket) -> list[list[torch.Tensor]]:
         """The segments in pieces that fit into the symmetric buffer."""
-        ranks = self.communicator.ranks
-        whole, row = (
-            [bucket.segment(flat, k) for k in range(ranks)],
-            MAX_SYMMETRIC_BUFFER_BYTES // ranks // flat.itemsize,
-        )
-        return [[segment[start : start + row] for segment in whole] for start in range(0, bucket.longest_segment, row)]
+        segments = bucket.segments(flat)
+        row = MAX_SYMMETRIC_BUFFER_BYTES // len(segments) // flat.itemsize
+        starts = range(0, bucket.longest_segment, row)
+        return [[segment[start : start + row] for segment in segments] for start in starts]
 
     def on_side_stream(self, run: Callable[[Any], None], pieces: Sequence[Any]) -> SendHandle:
         """Start a collective of each piece on the side stream, one after the other."""
@@ -126,13 +99,3 @@ class SymmetricReplicaCollectives:
                 run(piece)
             done = self.stream.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
-
-
-def wait_all(handles: Sequence[SendHandle]) -> SendHandle:
-    """Handle that waits for all handles."""
-
-    def handle() -> None:
-        for wait in handles:
-            wait()
-
-    return handle

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.ir.layout import REPLICATED, TP, Layout
 from autopar.ir.pytree import leaves
 from autopar.runtime.comm.protocols import FlagChannel, Transport
-from autopar.runtime.comm.replica_collectives import make_replica_collectives
+from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.optim.build import rank_optimizer, use_fused_kernels
 from autopar.runtime.optim.loss_scaler import LossScaler
 from autopar.runtime.optim.lr_scheduler import scheduler_of, step_scheduler
@@ -48,7 +48,7 @@ class Updater:
         if replicated:
             largest = max(bucket.longest_segment * bucket.num_segments * bucket.dtype.itemsize for bucket in buckets)
             ranks, replica = spec.replica_ranks, spec.place.replica
-            collectives = make_replica_collectives(transport, ranks, torch.device(spec.device), largest)
+            collectives = ReplicaCollectives(transport, ranks, torch.device(spec.device), largest)
             self.grad_reducer = GradReducer(self.grad_buffer, ranks, replica, flags, collectives)
             if spec.owners:
                 self.zero_gather = ZeroParamGather(trainable, buckets, replica, collectives)

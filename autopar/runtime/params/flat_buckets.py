@@ -52,9 +52,9 @@ class FlatBucket:
         """Elements of the longest segment."""
         return max(high - low for low, high in pairwise(self.bounds))
 
-    def segment(self, flat: torch.Tensor, owner: int) -> torch.Tensor:
-        """Segment of an owner in a buffer, a view."""
-        return flat[self.bounds[owner] : self.bounds[owner + 1]]
+    def segments(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Views of a buffer's segments, by owner."""
+        return [flat[low:high] for low, high in pairwise(self.bounds)]
 
     def names_of(self, owner: int) -> tuple[str, ...]:
         """Names of an owner's parameters."""

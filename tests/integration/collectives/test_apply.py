@@ -21,7 +21,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Mode, Ref
 from autopar.ir.layout import REPLICATED, look_up, split_layout
 from autopar.ir.program import Program
-from autopar.runtime.comm.mesh_groups import MeshGroups
+from autopar.runtime.comm.mesh_groups import GroupCommunicator
 from autopar.sharding.propagate import ops_without_rule
 from autopar.sharding.shard_graph import shard_graph, storage
 from autopar.sharding.tensors import local_part
@@ -193,16 +193,16 @@ def close(found: torch.Tensor | None, expected: torch.Tensor | None, what: str) 
 
 
 def hold(
-    whole: Mapping[str, torch.Tensor], graph: Graph, stored: Mapping[str, Any], axes: MeshGroups
+    whole: Mapping[str, torch.Tensor], graph: Graph, stored: Mapping[str, Any], axis: GroupCommunicator
 ) -> dict[str, Any]:
     """This rank's part of each weight, as leaves."""
-    tp = {"tp": axes.communicators["tp"].ranks}
-    parts = {name: local_part(tensor, stored[name], tp, index(axes)).detach().clone() for name, tensor in whole.items()}
+    tp = {"tp": axis.ranks}
+    parts = {name: local_part(tensor, stored[name], tp, index(axis)).detach().clone() for name, tensor in whole.items()}
     return {name: t.requires_grad_(graph.weight[name].requires_grad) for name, t in parts.items()}
 
 
 def equals_the_whole(example: Example, tp: int) -> None:
-    axes, sizes = tensor_axis(tp), {"tp": tp}
+    axis, sizes = tensor_axis(tp), {"tp": tp}
     model, graph = traced(example.model, example.shape)
     labels, stage_of = labels_of(example, graph), stages(example, graph)
     stored = storage(graph, labels, sizes)
@@ -211,7 +211,7 @@ def equals_the_whole(example: Example, tp: int) -> None:
     local = shard_graph(graph, labels, stored, sizes, stage_of)
     model = copy.deepcopy(model)
     whole = weight_tensors(model, graph)
-    held = hold(whole, graph, stored, axes)
+    held = hold(whole, graph, stored, axis)
     x = torch.randn(example.shape, dtype=torch.float64)
     own, reference = x.clone().requires_grad_(), x.clone().requires_grad_()
     outputs = run(local, split(local, stage_of, 2), held, own, tp)
@@ -226,11 +226,11 @@ def equals_the_whole(example: Example, tp: int) -> None:
     for name, parameter in model.named_parameters():
         gradient = held[name].grad
         if gradient is not None and stored[name].partial_gradient:
-            gradient = summed(gradient, axes)
-        one = parameter.grad if parameter.grad is None else local_part(parameter.grad, stored[name], sizes, index(axes))
+            gradient = summed(gradient, axis)
+        one = parameter.grad if parameter.grad is None else local_part(parameter.grad, stored[name], sizes, index(axis))
         close(gradient, one, f"gradient of {name}")
     for name, buffer in model.named_buffers():
-        close(held[name], local_part(buffer, stored[name], sizes, index(axes)), name)
+        close(held[name], local_part(buffer, stored[name], sizes, index(axis)), name)
     evaluates(example, model, labels, stored, tp)
 
 
@@ -253,7 +253,7 @@ def evaluates(
 
 def compiles(tp: int) -> None:
     """A compiled local block gives the numbers of the one that is run as it is."""
-    axes, example = tensor_axis(tp), Example(BLOCKS, TOKEN, TOKENS)
+    axis, example = tensor_axis(tp), Example(BLOCKS, TOKEN, TOKENS)
     model, graph = traced(example.model, example.shape)
     labels, stage_of = labels_of(example, graph), stages(example, graph)
     stored = storage(graph, labels, {"tp": tp})
@@ -261,7 +261,7 @@ def compiles(tp: int) -> None:
     (program,) = split(local, stage_of, 1)
     found = []
     for compiled in (False, True):
-        held = hold(weight_tensors(model, graph), graph, stored, axes)
+        held = hold(weight_tensors(model, graph), graph, stored, axis)
         module: Any = graph_module(program, held, CPU, {"tp": axis_key(tp)})
         if compiled:
             module = torch.compile(module, fullgraph=True, backend="aot_eager")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import TIMEOUT_SECONDS, axis_key, main, run_on_ranks, summed, tensor_axis
+from support.ranks import TIMEOUT_SECONDS, axis_key, connected, main, run_on_ranks, summed, tensor_axis
 
 from autopar import UsageError
 from autopar.ir.mesh import Mesh
@@ -19,7 +19,7 @@ from autopar.ops import collectives
 from autopar.ops.collectives import join_parts, stack_parts
 from autopar.ops.registry import operator
 from autopar.runtime.comm.connect import connect_rank
-from autopar.runtime.comm.mesh_groups import axis_ranks, connect_mesh_groups
+from autopar.runtime.comm.mesh_groups import GroupCommunicator, axis_ranks, register_axes, unregister
 from autopar.runtime.comm.protocols import TransportError
 
 ops = torch.ops.autopar
@@ -65,7 +65,7 @@ def compiled_equals_eager(tp: int) -> None:
 def linear_overlaps(tp: int, dtype: torch.dtype) -> None:
     """A collective within a linear layer against the two after each other: gradients of x, weight and bias."""
     axis = axis_key(tp)
-    rank = tensor_axis(tp).communicators["tp"].rank
+    rank = tensor_axis(tp).rank
 
     def gathered(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, apart: bool) -> torch.Tensor:
         if apart:
@@ -108,15 +108,15 @@ def linear_overlaps(tp: int, dtype: torch.dtype) -> None:
 
 
 def ranks_get_the_same_sum(dtype: torch.dtype) -> None:
-    axes = tensor_axis(4)
+    axis = tensor_axis(4)
     torch.manual_seed(dist.get_rank())
     total = ops.all_reduce.default(torch.randn(1001).to(dtype).t(), axis_key(4))
     bits = total.view(torch.int32 if dtype == torch.float32 else torch.int16).long()
-    assert torch.equal(summed(bits, axes), 4 * bits)
+    assert torch.equal(summed(bits, axis), 4 * bits)
 
 
 def strange_types_travel() -> None:
-    axis, rank = axis_key(2), tensor_axis(2).communicators["tp"].rank
+    axis, rank = axis_key(2), tensor_axis(2).rank
     mask = torch.tensor([rank == 0, True])
     assert ops.all_gather.default(mask, 0, 1, 2, axis, False).tolist() == [True, True, False, True]
     assert ops.all_to_all.default(mask[:, None], 1, 1, 0, 1, 2, axis).tolist() == [[True, rank == 1]]
@@ -136,25 +136,30 @@ def program_for_other_ranks() -> None:
 
 def mesh_has_the_axes_with_several_ranks() -> None:
     rank = dist.get_rank()
-    axes = connect_mesh_groups(Mesh(2, 2, 1), rank, TIMEOUT_SECONDS)
-    assert tuple(axes.communicators) == ("pp", "tp")
-    place = Mesh(2, 2, 1).place(rank)
+    mesh = Mesh(2, 2, 1)
+    transport = connected(mesh)
+    keys = register_axes("mesh", mesh, transport)
+    assert tuple(keys) == ("pp", "tp")
+    place = mesh.place(rank)
     for axis, number in (("pp", place.stage), ("tp", place.shard)):
-        communicator = axes.communicators[axis]
+        communicator = collectives.on(keys[axis])
+        assert isinstance(communicator, GroupCommunicator)
         assert communicator.rank == dist.get_group_rank(communicator.group, rank) == number
         assert communicator.members == tuple(dist.get_process_group_ranks(communicator.group))
     dist.barrier()
-    axes.close()
+    unregister(keys)
+    transport.close()
 
 
 def a_silent_peer_is_named() -> None:
-    axes = connect_mesh_groups(Mesh(1, 2, 2), dist.get_rank(), 1.0)
-    keys = axes.register("silent", torch.device("cpu"))
+    mesh = Mesh(1, 2, 2)
+    transport = connected(mesh, 1.0)
+    keys = register_axes("silent", mesh, transport)
     if dist.get_rank() == 2:
         with pytest.raises(TransportError, match=r"all-reduce over axis tp \(ranks 2, 3\): "):
             ops.all_reduce.default(torch.ones(3), keys["tp"])
     dist.barrier()
-    axes.close()
+    transport.close()
 
 
 def symmetric_memory_needs_gpus() -> None:
@@ -252,11 +257,10 @@ def test_keys_are_registered_once() -> None:
 
 
 def test_rank_sets_of_the_axes() -> None:
-    found = {axis: sets.tolist() for axis, sets in axis_ranks(Mesh(pp=2, tp=2, dp=2)).items()}
-    assert found == {
-        "pp": [[0, 4], [1, 5], [2, 6], [3, 7]],
-        "dp": [[0, 2], [1, 3], [4, 6], [5, 7]],
-        "tp": [[0, 1], [2, 3], [4, 5], [6, 7]],
+    assert axis_ranks(Mesh(pp=2, tp=2, dp=2)) == {
+        "pp": [(0, 4), (1, 5), (2, 6), (3, 7)],
+        "dp": [(0, 2), (1, 3), (4, 6), (5, 7)],
+        "tp": [(0, 1), (2, 3), (4, 5), (6, 7)],
     }
     assert [list(axis_ranks(Mesh(*sizes))) for sizes in ((1, 1, 1), (4, 1, 1), (1, 4, 2))] == [[], ["pp"], ["dp", "tp"]]
 

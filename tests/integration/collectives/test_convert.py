@@ -12,7 +12,7 @@ from support.ranks import axis_key, index, main, run_on_ranks, summed, tensor_ax
 
 from autopar.ir.layout import REPLICATED, Layout, broadcast_layout, partial_layout, split_layout
 from autopar.ops.registry import operator
-from autopar.runtime.comm.mesh_groups import MeshGroups
+from autopar.runtime.comm.mesh_groups import GroupCommunicator
 from autopar.sharding.reshard import reshard_steps
 from autopar.sharding.tensors import local_part
 
@@ -53,19 +53,18 @@ B → P: share_gradient(4,) – | –, first_rank(tp,) – | –
 B → B: nothing"""
 
 
-def laid_out(whole: torch.Tensor, layout: Layout, axes: MeshGroups) -> torch.Tensor:
+def laid_out(whole: torch.Tensor, layout: Layout, axis: GroupCommunicator) -> torch.Tensor:
     """This rank's part, copy or summand of a whole tensor."""
-    communicator = axes.communicators["tp"]
     if layout.partial:
-        summands = [torch.randn_like(whole) for _ in range(communicator.ranks - 1)]
-        return [*summands, whole - sum(summands)][communicator.rank].clone()
-    return local_part(whole, layout, {"tp": communicator.ranks}, index(axes)).clone()
+        summands = [torch.randn_like(whole) for _ in range(axis.ranks - 1)]
+        return [*summands, whole - sum(summands)][axis.rank].clone()
+    return local_part(whole, layout, {"tp": axis.ranks}, index(axis)).clone()
 
 
-def assert_is(local: torch.Tensor, whole: torch.Tensor, layout: Layout, axes: MeshGroups) -> None:
+def assert_is(local: torch.Tensor, whole: torch.Tensor, layout: Layout, axis: GroupCommunicator) -> None:
     """Check that all ranks' local tensors together are the whole one."""
-    local = summed(local, axes) if layout.partial else local
-    expected = laid_out(whole, Layout(layout.splits), axes)
+    local = summed(local, axis) if layout.partial else local
+    expected = laid_out(whole, Layout(layout.splits), axis)
     assert local.is_contiguous() and torch.allclose(local, expected, rtol=0, atol=1e-12), f"{local} is not {expected}"
 
 
@@ -77,16 +76,16 @@ def gradient_layout(layout: Layout) -> Layout:
 def converts(made: Layout, read: Layout, tp: int) -> None:
     """Convert and differentiate; all tensors random, and the same on all ranks before they are laid out."""
     whole, gradient = torch.randn(SHAPE, dtype=torch.float64), torch.randn(SHAPE, dtype=torch.float64)
-    axes = tensor_axis(tp)
-    x = laid_out(whole, made, axes).requires_grad_()
+    axis = tensor_axis(tp)
+    x = laid_out(whole, made, axis).requires_grad_()
     y = x
     for step in reshard_steps(made, read, "tp", tp):
         args = tuple(axis_key(tp) if argument == "tp" else argument for argument in step.args)
         y = operator(f"autopar.{step.name}.default")(y, *args)
-    assert_is(y, whole, read, axes)
-    y.backward(laid_out(gradient, gradient_layout(read), axes))
+    assert_is(y, whole, read, axis)
+    y.backward(laid_out(gradient, gradient_layout(read), axis))
     assert x.grad is not None
-    assert_is(x.grad, gradient, gradient_layout(made), axes)
+    assert_is(x.grad, gradient, gradient_layout(made), axis)
 
 
 CASES = {

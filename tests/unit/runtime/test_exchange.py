@@ -17,11 +17,7 @@ from support.models import tiny_vit
 
 from autopar.runtime.comm import replica_collectives as exchange
 from autopar.runtime.comm.in_process import InProcessMailboxes, LocalTransport
-from autopar.runtime.comm.replica_collectives import (
-    SymmetricReplicaCollectives,
-    TransportReplicaCollectives,
-    make_replica_collectives,
-)
+from autopar.runtime.comm.replica_collectives import ReplicaCollectives
 from autopar.runtime.comm.symmetric_collectives import SymmetricCommunicator
 from autopar.runtime.params import flat_buckets as buckets
 from autopar.runtime.params import zero1_gather as replica_weights
@@ -36,9 +32,16 @@ def bucket(bounds: tuple[int, ...]) -> FlatBucket:
     return FlatBucket((), (), bounds, torch.float32, None)
 
 
+def collectives(member: SymmetricCommunicator) -> ReplicaCollectives:
+    """Collectives through a member's boards."""
+    transport = LocalTransport(member.rank, InProcessMailboxes())
+    transport.symmetric_buffer = lambda ranks: member.buffer
+    return ReplicaCollectives(transport, range(member.ranks), CPU, 2400)
+
+
 def summed(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
     flat = given.clone()
-    SymmetricReplicaCollectives(member, CPU).sum(flat)()
+    collectives(member).sum(flat)()
     return flat
 
 
@@ -55,12 +58,12 @@ def test_buckets_of_three_ranks(bounds: tuple[int, ...]) -> None:
 
     def scattered(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
         flat = given.clone()
-        SymmetricReplicaCollectives(member, CPU).reduce_scatter(flat, bucket(bounds))()
+        collectives(member).reduce_scatter(flat, bucket(bounds))()
         return flat
 
     def gathered(member: SymmetricCommunicator, given: torch.Tensor) -> torch.Tensor:
         flat = given.clone()
-        SymmetricReplicaCollectives(member, CPU).all_gather(flat, bucket(bounds))()
+        collectives(member).all_gather(flat, bucket(bounds))()
         return flat
 
     rounds = zip(own, on_all(own, summed), on_all(own, scattered), on_all(own, gathered), strict=True)
@@ -128,7 +131,4 @@ def unequal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_boards_the_transport_has_collectives() -> None:
-    assert isinstance(
-        make_replica_collectives(LocalTransport(0, InProcessMailboxes()), [0, 1], CPU, 4096),
-        TransportReplicaCollectives,
-    )
+    assert ReplicaCollectives(LocalTransport(0, InProcessMailboxes()), [0, 1], CPU, 4096).communicator is None
