@@ -106,12 +106,13 @@ class OutputFlags:
     def report(self, output: BenchOutput) -> list[Path]:
         """Print the tables, draw the picture and write the trace; returns all files that have been written."""
         from autopar.tools.cli.output import show, write
-        from autopar.tools.report.bench_picture import draw
+        from autopar.tools.report.bench_picture import figure_of
         from autopar.tools.report.bench_table import bench_parts
+        from autopar.tools.report.figure import save_figure
 
         show(bench_parts(output.result))
         if self.png is not None:
-            draw(output.result, self.png)
+            save_figure(figure_of(output.result), self.png)
         if self.trace is not None and output.trace is not None:
             write(self.trace, json.dumps(output.trace))
         written = (self.output, self.png, self.trace if output.trace is not None else None)
@@ -225,8 +226,9 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
     """Measure, show, draw and save the errors of predictions; the file has all plans so far after each."""
     from autopar.tools.bench.calibration import Calibration, band_text, calibrate
     from autopar.tools.cli.output import show, write
-    from autopar.tools.report.calibration_picture import draw
+    from autopar.tools.report.calibration_picture import figure_of
     from autopar.tools.report.calibration_table import calibration_parts
+    from autopar.tools.report.figure import save_figure
 
     path = outputs.output
     earlier = Calibration.load(path) if path is not None and path.exists() and path.stat().st_size else None
@@ -243,7 +245,7 @@ def run_calibration(request: BenchRequest, outputs: OutputFlags) -> None:
             f"\nPlans print this band when their cost model, or a copy of it, has\n\n{band_text(result, date.today())}"
         )
     if outputs.png is not None:
-        draw(result, outputs.png)
+        save_figure(figure_of(result), outputs.png)
 
 
 @contextmanager

@@ -32,10 +32,10 @@ def simulate(
     """Play a planned training step through: who waits when, what lies in memory; needs no model and no devices."""
     from autopar.ir.plan import Plan
     from autopar.tools.cli.output import check_files, screen, show, write
-    from autopar.tools.report.figure import needed_figure
+    from autopar.tools.report.figure import needed_figure, save_figure
     from autopar.tools.report.plan_trace import trace_events
     from autopar.tools.report.simulate_table import numbers, simulation_parts
-    from autopar.tools.report.simulation_picture import draw
+    from autopar.tools.report.simulation_picture import figure_of
     from autopar.tools.simulate.step import simulate_plan
 
     found = Plan.load(plan)
@@ -54,7 +54,7 @@ def simulate(
     if trace is not None:
         write(trace, json.dumps(trace_events(step), separators=(",", ":")))
     if png is not None:
-        draw(step, png)
+        save_figure(figure_of(step), png)
     written = [str(path) for path in (trace, png) if path is not None]
     if written and not as_json:
         typer.echo(f"\nsaved to {' and '.join(written)}")

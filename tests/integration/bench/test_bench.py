@@ -46,8 +46,9 @@ from autopar.tools.bench.request import BenchRequest
 from autopar.tools.bench.result import BenchResult, BenchRow, PipelineResult
 from autopar.tools.bench.run import BenchInterrupted, BenchOutput, run_bench
 from autopar.tools.bench.task import BenchTask
-from autopar.tools.report.bench_picture import draw, figure_of
+from autopar.tools.report.bench_picture import figure_of
 from autopar.tools.report.bench_table import rate_table
+from autopar.tools.report.figure import save_figure
 from autopar.tools.report.measured_trace import MeasuredStep, early_arrivals, trace_events
 
 # -- contestants that run ----------------------------------------------------------------------------------------------
@@ -132,10 +133,10 @@ def test_the_timeline_of_a_measured_step_is_sound(finished: BenchOutput) -> None
 def test_a_picture_is_drawn(finished: BenchOutput, tmp_path: Path) -> None:
     failed = replace(finished.result.row("ddp"), median_seconds=None, samples_per_second=None, reason="out of memory")
     rows = tuple(failed if row.contestant == "ddp" else row for row in finished.result.rows)
-    draw(replace(finished.result, rows=rows), tmp_path / "bench.png")
+    save_figure(figure_of(replace(finished.result, rows=rows)), tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(UsageError, match="Cannot write the picture"):
-        draw(finished.result, tmp_path / "missing" / "bench.png")
+        save_figure(figure_of(finished.result), tmp_path / "missing" / "bench.png")
 
 
 def a_result(*rows: BenchRow) -> BenchResult:
