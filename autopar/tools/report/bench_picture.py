@@ -1,4 +1,4 @@
-"""Picture of a bench result: one bar per contestant."""
+"""Picture of a bench result: one bar per baseline."""
 
 from __future__ import annotations
 

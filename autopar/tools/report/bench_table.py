@@ -18,7 +18,7 @@ NAME_CELLS = 46
 
 
 def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
-    """Setting of the measurement, a row per contestant, the plans' bubbles, and memory rank by rank."""
+    """Setting of the measurement, a row per baseline, the plans' bubbles, and memory rank by rank."""
     precision = f"{result.precision}{', channels_last' if result.channels_last else ''}"
     lines = [
         ("model", f"{result.model}, {result.flops_per_image / 1e9:,.1f} GFLOP to train on an image"),
@@ -38,7 +38,7 @@ def bench_parts(result: BenchResult) -> Sequence[RenderableType]:
 
 
 def rate_table(result: BenchResult) -> Table:
-    """A row per contestant: its best variant, or the reason why it has none."""
+    """A row per baseline: its best variant, or the reason why it has none."""
     titles = ("step", "samples/s", "TFLOP/s per device", "peak memory")
     table = plain_table(Column("run", overflow="fold", max_width=NAME_CELLS), *numeric(*titles, overflow="fold"))
     fastest = max((row.samples_per_second or 0.0 for row in result.best if row.devices > 1), default=0.0)
@@ -56,7 +56,7 @@ def rate_table(result: BenchResult) -> Table:
 
 
 def bubble_table(rows: Sequence[BenchRow]) -> Table:
-    """Predicted and measured step and bubble of the contestants that run plans."""
+    """Predicted and measured step and bubble of the baselines that run plans."""
     titles = ("predicted step", "measured", "bubble predicted", "measured", "bubble bound", "of bound")
     table = plain_table("run", *numeric(*titles, overflow="fold"))
     for row in rows:
