@@ -100,13 +100,13 @@ class SymmetricReplicaCollectives:
         )
 
     def reduce_scatter(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        return self.on_side_stream(self.communicator.reduce_segments, self.pieces(flat, bucket))
+        return self.on_side_stream(self.communicator.reduce_segments, self.parts(flat, bucket))
 
     def all_gather(self, flat: torch.Tensor, bucket: FlatBucket) -> SendHandle:
-        return self.on_side_stream(self.communicator.gather_segments, self.pieces(flat, bucket))
+        return self.on_side_stream(self.communicator.gather_segments, self.parts(flat, bucket))
 
-    def pieces(self, flat: torch.Tensor, bucket: FlatBucket) -> list[list[torch.Tensor]]:
-        """The segments in pieces that fit into the symmetric buffer."""
+    def parts(self, flat: torch.Tensor, bucket: FlatBucket) -> list[list[torch.Tensor]]:
+        """Segments in parts that fit into the symmetric buffer."""
         ranks = self.communicator.ranks
         whole, row = (
             [bucket.segment(flat, k) for k in range(ranks)],
@@ -114,16 +114,16 @@ class SymmetricReplicaCollectives:
         )
         return [[segment[start : start + row] for segment in whole] for start in range(0, bucket.longest_segment, row)]
 
-    def on_side_stream(self, run: Callable[[Any], None], pieces: Sequence[Any]) -> SendHandle:
-        """Start a collective of each piece on the side stream, one after the other."""
+    def on_side_stream(self, run: Callable[[Any], None], parts: Sequence[Any]) -> SendHandle:
+        """Start a collective of each part on the side stream, one after the other."""
         if self.stream is None:
-            for piece in pieces:
-                run(piece)
+            for part in parts:
+                run(part)
             return lambda: None
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
-            for piece in pieces:
-                run(piece)
+            for part in parts:
+                run(part)
             done = self.stream.record_event()
         return lambda: torch.cuda.current_stream(self.device).wait_event(done)
 

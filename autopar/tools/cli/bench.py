@@ -77,8 +77,8 @@ class OutputFlags:
         bool,
         typer.Option(
             "--calibrate",
-            help="Time no baselines but the best plan of every mesh, and compare predicted with measured steps and "
-            "peaks. Adds to the file of -o.",
+            help="Compare predicted with measured steps and peaks, for the best plan of every mesh; runs no other "
+            "baselines. Adds to the file of -o.",
         ),
     ] = False
     trace: Annotated[

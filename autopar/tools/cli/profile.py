@@ -157,7 +157,7 @@ def measure_points(request: ProfileRequest) -> tuple[RawMeasurements, int]:
         with ended_by_sigterm(), showing_progress(len(todo)) as progress:
             measure(setting, todo, part, reused, progress)
     except KeyboardInterrupt:
-        typer.echo(f"Interrupted; points so far are in {part}. The same command goes on from there.", err=True)
+        typer.echo(f"Interrupted; measurements so far are in {part}. The same command resumes from there.", err=True)
         raise
     points = {point.case: point for point in load_points(part, setting).points}
     return RawMeasurements(setting, tuple(points[case] for case in request.cases if case in points)), len(todo)

@@ -75,7 +75,7 @@ def train(
     plan: Annotated[Path | None, typer.Option(help="Use this plan instead of making one.", metavar="PLAN.json")] = None,
     config: ConfigFlag = None,
 ) -> None:
-    """Train MODEL on images on N devices, and show that its weights work in the unmodified model."""
+    """Train MODEL on an image data set over N devices, and show that its weights work in the unmodified model."""
     from autopar.ir.plan import Plan
     from autopar.tools.cli.train_run import Run, run
 

@@ -91,7 +91,7 @@ class OptimizerFlags:
         Option(min=0, help="Layer-wise decay: learning rate of a layer relative to the next one's.", metavar="X"),
     ] = None
     clip_grad: Annotated[
-        float | None, Option(min=0, help="Limit of gradients, read as --clip-mode says.", metavar="X")
+        float | None, Option(min=0, help="Limit of the gradients' norm or values: see --clip-mode.", metavar="X")
     ] = None
     clip_mode: Annotated[
         str | None,
