@@ -287,7 +287,7 @@ def test_reasons_name_the_rank_and_the_cause() -> None:
         baseline="1f1b", model="convnext_atto", model_kwargs={}, settings={"microbatch_size": 1, "chunks": 1}
     )
     outcome = run_baseline(told, 1, 1, 100.0)
-    assert outcome.failure is not None and outcome.failure.text.startswith("nobody took ConvNeXt apart by hand here")
+    assert outcome.failure is not None and outcome.failure.text.startswith("there is no split of ConvNeXt into blocks")
     outcome = run_baseline(assignment(model="vit_tinny"), 2, 1, 100.0)
     assert outcome.failure is not None and outcome.failure.kind == "usage"
     assert outcome.failure.text.startswith("timm has no model named 'vit_tinny'")
@@ -425,7 +425,7 @@ def test_stages_have_equal_numbers_of_blocks() -> None:
 
 
 def test_what_cannot_be_taken_apart_says_so() -> None:
-    with pytest.raises(NotExpressible, match="nobody took ConvNeXt apart by hand here"):
+    with pytest.raises(NotExpressible, match="there is no split of ConvNeXt into blocks"):
         sequence(create_model("convnext_atto"))
     with pytest.raises(NotExpressible, match=r"BasicBlock is no block with attn\.qkv"):
         check_blocks(blocks(create_model("resnet18")), 2)
